@@ -1,0 +1,1 @@
+"""The small host: runs, plans and serves API-format workflows without ComfyUI."""

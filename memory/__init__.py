@@ -1,0 +1,1 @@
+"""The engine: decide, record, move. Never imports ComfyUI. Read `memory/README.md` first."""
