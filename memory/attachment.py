@@ -1,0 +1,257 @@
+"""A module under management: its shares on their devices, and the hooks through which computing reaches them.
+
+[Note: entries] A component is entered through its own forward or, where programs call parts of it (a VAE's
+decoder), through a direct child. The outermost entry takes the lease and the innermost exit gives it back. Only
+native hooks are used. torch skips even always-called hooks when a `BaseException` passes, which is what an
+interrupt is in recent hosts; so a new entry that could not be nested in what is on the stack heals it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .component import Component, is_callable
+from .devices import Device
+from .footprint import fixed_tensors
+from .ledger import Kind, Ledger
+from .plan import ComponentPlan
+from .residency import Unit, find_entries
+from .share import Share
+from .split import Hops
+
+__all__ = ["Attachment"]
+
+
+class Attachment:
+    """One component attached to its module: packed in host memory, hooked, and loadable by plan.
+
+    Args:
+        acquire: called on the outermost entry; loads the component or raises, and holds the lease.
+        give_back: called when the outermost entry is left, also by an exception.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        module: nn.Module,
+        component: Component,
+        plan: ComponentPlan,
+        devices: dict[str, Device],
+        ledger: Ledger,
+        *,
+        acquire: Callable[[], None],
+        give_back: Callable[[], None],
+    ) -> None:
+        self.owner = owner
+        self.module = module
+        self.component = component
+        self.plan = plan
+        self.ledger = ledger
+        self.acquire = acquire
+        self.give_back = give_back
+        self.hops = Hops()
+        self.entered: list[nn.Module] = []
+        self.handles: list[RemovableHandle] = []
+        self.host_tier = "host"
+        self.is_loaded = False
+        self.shares = self.build_shares(devices)
+        self.share_of = {number: share for share in self.shares for number in share.blocks}
+
+    @property
+    def primary(self) -> Device:
+        """Where inputs go and outputs come back: the device of the rest."""
+        return self.shares[0].device
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of weights copied to devices so far."""
+        return sum(share.bytes_moved for share in self.shares)
+
+    def build_shares(self, devices: dict[str, Device]) -> list[Share]:
+        specs = [tensor for block in [*self.component.blocks, self.component.rest] for tensor in block.tensors]
+        entries = find_entries(self.module, [*specs, *self.component.buffers])
+        shares = []
+        for index, part in enumerate(self.plan.shares):
+            fixed = fixed_tensors(self.component, part.blocks, first=index == 0)
+            units = {
+                number: Unit(
+                    self.component.blocks[number].name,
+                    [entries[tensor.name] for tensor in self.component.blocks[number].tensors],
+                    cast=self.plan.cast,
+                )
+                for number in part.blocks
+            }
+            fixed_unit = Unit("fixed", [entries[tensor.name] for tensor in fixed], cast=frozenset())
+            shares.append(Share(self.owner, devices[part.device], fixed_unit, units, self.ledger))
+        return shares
+
+    # -- host memory and hooks
+
+    def attach(self) -> None:
+        """Pack the masters and put the hooks in place; on failure the module is as it was.
+
+        Holds, beside the masters, one block's slab at a time. Raises `InvalidInput` for weights that cannot be cast.
+        """
+        pinned = self.plan.tier == "pinned"
+        packed: list[Unit] = []
+        try:
+            for share in self.shares:
+                for unit in share.units:
+                    if share.device.is_cpu and not unit.cast_names:
+                        continue  # computes in place, in the memory it came in
+                    packed.append(unit)
+                    pinned = unit.pack(pinned=pinned)
+        except BaseException:
+            for unit in packed:
+                unit.unpack()
+            raise
+        self.host_tier = "pinned" if pinned else "host"
+        self.charge_host(self.ledger.charge)
+        self.hook()
+
+    def charge_host(self, enter: Callable[[str, str, Kind, int], None]) -> None:
+        host_bytes = sum(unit.slab_bytes for share in self.shares for unit in share.units)
+        enter(self.host_tier, self.owner, Kind.WEIGHTS, host_bytes)
+
+    def detach(self) -> None:
+        """Leave every device, remove every hook, give the module ordinary tensors again. Idempotent."""
+        for handle in self.handles:
+            handle.remove()
+        if not self.handles:
+            return
+        self.handles = []
+        self.unload()
+        for share in self.shares:
+            for unit in share.units:
+                if unit.host_slab is not None:
+                    unit.unpack()
+        self.charge_host(self.ledger.credit)
+
+    def hook(self) -> None:
+        def on(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self.handles.append(module.register_forward_hook(after, always_call=True))
+
+        blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
+        for entry in self.find_entry_modules():
+            if entry not in blocks:
+                on(entry, self.before_entry, self.after_entry)
+        for block, number in blocks.items():
+            on(block, self.before_block(number), self.after_block(number))
+        if len(self.shares) > 1:
+            for module in self.find_rest_modules():
+                self.handles.append(module.register_forward_pre_hook(self.before_rest, with_kwargs=True))
+
+    def find_entry_modules(self) -> list[nn.Module]:
+        return [self.module, *(child for child in self.module.children() if is_callable(child))]
+
+    def find_rest_modules(self) -> list[nn.Module]:
+        """Return the modules that hold weights of the rest themselves, except the root."""
+        holders = {module: None for entry in self.shares[0].fixed.entries for module, _ in entry.owners}
+        return [module for module in holders if module is not self.module]
+
+    # -- entries
+
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.heal_for(module)
+        outermost = not self.entered
+        if outermost:
+            self.acquire()
+        self.entered.append(module)
+        if not outermost:
+            return None
+        for share in self.shares:
+            share.begin_pass()
+        return self.hops.move((args, kwargs), self.primary.torch_device)
+
+    def after_entry(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if module not in self.entered:  # the entry itself failed, or was healed
+            return None
+        del self.entered[self.entered.index(module) :]
+        if self.entered:
+            return None
+        output = self.hops.move(output, self.primary.torch_device) if len(self.shares) > 1 else None
+        self.finish_pass()
+        return output
+
+    def finish_pass(self) -> None:
+        try:
+            for share in self.shares:
+                share.end_pass()
+        finally:
+            self.hops.forget()
+            self.give_back()
+
+    def heal_for(self, module: nn.Module | None) -> None:
+        """End a pass that an interrupt left open, if an entry into the module cannot be nested in it.
+
+        Legal nesting is the root, then one of its children; None means that nothing can be running.
+        """
+        if not self.entered:
+            return
+        if module is self.module or module is None or self.entered[0] is not self.module:
+            self.entered.clear()
+            self.finish_pass()
+        else:
+            del self.entered[1:]
+
+    # -- blocks
+
+    def before_block(self, number: int) -> Callable[..., Any]:
+        share = self.share_of[number]
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not self.entered:  # called from outside, as its own entry
+                self.before_entry(module, (), {})
+            share.enter(number)
+            alone = len(self.shares) == 1 and self.entered[0] is not module
+            return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
+
+        return before
+
+    def after_block(self, number: int) -> Callable[..., Any]:
+        share = self.share_of[number]
+        is_last = share is not self.shares[0] and number == max(share.blocks)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            share.leave(number)
+            if is_last and output is not None:  # what the root does with it expects the device of the rest
+                output = self.hops.move(output, self.primary.torch_device)
+            if self.entered and self.entered[0] is module:
+                self.after_entry(module, args, output)
+            return output
+
+        return after
+
+    def before_rest(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.hops.move((args, kwargs), self.primary.torch_device)
+
+    # -- devices
+
+    def load(self, plan: ComponentPlan) -> int:
+        """Bring every device to the plan; returns the bytes queued. On out-of-memory nothing stays anywhere."""
+        queued = 0
+        try:
+            for share, part in zip(self.shares, plan.shares, strict=True):
+                queued += share.load(part)
+        except torch.OutOfMemoryError:
+            self.unload()
+            raise
+        self.plan, self.is_loaded = plan, True
+        return queued
+
+    def shrink(self, device: str, num_bytes: int) -> int:
+        """Give back at least so many bytes of one device if they are there; returns them."""
+        freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
+        self.is_loaded = False
+        return freed
+
+    def unload(self) -> int:
+        """Leave every device; returns the bytes freed."""
+        self.is_loaded = False
+        return sum(share.unload() for share in self.shares)

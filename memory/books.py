@@ -1,0 +1,160 @@
+"""What happened and what it took: events, timeline samples, and the measurement of nodes and runs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .devices import Device
+from .ledger import Ledger
+from .report import Event, NodeReport, RunReport, Sample
+
+__all__ = ["Recorder"]
+
+# Enough for hours of work; older entries leave first.
+MAX_ENTRIES = 10_000
+
+
+@dataclass(slots=True)
+class OpenNode:
+    """A node that is executing; counters grow as its leases come and go."""
+
+    node_id: str
+    title: str
+    run_id: str
+    workflow_id: str | None
+    begin_s: float
+    moved_before: int
+    peaks: Counter[str] = field(default_factory=Counter)
+    book_peaks: Counter[str] = field(default_factory=Counter)
+    weights: Counter[str] = field(default_factory=Counter)
+
+
+class Recorder:
+    """Keeps the event log and the timeline, and measures peaks between their points.
+
+    Peaks come from the allocator, which keeps one per device: every point reads it and starts it anew.
+    """
+
+    def __init__(self, devices: Sequence[Device], ledger: Ledger, bytes_moved: Callable[[], int]) -> None:
+        self.devices = [device for device in devices if not device.is_cpu]
+        self.ledger = ledger
+        self.bytes_moved = bytes_moved
+        self.begin = time.monotonic()
+        self.events: deque[Event] = deque(maxlen=MAX_ENTRIES)
+        self.samples: deque[Sample] = deque(maxlen=MAX_ENTRIES)
+        self.nodes: deque[NodeReport] = deque(maxlen=MAX_ENTRIES)
+        self.runs: deque[RunReport] = deque(maxlen=MAX_ENTRIES)
+        self.node: OpenNode | None = None
+        self.run_moved_before = 0
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    @property
+    def now_s(self) -> float:
+        return time.monotonic() - self.begin
+
+    def note(self, kind: str, component: str, num_bytes: int, device: str, reason: str) -> Event:
+        """Enter an event; evictions reach the listeners at once."""
+        event = Event(
+            t_s=round(self.now_s, 6), kind=kind, component=component, bytes=num_bytes, device=device, reason=reason
+        )
+        self.events.append(event)
+        if kind == "evict":
+            if self.runs and self.runs[-1].end_s is None:
+                self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
+            self.tell({"type": "event", **asdict(event)})
+        return event
+
+    def tell(self, message: dict[str, Any]) -> None:
+        for listener in list(self.listeners):
+            listener(message)
+
+    def sample(self, activation_of: Callable[[str, int], None] | None = None) -> None:
+        """Enter a timeline point per device and start the next interval.
+
+        ``activation_of(device, bytes)`` learns what the interval's peak exceeded the books by.
+        """
+        for device in self.devices:
+            peak = device.peak_bytes()
+            point = Sample(
+                t_s=round(self.now_s, 6),
+                device=device.name,
+                component_bytes=self.ledger.by_component(device.name),
+                allocated_bytes=device.allocated_bytes(),
+                peak_bytes=peak,
+            )
+            self.samples.append(point)
+            if activation_of is not None:
+                activation_of(device.name, max(0, peak - self.ledger.used(device.name)))
+            if self.node is not None:
+                self.node.peaks[device.name] = max(self.node.peaks[device.name], peak)
+                books = max(self.node.book_peaks[device.name], self.ledger.peaks[device.name])
+                self.node.book_peaks[device.name] = books
+            device.reset_peak()
+            self.ledger.reset_peak(device.name)
+
+    def used_by_node(self, component: str) -> None:
+        """Credit the open node with what a component that it uses has on devices."""
+        if self.node is not None:
+            for device in self.devices:
+                held = self.ledger.held(component, device.name)
+                self.node.weights[device.name] = max(self.node.weights[device.name], held)
+
+    # -- runs and nodes
+
+    def begin_run(self, run_id: str, name: str) -> None:
+        self.end_run()
+        self.run_moved_before = self.bytes_moved()
+        begin_s = round(self.now_s, 6)
+        self.runs.append(
+            RunReport(run_id=run_id, name=name, begin_s=begin_s, end_s=None, bytes_moved=0, num_evictions=0)
+        )
+        self.sample()
+
+    def end_run(self) -> None:
+        """Close the open run, and the node that an error left open. Idempotent."""
+        if not self.runs or self.runs[-1].end_s is not None:
+            return
+        self.node = None
+        self.sample()
+        moved = self.bytes_moved() - self.run_moved_before
+        self.runs[-1] = replace(self.runs[-1], end_s=round(self.now_s, 6), bytes_moved=moved)
+
+    def begin_node(self, node_id: str, title: str, workflow_id: str | None) -> None:
+        self.sample()
+        run_id = self.runs[-1].run_id if self.runs and self.runs[-1].end_s is None else ""
+        self.node = OpenNode(
+            node_id=node_id,
+            title=title,
+            run_id=run_id,
+            workflow_id=workflow_id,
+            begin_s=self.now_s,
+            moved_before=self.bytes_moved(),
+        )
+
+    def end_node(self, tiers: dict[str, int]) -> NodeReport | None:
+        """Close the open node; returns its report, None if none is open."""
+        if self.node is None:
+            return None
+        self.sample()
+        node, self.node = self.node, None
+        activation = {
+            device.name: max(0, node.peaks[device.name] - node.book_peaks[device.name]) for device in self.devices
+        }
+        report = NodeReport(
+            node_id=node.node_id,
+            title=node.title,
+            run_id=node.run_id,
+            workflow_id=node.workflow_id,
+            seconds=round(self.now_s - node.begin_s, 6),
+            peak_bytes=dict(node.peaks),
+            weights_bytes={name: held for name, held in node.weights.items() if held},
+            activation_bytes=activation,
+            bytes_moved=self.bytes_moved() - node.moved_before,
+            tiers=tiers,
+        )
+        self.nodes.append(report)
+        return report

@@ -1,0 +1,50 @@
+"""Bytes of a component in each of its forms: fixed beside the blocks, at rest, and widened.
+
+The plan adds these numbers and the residency engine allocates by the same functions, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .component import Block, Component, TensorSpec
+from .units import slab_offsets
+from .upcast import stored_bytes
+
+__all__ = ["all_resident_bytes", "block_bytes", "fixed_tensors", "slab_bytes", "wide_bytes"]
+
+
+def fixed_tensors(component: Component, blocks: Sequence[int], *, first: bool) -> list[TensorSpec]:
+    """Return what stays on a device beside its blocks: the rest on the first device, and its blocks' buffers."""
+    own = {component.blocks[number].name for number in blocks}
+    foreign = {block.name for block in component.blocks} - own
+
+    def lives_in(buffer: TensorSpec, names: set[str]) -> bool:
+        return any(buffer.name.startswith(f"{name}.") for name in names)
+
+    buffers = [
+        buffer for buffer in component.buffers if lives_in(buffer, own) or (first and not lives_in(buffer, foreign))
+    ]
+    return [*(component.rest.tensors if first else ()), *buffers]
+
+
+def slab_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes of a slab that holds tensors of these sizes, each aligned."""
+    return slab_offsets(sizes)[1]
+
+
+def block_bytes(block: Block, cast: frozenset[str]) -> int:
+    """Return the bytes of the block's slab at rest."""
+    return slab_bytes(stored_bytes(tensor, cast) for tensor in block.tensors)
+
+
+def wide_bytes(block: Block, cast: frozenset[str]) -> int:
+    """Return the bytes of the block's cast weights once widened."""
+    return slab_bytes(tensor.weight_bytes for tensor in block.tensors if tensor.name in cast)
+
+
+def all_resident_bytes(component: Component, cast: frozenset[str]) -> int:
+    """Return the bytes of the whole component at rest: the rest, all buffers and every block."""
+    everything = fixed_tensors(component, range(len(component.blocks)), first=True)
+    fixed = slab_bytes(tensor.weight_bytes for tensor in everything)
+    return fixed + sum(block_bytes(block, cast) for block in component.blocks)

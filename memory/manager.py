@@ -1,0 +1,460 @@
+"""One manager for all components and devices: who may come in, and who has to leave for it.
+
+[Note: admission] A component is admitted when it is entered, never before. It may plan with what is free now,
+with its own bytes, and with those of idle components, less what the watermark keeps free. If loading it would
+leave less than ``low`` free, idle components leave, least recently used first and block by block, until ``high``
+is free. Between the marks nobody moves. A component that computes holds a lease and is never a victim.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attachment import Attachment
+from .books import Recorder
+from .component import component_from_module
+from .devices import CPU, Device, list_devices
+from .errors import InvalidInput, UnsafeState, allowed_values
+from .ledger import Ledger
+from .placement import DeviceShare, Placement, canonical_device
+from .plan import DeviceCapacity, Machine, Plan, plan_component, plan_components
+from .policy import EvictionPolicy, LeastRecentlyUsed, Victim
+from .profile import OffloadProfile
+from .report import ComponentReport, DeviceReport, Report
+from .units import MIB, format_bytes
+from .upcast import Precision
+
+__all__ = ["MemoryManager", "Watermark"]
+
+# Of the free host memory, the part that may be page-locked: the rest of the machine needs pageable memory too.
+PINNED_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watermark:
+    """When less than ``low_bytes`` of a device would stay free, evict until ``high_bytes`` are."""
+
+    low_bytes: int = 512 * MIB
+    high_bytes: int = 768 * MIB
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low_bytes <= self.high_bytes:
+            low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
+            raise InvalidInput(f"watermark low={low} high={high}: allowed is 0 <= low <= high")
+
+
+class Member:
+    """One component under the manager: its attachment, how it was asked for, and when it was used."""
+
+    def __init__(self, member_id: str, name: str, node_id: str | None, profile: OffloadProfile) -> None:
+        self.id = member_id
+        self.name = name
+        self.node_id = node_id
+        self.profile = profile
+        self.attachment: Attachment
+        self.leases = 0
+        self.last_use = 0
+        self.last_use_s: float | None = None
+        self.planned_in_epoch = -1
+        self.activation_bytes: Counter[str] = Counter()
+
+
+class MemoryManager:
+    """Admits, evicts and reports; every public call is serialised by one lock."""
+
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+        self.policy = policy or LeastRecentlyUsed()
+        self.lock = threading.RLock()
+        self.ledger = Ledger()
+        self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
+        self.watermarks: dict[str, Watermark] = {}
+        self.members: dict[str, Member] = {}
+        self.moved_by_released = 0
+        self.recorder = Recorder(list(self.devices.values()), self.ledger, self.bytes_moved)
+        # Counts changes of what there is to share; a plan of an older epoch is looked at again.
+        self.epoch = 0
+        self.uses = itertools.count(1)
+
+    def bytes_moved(self) -> int:
+        """Return the bytes of weights copied to devices since the start."""
+        return self.moved_by_released + sum(member.attachment.bytes_moved for member in self.members.values())
+
+    # -- watermarks
+
+    def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
+        """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
+
+        Raises:
+            InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
+        """
+        with self.lock:
+            accelerators = [name for name, found in self.devices.items() if not found.is_cpu]
+            name = canonical_device(device)
+            if name != "*" and name not in accelerators:
+                raise InvalidInput(
+                    f"watermark device {device!r} is not here; {allowed_values(name, ['*', *accelerators])}"
+                )
+            mark = Watermark(low_bytes=low_bytes, high_bytes=high_bytes)
+            targets = accelerators if name == "*" else [name]
+            for target in targets:
+                total = self.devices[target].total_bytes()
+                if high_bytes > total:
+                    raise InvalidInput(
+                        f"watermark high={format_bytes(high_bytes)} exceeds {target}, "
+                        f"allowed is up to {format_bytes(total)}"
+                    )
+            for target in targets:
+                self.watermarks[target] = mark
+                reason = f"keep free: low {format_bytes(low_bytes)}, high {format_bytes(high_bytes)}"
+                self.recorder.note("watermark", "", low_bytes, target, reason)
+                self.make_room(self.devices[target], 0, None)
+            self.epoch += 1
+
+    def watermark(self, device: str) -> Watermark:
+        """Return the marks of a device; by default 512 and 768 MiB, but at most a tenth of a small device."""
+        if device not in self.watermarks:
+            tenth = self.devices[device].total_bytes() // 10
+            default = Watermark()
+            return replace(
+                default, low_bytes=min(default.low_bytes, tenth), high_bytes=min(default.high_bytes, tenth * 3 // 2)
+            )
+        return self.watermarks[device]
+
+    # -- members
+
+    def add(
+        self,
+        modules: dict[str, nn.Module],
+        *,
+        placement: Placement,
+        profile: OffloadProfile,
+        precision: Precision,
+        name: str | None,
+        node_id: str | None,
+    ) -> tuple[list[Member], Plan]:
+        """Take modules under management: plan, pack in host memory, hook. All of them or none."""
+        with self.lock:
+            components = [component_from_module(module, name=part) for part, module in modules.items()]
+            plan = plan_components(
+                components, self.machine(None), placement=placement, profile=profile, precision=precision
+            )
+            members: list[Member] = []
+            try:
+                for component, module in zip(components, modules.values(), strict=True):
+                    members.append(self.attach(module, component, plan, profile, name, node_id))
+            except BaseException:
+                for member in members:
+                    self.remove(member)
+                raise
+            self.epoch += 1
+            return members, plan
+
+    def attach(
+        self,
+        module: nn.Module,
+        component: Any,
+        plan: Plan,
+        profile: OffloadProfile,
+        name: str | None,
+        node_id: str | None,
+    ) -> Member:
+        if any(member.attachment.module is module for member in self.members.values()):
+            raise InvalidInput(f"{component.name} is managed already; release it first")
+        member = Member(
+            self.free_id(f"{name}/{component.name}" if name else component.name), component.name, node_id, profile
+        )
+        member.attachment = Attachment(
+            member.id,
+            module,
+            component,
+            plan[component.name],
+            self.devices,
+            self.ledger,
+            acquire=lambda: self.acquire(member),
+            give_back=lambda: self.give_back(member),
+        )
+        member.attachment.attach()
+        self.members[member.id] = member
+        for reason in plan[component.name].reasons:
+            self.recorder.note("plan", member.id, 0, plan[component.name].shares[0].device, reason)
+        if plan[component.name].tier == "pinned" != member.attachment.host_tier:
+            reason = "page-locked memory ran out: the rest is pageable, its copies block the host"
+            self.recorder.note("plan", member.id, 0, "host", reason)
+        return member
+
+    def free_id(self, wanted: str) -> str:
+        candidates = itertools.chain([wanted], (f"{wanted}#{number}" for number in itertools.count(2)))
+        return next(candidate for candidate in candidates if candidate not in self.members)
+
+    def remove(self, member: Member) -> None:
+        """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent."""
+        with self.lock:
+            if self.members.get(member.id) is not member:
+                return
+            freed = self.ledger.places(member.id)
+            member.attachment.detach()
+            self.moved_by_released += member.attachment.bytes_moved
+            del self.members[member.id]
+            self.epoch += 1
+            for place, num_bytes in freed.items():
+                self.recorder.note("release", member.id, num_bytes, place, "released")
+            self.recorder.sample()
+            assert not self.ledger.places(member.id), self.ledger.places(member.id)
+
+    def release_all(self) -> None:
+        """Release every component."""
+        with self.lock:
+            for member in list(self.members.values()):
+                self.remove(member)
+
+    # -- leases
+
+    def acquire(self, member: Member) -> None:
+        """Admit a component and hold a lease on it; loads what its plan wants and evicts for that.
+
+        Raises:
+            DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
+        """
+        with self.lock:
+            member.leases += 1
+            member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
+            try:
+                self.recorder.sample()
+                if not member.attachment.is_loaded or member.planned_in_epoch != self.epoch:
+                    self.admit(member)
+                self.recorder.used_by_node(member.id)
+            except BaseException:
+                member.leases -= 1
+                raise
+
+    def give_back(self, member: Member) -> None:
+        """Return the lease and learn what the forward needed beside the weights."""
+        with self.lock:
+            member.leases = max(0, member.leases - 1)
+
+            def learn(device: str, activation_bytes: int) -> None:
+                member.activation_bytes[device] = max(member.activation_bytes[device], activation_bytes)
+
+            self.recorder.sample(learn)
+
+    @contextmanager
+    def lease(self, member: Member) -> Iterator[None]:
+        """Hold a component loaded for a while, such as a whole sampling run."""
+        self.acquire(member)
+        try:
+            yield
+        finally:
+            member.attachment.heal_for(None)
+            self.give_back(member)
+
+    def admit(self, member: Member) -> None:
+        """Plan with what there is now, clear room, load ([Note: admission])."""
+        attachment = member.attachment
+        plan = attachment.plan
+        devices = tuple(
+            DeviceShare(device=share.device.name, ratio=asked.ratio)
+            for share, asked in zip(attachment.shares, plan.placement.devices, strict=True)
+        )
+        if not attachment.primary.is_cpu and len(devices) == 1:
+            plan = plan_component(
+                attachment.component,
+                self.machine(member),
+                item=replace(plan.placement, devices=devices),
+                profile=member.profile,
+                precision=plan.precision,
+            )
+        for share in plan.shares:
+            if share.device != "cpu":
+                self.make_room(
+                    self.devices[share.device], share.device_bytes - self.ledger.held(member.id, share.device), member
+                )
+        try:
+            queued = attachment.load(plan)
+        except torch.OutOfMemoryError as error:
+            self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
+            raise
+        finally:
+            self.recorder.sample()
+        member.planned_in_epoch = self.epoch
+        if queued:
+            where = "&".join(share.device for share in plan.shares)
+            resident = sum(len(share.resident) for share in plan.shares)
+            self.recorder.note(
+                "load",
+                member.id,
+                queued,
+                where,
+                f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}",
+            )
+
+    def kept_free(self, device: str, member: Member | None) -> tuple[int, int]:
+        """Return the low and high mark, raised to what the member's forwards were seen to need."""
+        mark = self.watermark(device)
+        needed = member.activation_bytes[device] if member else 0
+        return max(mark.low_bytes, needed), max(mark.high_bytes, needed)
+
+    def machine(self, member: Member | None) -> Machine:
+        """Return what a member (or a newcomer) may plan with, in live numbers."""
+        capacities = []
+        for device in self.devices.values():
+            low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
+            others = sum(victim.device_bytes for victim in self.victims(device, member))
+            own = self.ledger.held(member.id, device.name) if member else 0
+            capacities.append(
+                DeviceCapacity(
+                    name=device.name,
+                    total_bytes=device.total_bytes(),
+                    available_bytes=max(0, device.free_bytes() + own + others - low),
+                    kept_free_bytes=low,
+                )
+            )
+        pinned = int(CPU.free_bytes() * PINNED_SHARE) if len(self.devices) > 1 else 0
+        if member is not None:  # its masters rest where they are
+            pinned = CPU.total_bytes() if member.attachment.host_tier == "pinned" else 0
+        return Machine(devices=tuple(capacities), pinned_bytes=pinned)
+
+    # -- eviction
+
+    def victims(self, device: Device, member: Member | None) -> list[Victim]:
+        """Return the idle components with bytes on a device, other than the member."""
+        return [
+            Victim(component=other.id, device_bytes=held, last_use=other.last_use)
+            for other in self.members.values()
+            if other is not member and not other.leases and (held := self.ledger.held(other.id, device.name))
+        ]
+
+    def make_room(self, device: Device, need_bytes: int, member: Member | None) -> None:
+        """Evict idle components if the need would leave less than the low mark free, until the high mark is."""
+        low, high = self.kept_free(device.name, member)
+        left = device.free_bytes() - need_bytes
+        if left >= low:
+            return
+        for victim in self.policy.order(self.victims(device, member)):
+            if left >= high:
+                return
+            whom = f"for {member.id}" if member else "to keep the watermark"
+            reason = (
+                f"{format_bytes(max(0, left))} would be free {whom}, low mark {format_bytes(low)}; "
+                f"least recently used, last in lease {victim.last_use}"
+            )
+            left += self.evict(self.members[victim.component], device, high - left, reason)
+
+    def evict(self, member: Member, device: Device, num_bytes: int, reason: str) -> int:
+        """Drop at least so many bytes of an idle component if it has them; returns the bytes freed."""
+        if member.leases:
+            raise UnsafeState(f"{member.id} computes and cannot be evicted")
+        freed = member.attachment.shrink(device.name, num_bytes)
+        left = self.ledger.held(member.id, device.name)
+        whole = "whole" if not left else f"{format_bytes(left)} stay"
+        self.recorder.note("evict", member.id, freed, device.name, f"{reason} ({whole})")
+        self.recorder.sample()
+        self.epoch += 1
+        return freed
+
+    # -- runs, nodes, report
+
+    def begin_run(self, run_id: str, name: str) -> None:
+        """A prompt execution begins; plans are looked at again with the memory there is now."""
+        with self.lock:
+            self.heal()
+            self.epoch += 1
+            self.recorder.begin_run(run_id, name)
+
+    def end_run(self) -> None:
+        with self.lock:
+            self.heal()
+            self.recorder.end_run()
+            self.ledger.check()
+
+    def heal(self) -> None:
+        """End what interrupts left open; called where nothing can be computing."""
+        for member in self.members.values():
+            member.attachment.heal_for(None)
+
+    def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
+        with self.lock:
+            self.recorder.begin_node(node_id, title, workflow_id)
+
+    def end_node(self) -> dict[str, Any]:
+        """Close the open node; returns its report and sends it to the listeners."""
+        with self.lock:
+            node_id = self.recorder.node.node_id if self.recorder.node else None
+            tiers: Counter[str] = Counter()
+            for member in self.members.values():
+                if member.node_id is not None and member.node_id == node_id:
+                    tiers.update(self.ledger.places(member.id))
+            report = self.recorder.end_node(dict(tiers))
+            if report is None:
+                return {}
+            node = {name: getattr(report, name) for name in report.__slots__}
+            self.recorder.tell(
+                {"type": "node", **node, "devices": [vars_of(device) for device in self.device_reports()]}
+            )
+            return node
+
+    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        """Call the listener with every node's report and every eviction; returns what ends that."""
+        self.recorder.listeners.append(listener)
+        return lambda: self.recorder.listeners.remove(listener)
+
+    def device_reports(self) -> list[DeviceReport]:
+        reports = []
+        for device in self.devices.values():
+            mark = Watermark(low_bytes=0, high_bytes=0) if device.is_cpu else self.watermark(device.name)
+            total, free, reserved = device.total_bytes(), device.free_bytes(), self.ledger.used(device.name)
+            reports.append(
+                DeviceReport(
+                    name=device.name,
+                    total_bytes=total,
+                    free_bytes=free,
+                    watermark={"low_bytes": mark.low_bytes, "high_bytes": mark.high_bytes},
+                    reserved_bytes=reserved,
+                    other_bytes=max(0, total - free - reserved),
+                )
+            )
+        return reports
+
+    def report(self) -> dict[str, Any]:
+        """Return the versioned report of everything so far, JSON-able."""
+        with self.lock:
+            components = [self.component_report(member) for member in self.members.values()]
+            recorder = self.recorder
+            return Report(
+                devices=self.device_reports(),
+                components=components,
+                nodes=list(recorder.nodes),
+                runs=list(recorder.runs),
+                events=list(recorder.events),
+                samples=list(recorder.samples),
+            ).to_json()
+
+    def component_report(self, member: Member) -> ComponentReport:
+        attachment = member.attachment
+        planned = {share.device: share.device_bytes for share in attachment.plan.shares if share.device != "cpu"}
+        held = {share.device: self.ledger.held(member.id, share.device) for share in attachment.plan.shares}
+        return ComponentReport(
+            id=member.id,
+            name=member.name,
+            kind=attachment.component.kind,
+            node_id=member.node_id,
+            tiers=self.ledger.places(member.id),
+            precision=attachment.plan.precision.value,
+            in_effect=all(held[device] == num_bytes for device, num_bytes in planned.items()),
+            leased=bool(member.leases),
+            last_use_s=member.last_use_s,
+            bytes_moved=attachment.bytes_moved,
+            plan=attachment.plan.to_json(),
+        )
+
+
+def vars_of(device: DeviceReport) -> dict[str, Any]:
+    return {name: getattr(device, name) for name in device.__slots__}

@@ -1,0 +1,264 @@
+"""The placement grammar: which device computes a component, and where its weights rest.
+
+    placement  = item { "," item }
+    item       = [ component "=" ] place [ ":" tier ]
+    place      = "auto" | device { "&" device [ "@" ratio ] }
+    device     = "cpu" | "gpu" | "gpu:" int | torch device name
+    tier       = "device" | "pinned" | "host" | "disk" | device
+    ratio      = number [ "%" ]       the device's share of the blocks' bytes; the others divide what is left
+
+One parser, everywhere. Every error names the column, the value and what is allowed; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from .errors import InvalidInput, allowed_values
+
+__all__ = [
+    "AUTO",
+    "KINDS",
+    "DeviceShare",
+    "Placement",
+    "PlacementItem",
+    "Scanner",
+    "parse_placement",
+    "resolve_kind",
+]
+
+# Component kinds and the words that other programs use for them.
+KINDS: dict[str, tuple[str, ...]] = {
+    "diffusion": ("diffusion", "dit", "unet", "transformer", "model", "diffusion_model"),
+    "text": ("text", "clip", "te", "t5", "llm", "conditioner", "text_encoder"),
+    "vae": ("vae", "autoencoder", "first_stage", "tae"),
+    "control": ("control", "controlnet"),
+    "vision": ("vision", "clip_vision", "image_encoder"),
+}
+TIERS = ("device", "pinned", "host", "disk")
+AUTO = "auto"
+WORD = re.compile(r"[A-Za-z_][\w.\-]*|\*")
+INTEGER = re.compile(r"\d+")
+RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceShare:
+    """A device and the share of the blocks' bytes asked for it; None shares what the others leave."""
+
+    device: str
+    ratio: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacementItem:
+    """Where one component goes; no devices means ``auto``, no tier means that the plan chooses one."""
+
+    component: str
+    devices: tuple[DeviceShare, ...] = ()
+    tier: str | None = None
+
+    def __str__(self) -> str:
+        shares = "&".join(s.device + (f"@{s.ratio:g}" if s.ratio is not None else "") for s in self.devices)
+        target = "" if self.component == "*" else f"{self.component}="
+        return target + (shares or AUTO) + (f":{self.tier}" if self.tier else "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """All items of one placement text; `item_for` answers for a component."""
+
+    items: tuple[PlacementItem, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.items))
+
+    def item_for(self, name: str, kind: str) -> PlacementItem:
+        """Return the most specific item: the component's name, its kind, ``*``, else ``auto``."""
+        by_component = {item.component: item for item in self.items}
+        for key in (name, kind, "*"):
+            if key in by_component:
+                return by_component[key]
+        return PlacementItem(component="*")
+
+
+class Scanner:
+    """Reads one line of text from left to right and knows the column for every complaint (from 1)."""
+
+    def __init__(self, text: str, *, what: str) -> None:
+        self.text = text
+        self.what = what
+        self.position = 0
+
+    def skip_blanks(self) -> None:
+        while self.position < len(self.text) and self.text[self.position].isspace():
+            self.position += 1
+
+    @property
+    def at_end(self) -> bool:
+        self.skip_blanks()
+        return self.position == len(self.text)
+
+    def peek(self, symbol: str) -> bool:
+        self.skip_blanks()
+        return self.text.startswith(symbol, self.position)
+
+    def take(self, symbol: str) -> bool:
+        """Consume the symbol if it comes next."""
+        if not self.peek(symbol):
+            return False
+        self.position += len(symbol)
+        return True
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Consume the pattern if it comes next."""
+        self.skip_blanks()
+        match = pattern.match(self.text, self.position)
+        if match:
+            self.position = match.end()
+        return match
+
+    def fail(self, problem: str, *, at: int | None = None) -> NoReturn:
+        """Raise the one line that says what is wrong, where."""
+        column = (self.position if at is None else at) + 1
+        raise InvalidInput(f"{self.what} {self.text!r}, column {column}: {problem}")
+
+
+def parse_placement(text: str, *, devices: Collection[str], components: Sequence[str] = ()) -> Placement:
+    """Parse a placement for a machine with these devices (``cpu``, ``gpu:0``, ...).
+
+    Args:
+        components: names that may be used beside the kinds, such as ``text_encoder_2``.
+
+    Raises:
+        InvalidInput: naming the column and what is allowed there.
+    """
+    scanner = Scanner(text, what="placement")
+    items: list[PlacementItem] = []
+    while True:
+        scanner.skip_blanks()
+        begin = scanner.position
+        item = parse_item(scanner, devices, components)
+        if any(item.component == other.component for other in items):
+            scanner.fail(f"{item.component!r} is placed twice", at=begin)
+        items.append(item)
+        if scanner.at_end:
+            return Placement(items=tuple(items))
+        if not scanner.take(","):
+            scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',', '&', '@', ':' or the end")
+
+
+def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[str]) -> PlacementItem:
+    component = "*"
+    begin = scanner.position
+    if scanner.match(WORD) and scanner.peek("="):
+        component = resolve_kind(scanner, scanner.text[begin : scanner.position].strip(), components, begin)
+        scanner.take("=")
+    else:
+        scanner.position = begin
+    shares = parse_place(scanner, devices)
+    tier = None
+    if scanner.take(":"):
+        tier = parse_tier(scanner, devices)
+    return PlacementItem(component=component, devices=shares, tier=tier)
+
+
+def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int) -> str:
+    """Return the component name or kind that a word means: exact, alias, or an unambiguous prefix."""
+    if word == "*" or word in components:
+        return word
+    lowered = word.lower()
+    for kind, aliases in KINDS.items():
+        if lowered in aliases:
+            return kind
+    meanings = {kind for kind, aliases in KINDS.items() if any(alias.startswith(lowered) for alias in aliases)}
+    meanings |= {name for name in components if name.startswith(word)}
+    if len(meanings) == 1:
+        return meanings.pop()
+    if meanings:
+        scanner.fail(f"component {word!r} is ambiguous: {', '.join(sorted(meanings))}", at=at)
+    scanner.fail(f"component {word!r} is unknown; {allowed_values(word, ['*', *KINDS, *components])}", at=at)
+
+
+def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[DeviceShare, ...]:
+    begin = scanner.position
+    match = scanner.match(WORD)
+    if match and match[0] == AUTO:
+        if scanner.peek("&"):
+            scanner.fail("'auto' chooses the devices itself; name every device of a split")
+        return ()
+    scanner.position = begin
+    shares = [DeviceShare(device=parse_device_name(scanner, devices))]
+    while scanner.take("&"):
+        scanner.skip_blanks()
+        begin = scanner.position
+        device = parse_device_name(scanner, devices)
+        if device in {share.device for share in shares}:
+            scanner.fail(f"device {device!r} is named twice in one split", at=begin)
+        shares.append(DeviceShare(device=device, ratio=parse_ratio(scanner) if scanner.take("@") else None))
+        if "cpu" in {share.device for share in shares}:
+            scanner.fail("'cpu' cannot share a split with another device; use a tier such as ':host'", at=begin)
+    if sum(share.ratio or 0.0 for share in shares) >= 1.0:
+        scanner.fail("the ratios of a split must leave something for its first device: their sum must be below 1")
+    return tuple(shares)
+
+
+def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
+    """Consume a device and return it as ``cpu`` or ``gpu:N``."""
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(WORD)
+    if match is None:
+        scanner.fail(f"a device is missing; {allowed_values('', [AUTO, *devices])}", at=begin)
+    name, after_name = match[0], scanner.position
+    if scanner.take(":"):
+        number = scanner.match(INTEGER)
+        if number:
+            name = f"{name}:{int(number[0])}"
+        else:  # the colon begins a tier
+            scanner.position = after_name
+    canonical = canonical_device(name)
+    if canonical not in devices:
+        scanner.fail(f"device {name!r} is not here; {allowed_values(name, [AUTO, *devices])}", at=begin)
+    return canonical
+
+
+def canonical_device(name: str) -> str:
+    """Return ``cpu`` or ``gpu:N`` for a device as any program writes it (``cuda:1``, ``gpu``, ``CPU``)."""
+    kind, _, index = name.lower().partition(":")
+    if kind == "cpu":
+        return "cpu"
+    known = {"gpu", "cuda", "xpu", "mps", "npu", "mlu", "hpu", "musa", "sim"}
+    return f"gpu:{index or 0}" if kind in known else name
+
+
+def names_device(word: str) -> bool:
+    """Whether the word means a device, here or elsewhere, rather than a component or a tier."""
+    canonical = canonical_device(word)
+    return canonical == "cpu" or canonical.startswith("gpu:")
+
+
+def parse_ratio(scanner: Scanner) -> float:
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(RATIO)
+    ratio = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+    if not 0.0 < ratio < 1.0:
+        scanner.fail("a ratio between 0 and 1, such as 0.3 or 30%, must follow '@'", at=begin)
+    return ratio
+
+
+def parse_tier(scanner: Scanner, devices: Collection[str]) -> str:
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(WORD)
+    if match and match[0] in TIERS:
+        return match[0]
+    scanner.position = begin
+    if match and names_device(match[0]):
+        return parse_device_name(scanner, devices)
+    word = match[0] if match else ""
+    scanner.fail(f"tier {word!r} is unknown; {allowed_values(word, [*TIERS, *devices])}", at=begin)

@@ -1,0 +1,111 @@
+"""The report: what the books say, in one versioned form for the command line, the web page and the tests."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["REPORT_VERSION", "ComponentReport", "DeviceReport", "Event", "NodeReport", "Report", "RunReport", "Sample"]
+
+REPORT_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One thing that happened, ``t_s`` after the start; kinds: plan, load, evict, release, watermark, run, error."""
+
+    t_s: float
+    kind: str
+    component: str
+    bytes: int
+    device: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One point of the timeline: who has what on a device, and the most that was allocated since the last point."""
+
+    t_s: float
+    device: str
+    component_bytes: dict[str, int]
+    allocated_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceReport:
+    """A device now. ``other_bytes``: what the driver counts as used beyond the ledger's ``reserved_bytes``."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    watermark: dict[str, int]
+    reserved_bytes: int
+    other_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComponentReport:
+    """A component now; ``in_effect``: what is on its devices is what its plan says."""
+
+    id: str
+    name: str
+    kind: str
+    node_id: str | None
+    tiers: dict[str, int]
+    precision: str
+    in_effect: bool
+    leased: bool
+    last_use_s: float | None
+    bytes_moved: int
+    plan: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeReport:
+    """One execution of a node.
+
+    ``weights_bytes`` is the most that the components it used had on a device, ``peak_bytes`` the most that was
+    allocated there by anyone, and ``activation_bytes`` what the peak exceeds all books by. ``tiers`` says where
+    the components that this node loaded are now.
+    """
+
+    node_id: str
+    title: str
+    run_id: str
+    workflow_id: str | None
+    seconds: float
+    peak_bytes: dict[str, int]
+    weights_bytes: dict[str, int]
+    activation_bytes: dict[str, int]
+    bytes_moved: int
+    tiers: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """One prompt execution; ``bytes_moved`` counts weights copied to devices, ``events`` what happened in it."""
+
+    run_id: str
+    name: str
+    begin_s: float
+    end_s: float | None
+    bytes_moved: int
+    num_evictions: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything, JSON-able through `to_json`."""
+
+    devices: list[DeviceReport]
+    components: list[ComponentReport]
+    nodes: list[NodeReport]
+    runs: list[RunReport]
+    events: list[Event]
+    samples: list[Sample]
+    version: int = field(default=REPORT_VERSION)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,250 @@
+"""One block's weights: the master in host memory, copies on a device, and which of them the module holds."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .component import TensorSpec
+from .devices import Device
+from .transfer import CopyStream, SlabLayout, allocate_device, allocate_host
+from .upcast import FP8, quantize_fp8, upcast_into
+
+__all__ = ["BlockState", "Entry", "Unit", "find_entries"]
+
+
+class BlockState(enum.Enum):
+    """What the module of a unit holds, and what that costs."""
+
+    HOST = "host"
+    """The masters in host memory; no device bytes. A streamed block is here whenever it does not compute."""
+    RESIDENT = "resident"
+    """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
+    COMPUTING = "computing"
+    """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One weight and every place in the module tree that holds it (tied weights have several)."""
+
+    spec: TensorSpec
+    owners: list[tuple[nn.Module, str]]
+    is_buffer: bool
+    scale: float | None = None
+    """The power of two of a weight that rests in eight bits."""
+
+    @property
+    def held(self) -> torch.Tensor:
+        module, name = self.owners[0]
+        tensor = (module._buffers if self.is_buffer else module._parameters)[name]
+        assert tensor is not None
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
+        for module, name in self.owners:
+            if self.is_buffer:
+                module._buffers[name] = tensor
+            else:
+                assert isinstance(tensor, nn.Parameter)
+                module._parameters[name] = tensor
+
+
+def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Entry]:
+    """Return an entry per described weight of a module, by name."""
+    by_identity: dict[int, list[str]] = {}
+    tensors: dict[str, tuple[torch.Tensor, bool]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensors[name] = parameter, False
+        by_identity.setdefault(id(parameter), []).append(name)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        tensors[name] = buffer, True
+        by_identity.setdefault(id(buffer), []).append(name)
+    entries = {}
+    for spec in specs:
+        tensor, is_buffer = tensors[spec.name]
+        owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
+        entries[spec.name] = Entry(spec, owners, is_buffer)
+    return entries
+
+
+def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def as_held(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    # Weights are read-only at inference: device copies never ask for a gradient.
+    with torch.inference_mode(False):
+        return tensor if entry.is_buffer else nn.Parameter(tensor, requires_grad=False)
+
+
+class Unit:
+    """A block, or the fixed tensors of a device: moves as one slab and is in one `BlockState`.
+
+    Args:
+        cast: names of the weights that rest in eight bits.
+    """
+
+    def __init__(self, name: str, entries: Sequence[Entry], *, cast: frozenset[str]) -> None:
+        self.name = name
+        self.entries = list(entries)
+        self.cast_names = cast & {entry.spec.name for entry in entries}
+        self.wide_dtypes = {entry.spec.name: entry.held.dtype for entry in entries}
+        self.layout = SlabLayout.of([self.stored_form(entry) for entry in self.entries])
+        cast_entries = [entry for entry in self.entries if entry.spec.name in self.cast_names]
+        self.wide_layout = SlabLayout.of([(entry.held.shape, entry.held.dtype) for entry in cast_entries])
+        self.masters: list[torch.Tensor] = []
+        self.host_slab: torch.Tensor | None = None
+        self.device_slab: torch.Tensor | None = None
+        self.device_views: list[torch.Tensor] = []
+        self.loaded_version = 0
+        self.ready: torch.Event | None = None
+        self.state = BlockState.HOST
+        self.view_cache: dict[int, list[torch.Tensor]] = {}
+
+    def stored_form(self, entry: Entry) -> tuple[torch.Size, torch.dtype]:
+        tensor = entry.held
+        return tensor.shape, FP8 if entry.spec.name in self.cast_names else tensor.dtype
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.layout.slab_bytes
+
+    # -- the master in host memory
+
+    def pack(self, *, pinned: bool) -> bool:
+        """Move the masters into one host slab, cast weights in eight bits; returns whether it is pinned.
+
+        Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects.
+        """
+        slab = allocate_host(self.slab_bytes, pinned=pinned)
+        for entry, view in zip(self.entries, self.layout.views(slab), strict=True):
+            source = entry.held.detach()
+            if entry.spec.name in self.cast_names:
+                source, entry.scale = quantize_fp8(source, name=entry.spec.name)
+            with torch.no_grad():
+                view.copy_(source)
+            self.masters.append(repoint(entry, view))
+        self.host_slab = slab
+        return slab.is_pinned() if pinned else False
+
+    def unpack(self) -> None:
+        """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened."""
+        for entry, master in zip(self.entries, self.masters, strict=True):
+            source = master.detach()
+            with torch.no_grad(), torch.inference_mode(False):
+                own = torch.empty(source.shape, dtype=self.wide_dtypes[entry.spec.name])
+                if entry.scale is None:
+                    own.copy_(source)
+                else:
+                    upcast_into(own, source, entry.scale)
+                    entry.scale = None
+            entry.hold(master)
+            repoint(entry, own)
+        self.masters, self.host_slab, self.view_cache = [], None, {}
+
+    # -- copies on a device
+
+    def load(self, device: Device, copies: CopyStream) -> None:
+        """Become resident: allocate a slab on the device and queue its copy.
+
+        Raises:
+            torch.OutOfMemoryError: nothing changed.
+        """
+        assert self.host_slab is not None and self.device_slab is None
+        self.device_slab = allocate_device(self.slab_bytes, device)
+        copies.follow_compute()
+        self.ready = copies.copy(self.device_slab, self.host_slab)
+        self.device_views = self.held_views(self.layout.views(self.device_slab))
+        self.loaded_version = self.device_slab._version  # views share the counter: any write to one shows here
+        self.put(self.device_views, BlockState.RESIDENT)
+
+    def drop(self) -> int:
+        """Leave the device without copying back; returns the bytes freed. The caller drained the copy stream."""
+        assert self.device_slab is not None
+        self.rest()
+        self.save_buffers()
+        self.device_slab, self.device_views, self.ready = None, [], None
+        self.rest()
+        return self.slab_bytes
+
+    def save_buffers(self) -> None:
+        """Keep what a forward wrote into buffers: the one thing on a device that its master does not have."""
+        assert self.device_slab is not None
+        if self.device_slab._version == self.loaded_version:
+            return
+        for entry, master in zip(self.entries, self.masters, strict=True):
+            if entry.is_buffer:
+                with torch.no_grad():
+                    master.copy_(entry.held)
+
+    def await_copy(self, copies: CopyStream) -> None:
+        """Let the compute stream wait for this unit's own copy, once."""
+        if self.ready is not None:
+            copies.await_on_compute(self.ready)
+            self.ready = None
+
+    # -- what the module holds
+
+    def compute_from(self, slab: torch.Tensor, scratch: torch.Tensor | None) -> None:
+        """Let the module compute from a slab on the device; widens cast weights into the scratch there."""
+        views = self.device_views if slab is self.device_slab else self.cached_views(slab, self.layout)
+        if self.cast_names:
+            assert scratch is not None
+            wide = iter(self.cached_views(scratch, self.wide_layout))
+            usable = []
+            for entry, view in zip(self.entries, views, strict=True):
+                if entry.scale is not None:
+                    target = next(wide)
+                    upcast_into(target, view, entry.scale)
+                    view = target
+                usable.append(view)
+            views = usable
+        self.put(views, BlockState.COMPUTING)
+
+    def rest(self) -> None:
+        """Give the module what it holds between computes: its resident views, else the masters."""
+        if self.device_slab is not None:
+            self.put(self.device_views, BlockState.RESIDENT)
+        else:
+            self.put(self.masters, BlockState.HOST)
+
+    def forget_views(self) -> None:
+        """Drop the cached views into slots and scratch: they would keep freed slabs alive."""
+        self.view_cache.clear()
+
+    def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
+        # Building a block's parameters costs microseconds per tensor; a slot sees the same blocks every step.
+        if id(slab) not in self.view_cache:
+            self.view_cache[id(slab)] = self.held_views(layout.views(slab), wide=layout is self.wide_layout)
+        return self.view_cache[id(slab)]
+
+    def held_views(self, views: Sequence[torch.Tensor], *, wide: bool = False) -> list[torch.Tensor]:
+        entries = [entry for entry in self.entries if not wide or entry.spec.name in self.cast_names]
+        return [as_held(view, entry) for view, entry in zip(views, entries, strict=True)]
+
+    def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
+        for entry, tensor in zip(self.entries, tensors, strict=True):
+            entry.hold(tensor)
+        self.state = state
+
+
+def repoint(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+    """Let the held tensor object show other memory, and return it.
+
+    The object stays the same for whoever else refers to it. Inference tensors cannot be repointed outside
+    inference mode: those are replaced.
+    """
+    held = entry.held
+    if held.is_inference():
+        held = as_held(tensor, entry)
+        entry.hold(held)
+    else:
+        held.data = tensor
+    return held

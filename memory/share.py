@@ -1,0 +1,214 @@
+"""One device's part of a component: brings it to its plan, shrinks it, and takes it away, books in step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .devices import Device
+from .ledger import Kind, Ledger
+from .plan import SharePlan
+from .residency import BlockState, Unit
+from .streaming import Streamer
+from .transfer import CopyStream, StagingSlot, allocate_device
+
+__all__ = ["Share"]
+
+
+class Share:
+    """The units of one component on one device; every allocation is entered in the ledger as it happens.
+
+    On the CPU the masters compute in place: nothing is loaded, only cast weights need scratch.
+    """
+
+    def __init__(self, owner: str, device: Device, fixed: Unit, blocks: Mapping[int, Unit], ledger: Ledger) -> None:
+        self.owner = owner
+        self.device = device
+        self.fixed = fixed
+        self.blocks = dict(blocks)
+        self.ledger = ledger
+        self.copies = None if device.is_cpu else CopyStream(device)
+        self.scratch: torch.Tensor | None = None
+        self.streamer: Streamer | None = None
+        self.computing: dict[int, StagingSlot | None] = {}
+        self.loaded_bytes = 0
+        self.past_streamed_bytes = 0
+
+    @property
+    def units(self) -> list[Unit]:
+        return [self.fixed, *self.blocks.values()]
+
+    @property
+    def slots(self) -> list[StagingSlot]:
+        return self.streamer.slots if self.streamer else []
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of weights copied to the device so far."""
+        return self.loaded_bytes + self.past_streamed_bytes + (self.streamer.bytes_moved if self.streamer else 0)
+
+    # -- being brought to a plan
+
+    def load(self, plan: SharePlan) -> int:
+        """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
+
+        Raises:
+            torch.OutOfMemoryError: the share was unloaded; the books are back at zero.
+        """
+        self.heal()
+        before = self.loaded_bytes
+        try:
+            self.drop_blocks(number for number, unit in self.blocks.items() if number not in plan.resident)
+            self.fit_scratch(plan.scratch_bytes)
+            if self.copies is None:
+                return 0
+            self.load_unit(self.fixed)
+            self.fit_slots(plan)
+            for number in sorted(plan.resident):
+                self.load_unit(self.blocks[number])
+        except torch.OutOfMemoryError:
+            self.unload()
+            raise
+        return self.loaded_bytes - before
+
+    def load_unit(self, unit: Unit) -> None:
+        if unit.device_slab is None:
+            assert self.copies is not None
+            unit.load(self.device, self.copies)
+            self.ledger.charge(self.device.name, self.owner, Kind.WEIGHTS, unit.slab_bytes)
+            self.loaded_bytes += unit.slab_bytes
+
+    def fit_scratch(self, num_bytes: int) -> None:
+        have = self.scratch.numel() if self.scratch is not None else 0
+        if have != num_bytes:
+            self.free_scratch()
+            if num_bytes:
+                self.scratch = allocate_device(num_bytes, self.device)
+                self.ledger.charge(self.device.name, self.owner, Kind.SCRATCH, num_bytes)
+
+    def fit_slots(self, plan: SharePlan) -> None:
+        streamed = {number: self.blocks[number] for number in plan.streamed}
+        if self.streamer and (self.streamer.units.keys() != streamed.keys() or len(self.slots) != plan.num_slots):
+            self.free_slots()
+        if streamed and self.streamer is None:
+            assert self.copies is not None
+            slots = []
+            try:
+                for _ in range(plan.num_slots):
+                    slots.append(StagingSlot(plan.slot_bytes, self.device))
+            finally:
+                self.streamer = Streamer(streamed, slots, self.copies)
+                self.ledger.charge(self.device.name, self.owner, Kind.STAGING, len(slots) * plan.slot_bytes)
+            self.copies.follow_compute()
+
+    # -- giving bytes back
+
+    def held_bytes(self) -> int:
+        return self.ledger.held(self.owner, self.device.name)
+
+    def shrink(self, num_bytes: int) -> int:
+        """Give back at least so many bytes if they are there: blocks from the end, then all else; returns them."""
+        before = self.held_bytes()
+        self.heal()
+        for number in sorted(self.blocks, reverse=True):
+            if before - self.held_bytes() >= num_bytes:
+                break
+            self.drop_blocks([number])
+        if before - self.held_bytes() < num_bytes:
+            self.unload()
+        return before - self.held_bytes()
+
+    def unload(self) -> int:
+        """Leave the device; returns the bytes freed, after which the ledger holds none of this share."""
+        before = self.held_bytes()
+        self.heal()
+        self.drop_blocks(list(self.blocks))
+        self.free_slots()
+        self.free_scratch()
+        if self.fixed.device_slab is not None:
+            self.drop_unit(self.fixed)
+        return before - self.held_bytes()
+
+    def drop_blocks(self, numbers: object) -> None:
+        for number in list(numbers):  # type: ignore[call-overload]
+            if self.blocks[number].device_slab is not None:
+                self.drop_unit(self.blocks[number])
+
+    def drop_unit(self, unit: Unit) -> None:
+        assert self.copies is not None
+        self.copies.drain()
+        freed = unit.drop()
+        self.ledger.credit(self.device.name, self.owner, Kind.WEIGHTS, freed)
+
+    def free_slots(self) -> None:
+        if self.streamer is not None:
+            assert self.copies is not None
+            self.copies.drain()
+            self.forget_views()
+            staging = sum(slot.slab.numel() for slot in self.slots)
+            self.past_streamed_bytes += self.streamer.bytes_moved
+            self.streamer = None
+            self.ledger.credit(self.device.name, self.owner, Kind.STAGING, staging)
+
+    def free_scratch(self) -> None:
+        if self.scratch is not None:
+            self.forget_views()
+            num_bytes = self.scratch.numel()
+            self.scratch = None
+            self.ledger.credit(self.device.name, self.owner, Kind.SCRATCH, num_bytes)
+
+    def forget_views(self) -> None:
+        for unit in self.units:
+            unit.forget_views()
+
+    # -- computing
+
+    def begin_pass(self) -> None:
+        """A forward begins: the fixed tensors must have arrived; the first streamed blocks are queued."""
+        self.heal()
+        if self.copies is not None:
+            self.fixed.await_copy(self.copies)
+        if self.streamer is not None:
+            self.streamer.begin_pass()
+
+    def end_pass(self) -> None:
+        self.heal()
+        if self.streamer is not None:
+            self.streamer.end_pass()
+
+    def enter(self, number: int) -> None:
+        """A block is about to compute here: let its module hold usable weights."""
+        self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
+        unit = self.blocks[number]
+        if unit.device_slab is not None:
+            assert self.copies is not None
+            unit.await_copy(self.copies)
+            self.computing[number] = None
+            unit.compute_from(unit.device_slab, self.scratch)
+        elif self.copies is None:
+            self.computing[number] = None
+            if unit.host_slab is not None:
+                unit.compute_from(unit.host_slab, self.scratch)
+        else:
+            assert self.streamer is not None, f"{self.owner}: block {unit.name} is neither resident nor streamed"
+            slot = self.streamer.acquire(number)
+            self.computing[number] = slot
+            unit.compute_from(slot.slab, self.scratch)
+
+    def leave(self, number: int) -> None:
+        """The block has computed, or failed: its module holds what it rests on, its slot may be refilled."""
+        if number not in self.computing:
+            return
+        slot = self.computing.pop(number)
+        unit = self.blocks[number]
+        if unit.state is BlockState.COMPUTING:
+            unit.rest()
+        if slot is not None:
+            assert self.streamer is not None
+            self.streamer.give_back(slot)
+
+    def heal(self) -> None:
+        """Bring every block that an interrupt left computing back to rest."""
+        for number in list(self.computing):
+            self.leave(number)

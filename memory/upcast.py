@@ -1,0 +1,94 @@
+"""Layerwise upcasting: weights rest in eight bits with a scale and are widened just before they compute.
+
+A plain cast to e4m3 loses weights as they get small (relative error 0.28 at a standard deviation of 0.002);
+dividing by a power of two per tensor first keeps it at 0.026 and multiplies out exactly. The eight-bit master
+stays; the wide copy is scratch that the next block overwrites, so nothing is ever cast back.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+
+import torch
+
+from .component import Component, TensorSpec
+from .errors import InvalidInput, allowed_values
+
+__all__ = ["Precision", "cast_tensors", "parse_precision", "quantize_fp8", "upcast_into"]
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+WIDE_DTYPES = {"F32", "F16", "BF16"}
+# Layers that place tokens: an error there moves the whole picture.
+SKIPPED_NAMES = re.compile(r"pos_?emb|position_embed|patch_embed|rope|relative_attention_bias")
+
+
+class Precision(enum.Enum):
+    """In which form the weights rest; they always compute in the form in which they were stored."""
+
+    AS_STORED = "as stored"
+    """Nothing is cast."""
+    FP8_SCALED = "fp8 scaled"
+    """Block weights as float8_e4m3fn with one power-of-two scale each: half the bytes of bf16."""
+
+
+def parse_precision(text: str) -> Precision:
+    """Return the precision that a widget names.
+
+    Raises:
+        InvalidInput: an unknown precision; lists the known ones.
+    """
+    try:
+        return Precision(text)
+    except ValueError:
+        names = [precision.value for precision in Precision]
+        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}") from None
+
+
+def cast_tensors(component: Component, precision: Precision) -> frozenset[str]:
+    """Return the names of the weights that rest in eight bits.
+
+    The rest of a component is never cast: its embedders, norms and output layers are few bytes and cost the
+    most quality. Norm weights and biases inside blocks are vectors and stay too.
+    """
+    if precision is Precision.AS_STORED:
+        return frozenset()
+    return frozenset(
+        tensor.name
+        for block in component.blocks
+        for tensor in block.tensors
+        if tensor.castable and tensor.dtype in WIDE_DTYPES and not SKIPPED_NAMES.search(tensor.name)
+    )
+
+
+def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> int:
+    """Return the bytes that the weight takes at rest."""
+    return tensor.num_elements if tensor.name in cast else tensor.weight_bytes
+
+
+@torch.no_grad()
+def quantize_fp8(weight: torch.Tensor, *, name: str) -> tuple[torch.Tensor, float]:
+    """Return the weight in float8_e4m3fn and the power of two that it has to be multiplied with.
+
+    Costs one pass over the weight and one temporary copy of it. Values are clamped, because casts beyond 448
+    saturate on some devices and give NaN on others.
+
+    Raises:
+        InvalidInput: the weight holds NaN or infinity.
+    """
+    largest = float(weight.abs().amax()) if weight.numel() else 0.0
+    if not math.isfinite(largest):
+        raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
+    scale = 2.0 ** math.ceil(math.log2(largest / FP8_MAX)) if largest > 0.0 else 1.0
+    # float32 holds every quotient; in float16 a small scale would push large weights out of range.
+    return (weight.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+
+
+@torch.no_grad()
+def upcast_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> None:
+    """Write ``stored * scale`` into ``wide`` (same shape, same device); two passes, no allocation."""
+    wide.copy_(stored)
+    if scale != 1.0:
+        wide.mul_(scale)

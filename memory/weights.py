@@ -1,0 +1,145 @@
+"""Safetensors files: a strict header, and tensors read one by one.
+
+The header is checked in full before any tensor is touched, because its numbers become the plan: a file that
+lies about its size would be half loaded before anyone noticed. Format: eight bytes little-endian header
+length, a JSON object, then the data (https://huggingface.co/docs/safetensors/index#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import InvalidInput
+
+__all__ = ["DTYPE_BITS", "TensorHeader", "WeightsHeader", "read_header"]
+
+# The limit of the reference reader; a longer header is a damaged or hostile file.
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPE_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
+    "F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorHeader:
+    """One tensor of a file: where its bytes lie, counted from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsHeader:
+    """What a safetensors file holds, without its data; tensors are in the order of their offsets."""
+
+    path: Path
+    tensors: tuple[TensorHeader, ...]
+    metadata: dict[str, str]
+    file_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.weight_bytes for tensor in self.tensors)
+
+
+def read_header(path: str | Path) -> WeightsHeader:
+    """Read and check the header of a safetensors file; costs one small read, touches no tensor.
+
+    Raises:
+        InvalidInput: no such file, a pickle, or a header that is truncated, malformed, overlapping, has gaps,
+            or claims another size than the file has.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InvalidInput(f"{path}: no such file; expected a .safetensors file")
+    file_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        reject_pickle(path, prefix)
+        if len(prefix) < 8:
+            raise InvalidInput(f"{path}: {file_bytes} bytes is too short for a safetensors file; download it again")
+        header_bytes = int.from_bytes(prefix, "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise InvalidInput(
+                f"{path}: claims a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed; "
+                "not a safetensors file, or damaged"
+            )
+        if 8 + header_bytes > file_bytes:
+            raise InvalidInput(
+                f"{path}: truncated: the header ends at byte {8 + header_bytes}, the file at {file_bytes}; "
+                "download it again"
+            )
+        raw = file.read(header_bytes)
+    try:
+        entries = json.loads(raw)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidInput(f"{path}: header is not valid JSON ({error}); the file is damaged") from None
+    if not isinstance(entries, dict):
+        raise InvalidInput(f"{path}: header is a JSON {type(entries).__name__}, expected an object of tensors")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise InvalidInput(f"{path}: __metadata__ is a {type(metadata).__name__}, expected an object of strings")
+    data_begin = 8 + header_bytes
+    tensors = sorted(
+        (parse_entry(path, name, entry, data_begin) for name, entry in entries.items()),
+        key=lambda tensor: (tensor.begin, tensor.end),
+    )
+    check_coverage(path, tensors, data_begin, file_bytes)
+    return WeightsHeader(path=path, tensors=tuple(tensors), metadata=metadata, file_bytes=file_bytes)
+
+
+def reject_pickle(path: Path, prefix: bytes) -> None:
+    """Refuse what would have to be unpickled: loading it may run any code."""
+    if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+        raise InvalidInput(f"{path}: is a pickle, which may run code when loaded; convert it to .safetensors")
+
+
+def parse_entry(path: Path, name: str, entry: Any, data_begin: int) -> TensorHeader:
+    """Return one checked tensor entry, its offsets counted from the start of the file."""
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        integers = [*shape, begin, end]
+    except (TypeError, KeyError, ValueError):
+        raise InvalidInput(f"{path}: tensor {name!r} lacks dtype, shape or data_offsets") from None
+    if dtype not in DTYPE_BITS:
+        raise InvalidInput(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; allowed: {', '.join(DTYPE_BITS)}")
+    if not all(type(number) is int and number >= 0 for number in integers):
+        raise InvalidInput(f"{path}: tensor {name!r} has a shape or offset that is not a natural number: {entry}")
+    expected = -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+    if end - begin != expected:
+        raise InvalidInput(f"{path}: tensor {name!r} spans {end - begin} bytes, {dtype} {shape} needs {expected}")
+    return TensorHeader(name=name, dtype=dtype, shape=tuple(shape), begin=data_begin + begin, end=data_begin + end)
+
+
+def check_coverage(path: Path, tensors: list[TensorHeader], data_begin: int, file_bytes: int) -> None:
+    """Require that the tensors tile the data exactly: no overlap, no gap, and the file is that long."""
+    position, previous = data_begin, "the header"
+    for tensor in tensors:
+        if tensor.begin < position:
+            raise InvalidInput(f"{path}: tensor {tensor.name!r} overlaps {previous!r} at byte {tensor.begin}")
+        if tensor.begin > position:
+            raise InvalidInput(
+                f"{path}: {tensor.begin - position} bytes before tensor {tensor.name!r} belong to nothing"
+            )
+        position, previous = tensor.end, tensor.name
+    if position > file_bytes:
+        raise InvalidInput(
+            f"{path}: truncated: header claims {position} bytes, the file has {file_bytes}; download it again"
+        )
+    if position < file_bytes:
+        raise InvalidInput(f"{path}: {file_bytes - position} bytes after the last tensor belong to nothing")
