@@ -97,6 +97,9 @@ class Attachment:
 
         Holds, beside the masters, one block's slab at a time. Raises `InvalidInput` for weights that cannot be cast.
         """
+        units = [unit for share in self.shares for unit in share.units]
+        for unit in units:
+            unit.measure()  # all of it before any weight loses a bit
         pinned = self.plan.tier == "pinned"
         packed: list[Unit] = []
         try:
@@ -131,6 +134,7 @@ class Attachment:
                 if unit.host_slab is not None:
                     unit.unpack()
         self.charge_host(self.ledger.credit)
+        self.acquire = self.give_back = refuse_released  # they refer to the manager's member, and it to us
 
     def hook(self) -> None:
         def on(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
@@ -255,3 +259,7 @@ class Attachment:
         """Leave every device; returns the bytes freed."""
         self.is_loaded = False
         return sum(share.unload() for share in self.shares)
+
+
+def refuse_released() -> None:
+    raise AssertionError("a released component was entered: its hooks are gone")

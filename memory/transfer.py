@@ -40,10 +40,14 @@ class SlabLayout:
         return cls(shapes, dtypes, tuple(offsets), slab_bytes)
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors as views into a slab of uint8; allocates nothing."""
+        """Return the tensors as views into a slab of uint8; allocates nothing.
+
+        Detached ones: they share the slab's version but, unlike views, do not keep its first owner alive once
+        they are pointed elsewhere.
+        """
         with torch.inference_mode(False), torch.no_grad():
             return [
-                slab[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+                slab[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape).detach()
                 for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
             ]
 

@@ -16,7 +16,7 @@ import torch
 from .component import Component, TensorSpec
 from .errors import InvalidInput, allowed_values
 
-__all__ = ["Precision", "cast_tensors", "parse_precision", "quantize_fp8", "upcast_into"]
+__all__ = ["Precision", "cast_tensors", "find_scale", "parse_precision", "quantize_fp8", "upcast_into"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -69,11 +69,8 @@ def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> int:
 
 
 @torch.no_grad()
-def quantize_fp8(weight: torch.Tensor, *, name: str) -> tuple[torch.Tensor, float]:
-    """Return the weight in float8_e4m3fn and the power of two that it has to be multiplied with.
-
-    Costs one pass over the weight and one temporary copy of it. Values are clamped, because casts beyond 448
-    saturate on some devices and give NaN on others.
+def find_scale(weight: torch.Tensor, *, name: str) -> float:
+    """Return the power of two that brings the largest weight just under the largest float8_e4m3fn.
 
     Raises:
         InvalidInput: the weight holds NaN or infinity.
@@ -81,9 +78,17 @@ def quantize_fp8(weight: torch.Tensor, *, name: str) -> tuple[torch.Tensor, floa
     largest = float(weight.abs().amax()) if weight.numel() else 0.0
     if not math.isfinite(largest):
         raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
-    scale = 2.0 ** math.ceil(math.log2(largest / FP8_MAX)) if largest > 0.0 else 1.0
+    return 2.0 ** math.ceil(math.log2(largest / FP8_MAX)) if largest > 0.0 else 1.0
+
+
+@torch.no_grad()
+def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``weight / scale`` in float8_e4m3fn; costs one temporary copy in float32.
+
+    Values are clamped, because casts beyond 448 saturate on some devices and give NaN on others.
+    """
     # float32 holds every quotient; in float16 a small scale would push large weights out of range.
-    return (weight.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scale
+    return (weight.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 @torch.no_grad()

@@ -1,0 +1,85 @@
+"""Small models with the shapes that matter, and a manager on simulated devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+MIB = 1 << 20
+
+
+class Block(nn.Module):
+    """A residual layer with a norm, two matrices and a buffer, of a width that can differ between blocks."""
+
+    def __init__(self, dim: int, factor: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, factor * dim)
+        self.down = nn.Linear(factor * dim, dim)
+        self.register_buffer("gain", torch.full((dim,), 0.5))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:  # [B, T, D]
+        return x + self.gain * self.down(torch.nn.functional.gelu(self.up(self.norm(x) + shift)))
+
+
+class Net(nn.Module):
+    """Two stacks of unequal blocks between an embedder and a tied output, as transformers have."""
+
+    def __init__(self, dim: int = 64, doubles: int = 3, singles: int = 5) -> None:
+        super().__init__()
+        self.embed = nn.Linear(dim, dim)
+        self.doubles = nn.ModuleList(Block(dim, 6) for _ in range(doubles))
+        self.singles = nn.ModuleList(Block(dim, 3) for _ in range(singles))
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.out.weight = self.embed.weight
+        self.skip: frozenset[int] = frozenset()
+        self.repeat: frozenset[int] = frozenset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = self.embed(x)
+        for number, block in enumerate([*self.doubles, *self.singles]):
+            if number in self.skip:
+                continue
+            x = block(x, shift)
+            if number in self.repeat:
+                x = block(x, shift)
+        return self.out(x)
+
+
+def build_net(seed: int = 0, dtype: torch.dtype = torch.float32, **shape: int) -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Net(**shape).to(dtype).eval().requires_grad_(False)
+
+
+@pytest.fixture
+def toys() -> SimpleNamespace:
+    return SimpleNamespace(Block=Block, Net=Net, build_net=build_net, MIB=MIB)
+
+
+@pytest.fixture
+def machine(sim) -> Callable[..., AbstractContextManager[object]]:
+    """Return a context manager: simulated devices of these MiB, strict, and a fresh manager without a watermark.
+
+    Leaving it releases everything and fails on leaked device or pinned bytes and on races.
+    """
+    from highwater.memory import MemoryManager
+
+    @contextmanager
+    def build(*mebibytes: float, low: int = 0, high: int = 0, **rates: float) -> Iterator[MemoryManager]:
+        specs = [sim.SimDeviceSpec(total_bytes=int(size * MIB), **rates) for size in mebibytes]
+        with sim.cluster(specs):
+            manager = MemoryManager()
+            manager.set_watermark("*", low, high)
+            try:
+                yield manager
+            finally:
+                manager.release_all()
+                manager.ledger.check()
+
+    return build

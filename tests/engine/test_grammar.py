@@ -1,0 +1,164 @@
+"""Units, the placement grammar and budgets: what is written comes back, what is wrong is located."""
+
+from __future__ import annotations
+
+import pytest
+from highwater.memory.errors import InvalidInput
+from highwater.memory.placement import KINDS, TIERS, DeviceShare, PlacementItem, parse_placement
+from highwater.memory.profile import parse_profile
+from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
+from highwater.memory.upcast import parse_precision
+from hypothesis import given
+from hypothesis import strategies as st
+
+DEVICES = ["cpu", "gpu:0", "gpu:1", "gpu:2"]
+PARTS = ["text_encoder", "text_encoder_2"]
+
+
+@given(st.integers(0, 1 << 50))
+def test_formatted_bytes_parse_back_within_their_three_digits(num_bytes: int) -> None:
+    text = format_bytes(num_bytes)
+    if text.endswith(("MiB", "GiB")):
+        assert abs(parse_bytes(text) - num_bytes) <= 0.01 * max(num_bytes, MIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("1.5GiB", 3 * GIB // 2), (" 2 MiB ", 2 * MIB), ("1GB", 10**9), ("7MB", 7 * 10**6)]
+)
+def test_sizes_with_units(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("12", "has no unit"), ("1TB", "unknown unit 'TB'"), ("-1GiB", "not a size"), ("", "not a size")],
+)
+def test_bad_sizes_are_named(text: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        parse_bytes(text)
+
+
+@given(st.lists(st.integers(0, 10_000)))
+def test_slab_offsets_are_aligned_and_disjoint(sizes: list[int]) -> None:
+    offsets, total = slab_offsets(sizes)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(offset % 256 == 0 for offset in offsets)
+    begins = [*offsets, total][1:]
+    assert all(end <= begin for end, begin in zip(ends, begins, strict=True))
+
+
+shares = st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=3, unique=True).flatmap(
+    lambda names: st.tuples(
+        *[
+            st.builds(
+                DeviceShare,
+                device=st.just(name),
+                ratio=st.one_of(st.none(), st.sampled_from([0.1, 0.25, 0.3])) if index else st.none(),
+            )
+            for index, name in enumerate(names)
+        ]
+    )
+)
+places = st.one_of(st.just(()), st.just((DeviceShare(device="cpu"),)), shares)
+items = st.builds(
+    PlacementItem,
+    component=st.sampled_from(["*", *KINDS, *PARTS]),
+    devices=places,
+    tier=st.one_of(st.none(), st.sampled_from([*TIERS, "gpu:2"])),
+)
+
+
+@given(st.lists(items, min_size=1, max_size=4, unique_by=lambda item: item.component))
+def test_a_printed_placement_parses_back_to_itself(wanted: list[PlacementItem]) -> None:
+    text = ",".join(map(str, wanted))
+    assert list(parse_placement(text, devices=DEVICES, components=PARTS).items) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "words"),
+    [
+        ("gpu:9", 1, "'gpu:9' is not here; did you mean"),
+        ("foo=gpu:0", 1, "component 'foo' is unknown; allowed: *, diffusion"),
+        ("te=cpu, v=gpu:0", 9, "'v' is ambiguous: vae, vision"),
+        ("gpu:0&", 7, "a device is missing; allowed: auto, cpu, gpu:0"),
+        ("gpu:0&gpu:0", 7, "named twice"),
+        ("gpu:0:foo", 7, "tier 'foo' is unknown; allowed: device, pinned, host, disk"),
+        ("", 1, "a device is missing"),
+        ("gpu:0 gpu:1", 7, "'g' is unexpected"),
+        ("auto&gpu:0", 5, "name every device"),
+        ("gpu:0&gpu:1@2", 13, "between 0 and 1"),
+        ("gpu:0&gpu:1@0.5&gpu:2@0.6", 26, "sum must be below 1"),
+        ("vae=gpu:0,vae=gpu:1", 11, "'vae' is placed twice"),
+        ("gpu:0&cpu", 7, "'cpu' cannot share a split"),
+    ],
+)
+def test_a_wrong_placement_names_column_and_choices(text: str, column: int, words: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_placement(text, devices=DEVICES, components=PARTS)
+    assert f"column {column}:" in str(error.value)
+    assert words in str(error.value)
+
+
+@given(st.text("agpu:01&@,=.% vtecdisk", max_size=20))
+def test_any_text_is_parsed_or_refused_in_one_line(text: str) -> None:
+    for parse in (parse_placement, parse_profile):
+        try:
+            parse(text, devices=DEVICES)
+        except InvalidInput as error:
+            assert "\n" not in str(error)
+
+
+def test_aliases_and_torch_names_mean_the_same() -> None:
+    assert (
+        str(parse_placement("dit=cuda:1,clip=GPU,first_stage=CPU", devices=DEVICES))
+        == "diffusion=gpu:1,text=gpu:0,vae=cpu"
+    )
+
+
+def test_the_most_specific_item_wins() -> None:
+    placement = parse_placement("gpu:0,text=gpu:1,text_encoder_2=cpu", devices=DEVICES, components=PARTS)
+    devices = [
+        placement.item_for(name, kind).devices[0].device
+        for name, kind in [("transformer", "diffusion"), ("text_encoder", "text"), ("text_encoder_2", "text")]
+    ]
+    assert devices == ["gpu:0", "gpu:1", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"),
+    [
+        ("auto", None),
+        ("6GiB", 6 * GIB),
+        ("50%", 8 * GIB),
+        ("-1GiB", 9 * GIB),
+        ("unlimited", 10 * GIB),
+        ("gpu:1=1GiB", None),
+        ("gpu:0=2GiB,vae=unlimited", 2 * GIB),
+        ("dit=3GiB,gpu:0=2GiB", 3 * GIB),
+    ],
+)
+def test_every_form_of_budget(text: str, limits: int | None) -> None:
+    item = parse_profile(text, devices=DEVICES).budget_for("gpu:0", "transformer", "diffusion")
+    assert (item.limit(16 * GIB, 10 * GIB) if item else None) == limits
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("12", "column 1: '12' has no unit"),
+        ("fast", "profile 'fast' is unknown; allowed: auto"),
+        ("6GiB,7GiB", "column 6"),
+        ("gpu:9=1GiB", "device 'gpu:9' is not here"),
+        ("120%", "more than 0% to 100%"),
+        ("vae=", "column 5: a size is missing"),
+    ],
+)
+def test_a_wrong_budget_names_column_and_choices(text: str, words: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_profile(text, devices=DEVICES)
+    assert words in str(error.value)
+
+
+def test_unknown_precision_lists_the_known() -> None:
+    with pytest.raises(InvalidInput, match="allowed: as stored, fp8 scaled"):
+        parse_precision("fp4")

@@ -1,0 +1,190 @@
+"""One manager across runs: watermarks, least-recently-used eviction, leases, and the report that says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from highwater.memory import DoesNotFit, InvalidInput, manage
+from highwater.memory.errors import UnsafeState
+from highwater.memory.units import MIB
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+X = torch.ones(1, 3, 64)
+
+
+def used(manager, name: str) -> int:
+    return manager.ledger.held(name, "gpu:0")
+
+
+def add(toys, manager, *names: str, **options):
+    nets = {name: toys.build_net(seed) for seed, name in enumerate(names)}
+    managed = [manage({name: net}, placement="gpu:0", manager=manager, **options) for name, net in nets.items()]
+    return nets, managed
+
+
+@torch.no_grad()
+def test_nothing_moves_before_a_component_computes(toys, machine, sim) -> None:
+    with machine(8) as manager:
+        add(toys, manager, "a")
+        assert sim.stats(0).h2d_bytes == 0
+
+
+@torch.no_grad()
+def test_both_stay_when_both_fit(toys, machine) -> None:
+    with machine(8) as manager:
+        nets, _ = add(toys, manager, "a", "b")
+        nets["a"](X), nets["b"](X)
+        moved = manager.bytes_moved()
+        nets["a"](X), nets["b"](X)
+        assert manager.bytes_moved() == moved
+        assert not [event for event in manager.report()["events"] if event["kind"] == "evict"]
+
+
+@torch.no_grad()
+def test_the_watermark_evicts_the_least_recently_used_across_runs(toys, machine, sim) -> None:
+    # A net is 1.09 MiB: two fit beside the mark, the third does not.
+    with machine(4, low=int(1.2 * MIB), high=int(1.2 * MIB)) as manager:
+        nets, _ = add(toys, manager, "a", "b", "c")
+        for run, name in enumerate(["a", "b", "a", "c"]):
+            manager.begin_run(str(run), name)
+            nets[name](X)
+            manager.end_run()
+            assert manager.devices["gpu:0"].free_bytes() >= int(1.2 * MIB)
+        evictions = [event for event in manager.report()["events"] if event["kind"] == "evict"]
+        assert [event["component"] for event in evictions] == ["b"]
+        assert "low mark 1.20MiB" in evictions[0]["reason"] and "for c" in evictions[0]["reason"]
+        assert used(manager, "a") and used(manager, "c")
+        runs = manager.report()["runs"]
+        assert [run["num_evictions"] for run in runs] == [0, 0, 0, 1]
+        assert [bool(run["bytes_moved"]) for run in runs] == [True, True, False, True]
+
+
+@torch.no_grad()
+def test_eviction_is_partial_and_stops_at_the_high_mark(toys, machine) -> None:
+    with machine(4, low=int(2.0 * MIB), high=int(2.1 * MIB)) as manager:
+        nets, _ = add(toys, manager, "a", "b")
+        nets["a"](X)
+        whole = used(manager, "a")
+        nets["b"](X)
+        assert 0 < used(manager, "a") < whole
+        largest = 6 * 64 * 64 * 2 * 4 + 8 * 1024
+        assert int(2.1 * MIB) <= manager.devices["gpu:0"].free_bytes() < int(2.1 * MIB) + largest
+        assert torch.equal(nets["a"](X).cpu(), toys.build_net(0).to("sim:0")(X.to("sim:0")).cpu())
+
+
+@torch.no_grad()
+def test_a_leased_component_is_never_evicted(toys, machine) -> None:
+    with machine(1.9) as manager:
+        nets, managed = add(toys, manager, "a", "b")
+        (member,) = managed[0].members
+        with manager.lease(member):
+            before = used(manager, "a")
+            with pytest.raises(UnsafeState):
+                manager.evict(member, manager.devices["gpu:0"], 1, "by force")
+            nets["b"](X)  # streams in what is left
+            assert used(manager, "a") == before
+            assert managed[1].members[0].attachment.plan.shares[0].streamed
+        manager.begin_run("next", "next")
+        nets["b"](X)  # and takes it all once the lease is over
+        assert not managed[1].members[0].attachment.plan.shares[0].streamed
+
+
+@torch.no_grad()
+def test_what_does_not_fit_says_so_and_the_manager_goes_on(toys, machine) -> None:
+    with machine(4, low=int(3.9 * MIB), high=int(3.9 * MIB)) as manager:
+        net = toys.build_net()
+        with pytest.raises(DoesNotFit, match=r"3\.90MiB kept free"):
+            manage(net, placement="gpu:0", manager=manager)
+        manager.set_watermark("*", 0, 0)
+        with manage(net, placement="gpu:0", manager=manager):
+            manager.set_watermark("*", int(3.9 * MIB), int(3.9 * MIB))
+            with pytest.raises(DoesNotFit):
+                net(X)
+            assert not used(manager, "model") and not manager.members["model"].leases
+            manager.set_watermark("*", 0, 0)
+            net(X)
+
+
+@torch.no_grad()
+def test_a_raised_watermark_clears_room_at_once(toys, machine) -> None:
+    with machine(4) as manager:
+        nets, _ = add(toys, manager, "a")
+        nets["a"](X)
+        manager.set_watermark("gpu:0", 4 * MIB, 4 * MIB)
+        assert used(manager, "a") == 0
+
+
+@torch.no_grad()
+def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(toys, machine) -> None:
+    x = torch.ones(1, 700, 64)
+    with machine(6) as manager:
+        nets, managed = add(toys, manager, "a", "b")
+        nets["a"](X)
+        nets["b"](x)
+        needed = managed[1].members[0].activation_bytes["gpu:0"]
+        assert needed > MIB
+        assert manager.kept_free("gpu:0", managed[1].members[0])[0] == needed
+
+
+@pytest.mark.parametrize(
+    ("device", "low", "high", "words"),
+    [("gpu:3", 0, 0, "'gpu:3' is not here; did you mean"), ("cpu", 0, 0, "allowed: \\*, gpu:0"),
+     ("*", 2, 1, "0 <= low <= high"), ("gpu:0", 0, 1 << 40, "exceeds gpu:0, allowed is up to")],
+)  # fmt: skip
+def test_a_bad_watermark_changes_nothing(machine, device: str, low: int, high: int, words: str) -> None:
+    with machine(4, 4) as manager:
+        before = dict(manager.watermarks)
+        with pytest.raises(InvalidInput, match=words):
+            manager.set_watermark(device, low, high)
+        assert manager.watermarks == before
+
+
+@torch.no_grad()
+def test_node_reports_measure_weights_and_activations(toys, machine) -> None:
+    with machine(8) as manager:
+        told = []
+        end = manager.subscribe(told.append)
+        manager.begin_run("r1", "toy")
+        manager.begin_node("1", "Load")
+        net = toys.build_net()
+        manage({"net": net}, placement="gpu:0", manager=manager, node_id="1")
+        load = manager.end_node()
+        manager.begin_node("2", "Sample", workflow_id="w")
+        net(torch.ones(1, 100, 64))
+        sample = manager.end_node()
+        manager.end_run()
+        end()
+        assert load["tiers"] == {"pinned": manager.ledger.used("pinned")}
+        assert sample["weights_bytes"] == {"gpu:0": used(manager, "net")}
+        assert sample["peak_bytes"]["gpu:0"] == sample["weights_bytes"]["gpu:0"] + sample["activation_bytes"]["gpu:0"]
+        assert sample["activation_bytes"]["gpu:0"] >= 100 * 6 * 64 * 4  # the widest hidden state
+        assert sample["bytes_moved"] == manager.bytes_moved()
+        assert (sample["run_id"], sample["workflow_id"]) == ("r1", "w")
+        assert [message["node_id"] for message in told if message["type"] == "node"] == ["1", "2"]
+        report = json.loads(json.dumps(manager.report()))
+        assert report["version"] == 1 and len(report["nodes"]) == 2
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
+@given(
+    sequence=st.lists(st.sampled_from("abc"), min_size=1, max_size=8),
+    capacity=st.floats(1.6, 4.0),
+    low=st.floats(0.0, 0.8),
+    precision=st.sampled_from(["as stored", "fp8 scaled"]),
+)
+def test_any_sequence_of_models_computes_right_within_any_capacity(
+    toys, machine, sim, sequence: list[str], capacity: float, low: float, precision: str
+) -> None:
+    with torch.no_grad(), machine(capacity, low=int(low * MIB), high=int(low * MIB)) as manager:
+        nets, _ = add(toys, manager, "a", "b", "c", precision=precision)
+        wanted: dict[str, torch.Tensor] = {}
+        for name in sequence:
+            manager.begin_run(name, name)
+            result = nets[name](X).cpu()
+            manager.end_run()
+            assert torch.equal(wanted.setdefault(name, result), result)
+            assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0")
+            assert sim.stats(0).total_bytes - sim.stats(0).used_bytes >= int(low * MIB)

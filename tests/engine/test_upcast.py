@@ -1,0 +1,84 @@
+"""Eight-bit storage: exact scales, small error where a plain cast fails, norms and embedders untouched."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from highwater.memory import MemoryManager, manage
+from highwater.memory.component import component_from_module
+from highwater.memory.upcast import Precision, cast_tensors, find_scale, quantize_fp8, upcast_into
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.integers(0, 2**31), st.floats(1e-6, 1e4), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_scales_are_powers_of_two_and_use_the_range(seed: int, deviation: float, dtype: torch.dtype) -> None:
+    weight = (torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
+    scale = find_scale(weight, name="w")
+    stored = quantize_fp8(weight, scale)
+    assert math.frexp(scale)[0] == 0.5
+    assert torch.isfinite(stored.float()).all()
+    if weight.abs().amax() > 0:
+        assert 224 < float(weight.float().abs().amax()) / scale <= 448 * (1 + 2**-4)
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.02, 0.01, 0.005, 0.002])
+def test_scaled_error_does_not_grow_as_weights_get_small(deviation: float) -> None:
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * deviation
+    scale = find_scale(weight, name="w")
+    stored = quantize_fp8(weight, scale)
+    wide = torch.empty_like(weight, dtype=torch.bfloat16)
+    upcast_into(wide, stored, scale)
+    error = float((wide.float() - weight).norm() / weight.norm())
+    assert error < 0.03
+    plain = float((weight.to(torch.float8_e4m3fn).float() - weight).norm() / weight.norm())
+    if deviation <= 0.005:
+        assert plain > 4 * error
+
+
+def test_upcast_is_exact_in_bf16() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    codes = codes[torch.isfinite(codes.float())]
+    for exponent in range(-40, 20):
+        wide = torch.empty(codes.shape, dtype=torch.bfloat16)
+        upcast_into(wide, codes, 2.0**exponent)
+        assert torch.equal(wide.double(), codes.double() * 2.0**exponent)
+
+
+def test_the_master_is_never_rewritten(toys, machine) -> None:
+    x = torch.ones(1, 3, 64, dtype=torch.bfloat16)
+    with machine(4) as manager, torch.no_grad():
+        net = toys.build_net(dtype=torch.bfloat16)
+        with manage(net, profile="0.4MiB", placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+            units = [unit for share in managed.members[0].attachment.shares for unit in share.units]
+            before = [unit.host_slab.clone() for unit in units]
+            for _ in range(3):
+                net(x)
+            assert all(torch.equal(unit.host_slab, slab) for unit, slab in zip(units, before, strict=True))
+
+
+def test_only_matrices_of_blocks_are_cast(toys) -> None:
+    net = toys.build_net()
+    cast = cast_tensors(component_from_module(net, name="net"), Precision.FP8_SCALED)
+    blocks = [f"doubles.{n}" for n in range(3)] + [f"singles.{n}" for n in range(5)]
+    assert cast == {f"{block}.{matrix}.weight" for block in blocks for matrix in ("up", "down")}
+
+
+def test_parts_that_a_class_wants_kept_are_kept(toys) -> None:
+    net = toys.build_net()
+    net._keep_in_fp32_modules = ["down"]
+    cast = cast_tensors(component_from_module(net, name="net"), Precision.FP8_SCALED)
+    assert cast and not any("down" in name for name in cast)
+
+
+def test_release_gives_back_widened_weights_of_the_old_dtype(toys) -> None:
+    net, original = toys.build_net(dtype=torch.bfloat16), toys.build_net(dtype=torch.bfloat16)
+    manage(net, placement="cpu", precision="fp8 scaled", manager=MemoryManager()).release()
+    for (name, got), want in zip(net.named_parameters(), original.parameters(), strict=True):
+        assert got.dtype == torch.bfloat16
+        if name.startswith(("doubles", "singles")) and name.endswith(("up.weight", "down.weight")):
+            assert torch.allclose(got.float(), want.float(), rtol=2**-4 + 1e-3, atol=1e-4)
+        else:
+            assert torch.equal(got, want)

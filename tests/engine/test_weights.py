@@ -1,0 +1,107 @@
+"""The header reader: every file that the official writer makes is read, every damaged one is one clear line."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from highwater.memory.errors import InvalidInput
+from highwater.memory.weights import read_header
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+def write_raw(path: Path, header: object, data: bytes = b"", *, claim: int | None = None) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw) if claim is None else claim) + raw + data)
+    return path
+
+
+def entry(begin: int, end: int, *, dtype: str = "U8", shape: list[int] | None = None) -> dict[str, object]:
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@given(tensors=st.dictionaries(st.text("abc.xyz", min_size=1), st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6))
+def test_header_agrees_with_the_official_reader(tmp_path: Path, tensors: dict) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}, path)
+    header = read_header(path)
+    assert header.weight_bytes == sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in tensors.values())
+    with safe_open(path, framework="pt") as file:
+        official = {
+            name: (file.get_slice(name).get_dtype(), tuple(file.get_slice(name).get_shape()))
+            for name in file.keys()  # noqa: SIM118
+        }
+    assert {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors} == official
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_whenever_the_official_reader_refuses_it(tmp_path: Path, data) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(6.0), "b": torch.ones(3, dtype=torch.int8)}, path)
+    raw = bytearray(path.read_bytes())
+    if data.draw(st.booleans(), label="cut"):
+        raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
+    else:
+        raw[data.draw(st.integers(0, len(raw) - 28))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                file.get_tensor(name)
+    except (SafetensorError, OSError):
+        with pytest.raises(InvalidInput) as error:
+            read_header(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "claim", "words"),
+    [
+        (b"", b"", 100, "truncated: the header ends at byte 108"),
+        (b"", b"", 1 << 62, "at most 100000000 are allowed"),
+        (b"{nonsense", b"", None, "not valid JSON"),
+        (b"[1]", b"", None, "expected an object"),
+        ({"a": entry(0, 8)}, b"1234", None, "truncated: header claims"),
+        ({"a": entry(0, 4)}, b"12345", None, "1 bytes after the last tensor"),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", None, "'b' overlaps 'a'"),
+        ({"a": entry(0, 2), "b": entry(4, 6)}, b"123456", None, "2 bytes before tensor 'b'"),
+        ({"a": entry(0, 4, dtype="X9")}, b"1234", None, "unknown dtype 'X9'; allowed: BOOL"),
+        ({"a": entry(0, 4, shape=[3])}, b"1234", None, "spans 4 bytes"),
+        ({"a": entry(-4, 0, shape=[4])}, b"1234", None, "not a natural number"),
+        ({"a": {"dtype": "U8"}}, b"", None, "lacks dtype, shape or data_offsets"),
+        ({"__metadata__": 3}, b"", None, "__metadata__"),
+    ],
+)
+def test_each_kind_of_damage_is_named(tmp_path: Path, header, data: bytes, claim: int | None, words: str) -> None:
+    path = write_raw(tmp_path / "bad.safetensors", header, data, claim=claim)
+    with pytest.raises(InvalidInput, match=r"bad\.safetensors") as error:
+        read_header(path)
+    assert words in str(error.value)
+
+
+def test_missing_file_and_pickles_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no such file"):
+        read_header(tmp_path / "none.safetensors")
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights.ckpt")
+    with pytest.raises(InvalidInput, match="pickle"):
+        read_header(tmp_path / "weights.ckpt")
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    with pytest.raises(InvalidInput, match="pickle"):
+        read_header(tmp_path / "old.ckpt")
+
+
+def test_tensors_come_in_the_order_of_their_offsets(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "m.safetensors", {"late": entry(4, 6), "early": entry(0, 4)}, b"123456")
+    assert [tensor.name for tensor in read_header(path).tensors] == ["early", "late"]
