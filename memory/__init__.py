@@ -1,8 +1,18 @@
-"""The engine: decide, record, move. Never imports ComfyUI. Read `memory/README.md` first."""
+"""The engine: decide, record, move. Never imports ComfyUI. Read `memory/README.md` first.
+
+The public names load torch when they are first used: reading a header or an error class does not need it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .errors import DoesNotFit, InvalidInput
-from .manage import Managed, default_manager, discover_components, manage
-from .manager import MemoryManager, Watermark
+
+if TYPE_CHECKING:
+    from .managed import Managed, default_manager, discover_components, manage
+    from .manager import MemoryManager, Watermark
 
 __all__ = [
     "DoesNotFit",
@@ -14,3 +24,13 @@ __all__ = [
     "discover_components",
     "manage",
 ]
+
+LAZY = {"MemoryManager": "manager", "Watermark": "manager"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{LAZY.get(name, 'managed')}", __name__), name)
+    globals()[name] = value
+    return value

@@ -108,7 +108,7 @@ class Attachment:
                     if share.device.is_cpu and not unit.cast_names:
                         continue  # computes in place, in the memory it came in
                     packed.append(unit)
-                    pinned = unit.pack(pinned=pinned)
+                    pinned = unit.pack(pinned=pinned) and pinned  # after the first refusal no more is asked for
         except BaseException:
             for unit in packed:
                 unit.unpack()

@@ -18,7 +18,7 @@ from torch import nn
 from .placement import KINDS
 from .weights import DTYPE_BITS, TensorHeader, read_header
 
-__all__ = ["Block", "Component", "TensorSpec", "component_from_file", "component_from_module", "guess_kind"]
+__all__ = ["Block", "Component", "TensorSpec", "component_from_files", "component_from_module", "guess_kind"]
 
 # A stack smaller than this part of its component is not worth streaming: it joins the rest.
 SMALLEST_STACK_SHARE = 0.05
@@ -79,15 +79,15 @@ class Component:
         return self.rest.weight_bytes + sum(block.weight_bytes for block in self.blocks)
 
 
-def component_from_file(path: str | Path, *, name: str | None = None, kind: str | None = None) -> Component:
-    """Describe a safetensors file from its header alone.
+def component_from_files(paths: Sequence[str | Path], *, name: str | None = None, kind: str | None = None) -> Component:
+    """Describe a safetensors file, or the shards of one model, from the headers alone.
 
     Raises:
         InvalidInput: as `read_header`.
     """
-    header = read_header(path)
-    name = name or header.path.stem
-    tensors = [spec_from_header(tensor) for tensor in header.tensors]
+    headers = [read_header(path) for path in paths]
+    name = name or headers[0].path.stem
+    tensors = [spec_from_header(tensor) for header in headers for tensor in header.tensors]
     return group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
 
 

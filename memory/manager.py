@@ -21,19 +21,19 @@ from torch import nn
 
 from .attachment import Attachment
 from .books import Recorder
-from .component import component_from_module
+from .component import Component, component_from_module
 from .devices import CPU, Device, list_devices
 from .errors import InvalidInput, UnsafeState, allowed_values
 from .ledger import Ledger
 from .placement import DeviceShare, Placement, canonical_device
-from .plan import DeviceCapacity, Machine, Plan, plan_component, plan_components
+from .plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_component, plan_components
 from .policy import EvictionPolicy, LeastRecentlyUsed, Victim
 from .profile import OffloadProfile
 from .report import ComponentReport, DeviceReport, Report
 from .units import MIB, format_bytes
 from .upcast import Precision
 
-__all__ = ["MemoryManager", "Watermark"]
+__all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 # Of the free host memory, the part that may be page-locked: the rest of the machine needs pageable memory too.
 PINNED_SHARE = 0.5
@@ -50,6 +50,14 @@ class Watermark:
         if not 0 <= self.low_bytes <= self.high_bytes:
             low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
             raise InvalidInput(f"watermark low={low} high={high}: allowed is 0 <= low <= high")
+
+
+def default_watermark(total_bytes: int) -> Watermark:
+    """Return 512 and 768 MiB, but at most 10 and 15% of a small device."""
+    default = Watermark()
+    return Watermark(
+        low_bytes=min(default.low_bytes, total_bytes // 10), high_bytes=min(default.high_bytes, total_bytes * 3 // 20)
+    )
 
 
 class Member:
@@ -74,6 +82,8 @@ class MemoryManager:
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.policy = policy or LeastRecentlyUsed()
         self.lock = threading.RLock()
+        self.depth = 0
+        self.released: list[Member] = []
         self.ledger = Ledger()
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
         self.watermarks: dict[str, Watermark] = {}
@@ -83,6 +93,22 @@ class MemoryManager:
         # Counts changes of what there is to share; a plan of an older epoch is looked at again.
         self.epoch = 0
         self.uses = itertools.count(1)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Hold the lock; on leaving it, remove what was released meanwhile.
+
+        A garbage collection may release a component in the middle of anything, in the thread that holds the lock:
+        such a release waits until the books are in a state to take it.
+        """
+        with self.lock:
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+                while self.depth == 0 and self.released:
+                    self.detach(self.released.pop())
 
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
@@ -96,7 +122,7 @@ class MemoryManager:
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
         """
-        with self.lock:
+        with self.exclusive():
             accelerators = [name for name, found in self.devices.items() if not found.is_cpu]
             name = canonical_device(device)
             if name != "*" and name not in accelerators:
@@ -113,20 +139,18 @@ class MemoryManager:
                         f"allowed is up to {format_bytes(total)}"
                     )
             for target in targets:
+                if self.watermarks.get(target) == mark:
+                    continue
                 self.watermarks[target] = mark
                 reason = f"keep free: low {format_bytes(low_bytes)}, high {format_bytes(high_bytes)}"
                 self.recorder.note("watermark", "", low_bytes, target, reason)
                 self.make_room(self.devices[target], 0, None)
-            self.epoch += 1
+                self.epoch += 1
 
     def watermark(self, device: str) -> Watermark:
-        """Return the marks of a device; by default 512 and 768 MiB, but at most a tenth of a small device."""
+        """Return the marks of a device: those set, else the default for its size."""
         if device not in self.watermarks:
-            tenth = self.devices[device].total_bytes() // 10
-            default = Watermark()
-            return replace(
-                default, low_bytes=min(default.low_bytes, tenth), high_bytes=min(default.high_bytes, tenth * 3 // 2)
-            )
+            return default_watermark(self.devices[device].total_bytes())
         return self.watermarks[device]
 
     # -- members
@@ -142,41 +166,33 @@ class MemoryManager:
         node_id: str | None,
     ) -> tuple[list[Member], Plan]:
         """Take modules under management: plan, pack in host memory, hook. All of them or none."""
-        with self.lock:
+        with self.exclusive():
             components = [component_from_module(module, name=part) for part, module in modules.items()]
             plan = plan_components(
                 components, self.machine(None), placement=placement, profile=profile, precision=precision
             )
+            prefix = f"{self.free_name(name)}/" if name else ""
             members: list[Member] = []
             try:
                 for component, module in zip(components, modules.values(), strict=True):
-                    members.append(self.attach(module, component, plan, profile, name, node_id))
+                    member = Member(self.free_name(prefix + component.name), component.name, node_id, profile)
+                    self.attach(member, module, component, plan[component.name])
+                    members.append(member)
             except BaseException:
                 for member in members:
-                    self.remove(member)
+                    self.detach(member)
                 raise
             self.epoch += 1
             return members, plan
 
-    def attach(
-        self,
-        module: nn.Module,
-        component: Any,
-        plan: Plan,
-        profile: OffloadProfile,
-        name: str | None,
-        node_id: str | None,
-    ) -> Member:
-        if any(member.attachment.module is module for member in self.members.values()):
+    def attach(self, member: Member, module: nn.Module, component: Component, plan: ComponentPlan) -> None:
+        if any(other.attachment.module is module for other in self.members.values()):
             raise InvalidInput(f"{component.name} is managed already; release it first")
-        member = Member(
-            self.free_id(f"{name}/{component.name}" if name else component.name), component.name, node_id, profile
-        )
         member.attachment = Attachment(
             member.id,
             module,
             component,
-            plan[component.name],
+            plan,
             self.devices,
             self.ledger,
             acquire=lambda: self.acquire(member),
@@ -184,35 +200,39 @@ class MemoryManager:
         )
         member.attachment.attach()
         self.members[member.id] = member
-        for reason in plan[component.name].reasons:
-            self.recorder.note("plan", member.id, 0, plan[component.name].shares[0].device, reason)
-        if plan[component.name].tier == "pinned" != member.attachment.host_tier:
+        for reason in plan.reasons:
+            self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
+        if plan.tier == "pinned" != member.attachment.host_tier:
             reason = "page-locked memory ran out: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
-        return member
 
-    def free_id(self, wanted: str) -> str:
+    def free_name(self, wanted: str) -> str:
+        """Return a name that no component, and no group before a slash, has yet."""
+        taken = set(self.members) | {member_id.partition("/")[0] for member_id in self.members}
         candidates = itertools.chain([wanted], (f"{wanted}#{number}" for number in itertools.count(2)))
-        return next(candidate for candidate in candidates if candidate not in self.members)
+        return next(candidate for candidate in candidates if candidate not in taken)
 
     def remove(self, member: Member) -> None:
         """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent."""
-        with self.lock:
-            if self.members.get(member.id) is not member:
-                return
-            freed = self.ledger.places(member.id)
-            member.attachment.detach()
-            self.moved_by_released += member.attachment.bytes_moved
-            del self.members[member.id]
-            self.epoch += 1
-            for place, num_bytes in freed.items():
-                self.recorder.note("release", member.id, num_bytes, place, "released")
-            self.recorder.sample()
-            assert not self.ledger.places(member.id), self.ledger.places(member.id)
+        with self.exclusive():
+            self.released.append(member)
+
+    def detach(self, member: Member) -> None:
+        if self.members.get(member.id) is not member:
+            return
+        freed = self.ledger.places(member.id)
+        member.attachment.detach()
+        self.moved_by_released += member.attachment.bytes_moved
+        del self.members[member.id]
+        self.epoch += 1
+        for place, num_bytes in freed.items():
+            self.recorder.note("release", member.id, num_bytes, place, "released")
+        self.recorder.sample()
+        assert not self.ledger.places(member.id), self.ledger.places(member.id)
 
     def release_all(self) -> None:
         """Release every component."""
-        with self.lock:
+        with self.exclusive():
             for member in list(self.members.values()):
                 self.remove(member)
 
@@ -224,7 +244,7 @@ class MemoryManager:
         Raises:
             DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
         """
-        with self.lock:
+        with self.exclusive():
             member.leases += 1
             member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
             try:
@@ -238,7 +258,7 @@ class MemoryManager:
 
     def give_back(self, member: Member) -> None:
         """Return the lease and learn what the forward needed beside the weights."""
-        with self.lock:
+        with self.exclusive():
             member.leases = max(0, member.leases - 1)
 
             def learn(device: str, activation_bytes: int) -> None:
@@ -338,15 +358,17 @@ class MemoryManager:
         left = device.free_bytes() - need_bytes
         if left >= low:
             return
+        need = f"{member.id} needs {format_bytes(need_bytes)}" if member else "the watermark was raised"
         for victim in self.policy.order(self.victims(device, member)):
             if left >= high:
                 return
-            whom = f"for {member.id}" if member else "to keep the watermark"
+            other = self.members[victim.component]
+            idle_s = self.recorder.now_s - (other.last_use_s or 0.0)
             reason = (
-                f"{format_bytes(max(0, left))} would be free {whom}, low mark {format_bytes(low)}; "
-                f"least recently used, last in lease {victim.last_use}"
+                f"{need}, {format_bytes(device.free_bytes())} are free of which {format_bytes(low)} are kept; "
+                f"idle longest, {idle_s:.1f} s"
             )
-            left += self.evict(self.members[victim.component], device, high - left, reason)
+            left += self.evict(other, device, high - left, reason)
 
     def evict(self, member: Member, device: Device, num_bytes: int, reason: str) -> int:
         """Drop at least so many bytes of an idle component if it has them; returns the bytes freed."""
@@ -354,8 +376,8 @@ class MemoryManager:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
         freed = member.attachment.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
-        whole = "whole" if not left else f"{format_bytes(left)} stay"
-        self.recorder.note("evict", member.id, freed, device.name, f"{reason} ({whole})")
+        rest = f"{format_bytes(left)} of it stay" if left else "nothing of it stays"
+        self.recorder.note("evict", member.id, freed, device.name, f"{reason}; {rest}")
         self.recorder.sample()
         self.epoch += 1
         return freed
@@ -364,13 +386,13 @@ class MemoryManager:
 
     def begin_run(self, run_id: str, name: str) -> None:
         """A prompt execution begins; plans are looked at again with the memory there is now."""
-        with self.lock:
+        with self.exclusive():
             self.heal()
             self.epoch += 1
             self.recorder.begin_run(run_id, name)
 
     def end_run(self) -> None:
-        with self.lock:
+        with self.exclusive():
             self.heal()
             self.recorder.end_run()
             self.ledger.check()
@@ -381,12 +403,12 @@ class MemoryManager:
             member.attachment.heal_for(None)
 
     def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
-        with self.lock:
+        with self.exclusive():
             self.recorder.begin_node(node_id, title, workflow_id)
 
     def end_node(self) -> dict[str, Any]:
         """Close the open node; returns its report and sends it to the listeners."""
-        with self.lock:
+        with self.exclusive():
             node_id = self.recorder.node.node_id if self.recorder.node else None
             tiers: Counter[str] = Counter()
             for member in self.members.values():
@@ -425,7 +447,7 @@ class MemoryManager:
 
     def report(self) -> dict[str, Any]:
         """Return the versioned report of everything so far, JSON-able."""
-        with self.lock:
+        with self.exclusive():
             components = [self.component_report(member) for member in self.members.values()]
             recorder = self.recorder
             return Report(

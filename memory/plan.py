@@ -108,6 +108,14 @@ class ComponentPlan:
     def device_bytes(self) -> dict[str, int]:
         return {share.device: share.device_bytes for share in self.shares}
 
+    def text(self) -> str:
+        """Return the decision as lines for people, the reasons last."""
+        form = f"{format_bytes(self.weight_bytes)} {self.precision.value}, rests in {self.tier}"
+        lines = [f"{self.component}: {form}"]
+        lines += [f"  {describe_share(share)}" for share in self.shares]
+        lines += [f"  - {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "component": self.component,
@@ -157,14 +165,7 @@ class Plan:
 
     def text(self) -> str:
         """Return the plan as lines for people: a component each, its reasons below, the placement at the end."""
-        lines = []
-        for plan in self.components:
-            lines.append(
-                f"{plan.component}: {format_bytes(plan.weight_bytes)} {plan.precision.value}, rests in {plan.tier}"
-            )
-            lines += [f"  {describe_share(share)}" for share in plan.shares]
-            lines += [f"  - {reason}" for reason in plan.reasons]
-        return "\n".join([*lines, f"placement: {self.placement}"])
+        return "\n".join([*(plan.text() for plan in self.components), f"placement: {self.placement}"])
 
 
 def describe_share(share: SharePlan) -> str:

@@ -129,7 +129,7 @@ class Unit:
                 entry.scale = find_scale(entry.held, name=entry.spec.name)
 
     def pack(self, *, pinned: bool) -> bool:
-        """Move the masters into one host slab, cast weights in eight bits; returns whether it is pinned.
+        """Move the masters into one host slab, cast weights in eight bits; returns whether it is as asked.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects.
         """
@@ -142,7 +142,7 @@ class Unit:
                 view.copy_(source)
             self.masters.append(repoint(entry, view))
         self.host_slab = slab
-        return slab.is_pinned() if pinned else False
+        return slab.is_pinned() or not (pinned and slab.numel())
 
     def unpack(self) -> None:
         """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened."""

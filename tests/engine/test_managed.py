@@ -295,3 +295,24 @@ def test_a_module_is_managed_once_and_release_is_idempotent(toys, machine) -> No
 def test_what_cannot_be_managed_is_named(target) -> None:
     with pytest.raises(InvalidInput, match=r"cannot manage a int|nothing to manage"):
         manage(target)
+
+
+def test_a_model_of_nothing_but_blocks_is_pinned_and_overlaps(machine, sim) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+        with manage(net, profile="0.06MiB", placement="gpu:0", manager=manager) as managed:
+            assert managed.members[0].attachment.host_tier == "pinned"
+            assert sim.pinned().used_bytes >= manager.ledger.used("pinned") > 0
+
+
+def test_when_pinning_fails_the_rest_is_pageable_and_said_once(toys, sim) -> None:
+    x = torch.randn(1, 3, 64)
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=8 << 20)], pinned_bytes=512 * 1024), torch.no_grad():
+        manager = MemoryManager()
+        net = toys.build_net()
+        want = net(x)
+        with manage(net, profile=MIDDLE, placement="gpu:0", manager=manager):
+            assert sim.pinned().used_bytes > 0
+            said = [event for event in manager.report()["events"] if "page-locked" in event["reason"]]
+            assert len(said) == 1
+            assert torch.allclose(net(x).cpu(), want, atol=1e-5)

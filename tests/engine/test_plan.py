@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from highwater.memory.component import Block, Component, TensorSpec, component_from_file, component_from_module
+from highwater.memory.component import Block, Component, TensorSpec, component_from_files, component_from_module
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.footprint import all_resident_bytes, block_bytes, wide_bytes
 from highwater.memory.placement import parse_placement
@@ -155,7 +155,7 @@ def test_blocks_are_found_alike_in_a_module_and_in_its_file(toys, tmp_path) -> N
         {name: tensor for name, tensor in net.state_dict().items() if name != "out.weight"},
         tmp_path / "net.safetensors",
     )
-    from_file = component_from_file(tmp_path / "net.safetensors")
+    from_file = component_from_files([tmp_path / "net.safetensors"])
     names = [f"doubles.{n}" for n in range(3)] + [f"singles.{n}" for n in range(5)]
     assert [block.name for block in from_module.blocks] == names
     assert sorted(block.name for block in from_file.blocks) == names

@@ -1,0 +1,27 @@
+# `make demo` and `make test` do all of their own set-up and reuse it the next time.
+.PHONY: demo test check format serve
+
+PY := .venv/bin/python
+
+demo:
+	@scripts/setup
+	@$(PY) -m highwater demo
+
+serve:
+	@scripts/setup
+	@$(PY) -m highwater serve
+
+test:
+	@scripts/setup with-browser
+	@$(MAKE) --no-print-directory check
+	@$(PY) -m pytest
+
+check:
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check --quiet .
+	@mkdir -p .cache/types && ln -sfn ../.. .cache/types/highwater
+	@cd .cache/types && MYPYPATH=. ../../.venv/bin/mypy --config-file ../../pyproject.toml -p highwater.memory
+
+format:
+	@.venv/bin/ruff check --fix --quiet .
+	@.venv/bin/ruff format .

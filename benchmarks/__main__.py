@@ -1,0 +1,67 @@
+"""Runs one case: prints its table, writes it to ``benchmarks/results/NAME.md``, ends with its ratio."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+from .case import Result
+
+CASES = ("overlap",)
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "diffusers", "safetensors")
+
+
+def describe_machine() -> str:
+    """Return what the numbers were made on: system, processor, cores, and the versions that matter."""
+    import psutil
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    return (
+        f"{platform.system()} {platform.machine()}, {model}, {psutil.cpu_count()} cores, {memory}; "
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+def write_result(name: str, result: Result) -> None:
+    text = [
+        f"# {name}",
+        "",
+        result.question,
+        "",
+        *result.markdown(),
+        "",
+        f"ratio: {result.ratio:.4f} ({result.meaning})",
+        "",
+    ]
+    text += [f"- machine: {describe_machine()}", f"- command: `python -m benchmarks {name}`", ""]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text("\n".join(text), encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=CASES)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    options = parser.parse_args()
+    result: Result = import_module(f".{options.name}", __package__).measure()
+    write_result(options.name, result)
+    if options.json:
+        print(json.dumps({"case": options.name, "ratio": result.ratio, "meaning": result.meaning, "rows": result.rows}))
+    else:
+        print("\n".join([result.question, "", *result.markdown(), "", f"ratio: {result.ratio:.4f} ({result.meaning})"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

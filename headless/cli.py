@@ -1,0 +1,219 @@
+"""The ``highwater`` command. Exit codes: 0 done, 1 the run failed, 2 bad input (one line on stderr)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..memory.errors import DoesNotFit, InvalidInput
+
+if TYPE_CHECKING:
+    from .hardware import Hardware
+
+__all__ = ["main"]
+
+# What decides which accelerators torch can see at all.
+HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInput(f"{message}; see {self.prog} --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        options = build_parser().parse_args(arguments)
+        return int(options.command(options))
+    except InvalidInput as error:
+        print(f"highwater: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        from .runner import NodeFailed
+
+        if not isinstance(error, DoesNotFit | NodeFailed):
+            raise
+        print(f"highwater: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("highwater: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="highwater", description="A memory layer for ComfyUI: plan, run and watch where weights live.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(name: str, command: Any, text: str) -> Parser:
+        added: Parser = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(command=command)
+        added.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+        return added
+
+    demo = add(
+        "demo", run_demo, "run the example workflows under a watermark that forces eviction, and draw the memory"
+    )
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where images and report go")
+    run = add("run", run_workflows, "run API-format workflows in order, sharing one manager")
+    run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW.json")
+    run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where images go")
+    plan = add("plan", run_plan, "print where everything would live; reads headers only, moves nothing")
+    plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
+    plan.add_argument("--profile", default="auto", help="auto, or a budget such as 6GiB (files only)")
+    plan.add_argument("--placement", default="auto", help="such as gpu:0&gpu:1 (files only)")
+    plan.add_argument("--precision", default="as stored", help="as stored, or fp8 scaled (files only)")
+    devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
+    serve = add("serve", run_serve, "show the nodes in the ComfyUI web page, without ComfyUI's backend")
+    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    serve.add_argument("--port", type=int, default=8188, help="the port to listen on")
+    serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="where images go")
+    for command in (demo, run, plan, devices, serve):
+        command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
+    for command in (demo, run, plan, serve):
+        command.add_argument(
+            "--models", type=Path, metavar="DIR", help="the models folder; default: a cache of tiny ones"
+        )
+    return parser
+
+
+# -- commands
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    import torch
+
+    from .console import Console
+    from .demo import choose_hardware, run_demo
+    from .session import make_runner
+
+    console = Console(quiet=options.json)
+    hardware = described(options) or choose_hardware()
+    if hardware is not None:
+        hardware.simulate()
+        torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
+        console.say(f"Simulated devices: {hardware}")
+    runner = make_runner(models_directory(options), options.out)
+    report = run_demo(runner, options.out, console, simulated=hardware is not None)
+    finish(options, report)
+    return 0
+
+
+def run_workflows(options: argparse.Namespace) -> int:
+    from .console import Console
+    from .session import load_workflows, make_runner, run_workflow
+
+    simulate(options)
+    console = Console(quiet=options.json)
+    runner = make_runner(models_directory(options), options.out)
+    for name, workflow in load_workflows(options.workflows):
+        console.title(f"Run {name}")
+        run_workflow(runner, name, workflow, console)
+    report = runner.manager.report()
+    console.show_summary(report)
+    finish(options, report)
+    return 0
+
+
+def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Print the report as JSON if asked for, and give all memory back."""
+    from ..memory import default_manager
+
+    if options.json:
+        print(json.dumps(report))
+    default_manager().release_all()
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from .planning import plan_files, plan_workflow
+
+    hardware = described(options)
+    files = [path for path in options.paths if path.suffix != ".json"]
+    plans = {}
+    if files:
+        plans["files"] = plan_files(
+            files, hardware, profile=options.profile, placement=options.placement, precision=options.precision
+        )
+    for path in options.paths:
+        if path.suffix == ".json":
+            plans |= plan_workflow(path, hardware, models_directory(options))
+    if options.json:
+        print(json.dumps({name: plan.to_json() for name, plan in plans.items()}))
+        return 0
+    for name, plan in plans.items():
+        print(plan.text() if name == "files" else f"{name}\n{plan.text()}")
+    return 0
+
+
+def run_devices(options: argparse.Namespace) -> int:
+    from .console import Console
+
+    simulate(options)
+    from ..memory import MemoryManager
+
+    devices = MemoryManager().report()["devices"]
+    hiding = {name: os.environ[name] for name in HIDING_VARIABLES if name in os.environ}
+    for device in devices:
+        device["peers"] = peers_of(device["name"], [other["name"] for other in devices])
+    if options.json:
+        print(json.dumps({"devices": devices, "hidden_by": hiding}))
+    else:
+        Console().show_devices(devices, hiding)
+    return 0
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    from .serve import serve
+    from .session import make_runner
+
+    simulate(options)
+    serve(make_runner(models_directory(options), options.out), host=options.host, port=options.port)
+    return 0
+
+
+# -- what they share
+
+
+def described(options: argparse.Namespace) -> Hardware | None:
+    from .hardware import parse_hardware
+
+    return parse_hardware(options.devices) if options.devices else None
+
+
+def simulate(options: argparse.Namespace) -> None:
+    """Make the described hardware this process's accelerators, if there is a description."""
+    hardware = described(options)
+    if hardware is not None:
+        hardware.simulate()
+
+
+def models_directory(options: argparse.Namespace) -> Path:
+    """Return the models folder: the one that was named, else a cache of tiny pipelines that is filled on demand."""
+    if options.models is not None:
+        if not options.models.is_dir():
+            raise InvalidInput(f"{options.models}: no such folder; --models expects ComfyUI's models folder")
+        return Path(options.models)
+    from .tiny import ensure_pipelines
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "highwater" / "models"
+    ensure_pipelines(cache / "diffusers")
+    return cache
+
+
+def peers_of(name: str, others: Sequence[str]) -> list[str]:
+    """Return the devices that this one can read without the host; only CUDA and ROCm can be asked."""
+    import torch
+
+    if name == "cpu" or not torch.cuda.is_available():
+        return []
+    index = int(name.partition(":")[2])
+    gpus = [other for other in others if other not in ("cpu", name)]
+    return [other for other in gpus if torch.cuda.can_device_access_peer(index, int(other.partition(":")[2]))]

@@ -1,0 +1,112 @@
+"""What the command line prints: plans, progress, and the report as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import rich.box
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..memory.units import KIB, format_bytes
+
+__all__ = ["Console"]
+
+
+class Console:
+    """Prints for people, or nothing at all when ``quiet``."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.out = RichConsole(quiet=quiet, highlight=False)
+        if not self.out.is_terminal:
+            self.out = RichConsole(quiet=quiet, highlight=False, width=120)
+
+    def say(self, text: str) -> None:
+        self.out.print(text, markup=False, soft_wrap=True)
+
+    def title(self, text: str) -> None:
+        self.out.print()
+        self.out.rule(text, align="left")
+
+    def progress(self) -> Progress:
+        return Progress(
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.out,
+        )
+
+    def table(self, *columns: str, numbers: int = 0) -> Table:
+        """Return a table whose last ``numbers`` columns are right-aligned."""
+        table = Table(box=rich.box.SIMPLE, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="right" if index >= len(columns) - numbers else "left")
+        return table
+
+    def show_summary(self, report: Mapping[str, Any]) -> None:
+        """Print bytes per node and device, every eviction with its reason, and the bytes moved per run."""
+        self.show_nodes(report)
+        self.show_evictions(report)
+        self.show_runs(report)
+
+    def show_nodes(self, report: Mapping[str, Any]) -> None:
+        used = {name for node in report["nodes"] for name, peak in node["peak_bytes"].items() if peak}
+        devices = [device["name"] for device in report["devices"] if device["name"] in used]
+        self.title("Bytes per node and device: weights it used, activations beside all weights, peak of the device")
+        columns = [f"{device} {what}" for device in devices for what in ("weights", "activations", "peak")]
+        table = self.table("run", "node", "seconds", *columns, numbers=len(columns) + 1)
+        names = {run["run_id"]: run["name"] for run in report["runs"]}
+        last = None
+        for node in report["nodes"]:
+            name = names.get(node["run_id"], "")
+            amounts = [
+                node[field].get(device, 0)
+                for device in devices
+                for field in ("weights_bytes", "activation_bytes", "peak_bytes")
+            ]
+            cells = [format_bytes(amount) if amount >= KIB else "-" for amount in amounts]
+            table.add_row("" if name == last else name, node["title"], f"{node['seconds']:.2f}", *cells)
+            last = name
+        self.out.print(table)
+
+    def show_evictions(self, report: Mapping[str, Any]) -> None:
+        self.title("Evictions")
+        evictions = [event for event in report["events"] if event["kind"] == "evict"]
+        for event in evictions:
+            line = (
+                f"  {event['device']}: {event['component']} gave up {format_bytes(event['bytes'])}: {event['reason']}"
+            )
+            self.say(line)
+        if not evictions:
+            self.say("  none")
+
+    def show_runs(self, report: Mapping[str, Any]) -> None:
+        self.title("Runs")
+        table = self.table("run", "seconds", "evictions", "weights moved to devices", numbers=3)
+        for run in report["runs"]:
+            seconds = (run["end_s"] or run["begin_s"]) - run["begin_s"]
+            table.add_row(run["name"], f"{seconds:.2f}", str(run["num_evictions"]), format_bytes(run["bytes_moved"]))
+        self.out.print(table)
+
+    def show_devices(self, devices: list[dict[str, Any]], hiding: Mapping[str, str]) -> None:
+        table = self.table("device", "total", "free", "keep free (low, high)", "peer access", numbers=4)
+        for device in devices:
+            mark = device["watermark"]
+            kept = (
+                f"{format_bytes(mark['low_bytes'])}, {format_bytes(mark['high_bytes'])}" if mark["high_bytes"] else "-"
+            )
+            table.add_row(
+                device["name"],
+                format_bytes(device["total_bytes"]),
+                format_bytes(device["free_bytes"]),
+                kept,
+                ", ".join(device["peers"]) or "-",
+            )
+        self.out.print(table)
+        for name, value in hiding.items():
+            self.say(f"{name}={value!r} decides which devices torch can see")
+        if len(devices) == 1:
+            self.say("no accelerator here; --devices simulates one")

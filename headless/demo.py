@@ -1,0 +1,81 @@
+"""The demo: two pipelines that do not fit together, run after each other, and a picture of who had the memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..memory import MemoryManager
+from ..memory.devices import list_devices
+from ..memory.units import MIB
+from .console import Console
+from .hardware import Hardware, parse_hardware
+from .session import run_workflow
+from .timeline import draw_timeline
+from .workflow import Workflow, load_workflow, parse_workflow
+
+if TYPE_CHECKING:
+    from .runner import WorkflowRunner
+
+__all__ = ["choose_hardware", "run_demo"]
+
+WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
+# Room for one tiny pipeline beside the watermark that the workflows set, not for two.
+DEMO_HARDWARE = "gpu:0=64MiB@25GB/s,gpu:1=48MiB@12GB/s,host=8GiB"
+ONE_PIPELINE_BYTES = 45 * MIB
+DEMO_RUNS = (
+    ("A", "demo_flux", "Flux"),
+    ("B", "demo_sd", "Stable Diffusion; the watermark lets only one stay, so A has to leave"),
+    ("A again", "demo_flux_again", "another seed: the loader's result is cached, its weights come back"),
+    ("A on two", "demo_flux_two_gpus", "Flux split over two devices, weights in eight bits"),
+)
+
+
+def choose_hardware() -> Hardware | None:
+    """Return what the demo simulates: nothing where the machine has an accelerator of its own."""
+    accelerators = [device for device in list_devices() if not device.is_cpu]
+    return None if accelerators else parse_hardware(DEMO_HARDWARE)
+
+
+def run_demo(runner: WorkflowRunner, out: Path, console: Console, *, simulated: bool) -> dict[str, Any]:
+    """Run the four workflows, write images, ``report.json`` and ``memory.png`` to ``out``; return the report."""
+    for name, file, what in DEMO_RUNS:
+        workflow = load_workflow(WORKFLOWS / f"{file}.json")
+        if not simulated:
+            workflow = fit_to_machine(workflow, runner.manager)
+        console.title(f"Run {name}: {what}")
+        run_workflow(runner, name, workflow, console)
+    report = write_results(runner, out)
+    console.show_summary(report)
+    console.say(f"Images, report.json and memory.png are in {out}")
+    return report
+
+
+def write_results(runner: WorkflowRunner, out: Path) -> dict[str, Any]:
+    """Write the report and its picture; each file appears whole or not at all."""
+    report = runner.manager.report()
+    out.mkdir(parents=True, exist_ok=True)
+    draft = out / "report.json.part"
+    draft.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    draft.replace(out / "report.json")
+    draw_timeline(report, out / "memory.png")
+    return report
+
+
+def fit_to_machine(workflow: Workflow, manager: MemoryManager) -> Workflow:
+    """Return the workflow for real accelerators: a watermark that leaves room for one tiny pipeline only.
+
+    On a single device the split becomes that device.
+    """
+    accelerators = [device for device in manager.devices.values() if not device.is_cpu]
+    graph = copy.deepcopy(dict(workflow.prompt))
+    free = accelerators[0].free_bytes() + manager.ledger.used(accelerators[0].name)
+    low_mebibytes = max(0, free - ONE_PIPELINE_BYTES) // MIB
+    for node in graph.values():
+        if node["class_type"] == "HighwaterWatermark":
+            node["inputs"] |= {"device": "gpu:0", "low": f"{low_mebibytes}MiB", "high": f"{low_mebibytes}MiB"}
+        if node["class_type"] == "HighwaterLoadPipeline" and len(accelerators) < 2:
+            node["inputs"]["placement"] = node["inputs"]["placement"].partition("&")[0]
+    return parse_workflow(graph, source=workflow.source)

@@ -1,0 +1,163 @@
+"""Hardware described in a line of text: to plan for a machine that is not here, or to simulate it.
+
+devices = device { "," device } ; device = ( "gpu:" int | "host" ) "=" size [ "@" size "/s" ]
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..memory.errors import InvalidInput
+from ..memory.manager import PINNED_SHARE, default_watermark
+from ..memory.placement import INTEGER, Scanner
+from ..memory.plan import DeviceCapacity, Machine
+from ..memory.units import GIB, format_bytes, parse_bytes
+
+__all__ = ["DescribedDevice", "Hardware", "parse_hardware"]
+
+NAME = re.compile(r"gpu(?=:)|host")
+SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*")
+# A PCIe 4.0 x16 slot moves about 25 GB/s.
+DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
+DEFAULT_HOST_BYTES = 32 * GIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DescribedDevice:
+    """One accelerator: what it holds and how fast the host reaches it, in bytes and bytes per second."""
+
+    name: str
+    total_bytes: int
+    link_bytes_per_s: int = DEFAULT_LINK_BYTES_PER_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """A machine that need not exist."""
+
+    devices: tuple[DescribedDevice, ...]
+    host_bytes: int = DEFAULT_HOST_BYTES
+
+    @property
+    def device_names(self) -> list[str]:
+        return ["cpu", *(device.name for device in self.devices)]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return int(self.host_bytes * PINNED_SHARE)
+
+    def machine(self) -> Machine:
+        """Return the numbers that a plan is made from: everything free but what the default watermark keeps."""
+        capacities = [DeviceCapacity(name="cpu", total_bytes=self.host_bytes, available_bytes=self.host_bytes)]
+        for device in self.devices:
+            low = default_watermark(device.total_bytes).low_bytes
+            capacities.append(
+                DeviceCapacity(
+                    name=device.name,
+                    total_bytes=device.total_bytes,
+                    available_bytes=device.total_bytes - low,
+                    kept_free_bytes=low,
+                )
+            )
+        return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes)
+
+    def simulate(self) -> None:
+        """Make this process's accelerators be these; before anything asks torch for its devices.
+
+        Raises:
+            InvalidInput: the simulated devices have to be compiled once, and there is no C++ compiler.
+        """
+        from . import simdevice
+
+        try:
+            simdevice.install("sim", num_devices=len(self.devices))
+        except simdevice.CompilerMissing as error:
+            raise InvalidInput(str(error)) from None
+        simdevice.configure(
+            [
+                simdevice.SimDeviceSpec(
+                    total_bytes=device.total_bytes,
+                    h2d_bytes_per_s=device.link_bytes_per_s,
+                    d2h_bytes_per_s=device.link_bytes_per_s,
+                    peer_bytes_per_s=device.link_bytes_per_s,
+                )
+                for device in self.devices
+            ],
+            pinned_bytes=self.pinned_bytes,
+        )
+
+    def __str__(self) -> str:
+        parts = [
+            f"{device.name}={format_bytes(device.total_bytes)}@{device.link_bytes_per_s / 1e9:g}GB/s"
+            for device in self.devices
+        ]
+        return ",".join([*parts, f"host={format_bytes(self.host_bytes)}"])
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Parse ``gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB``.
+
+    Raises:
+        InvalidInput: names the column, the value and what is allowed.
+    """
+    scanner = Scanner(text, what="devices")
+    sizes: dict[str, tuple[int, int]] = {}
+    while True:
+        scanner.skip_blanks()
+        begin = scanner.position
+        name = parse_name(scanner)
+        if name in sizes:
+            scanner.fail(f"{name!r} is described twice", at=begin)
+        if not scanner.take("="):
+            scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
+        total = parse_amount(scanner)
+        speed = DEFAULT_LINK_BYTES_PER_S
+        if scanner.take("@"):
+            speed = parse_amount(scanner)
+            if not scanner.take("/s"):
+                scanner.fail("'/s' must follow a speed, such as 25GB/s")
+        sizes[name] = total, speed
+        if scanner.at_end:
+            break
+        if not scanner.take(","):
+            scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',', '@' or the end")
+    host_bytes, _ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0))
+    names = sorted(sizes, key=lambda name: int(name[4:]))
+    if not names or names != [f"gpu:{number}" for number in range(len(names))]:
+        raise InvalidInput(
+            f"devices {text!r}: allowed are gpu:0, gpu:1, ... without a gap, and host; got {names or 'none'}"
+        )
+    devices = tuple(
+        DescribedDevice(name=name, total_bytes=sizes[name][0], link_bytes_per_s=sizes[name][1]) for name in names
+    )
+    return Hardware(devices=devices, host_bytes=host_bytes)
+
+
+def parse_name(scanner: Scanner) -> str:
+    begin = scanner.position
+    match = scanner.match(NAME)
+    if match is None:
+        scanner.fail("a device is missing; allowed: gpu:0, gpu:1, ... or host", at=begin)
+    if match[0] == "host":
+        return "host"
+    scanner.take(":")
+    number = scanner.match(INTEGER)
+    if number is None:
+        scanner.fail("the number of the gpu is missing, such as gpu:0")
+    return f"gpu:{int(number[0])}"
+
+
+def parse_amount(scanner: Scanner) -> int:
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(SIZE)
+    if match is None:
+        scanner.fail("a size is missing; write a number and a unit, such as 16GiB", at=begin)
+    try:
+        amount = parse_bytes(match[0])
+    except InvalidInput as error:
+        scanner.fail(str(error), at=begin)
+    if not amount:
+        scanner.fail(f"{match[0]!r} is nothing; allowed: more than 0", at=begin)
+    return amount

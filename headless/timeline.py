@@ -1,0 +1,124 @@
+"""The memory timeline as a picture: who had how much of each device, run by run, and where the watermark stood."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..memory.units import GIB, MIB
+
+__all__ = ["draw_timeline"]
+
+RUN_COLORS = ("#f2f4f7", "#e4e9f0")
+WATERMARK_COLOR = "#c0392b"
+PEAK_COLOR = "#2c3e50"
+# Distinguishable with the common colour blindnesses (Okabe and Ito).
+HUES = ((0.0, 0.45, 0.70), (0.90, 0.62, 0.0), (0.0, 0.62, 0.45), (0.80, 0.47, 0.65), (0.34, 0.71, 0.91))
+
+
+def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
+    """Draw a report's samples, one panel per device that was used, and write the PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    samples = report["samples"]
+    names = [device["name"] for device in report["devices"] if any(s["device"] == device["name"] for s in samples)]
+    most = Counter()
+    for sample in samples:
+        most |= Counter(sample["component_bytes"])  # the maximum of each
+    owners = sorted(most, key=lambda owner: (owner.partition("/")[0], -most[owner]))
+    colors = color_by_group(owners)
+    figure, panels = plt.subplots(
+        len(names), 1, figsize=(12, 1.2 + 3.1 * len(names)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for panel, name in zip(panels[:, 0], names, strict=True):
+        device = next(device for device in report["devices"] if device["name"] == name)
+        draw_device(panel, device, [s for s in samples if s["device"] == name], owners, colors)
+        mark_runs(panel, report)
+        mark_evictions(panel, report, name, colors)
+    panels[-1, 0].set_xlabel("seconds")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colors[owner]) for owner in owners]
+    labels = list(owners)
+    handles += [
+        plt.Line2D([], [], color=PEAK_COLOR, lw=1.2, ls=":"),
+        plt.Line2D([], [], color=WATERMARK_COLOR, lw=1.2, ls="--"),
+        plt.Line2D([], [], color=WATERMARK_COLOR, marker="v", ls=""),
+    ]
+    labels += ["peak with activations", "watermark (keep free): low", "eviction"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def color_by_group(owners: list[str]) -> dict[str, tuple[float, float, float]]:
+    """Return a colour per component: a hue per pipeline (the part before the slash), a shade per component of it."""
+    groups: dict[str, list[str]] = {}
+    for owner in owners:
+        groups.setdefault(owner.partition("/")[0], []).append(owner)
+    colors = {}
+    for index, members in enumerate(groups.values()):
+        hue = HUES[index % len(HUES)]
+        for shade, owner in enumerate(members):
+            whiteness = 0.65 * shade / max(1, len(members) - 1)
+            colors[owner] = tuple(channel + (1 - channel) * whiteness for channel in hue)
+    return colors
+
+
+def draw_device(
+    panel: Any, device: dict[str, Any], samples: list[dict[str, Any]], owners: list[str], colors: Any
+) -> None:
+    """Stack the components' bytes over time, below the peak that the allocator saw and the watermark."""
+    unit, unit_name = (GIB, "GiB") if device["total_bytes"] >= 4 * GIB else (MIB, "MiB")
+    times = [sample["t_s"] for sample in samples]
+    below = [0.0] * len(samples)
+    for owner in owners:
+        above = [
+            low + sample["component_bytes"].get(owner, 0) / unit for low, sample in zip(below, samples, strict=True)
+        ]
+        panel.fill_between(times, below, above, step="post", color=colors[owner], lw=0)
+        below = above
+    # A sample's peak is that of the time before it.
+    panel.step(
+        times, [sample["peak_bytes"] / unit for sample in samples], where="pre", color=PEAK_COLOR, lw=1.2, ls=":"
+    )
+    total = device["total_bytes"] / unit
+    panel.axhline(total, color="black", lw=1.5)
+    low, high = device["watermark"]["low_bytes"] / unit, device["watermark"]["high_bytes"] / unit
+    panel.axhspan(total - low, total, color=WATERMARK_COLOR, alpha=0.10, lw=0)
+    panel.axhline(total - low, color=WATERMARK_COLOR, lw=1.2, ls="--")
+    panel.axhline(total - high, color=WATERMARK_COLOR, lw=0.8, ls=":")
+    panel.set_ylim(0, total * 1.14)
+    panel.set_xlim(left=0)
+    panel.set_ylabel(f"{device['name']}, {unit_name}")
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def mark_runs(panel: Any, report: dict[str, Any]) -> None:
+    """Shade every run and write its name above it."""
+    for index, run in enumerate(report["runs"]):
+        end = run["end_s"] if run["end_s"] is not None else run["begin_s"]
+        panel.axvspan(run["begin_s"], end, color=RUN_COLORS[index % 2], zorder=-2, lw=0)
+        panel.axvline(run["begin_s"], color="white", lw=1.5, zorder=-1)
+        middle = (run["begin_s"] + end) / 2
+        panel.annotate(
+            run["name"],
+            (middle, 0.985),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="top",
+            fontsize=9,
+            weight="bold",
+        )
+
+
+def mark_evictions(panel: Any, report: dict[str, Any], device: str, colors: Any) -> None:
+    """Put a triangle where a component gave up bytes, in that component's colour."""
+    for event in report["events"]:
+        if event["kind"] == "evict" and event["device"] == device:
+            panel.plot(
+                event["t_s"], 0.04, "v", color=colors.get(event["component"], "grey"), mec=WATERMARK_COLOR, ms=9,
+                transform=panel.get_xaxis_transform(),
+            )  # fmt: skip

@@ -1,0 +1,138 @@
+"""The command line: what it prints, and one line for every bad value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from highwater.headless.cli import main
+from highwater.headless.hardware import parse_hardware
+from highwater.memory.errors import InvalidInput
+from highwater.memory.units import GIB
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    weights = {
+        f"layers.{n}.{part}.weight": torch.zeros(256, 256, dtype=torch.bfloat16) for n in range(8) for part in "ab"
+    }
+    save_file(weights | {"norm.weight": torch.ones(256)}, path)
+    return path
+
+
+def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-m", "highwater", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_plan_of_a_file_for_described_hardware(model_file: Path, capsys) -> None:
+    assert main(["plan", str(model_file), "--devices", TWO, "--placement", "gpu:0&gpu:1@0.25", "--json"]) == 0
+    (component,) = json.loads(capsys.readouterr().out)["files"]["components"]
+    assert [(share["device"], share["blocks"]) for share in component["shares"]] == [("gpu:0", 6), ("gpu:1", 2)]
+    assert component["placement"] == "model=gpu:0&gpu:1@0.25:pinned"
+
+
+def test_a_printed_plan_can_be_pasted_back(model_file: Path, capsys) -> None:
+    assert main(["plan", str(model_file), "--devices", TWO]) == 0
+    first = capsys.readouterr().out
+    placement = first.strip().splitlines()[-1].removeprefix("placement: ")
+    assert main(["plan", str(model_file), "--devices", TWO, "--placement", placement]) == 0
+    again = capsys.readouterr().out
+    without_reasons = [[line for line in text.splitlines() if " - " not in line] for text in (first, again)]
+    assert without_reasons[0] == without_reasons[1]
+
+
+def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
+    sizes = []
+    for precision in ("as stored", "fp8 scaled"):
+        assert main(["plan", str(model_file), "--devices", TWO, "--precision", precision, "--json"]) == 0
+        sizes.append(json.loads(capsys.readouterr().out)["files"]["components"][0]["weight_bytes"])
+    assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "none.safetensors"], "none.safetensors: no such file"),
+        (["plan", "MODEL", "--profile", "fast"], "profile 'fast' is unknown; allowed: auto"),
+        (["plan", "MODEL", "--placement", "gpu:7", "--devices", TWO], "column 1: device 'gpu:7' is not here"),
+        (["plan", "MODEL", "--precision", "int3"], "precision 'int3' is unknown; allowed: as stored, fp8 scaled"),
+        (["plan", "MODEL", "--profile", "0.1MiB", "--devices", TWO], "is too small: model needs at least"),
+        (["plan", "MODEL", "--devices", "gpu:0=16"], "column 7: size '16' has no unit"),
+        (["plan", "MODEL", "--devices", "gpu:1=16GiB"], "without a gap"),
+        (["run", "none.json"], "none.json: no such file"),
+        (["serve", "--port", "many"], "invalid int value: 'many'"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "COMMAND"),
+        (["plan", "MODEL", "--models", "nowhere", "--devices", TWO], ""),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, model_file: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(model_file.parent)
+    arguments = [str(model_file) if argument == "MODEL" else argument for argument in arguments]
+    if not words:
+        assert main(arguments) == 0  # a file's plan needs no models folder
+        return
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_a_truncated_file_is_bad_input(model_file: Path, capsys) -> None:
+    model_file.write_bytes(model_file.read_bytes()[:-5])
+    assert main(["plan", str(model_file)]) == 2
+    assert "truncated" in capsys.readouterr().err
+
+
+def test_devices_lists_the_simulated_ones() -> None:
+    devices = json.loads(run("devices", "--devices", "gpu:0=64MiB,gpu:1=48MiB", "--json").stdout)["devices"]
+    assert [(device["name"], device["total_bytes"]) for device in devices[1:]] == [
+        ("gpu:0", 64 << 20),
+        ("gpu:1", 48 << 20),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "words"),
+    [
+        ("gpu:0", 6, "'=' and a size"),
+        ("gpu:0=1GiB@5GB", 15, "'/s' must follow"),
+        ("gpu:0=1GiB,gpu:0=2GiB", 12, "described twice"),
+        ("cpu=3GiB", 1, "allowed: gpu:0, gpu:1, ... or host"),
+        ("gpu:0=0GiB", 7, "more than 0"),
+        ("gpu:0=1GiB;", 11, "';' is unexpected"),
+    ],
+)
+def test_bad_hardware_is_located(text: str, column: int, words: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        parse_hardware(text)
+    assert f"column {column}:" in str(error.value)
+    assert words in str(error.value)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 200), st.integers(1, 100)), min_size=1, max_size=4),
+    st.integers(1, 512),
+)
+def test_hardware_is_read_as_written(devices: list[tuple[int, int]], host: int) -> None:
+    parts = [f"gpu:{index}={size}GiB@{speed}GB/s" for index, (size, speed) in enumerate(devices)]
+    hardware = parse_hardware(", ".join([*parts, f"host={host}GiB"]))
+    assert [device.total_bytes for device in hardware.devices] == [size * GIB for size, _ in devices]
+    assert [device.link_bytes_per_s for device in hardware.devices] == [speed * 10**9 for _, speed in devices]
+    assert hardware.host_bytes == host * GIB
+    assert parse_hardware(str(hardware)).device_names == hardware.device_names

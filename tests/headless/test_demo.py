@@ -1,0 +1,131 @@
+"""The demo end to end, in its own process: its numbers against the simulated devices' own counters."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+SCRIPT = """
+import json, sys, dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from highwater.headless import simdevice
+from highwater.headless.cli import models_directory
+from highwater.headless.console import Console
+from highwater.headless.demo import choose_hardware, run_demo
+from highwater.headless.session import make_runner
+out = Path(sys.argv[1])
+torch.set_num_threads(1)
+choose_hardware().simulate()
+runner = make_runner(models_directory(SimpleNamespace(models=None)), out)
+run_demo(runner, out, Console(), simulated=True)
+manager = runner.manager
+devices = {f"gpu:{n}": dataclasses.asdict(simdevice.stats(n)) for n in range(2)}
+ledger = {name: manager.ledger.used(name) for name in devices}
+manager.ledger.check()
+manager.release_all()
+left = [simdevice.stats(n).used_bytes for n in range(2)], simdevice.pinned().used_bytes
+json.dump({"devices": devices, "ledger": ledger, "left": left}, (out / "counters.json").open("w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def demo(sim, tmp_path_factory) -> SimpleNamespace:
+    """The demo's printed text, its report, and what the devices counted meanwhile."""
+    out = tmp_path_factory.mktemp("demo")
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((out / "report.json").read_text())
+    return SimpleNamespace(out=out, text=done.stdout, report=report, **json.loads((out / "counters.json").read_text()))
+
+
+def test_runs_a_b_a_and_evicts_for_the_watermark(demo) -> None:
+    runs = demo.report["runs"]
+    assert [run["name"] for run in runs] == ["A", "B", "A again", "A on two"]
+    assert [bool(run["num_evictions"]) for run in runs] == [False, True, True, True]
+    evictions = [event for event in demo.report["events"] if event["kind"] == "evict"]
+    assert all("are kept" in event["reason"] and event["bytes"] > 0 for event in evictions)
+    first_owners = [event["component"].partition("/")[0] for event in evictions]
+    assert first_owners[0] == "tiny-flux" and "tiny-sd" in first_owners
+
+
+def test_books_and_devices_agree(demo) -> None:
+    for device in demo.report["devices"][1:]:
+        counted = demo.devices[device["name"]]
+        assert device["total_bytes"] == counted["total_bytes"]
+        assert device["reserved_bytes"] == demo.ledger[device["name"]]
+        # What is not ours is a scheduler's few numbers, never a weight.
+        assert device["reserved_bytes"] + device["other_bytes"] == counted["used_bytes"]
+        assert device["other_bytes"] < 1024
+    moved = sum(run["bytes_moved"] for run in demo.report["runs"])
+    arrived = sum(counted["h2d_bytes"] for counted in demo.devices.values())
+    inputs = arrived - moved  # prompts, noise and latents of four small images
+    assert 0 <= inputs < 0.02 * moved
+    others = [device["other_bytes"] for device in demo.report["devices"][1:]]
+    assert demo.left == [others, 0]
+
+
+def test_peaks_stay_below_capacity_and_above_the_weights(demo) -> None:
+    totals = {device["name"]: device["total_bytes"] for device in demo.report["devices"]}
+    samplers = [node for node in demo.report["nodes"] if node["title"] == "Sample Pipeline"]
+    assert len(samplers) == 4
+    for node in samplers:
+        for name, peak in node["peak_bytes"].items():
+            assert node["weights_bytes"].get(name, 0) <= peak <= totals[name]
+            assert node["activation_bytes"][name] <= peak
+    assert set(samplers[-1]["weights_bytes"]) == {"gpu:0", "gpu:1"}
+
+
+def test_the_watermark_holds_whenever_nothing_computes(demo) -> None:
+    low = {device["name"]: device["watermark"]["low_bytes"] for device in demo.report["devices"]}
+    totals = {device["name"]: device["total_bytes"] for device in demo.report["devices"]}
+    for sample in demo.report["samples"]:
+        kept = totals[sample["device"]] - sum(sample["component_bytes"].values())
+        assert kept >= low[sample["device"]]
+
+
+def test_prints_plan_table_evictions_and_runs(demo) -> None:
+    for words in (
+        "rests in pinned",
+        "blocks resident",
+        "Bytes per node",
+        "gave up",
+        "weights moved to devices",
+        "cached: ",
+    ):
+        assert words in demo.text
+
+
+def test_writes_images_and_a_picture(demo) -> None:
+    from PIL import Image
+
+    sizes = {path.name: Image.open(path).size for path in demo.out.glob("*.png")}
+    assert sizes.pop("memory.png")[0] > 1000
+    assert len(sizes) == 4 and set(sizes.values()) == {(64, 64)}
+    assert len({Image.open(demo.out / name).tobytes() for name in sizes}) == 4
+
+
+def test_the_split_in_eight_bits_shows_nearly_the_same_image(demo) -> None:
+    import numpy
+    from PIL import Image
+
+    whole, split = (
+        numpy.asarray(Image.open(next(demo.out.glob(f"{name}_0*.png")))).astype(float)
+        for name in ("demo_flux", "demo_flux_two_gpus")
+    )
+    error = ((whole - split) ** 2).mean()
+    assert 0 < error < 255**2 / 10**2.0  # better than 20 dB
+
+
+def test_json_is_one_document(sim, tmp_path: Path) -> None:
+    workflow = Path(__file__).parents[2] / "workflows" / "demo_sd.json"
+    command = ["run", str(workflow), "--devices", "gpu:0=64MiB", "--out", str(tmp_path), "--json"]
+    done = subprocess.run([sys.executable, "-m", "highwater", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["version"] == 1
