@@ -1,0 +1,65 @@
+"""The part of ComfyUI's ``folder_paths`` that our node files use. `configure` sets the two roots."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+__all__ = ["configure", "get_folder_paths", "get_output_directory", "get_save_image_path"]
+
+models_directory = Path("models")
+output_directory = Path("output")
+
+
+def configure(*, models: str | Path, output: str | Path) -> None:
+    """Set where models are read and results are written, for the whole process as in ComfyUI."""
+    global models_directory, output_directory
+    models_directory, output_directory = Path(models).resolve(), Path(output).resolve()
+
+
+def get_folder_paths(folder_name: str) -> list[str]:
+    """Return the folders that hold one kind of model: the kind's own below the models folder.
+
+    The models folder itself holds pipelines too, so that ``--models`` can name a folder of them.
+    """
+    own = models_directory / folder_name
+    return [str(own), str(models_directory)] if folder_name == "diffusers" else [str(own)]
+
+
+def get_output_directory() -> str:
+    return str(output_directory)
+
+
+def get_save_image_path(
+    filename_prefix: str, output_dir: str, image_width: int = 0, image_height: int = 0
+) -> tuple[str, str, int, str, str]:
+    """Return folder, file name, next number, subfolder and the prefix with its ``%marks%`` replaced.
+
+    Creates the folder.
+
+    Raises:
+        InvalidInput: the prefix leads out of the output folder.
+    """
+    from ..memory.errors import InvalidInput  # here, as the engine imports torch and listing nodes must not
+
+    now = time.localtime()
+    marks = {"width": image_width, "height": image_height, "year": f"{now.tm_year}"}
+    for name in ("mon", "mday", "hour", "min", "sec"):
+        long_name = {"mon": "month", "mday": "day", "min": "minute", "sec": "second"}.get(name, name)
+        marks[long_name] = f"{getattr(now, 'tm_' + name):02}"
+    for mark, text in marks.items():
+        filename_prefix = filename_prefix.replace(f"%{mark}%", str(text))
+    prefix = os.path.normpath(filename_prefix)
+    subfolder, filename = os.path.split(prefix)
+    folder = Path(output_dir, subfolder).resolve()
+    if not folder.is_relative_to(Path(output_dir).resolve()) or filename in ("", ".", ".."):
+        raise InvalidInput(
+            f"filename_prefix {filename_prefix!r} is not a file name below {output_dir}; "
+            "allowed: a name such as Highwater, or folder/name"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    numbered = re.compile(re.escape(filename) + r"_(\d+)_?\.\w+")
+    numbers = [int(match[1]) for path in folder.iterdir() if (match := numbered.fullmatch(path.name))]
+    return str(folder), filename, max(numbers, default=0) + 1, subfolder, filename_prefix

@@ -1,0 +1,360 @@
+"""API-format workflow files: read, checked in full, and turned into a graph whose order is known.
+
+The checks follow ComfyUI's, with two that it lacks: an unknown input is an error, and a number is not made of a
+text. Everything is checked before the first node runs; each complaint is one line that names the node.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..memory.errors import InvalidInput, allowed_values
+from .comfy_api import list_node_classes
+from .comfy_io import ComfyNode, Input, Schema
+
+__all__ = ["InvalidWorkflow", "Link", "Workflow", "WorkflowNode", "load_workflow", "parse_workflow"]
+
+ANY = "*"
+
+
+class InvalidWorkflow(InvalidInput):
+    """A workflow that cannot run; ``node_id`` and ``input_name`` say where, for the page to mark it."""
+
+    def __init__(self, message: str, *, node_id: str | None = None, input_name: str | None = None) -> None:
+        super().__init__(message)
+        self.node_id = node_id
+        self.input_name = input_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The output of another node, used as an input."""
+
+    node_id: str
+    output: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkflowNode:
+    """One checked node: every required input is there, values have their types."""
+
+    id: str
+    title: str
+    node_class: type[ComfyNode]
+    schema: Schema
+    inputs: Mapping[str, Any]  # a value, or a Link
+
+    @property
+    def links(self) -> Iterator[Link]:
+        return (value for value in self.inputs.values() if isinstance(value, Link))
+
+    @property
+    def label(self) -> str:
+        return f"node {self.id} ({self.title})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workflow:
+    """A checked graph. ``order`` holds the nodes that an output node needs, each after what it needs."""
+
+    source: str
+    nodes: Mapping[str, WorkflowNode]
+    order: tuple[str, ...]
+    prompt: Mapping[str, Any]  # the graph as it was given, which images carry in their metadata
+
+    @property
+    def output_ids(self) -> tuple[str, ...]:
+        return tuple(id for id in self.order if self.nodes[id].schema.is_output_node)
+
+
+def load_workflow(path: str | Path, *, node_classes: Mapping[str, type[ComfyNode]] | None = None) -> Workflow:
+    """Read and check an API-format workflow file. What a combo offers comes from the configured folders.
+
+    Raises:
+        InvalidInput: the file is missing or not JSON; `InvalidWorkflow` where a node is to blame.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InvalidInput(f"{path}: no such file; expected a workflow in API format (.json)") from None
+    except IsADirectoryError:
+        raise InvalidInput(f"{path}: is a folder; expected a workflow in API format (.json)") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    try:
+        graph = json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
+    except json.JSONDecodeError as error:
+        raise InvalidInput(
+            f"{path}: is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise InvalidInput(f"{path}: is nested too deeply for a workflow") from None
+    except ValueError as error:  # from the two hooks
+        raise InvalidInput(f"{path}: {error}") from None
+    return parse_workflow(graph, source=str(path), node_classes=node_classes)
+
+
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal names; a node would vanish without a word."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands twice in one object; every node id and input needs its own name")
+    return content
+
+
+def reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number that JSON allows")
+
+
+def parse_workflow(
+    graph: Any, *, source: str = "prompt", node_classes: Mapping[str, type[ComfyNode]] | None = None
+) -> Workflow:
+    """Check a graph in API format.
+
+    Args:
+        source: named first in every complaint.
+        node_classes: by class id; ours when not given.
+
+    Raises:
+        InvalidInput: the graph as a whole is not usable; `InvalidWorkflow` where a node is to blame.
+    """
+    classes = list_node_classes() if node_classes is None else node_classes
+    check_format(graph, source)
+    schemas = {id: find_schema(id, entry, classes, source) for id, entry in graph.items()}
+    nodes = {id: check_node(id, graph, schemas, classes[graph[id]["class_type"]], source) for id in graph}
+    order = order_nodes(nodes, source)
+    for id in order:
+        check_with_node(nodes[id], source)
+    return Workflow(source=source, nodes=nodes, order=order, prompt=graph)
+
+
+def check_format(graph: Any, source: str) -> None:
+    """Require an object of nodes, and say what to do with what the page saves by default."""
+    expected = 'expected {"id": {"class_type": ..., "inputs": {...}}, ...}'
+    if not isinstance(graph, dict):
+        raise InvalidInput(f"{source}: a workflow is a JSON object, not {describe(graph)}; {expected}")
+    if isinstance(graph.get("nodes"), list):
+        raise InvalidInput(
+            f"{source}: this is the page's own format, which only the page can read; "
+            "open it in ComfyUI and choose Workflow > Export (API)"
+        )
+    if not graph:
+        raise InvalidInput(f"{source}: the workflow has no nodes; {expected}")
+    for id, entry in graph.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("class_type"), str):
+            raise InvalidWorkflow(
+                f"{source}: node {id} has no class_type but is {describe(entry)}; {expected}", node_id=id
+            )
+        if not isinstance(entry.get("inputs", {}), dict):
+            raise InvalidWorkflow(
+                f"{source}: node {id}: inputs is {describe(entry['inputs'])}, expected an object", node_id=id
+            )
+
+
+def find_schema(id: str, entry: Mapping[str, Any], classes: Mapping[str, type[ComfyNode]], source: str) -> Schema:
+    class_type = entry["class_type"]
+    if class_type not in classes:
+        raise InvalidWorkflow(
+            f"{source}: node {id}: class_type {class_type!r} is unknown; {allowed_values(class_type, sorted(classes))}",
+            node_id=id,
+        )
+    return classes[class_type].GET_SCHEMA()
+
+
+def check_node(
+    id: str,
+    graph: Mapping[str, Any],
+    schemas: Mapping[str, Schema],
+    node_class: type[ComfyNode],
+    source: str,
+) -> WorkflowNode:
+    """Check the inputs of one node against its schema and against the nodes that it is linked to."""
+    schema = schemas[id]
+    entry = graph[id]
+    meta = entry.get("_meta")
+    title = meta.get("title") if isinstance(meta, dict) else None
+    title = title if isinstance(title, str) and title else schema.display_name or schema.node_id
+    given = entry.get("inputs", {})
+    known = {item.id: item for item in schema.inputs}
+
+    def fail(name: str, problem: str) -> NoReturn:
+        raise InvalidWorkflow(f"{source}: node {id} ({title}): input {name!r} {problem}", node_id=id, input_name=name)
+
+    for name in given:
+        if name not in known:
+            fail(name, f"is unknown; {allowed_values(name, known)}")
+    inputs: dict[str, Any] = {}
+    for name, item in known.items():
+        if name not in given:
+            if not item.optional:
+                fail(name, f"is missing; expected {expectation(item)}")
+        elif isinstance(given[name], list):
+            try:
+                inputs[name] = check_link(given[name], item, schemas)
+            except ValueError as error:
+                fail(name, str(error))
+        else:
+            own_check = name in validated_names(node_class)
+            try:
+                inputs[name] = check_value(given[name], item, limits=not own_check)
+            except ValueError as error:
+                fail(name, str(error))
+    return WorkflowNode(id=id, title=title, node_class=node_class, schema=schema, inputs=inputs)
+
+
+def check_link(link: list[Any], item: Input, schemas: Mapping[str, Schema]) -> Link:
+    """Return a link whose node and output exist and whose type fits.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    if len(link) != 2 or not isinstance(link[0], str) or type(link[1]) is not int:
+        raise ValueError(f'is {json.dumps(link)}; a link is ["node id", output index]')
+    source_id, index = link
+    if source_id not in schemas:
+        raise ValueError(f"links to node {source_id!r}, which is not there; {allowed_values(source_id, schemas)}")
+    outputs = schemas[source_id].outputs
+    if not 0 <= index < len(outputs):
+        choices = [f"{number} ({output.display_name or output.io_type})" for number, output in enumerate(outputs)]
+        raise ValueError(f"links to output {index} of node {source_id}; allowed: {', '.join(choices) or 'none'}")
+    if not types_fit(outputs[index].io_type, item.io_type):
+        raise ValueError(f"takes {item.io_type}, but output {index} of node {source_id} is {outputs[index].io_type}")
+    return Link(node_id=source_id, output=index)
+
+
+def types_fit(given: str, taken: str) -> bool:
+    """Whether two type names, each a comma-separated union, have something in common."""
+    given_types, taken_types = set(given.split(",")), set(taken.split(","))
+    return ANY in given_types | taken_types or bool(given_types & taken_types)
+
+
+def check_value(value: Any, item: Input, *, limits: bool) -> Any:
+    """Return a widget's value in its type.
+
+    Args:
+        limits: also check the range or the choices; off where the node checks the input itself.
+
+    Raises:
+        ValueError: saying what is wrong and what is allowed.
+    """
+    wrong = ValueError(f"is {describe(value)}; expected {expectation(item)}")
+    if item.io_type == "INT":
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if type(value) is not int:
+            raise wrong
+    elif item.io_type == "FLOAT":
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise wrong
+        value = float(value)
+    elif item.io_type == "STRING":
+        if not isinstance(value, str):
+            raise wrong
+    elif item.io_type == "BOOLEAN":
+        if not isinstance(value, bool):
+            raise wrong
+    elif item.io_type == "COMBO":
+        if value not in item.options["options"] and (limits or not isinstance(value, str)):
+            choices = allowed_values(str(value), map(str, item.options["options"]))
+            raise ValueError(f"is {describe(value)}; {choices}")
+        return value
+    else:  # a socket without a widget
+        raise wrong
+    minimum, maximum = item.options.get("min"), item.options.get("max")
+    if limits and ((minimum is not None and value < minimum) or (maximum is not None and value > maximum)):
+        raise wrong
+    return value
+
+
+def expectation(item: Input) -> str:
+    """Return what may stand at an input, for people."""
+    minimum, maximum = item.options.get("min"), item.options.get("max")
+    span = f" from {minimum}" if minimum is not None else ""
+    span += f" to {maximum}" if maximum is not None else ""
+    words = {
+        "INT": f"a whole number{span}",
+        "FLOAT": f"a number{span}",
+        "STRING": "a text",
+        "BOOLEAN": "true or false",
+    }
+    if item.io_type == "COMBO":
+        return f"one of: {', '.join(map(str, item.options['options']))}"
+    return words.get(item.io_type, f'a link ["node id", output index] to {item.io_type}')
+
+
+def describe(value: Any) -> str:
+    """Return a value in JSON, cut to one short line."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def order_nodes(nodes: Mapping[str, WorkflowNode], source: str) -> tuple[str, ...]:
+    """Return the nodes that output nodes need, each after its ancestors and close before its first use.
+
+    Output nodes without any link come first, as in ComfyUI: they set the scene (a watermark).
+
+    Raises:
+        InvalidInput: no output node, or a cycle anywhere.
+    """
+    outputs = [id for id, node in nodes.items() if node.schema.is_output_node]
+    if not outputs:
+        raise InvalidInput(f"{source}: no output node, so nothing would run; add one such as HighwaterSaveImage")
+    outputs.sort(key=lambda id: any(True for _ in nodes[id].links))
+    needed = visit(outputs, nodes, source)
+    visit(list(nodes), nodes, source)  # a cycle among nodes that nobody needs is a mistake too
+    return tuple(needed)
+
+
+def visit(roots: list[str], nodes: Mapping[str, WorkflowNode], source: str) -> list[str]:
+    """Return the roots and their ancestors, ancestors first; iterative, as chains may be long."""
+    done: dict[str, None] = {}
+    for root in roots:
+        path: dict[str, Iterator[Link]] = {root: nodes[root].links}
+        while path:
+            id, links = next(reversed(path.items()))
+            link = next((link for link in links if link.node_id not in done), None)
+            if link is None:
+                del path[id]
+                done[id] = None
+            elif link.node_id in path:
+                ids = list(path)
+                cycle = [*ids[ids.index(link.node_id) :], link.node_id]
+                names = " <- ".join(f"{id} ({nodes[id].title})" for id in cycle)
+                raise InvalidWorkflow(f"{source}: the links form a cycle: {names}", node_id=link.node_id)
+            else:
+                path[link.node_id] = nodes[link.node_id].links
+    return list(done)
+
+
+def validated_names(node_class: type[ComfyNode]) -> tuple[str, ...]:
+    """Return the inputs that a node checks itself, which the host then leaves to it."""
+    validate = getattr(node_class, "validate_inputs", None)
+    if validate is None:
+        return ()
+    parameters = inspect.signature(validate).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def check_with_node(node: WorkflowNode, source: str) -> None:
+    """Ask the node about the inputs that it named; a linked one is not known yet and comes as None."""
+    names = validated_names(node.node_class)
+    if not names:
+        return
+    values = {
+        name: None if isinstance(node.inputs[name], Link) else node.inputs[name]
+        for name in names
+        if name in node.inputs
+    }
+    verdict = node.node_class.validate_inputs(**values)  # type: ignore[attr-defined]
+    if verdict is not True:
+        reason = verdict if isinstance(verdict, str) else f"inputs {', '.join(values)} are refused"
+        raise InvalidWorkflow(f"{source}: {node.label}: {reason}", node_id=node.id)

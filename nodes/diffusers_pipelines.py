@@ -1,0 +1,256 @@
+"""Pipelines of the diffusers library: loaded and called.
+
+Works in both hosts; diffusers and torch are imported when a pipeline is opened, never before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .pipeline_folders import MODEL_INDEX, check_pipeline, read_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..memory import Managed
+    from .watermark import Watermark
+
+__all__ = ["LoadedPipeline", "Sampling", "import_diffusers", "load_pipeline", "quiet_libraries", "sample_images"]
+
+# Pixels per latent (8) times latents per patch (2): what every supported pipeline can cut.
+PIXEL_STEP = 16
+FRAME_STEP = 4
+MAX_REASON = 300  # characters
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedPipeline:
+    """What travels between our nodes; dropping the last reference (a host's cached output) frees its memory.
+
+    Has no slots: `weakref.finalize` needs a weak reference, and ``weakref_slot`` exists only since Python 3.11.
+    """
+
+    pipe: Any
+    managed: Managed
+    watermark: Watermark | None = None
+
+    def __post_init__(self) -> None:
+        # A host has no call for "this output was dropped". At interpreter exit the process frees everything.
+        weakref.finalize(self, self.managed.release).atexit = False
+
+    def sample(self, sampling: Sampling, *, on_step: Callable[[int, int], None]) -> torch.Tensor:
+        """Make images as `sample_images` does, under the watermark of this pipeline's own workflow.
+
+        The watermark is set again because another workflow may have set its own since this one was loaded.
+        """
+        if self.watermark is not None:
+            self.watermark.apply()
+        return sample_images(self.pipe, sampling, on_step=on_step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """What one call of a pipeline is asked for; sizes in pixels."""
+
+    prompt: str
+    negative_prompt: str
+    width: int
+    height: int
+    frames: int
+    steps: int
+    guidance: float
+    seed: int
+
+
+def load_pipeline(folder: Path) -> Any:
+    """Load a pipeline into host memory, each component in the dtype of its file.
+
+    Raises:
+        InvalidInput: diffusers is not installed, or the folder is not one that it can load in full.
+    """
+    from ..memory.errors import InvalidInput
+
+    dtypes = check_pipeline(folder)
+    diffusers = import_diffusers()
+    index = read_json(folder / MODEL_INDEX)
+    class_name = index["_class_name"]
+    # The libraries report a mismatch of files and configuration, or a broken installation, with any of these.
+    try:
+        with quiet_libraries():
+            pipeline_class = find_pipeline_class(diffusers, class_name, folder / MODEL_INDEX)
+            models = {name: load_model(folder / name, index[name], dtype) for name, dtype in dtypes.items()}
+            pipe = pipeline_class.from_pretrained(folder, local_files_only=True, **models)
+    except InvalidInput:
+        raise
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError) as error:
+        raise InvalidInput(f"{folder}: diffusers cannot load it: {one_line(error)}") from error
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def find_pipeline_class(diffusers: Any, class_name: str, named_by: Path) -> Any:
+    """Return the pipeline class; the library imports its module now.
+
+    Raises:
+        InvalidInput: the installed library has no such class, or it is not a pipeline.
+    """
+    from ..memory.errors import InvalidInput
+
+    pipeline_class = getattr(diffusers, class_name, None)
+    if not (inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
+        raise InvalidInput(
+            f"{named_by}: pipeline class {class_name!r} is unknown to diffusers {diffusers.__version__}; "
+            "allowed: the name of one of its pipeline classes"
+        )
+    return pipeline_class
+
+
+def load_model(place: Path, origin: Sequence[str], dtype: str) -> Any:
+    """Load one model of a pipeline, of the class that ``origin`` names after its library.
+
+    Raises:
+        InvalidInput: a weight is missing or has another shape; the library would fill in random numbers.
+    """
+    import diffusers
+    import torch
+
+    from ..memory.errors import InvalidInput
+
+    library, class_name = origin
+    # A few classes (safety checkers) live in the module of their pipeline, which is then called the library.
+    own_module = getattr(diffusers.pipelines, library, None)
+    model_class = getattr(own_module or importlib.import_module(library), class_name)
+    model, info = model_class.from_pretrained(
+        place,
+        torch_dtype=getattr(torch, dtype),
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if lost:
+        raise InvalidInput(
+            f"{place}: {len(lost)} weights of {class_name} are missing or have another shape, such as {lost[0]}"
+        )
+    return model
+
+
+def import_diffusers() -> Any:
+    """Import diffusers (several seconds the first time).
+
+    Raises:
+        InvalidInput: diffusers or transformers is not installed.
+    """
+    from ..memory.errors import InvalidInput
+
+    # transformers holds the text encoders; without accelerate a model is initialised twice over in RAM, and
+    # those that keep some layers in fp32 (Wan) cannot be loaded at all.
+    try:
+        import accelerate  # noqa: F401
+        import transformers  # noqa: F401
+
+        with quiet_libraries():  # not around transformers: importing it sets its log level
+            import diffusers
+    except ModuleNotFoundError as error:
+        raise InvalidInput(
+            f"{error.name} is not installed; pipelines need: pip install diffusers transformers accelerate"
+        ) from None
+    return diffusers
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silence hints and progress bars of diffusers and transformers; errors still come through."""
+    with contextlib.ExitStack() as restored:
+        restored.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for name in ("diffusers", "transformers"):
+            logger = logging.getLogger(name)
+            restored.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+            library_logging = getattr(getattr(sys.modules.get(name), "utils", None), "logging", None)
+            if library_logging is not None and library_logging.is_progress_bar_enabled():
+                restored.callback(library_logging.enable_progress_bar)
+                library_logging.disable_progress_bar()
+        yield
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error says in one line of bearable length; the libraries like to write paragraphs."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+
+
+def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int], None]) -> torch.Tensor:
+    """Run a pipeline; return its images or frames as [B, H, W, C] float32 from 0 to 1 on the CPU.
+
+    The noise is drawn on the CPU, so that a seed gives the same image on every device. ``on_step`` is called
+    with the steps done and asked for; what it raises (an interrupt) ends the call.
+
+    Raises:
+        InvalidInput: a size or a number of frames that the pipeline cannot make.
+    """
+    import torch
+
+    accepted = inspect.signature(pipe.__call__).parameters
+    check_sampling(pipe, sampling, makes_frames="num_frames" in accepted)
+    wanted = {
+        "prompt": sampling.prompt,
+        "negative_prompt": sampling.negative_prompt,
+        "width": sampling.width,
+        "height": sampling.height,
+        "num_frames": sampling.frames,
+        "num_inference_steps": sampling.steps,
+        "guidance_scale": sampling.guidance,
+        "generator": torch.Generator("cpu").manual_seed(sampling.seed),
+        "callback_on_step_end": report_steps(sampling.steps, on_step),
+        "output_type": "np",
+        "return_dict": False,
+    }
+    if "max_sequence_length" in accepted:
+        wanted["max_sequence_length"] = min(accepted["max_sequence_length"].default, longest_prompt(pipe))
+    arguments = {name: value for name, value in wanted.items() if name in accepted}
+    with quiet_libraries():
+        images = pipe(**arguments)[0]
+    # Videos come as [batch, frames, H, W, C].
+    return torch.from_numpy(images).reshape(-1, *images.shape[-3:]).float().clamp(0.0, 1.0)
+
+
+def longest_prompt(pipe: Any) -> int:
+    """Return how many tokens the pipeline's tokenizers allow at most; padding beyond that only costs memory."""
+    tokenizers = [part for part in pipe.components.values() if hasattr(part, "model_max_length")]
+    return max((tokenizer.model_max_length for tokenizer in tokenizers), default=sys.maxsize)
+
+
+def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None:
+    """Refuse what the library would round or quietly ignore."""
+    from ..memory.errors import InvalidInput
+
+    for name in ("width", "height"):
+        pixels = getattr(sampling, name)
+        if pixels % PIXEL_STEP:
+            raise InvalidInput(f"{name} {pixels} is not allowed; allowed: multiples of {PIXEL_STEP}")
+    if sampling.frames > 1 and not makes_frames:
+        raise InvalidInput(f"frames {sampling.frames} is not allowed; {type(pipe).__name__} makes single images: 1")
+    if sampling.frames % FRAME_STEP != 1:
+        raise InvalidInput(f"frames {sampling.frames} is not allowed; allowed: 1, 5, 9, 13, ... (4n + 1)")
+
+
+def report_steps(steps: int, on_step: Callable[[int, int], None]) -> Callable[..., dict[str, Any]]:
+    """Return the callback that the pipeline calls after every step."""
+
+    def step_ended(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        on_step(step + 1, steps)
+        return tensors
+
+    return step_ended

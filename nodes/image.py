@@ -1,0 +1,38 @@
+"""The node that writes images."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from comfy_api.latest import io, ui
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HighwaterSaveImage"]
+
+
+class HighwaterSaveImage(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HighwaterSaveImage",
+            display_name="Save Image",
+            category="Highwater",
+            description="Writes each image as a PNG to the output folder, with the workflow inside.",
+            search_aliases=["save png", "export image", "write image"],
+            inputs=[
+                io.Image.Input("images", tooltip="The images to save."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="Highwater",
+                    tooltip="The start of the file name; folder/name makes a subfolder.",
+                ),
+            ],
+            outputs=[],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, images: torch.Tensor, filename_prefix: str) -> io.NodeOutput:
+        return io.NodeOutput(ui=ui.ImageSaveHelper.get_save_images_ui(images, filename_prefix=filename_prefix, cls=cls))

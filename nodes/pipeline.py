@@ -1,0 +1,213 @@
+"""The nodes that load a pipeline under the manager's care and sample it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from comfy_api.latest import io
+
+from .watermark import Watermark, WatermarkType
+
+if TYPE_CHECKING:
+    from .diffusers_pipelines import LoadedPipeline
+
+__all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "PipelineType"]
+
+PipelineType = io.Custom("HIGHWATER_PIPELINE")
+PRECISIONS = ["as stored", "fp8 scaled"]
+
+
+class HighwaterLoadPipeline(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        from .pipeline_folders import list_pipelines
+
+        return io.Schema(
+            node_id="HighwaterLoadPipeline",
+            display_name="Load Pipeline",
+            category="Highwater",
+            description=(
+                "Loads a diffusers pipeline and decides where each of its parts lives, in which precision, "
+                "and who leaves when memory runs short. Nothing moves to a device before it is used."
+            ),
+            search_aliases=["diffusers loader", "offload", "low vram", "multi gpu", "model placement"],
+            inputs=[
+                io.Combo.Input(
+                    "pipeline",
+                    options=list_pipelines(),
+                    tooltip="A folder with a model_index.json below models/diffusers.",
+                ),
+                io.String.Input(
+                    "profile",
+                    default="auto",
+                    tooltip=(
+                        "auto uses what is free. Or a budget for the weights: 6GiB, 80%, -1GiB (leave that "
+                        "free), unlimited; per device or part: gpu:0=8GiB,vae=unlimited."
+                    ),
+                ),
+                io.Combo.Input(
+                    "precision",
+                    options=PRECISIONS,
+                    default=PRECISIONS[0],
+                    tooltip="fp8 scaled halves the bytes of 16-bit diffusion weights, with a scale per tensor.",
+                ),
+                io.String.Input(
+                    "placement",
+                    default="auto",
+                    tooltip=(
+                        "auto, or a device per part: diffusion=gpu:0,text=gpu:1. Split over two: diffusion=gpu:0&gpu:1."
+                    ),
+                ),
+                WatermarkType.Input(
+                    "watermark",
+                    optional=True,
+                    tooltip="How much memory stays free while this pipeline is used.",
+                ),
+            ],
+            outputs=[
+                PipelineType.Output(
+                    display_name="pipeline", tooltip="The loaded pipeline, under the memory manager's care."
+                )
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def validate_inputs(
+        cls, pipeline: str | None = None, profile: str | None = None, placement: str | None = None
+    ) -> bool | str:
+        """Check what a shared workflow may name wrongly, before anything is loaded."""
+        from ..memory.errors import InvalidInput
+
+        try:
+            check_request(pipeline, profile, placement)
+        except InvalidInput as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def fingerprint_inputs(cls, pipeline: str | None = None, **_: object) -> str:
+        """Load again when a file of the pipeline has changed."""
+        from .pipeline_folders import find_pipeline, weights_fingerprint
+
+        return weights_fingerprint(find_pipeline(pipeline)) if pipeline is not None else ""
+
+    @classmethod
+    def execute(
+        cls, pipeline: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+    ) -> io.NodeOutput:
+        from ..memory import manage
+        from .diffusers_pipelines import LoadedPipeline, load_pipeline
+        from .pipeline_folders import find_pipeline
+
+        pipe = load_pipeline(find_pipeline(pipeline))
+        managed = manage(
+            pipe,
+            profile=profile,
+            placement=placement,
+            precision=precision,
+            name=pipeline,
+            node_id=cls.hidden.unique_id,
+        )
+        return io.NodeOutput(LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark))
+
+
+def check_request(pipeline: str | None, profile: str | None, placement: str | None) -> None:
+    """Check what is known of a request (None is a linked widget); reads the headers of the weights only.
+
+    Raises:
+        InvalidInput: naming the value, or the file of the pipeline that is no good.
+    """
+    from ..memory.devices import list_devices
+    from ..memory.placement import parse_placement
+    from ..memory.profile import parse_profile
+    from .pipeline_folders import check_pipeline, find_pipeline
+
+    if pipeline is None:
+        return
+    components = list(check_pipeline(find_pipeline(pipeline)))
+    devices = [device.name for device in list_devices()]
+    if profile is not None:
+        parse_profile(profile, devices=devices, components=components)
+    if placement is not None:
+        parse_placement(placement, devices=devices, components=components)
+
+
+class HighwaterSamplePipeline(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HighwaterSamplePipeline",
+            display_name="Sample Pipeline",
+            category="Highwater",
+            description="Makes images, or the frames of a video, with a loaded pipeline.",
+            search_aliases=["generate", "text to image", "text to video", "diffusers sampler", "ksampler"],
+            inputs=[
+                PipelineType.Input("pipeline", tooltip="From Load Pipeline."),
+                io.String.Input("prompt", multiline=True, default="", tooltip="What to show."),
+                io.String.Input(
+                    "negative_prompt",
+                    multiline=True,
+                    default="",
+                    tooltip="What to avoid. Guidance-distilled models such as Flux ignore it.",
+                ),
+                io.Int.Input("width", default=1024, min=16, max=16384, step=16, tooltip="In pixels, a multiple of 16."),
+                io.Int.Input(
+                    "height", default=1024, min=16, max=16384, step=16, tooltip="In pixels, a multiple of 16."
+                ),
+                io.Int.Input(
+                    "frames",
+                    default=1,
+                    min=1,
+                    max=1025,
+                    step=4,
+                    tooltip="1 for an image; 4n + 1 with a video pipeline.",
+                ),
+                io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
+                io.Float.Input(
+                    "guidance",
+                    default=4.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="How strongly the prompt is followed; at 1 and below there is no negative prompt.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="The noise to start from; drawn on the CPU, so the same on every device.",
+                ),
+            ],
+            outputs=[io.Image.Output(display_name="images", tooltip="The images, or the frames of a video.")],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        pipeline: LoadedPipeline,
+        prompt: str,
+        negative_prompt: str,
+        width: int,
+        height: int,
+        frames: int,
+        steps: int,
+        guidance: float,
+        seed: int,
+    ) -> io.NodeOutput:
+        from .diffusers_pipelines import Sampling
+        from .host import report_progress
+
+        sampling = Sampling(
+            prompt=prompt,
+            negative_prompt=negative_prompt,
+            width=width,
+            height=height,
+            frames=frames,
+            steps=steps,
+            guidance=guidance,
+            seed=seed,
+        )
+        return io.NodeOutput(pipeline.sample(sampling, on_step=report_progress))

@@ -1,0 +1,36 @@
+"""One folder of tiny pipelines for all node tests; every test gets its own runner and output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from highwater.headless.runner import WorkflowRunner
+from highwater.headless.tiny import ensure_pipelines
+from highwater.memory import default_manager
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more threads, which get in each other's way on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    ensure_pipelines(directory / "diffusers")
+    return directory
+
+
+@pytest.fixture
+def runner(models_directory: Path, tmp_path: Path) -> Iterator[WorkflowRunner]:
+    runner = WorkflowRunner(default_manager(), models_directory=models_directory, output_directory=tmp_path / "output")
+    yield runner
+    runner.cache.clear()
+    assert default_manager().report()["components"] == []
