@@ -43,7 +43,7 @@ class Console:
         """Return a table whose last ``numbers`` columns are right-aligned."""
         table = Table(box=rich.box.SIMPLE, pad_edge=False)
         for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index >= len(columns) - numbers else "left")
+            table.add_column(column, justify="right" if index >= len(columns) - numbers else "left", no_wrap=True)
         return table
 
     def show_summary(self, report: Mapping[str, Any]) -> None:
@@ -56,7 +56,7 @@ class Console:
         used = {name for node in report["nodes"] for name, peak in node["peak_bytes"].items() if peak}
         devices = [device["name"] for device in report["devices"] if device["name"] in used]
         self.title("Bytes per node and device: weights it used, activations beside all weights, peak of the device")
-        columns = [f"{device} {what}" for device in devices for what in ("weights", "activations", "peak")]
+        columns = [f"{device}\n{what}" for device in devices for what in ("weights", "activations", "peak")]
         table = self.table("run", "node", "seconds", *columns, numbers=len(columns) + 1)
         names = {run["run_id"]: run["name"] for run in report["runs"]}
         last = None

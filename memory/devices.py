@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import torch
@@ -29,6 +30,12 @@ class Device:
     torch_device: torch.device
 
     @property
+    def module(self) -> ModuleType:
+        """torch's module for this kind of device; older torch has the memory calls only there."""
+        module: ModuleType = torch.get_device_module(self.torch_device)
+        return module
+
+    @property
     def is_cpu(self) -> bool:
         return self.torch_device.type == "cpu"
 
@@ -37,7 +44,7 @@ class Device:
         if self.is_cpu:
             total = int(psutil.virtual_memory().total)
             return min(total, read_cgroup(CGROUP_LIMIT) or total)
-        return int(torch.accelerator.get_memory_info(self.torch_device)[1])
+        return int(self.module.mem_get_info(self.torch_device)[1])
 
     def free_bytes(self) -> int:
         """Return bytes that an allocation can get now: the driver's free and the allocator's cached ones."""
@@ -45,21 +52,21 @@ class Device:
             limit = read_cgroup(CGROUP_LIMIT)
             available = int(psutil.virtual_memory().available)
             return available if limit is None else min(available, limit - (read_cgroup(CGROUP_USED) or 0))
-        driver_free = int(torch.accelerator.get_memory_info(self.torch_device)[0])
-        reserved = int(torch.accelerator.memory_reserved(self.torch_device))
+        driver_free = int(self.module.mem_get_info(self.torch_device)[0])
+        reserved = int(self.module.memory_reserved(self.torch_device))
         return driver_free + reserved - self.allocated_bytes()
 
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors; 0 for the CPU, whose tensors torch does not count."""
-        return 0 if self.is_cpu else int(torch.accelerator.memory_allocated(self.torch_device))
+        return 0 if self.is_cpu else int(self.module.memory_allocated(self.torch_device))
 
     def peak_bytes(self) -> int:
         """Return the most bytes of live tensors since `reset_peak`; 0 for the CPU."""
-        return 0 if self.is_cpu else int(torch.accelerator.max_memory_allocated(self.torch_device))
+        return 0 if self.is_cpu else int(self.module.max_memory_allocated(self.torch_device))
 
     def reset_peak(self) -> None:
         if not self.is_cpu:
-            torch.accelerator.reset_peak_memory_stats(self.torch_device)
+            self.module.reset_peak_memory_stats(self.torch_device)
 
     def __str__(self) -> str:
         return self.name

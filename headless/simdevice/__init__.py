@@ -1,1 +1,304 @@
-"""Simulated accelerators."""
+"""Simulated accelerators: torch devices with capacity, streams and time, and no GPU.
+
+`install` compiles and registers the backend; afterwards ``torch.device("sim:0")``, `torch.Stream`, `torch.Event`,
+`torch.accelerator` and ``pin_memory()`` work as on a real one. This module sets up the hardware (`cluster`,
+`configure`), reads its books (`stats`, `pinned`, `clock_s`, `races`) and breaks it on purpose (`fail_alloc`,
+`fail_copy`). Bytes are exact and seconds are virtual: no wall clock is read. How it works, and what it leaves
+out, stands in ``simdevice.cpp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .build import CompilerMissing, default_build_directory, load_backend
+
+__all__ = [
+    "CompilerMissing",
+    "DeviceStats",
+    "PinnedStats",
+    "SimDeviceSpec",
+    "advance",
+    "clock_s",
+    "cluster",
+    "configure",
+    "default_build_directory",
+    "fail_alloc",
+    "fail_copy",
+    "install",
+    "installed",
+    "name",
+    "pinned",
+    "races",
+    "reset_clock",
+    "reset_stats",
+    "stats",
+    "stream_time_s",
+    "strict",
+]
+
+MAX_DEVICES = 8
+UNLIMITED_BYTES = 1 << 60
+
+_ops = torch.ops.highwater_simdevice
+_name: str | None = None
+_strict = {"defer_copies": False, "check_races": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimDeviceSpec:
+    """One device: what it holds and how fast it is. Bytes, bytes per second, seconds.
+
+    A kernel takes the longer of its flops and its memory traffic, a copy ``latency_s`` and its bytes over the
+    link; launching either costs the host ``launch_s``. Every allocation is rounded up to ``round_to`` bytes.
+    ``reserve_bytes`` is gone from the start, as a driver's context is.
+    """
+
+    total_bytes: int
+    h2d_bytes_per_s: float = 25e9
+    d2h_bytes_per_s: float = 25e9
+    peer_bytes_per_s: float = 25e9
+    flops_per_s: float = 1e13
+    memory_bytes_per_s: float = 1e12
+    launch_s: float = 5e-6
+    latency_s: float = 1e-5
+    round_to: int = 1
+    reserve_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reserve_bytes <= self.total_bytes:
+            raise ValueError(f"reserve_bytes must be 0 to total_bytes ({self.total_bytes}), not {self.reserve_bytes}")
+        if self.round_to < 1:
+            raise ValueError(f"round_to must be at least 1 byte, not {self.round_to}")
+        for field in ("h2d", "d2h", "peer", "memory"):
+            if getattr(self, f"{field}_bytes_per_s") <= 0:
+                raise ValueError(f"{field}_bytes_per_s must be positive")
+        if self.flops_per_s <= 0 or self.launch_s < 0 or self.latency_s < 0:
+            raise ValueError("flops_per_s must be positive, launch_s and latency_s not negative")
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.total_bytes, self.reserve_bytes, self.round_to
+
+    @property
+    def _rates(self) -> tuple[float, ...]:
+        bandwidths = (self.h2d_bytes_per_s, self.d2h_bytes_per_s, self.peer_bytes_per_s)
+        return *bandwidths, self.flops_per_s, self.memory_bytes_per_s, self.launch_s, self.latency_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceStats:
+    """One device's books. ``used_bytes`` is now, ``peak_bytes`` and the counts are since the last reset.
+
+    ``num_allocs`` counts allocations that succeeded; ``num_syncs`` counts waits for the whole device, not for
+    a stream or an event. A copy between devices counts as ``peer`` on both.
+    """
+
+    used_bytes: int
+    peak_bytes: int
+    total_bytes: int
+    num_allocs: int
+    h2d_bytes: int
+    d2h_bytes: int
+    peer_bytes: int
+    num_h2d: int
+    num_d2h: int
+    num_peer: int
+    num_ooms: int
+    num_kernels: int
+    num_syncs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PinnedStats:
+    """Pinned host memory, each allocation counted as the power of two that torch rounds it up to."""
+
+    used_bytes: int
+    peak_bytes: int
+
+
+def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str | None = None) -> None:
+    """Compile (first use), load and register the backend as ``name``, with devices of 1 TiB each.
+
+    Once per process: torch cannot rename a backend, so another name later is a `RuntimeError`; the same name
+    is a no-op. Names that torch reserves (cuda, xpu, mps, ...) are refused by torch. Raises `CompilerMissing`.
+    """
+    global _name
+    if _name is not None:
+        if name != _name:
+            raise RuntimeError(f"the simulated devices are installed as {_name!r} and cannot become {name!r}")
+        return
+    load_backend(None if build_directory is None else Path(build_directory))
+    from .module import create_module
+
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, create_module(name))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    _name = name
+    configure([SimDeviceSpec(total_bytes=1 << 40)] * num_devices)
+
+
+def installed() -> bool:
+    """Whether `install` has been called in this process."""
+    return _name is not None
+
+
+def name() -> str:
+    """The backend's name, as in ``torch.device(f"{name()}:0")``."""
+    if _name is None:
+        raise RuntimeError("the simulated devices are not installed; call install() first")
+    return _name
+
+
+def configure(specs: Sequence[SimDeviceSpec], pinned_bytes: int | None = None) -> None:
+    """Set the number of devices, their sizes and rates, and the cap on pinned memory (None: no cap).
+
+    Resets peaks, counters and planned failures, not the clocks. Raises `RuntimeError` rather than drop a device
+    that still holds allocations. A device that holds more than its new size keeps it and can allocate nothing.
+    """
+    name()
+    _ops.configure(
+        [size for spec in specs for size in spec._sizes],
+        [float(rate) for spec in specs for rate in spec._rates],
+        UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
+    )
+    reset_stats()
+
+
+@contextlib.contextmanager
+def cluster(
+    specs: Sequence[SimDeviceSpec],
+    pinned_bytes: int | None = None,
+    *,
+    defer_copies: bool = True,
+    check_races: bool = True,
+) -> Iterator[None]:
+    """Hardware for the body of a ``with``: configured, clocks and counters at zero, strict.
+
+    When the body ends without an exception, raises `AssertionError` if a device or pinned memory still holds
+    bytes that the body allocated, or if there were races. What was left before the body, by a test that failed
+    and is still held by its traceback, is taken off the books first, with a warning.
+    """
+    _collect_garbage_that_holds_bytes()
+    abandoned = _ops.abandon()
+    if abandoned:
+        warnings.warn(f"{abandoned} bytes from before this cluster are still allocated; not counted", stacklevel=3)
+    configure(specs, pinned_bytes)
+    reset_clock()
+    races()
+    before = dict(_strict)
+    strict(defer_copies=defer_copies, check_races=check_races)
+    try:
+        yield
+        _collect_garbage_that_holds_bytes()
+        _assert_clean()
+    finally:
+        _ops.finish_everything()
+        races()
+        strict(**before)
+        for index in range(_ops.num_devices()):
+            fail_alloc(index, 0)
+            fail_copy(index, 0)
+
+
+def _devices_in_use() -> list[int]:
+    return [index for index in range(_ops.num_devices()) if stats(index).used_bytes]
+
+
+def _collect_garbage_that_holds_bytes() -> None:
+    """Finish all work; a full collection takes 0.2 s in a process like pytest's, so only if bytes are left."""
+    _ops.finish_everything()
+    if _devices_in_use() or pinned().used_bytes:
+        gc.collect()
+
+
+def _assert_clean() -> None:
+    problems = [
+        f"{name()}:{i} still holds {stats(i).used_bytes} bytes in {_ops.live_allocs(i)} allocations"
+        for i in _devices_in_use()
+    ]
+    if pinned().used_bytes:
+        problems.append(f"{pinned().used_bytes} bytes are still pinned")
+    found = races()
+    if found:
+        problems.append(f"{len(found)} races, the first: {found[0]}")
+    if problems:
+        raise AssertionError("; ".join(problems))
+
+
+def stats(index: int) -> DeviceStats:
+    """The books of one device."""
+    return DeviceStats(**dict(zip(DeviceStats.__slots__, _ops.stats(index), strict=True)))
+
+
+def pinned() -> PinnedStats:
+    """The books of pinned host memory. Bytes of a copy in flight stay until it is done."""
+    used, peak = _ops.pinned()
+    return PinnedStats(used_bytes=used, peak_bytes=peak)
+
+
+def reset_stats() -> None:
+    """Set all counters to zero and all peaks to what is in use."""
+    _ops.reset_stats()
+
+
+def reset_clock() -> None:
+    """Set all clocks to zero, after finishing all work. What was unordered before is unordered after."""
+    _ops.reset_clock()
+
+
+def clock_s() -> float:
+    """The host's virtual time in seconds."""
+    return _ops.host_time()
+
+
+def stream_time_s(stream: torch.Stream) -> float:
+    """When the stream's last operation so far ends, in virtual seconds."""
+    return _ops.stream_time(stream.device_index, stream.stream_id)
+
+
+def advance(where: torch.device | str | torch.Stream, seconds: float) -> None:
+    """Run a pretend kernel of that length on a stream, or on a device's current stream; the host pays the launch.
+
+    With the device "cpu" the host itself is busy for that long.
+    """
+    if isinstance(where, torch.Stream):
+        _ops.advance(where.device_index, where.stream_id, seconds)
+        return
+    device = torch.device(where)
+    if device.type == "cpu":
+        _ops.advance_host(seconds)
+    else:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        _ops.advance(index, -1, seconds)
+
+
+def strict(*, defer_copies: bool | None = None, check_races: bool | None = None) -> None:
+    """Switch the two adversaries on or off (None: as it is). They are explained at the top of ``simdevice.cpp``."""
+    if defer_copies is not None:
+        _strict["defer_copies"] = defer_copies
+    if check_races is not None:
+        _strict["check_races"] = check_races
+    _ops.strict(_strict["defer_copies"], _strict["check_races"])
+
+
+def races() -> list[str]:
+    """The races found since the last call, oldest first, one sentence each (at most 1000)."""
+    return _ops.races()
+
+
+def fail_alloc(index: int, nth: int) -> None:
+    """Make the ``nth`` allocation on a device from now raise `torch.OutOfMemoryError` (1: the next, 0: none)."""
+    _ops.fail_alloc(index, nth)
+
+
+def fail_copy(index: int, nth: int) -> None:
+    """Make the ``nth`` copy to, from or between this device and another raise `RuntimeError` (1: the next, 0: none)."""
+    _ops.fail_copy(index, nth)

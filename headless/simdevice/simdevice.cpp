@@ -1,0 +1,1413 @@
+// Simulated accelerators: torch devices whose memory is host RAM and whose operators run on the CPU.
+//
+// [Note: how an operator runs]
+// Nothing is computed here. A boxed fallback takes every operator, checks that its tensors share a device,
+// aliases them to CPU tensors over the same bytes, runs torch's own CPU kernel, and adopts what the kernel
+// allocated: the bytes are charged to the device without being copied. Only what must not be a CPU kernel
+// (allocation, copies, streams) has code of its own.
+//
+// [Note: three books are kept]
+// Bytes: every allocation is charged exactly; over the capacity it is a torch.OutOfMemoryError.
+// Time: virtual seconds, one clock per stream, per link and for the host. No wall clock is read, so the same
+//   program gives the same times. An operation starts when the host has launched it, its stream is free and
+//   (for a copy) its link is free.
+// Order: a vector clock per stream and for the host says which operations are known to be finished. Two
+//   accesses to overlapping bytes, one of them a write, that no event, stream or host wait orders, are a race.
+//
+// [Note: deferred copies]
+// Work runs when it is submitted, in the order of the program, which hides a missing wait. So, on request, an
+// asynchronous copy fills its destination with 0xFF and moves the bytes only when something orders it: a later
+// operation of its stream, a wait for its event, a synchronize. A reader that did not wait sees poison, and a
+// pinned buffer that was overwritten too early sends the wrong bytes, as on real hardware. Reuse of a slot that
+// is still being read is invisible to this (the reader has run already); the order book reports it.
+//
+// [Note: what is left out]
+// Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, recurrent
+// cells, graphs. Memory traffic counts every argument once, launches cost the same for all kernels, links are
+// not shared between devices. A strided tensor is one byte range to the order book, its gaps included.
+//
+// [Note: one lock, and never the GIL under it]
+// `state_mutex` guards all of this file's state. A thread may hold the GIL when it asks for the mutex, so
+// nothing may ask for the GIL while holding it: under the lock there is arithmetic, memcpy, and the release of
+// `Memory`, which no Python object can own. Operators and tensor destructors run outside.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+using at::IValue;
+using at::Tensor;
+using c10::DataPtr;
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DispatchKeySet;
+using c10::Storage;
+using c10::StorageImpl;
+using c10::Stream;
+using c10::TensorImpl;
+using torch::jit::Stack;
+
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+const DispatchKeySet kCpuKeys(c10::DispatchKey::CPU);
+const DispatchKeySet kSimKeys(c10::DispatchKey::PrivateUse1);
+
+// torch's autograd engine sizes its thread pool once, at the first backward, by the guard's device count;
+// so the arrays are this long from the start and `configure` only says how many of them are in use.
+constexpr int kMaxDevices = 8;
+// As c10/cuda/CUDAStream.cpp: streams come from a pool of 32 per device, handed out in turn. Id 0 is the default.
+constexpr int kPoolStreams = 32;
+constexpr int kStreams = 1 + kPoolStreams;
+// As cudaMalloc and more than any CPU kernel asks for, so that a result never depends on where a tensor lies.
+constexpr size_t kAlignment = 512;
+// From here on memory is mapped without reserving it: a model of 40 GB fits as long as nobody touches its bytes.
+constexpr size_t kMappedBytes = size_t(64) << 20;
+// What one look at an unfinished event costs the host; without it a polling loop would never end.
+constexpr double kPollSeconds = 1e-6;
+
+// ---------------------------------------------------------------------------------------------- Order
+
+// Which operations are known to be finished: for each stream, the number of the last one.
+class VectorClock {
+ public:
+  void learn(int stream, int64_t operation) {
+    if (static_cast<int>(finished_.size()) <= stream) finished_.resize(stream + 1, 0);
+    finished_[stream] = std::max(finished_[stream], operation);
+  }
+  void learn(const VectorClock& other) {
+    if (finished_.size() < other.finished_.size()) finished_.resize(other.finished_.size(), 0);
+    for (size_t i = 0; i < other.finished_.size(); i++) finished_[i] = std::max(finished_[i], other.finished_[i]);
+  }
+  bool knows(int stream, int64_t operation) const {
+    return stream < static_cast<int>(finished_.size()) && finished_[stream] >= operation;
+  }
+
+ private:
+  std::vector<int64_t> finished_;
+};
+
+// One operation's use of a range of bytes. For a strided tensor the range spans the gaps too.
+struct Access {
+  const char* begin;
+  const char* end;
+  int stream;
+  int64_t operation;
+  bool writes;
+  const char* name;
+};
+
+// ---------------------------------------------------------------------------------------------- State
+
+// The RAM behind an allocation. A deferred copy shares it, so that freeing a tensor too early is reported as a
+// race and does not crash.
+struct Memory {
+  char* bytes = nullptr;
+  std::shared_ptr<void> owner;  // of the bytes: a heap block, a mapping, or what a CPU kernel allocated
+  int64_t pinned_bytes = 0;
+  int64_t epoch = 0;
+
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  ~Memory();
+};
+
+std::shared_ptr<Memory> allocate_ram(size_t num_bytes) {
+  auto memory = std::make_shared<Memory>();
+  if (num_bytes >= kMappedBytes) {
+    void* mapped =
+        mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped != MAP_FAILED) memory->owner.reset(mapped, [num_bytes](void* bytes) { munmap(bytes, num_bytes); });
+  } else {
+    const size_t rounded = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    if (void* block = std::aligned_alloc(kAlignment, rounded)) memory->owner.reset(block, &std::free);
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, memory->owner, "the host cannot map ", num_bytes,
+                   " bytes for a simulated device");
+  memory->bytes = static_cast<char*>(memory->owner.get());
+  return memory;
+}
+
+// The context of every DataPtr that this file hands out.
+struct Allocation {
+  std::shared_ptr<Memory> memory;
+  size_t num_bytes = 0;       // as asked for
+  int64_t charged_bytes = 0;  // as accounted for
+  int device = -1;            // -1: pinned host memory
+  int64_t epoch = 0;
+  int home_stream = -1;  // where the caching allocator would hand the bytes out again
+  std::vector<int> recorded_streams;
+  std::vector<Access> accesses;
+};
+
+struct DeferredCopy {
+  int64_t operation;
+  std::shared_ptr<Memory> source_memory, destination_memory;
+  const char* source;
+  char* destination;
+  size_t num_bytes;
+};
+
+struct SimStream {
+  int number = 0;        // unique over all devices, the index into vector clocks
+  double free_at_s = 0;  // when its last operation ends
+  int64_t last_operation = 0;
+  VectorClock clock;  // what its next operation comes after
+  std::deque<DeferredCopy> deferred;
+};
+
+struct SimEvent {
+  double reached_at_s;
+  int64_t clock_reset;  // the number of clock resets before it; an event from before the latest is long past
+  SimStream* stream;
+  int64_t operation;
+  VectorClock clock;
+};
+
+struct Counters {
+  int64_t allocs = 0, h2d_bytes = 0, d2h_bytes = 0, peer_bytes = 0, h2d = 0, d2h = 0, peer = 0;
+  int64_t ooms = 0, kernels = 0, syncs = 0;
+};
+
+struct Rates {
+  double h2d_bytes_per_s = 25e9, d2h_bytes_per_s = 25e9, peer_bytes_per_s = 25e9;
+  double flops_per_s = 1e13, memory_bytes_per_s = 1e12, launch_s = 5e-6, latency_s = 1e-5;
+};
+
+struct SimDevice {
+  int64_t total_bytes = int64_t(1) << 40, reserve_bytes = 0, round_to = 1;
+  int64_t used_bytes = 0, peak_bytes = 0, live_allocs = 0;
+  Counters counters;
+  Rates rates;
+  double h2d_free_at_s = 0, d2h_free_at_s = 0, peer_free_at_s = 0;  // the links
+  std::array<SimStream, kStreams> streams;
+  int next_pool_stream = 0;
+  int64_t allocs_until_failure = 0, copies_until_failure = 0;  // 0: none
+  std::optional<at::Generator> generator;
+
+  int64_t free_bytes() const { return std::max<int64_t>(0, total_bytes - reserve_bytes - used_bytes); }
+};
+
+struct Simulator {
+  std::array<SimDevice, kMaxDevices> devices;
+  int num_devices = 1;
+  double host_s = 0;
+  int64_t clock_resets = 0;
+  VectorClock host_clock;
+  bool defer_copies = false, check_races = false;
+  std::vector<std::string> races;
+  int64_t pinned_cap = int64_t(1) << 60, pinned_used = 0, pinned_peak = 0;
+  std::map<const char*, Allocation*> pinned;  // live pinned allocations by address
+  int64_t epoch = 0;                          // allocations of an earlier epoch are no longer on the books
+
+  Simulator() {
+    int number = 0;
+    for (auto& device : devices)
+      for (auto& stream : device.streams) stream.number = number++;
+  }
+};
+
+// Never destroyed: tensors may outlive static destructors.
+Simulator& sim = *new Simulator;
+std::recursive_mutex state_mutex;
+using Lock = std::lock_guard<std::recursive_mutex>;
+
+template <typename Function>
+auto locked(Function function) {
+  Lock lock(state_mutex);
+  return function();
+}
+
+thread_local DeviceIndex current_device = 0;
+thread_local std::array<c10::StreamId, kMaxDevices> current_streams{};
+
+SimDevice& device_at(int index) {
+  TORCH_CHECK(index >= 0 && index < sim.num_devices, "invalid device ordinal ", Device(kSim, index).str(), ": ",
+              sim.num_devices, " simulated devices are configured");
+  return sim.devices[index];
+}
+
+Device with_index(Device device) { return device.has_index() ? device : Device(kSim, current_device); }
+
+SimStream& stream_of(const Stream& stream) { return device_at(stream.device_index()).streams.at(stream.id()); }
+
+SimStream& current_stream(int device) { return device_at(device).streams[current_streams[device]]; }
+
+std::string stream_name(int number) {
+  return Device(kSim, number / kStreams).str() + " stream " + std::to_string(number % kStreams);
+}
+
+Memory::~Memory() {
+  if (!pinned_bytes) return;
+  Lock lock(state_mutex);
+  if (epoch == sim.epoch) sim.pinned_used -= pinned_bytes;
+}
+
+// --------------------------------------------------------------------------------- Time and ordering
+
+// Run the stream's deferred copies up to an operation. The lock is held: see [Note: one lock].
+void run_deferred(SimStream& stream, int64_t up_to_operation) {
+  while (!stream.deferred.empty() && stream.deferred.front().operation <= up_to_operation) {
+    const DeferredCopy& copy = stream.deferred.front();
+    std::memcpy(copy.destination, copy.source, copy.num_bytes);
+    stream.deferred.pop_front();
+  }
+}
+
+void run_deferred(SimStream& stream) { run_deferred(stream, stream.last_operation); }
+
+// Put one operation on a stream: it takes `duration_s` once the host, the stream and the links are there.
+void enqueue(SimStream& stream, const Rates& rates, double duration_s, std::initializer_list<double*> links = {}) {
+  sim.host_s += rates.launch_s;
+  double start_s = std::max(sim.host_s, stream.free_at_s);
+  for (const double* link : links) start_s = std::max(start_s, *link);
+  stream.free_at_s = start_s + duration_s;
+  for (double* link : links) *link = stream.free_at_s;
+  stream.last_operation++;
+  // The host launched it after everything the host has waited for.
+  stream.clock.learn(sim.host_clock);
+  stream.clock.learn(stream.number, stream.last_operation);
+}
+
+SimEvent record_event(SimStream& stream) {
+  SimEvent event{std::max(stream.free_at_s, sim.host_s), sim.clock_resets, &stream, stream.last_operation,
+                 stream.clock};
+  event.clock.learn(sim.host_clock);
+  return event;
+}
+
+double reached_at_s(const SimEvent& event) {
+  return event.clock_reset == sim.clock_resets ? event.reached_at_s : 0.0;
+}
+
+void stream_waits(SimStream& stream, const SimEvent& event) {
+  run_deferred(*event.stream, event.operation);
+  stream.free_at_s = std::max(stream.free_at_s, reached_at_s(event));
+  stream.clock.learn(event.clock);
+}
+
+void host_waits(const SimEvent& event) {
+  run_deferred(*event.stream, event.operation);
+  sim.host_s = std::max(sim.host_s, reached_at_s(event));
+  sim.host_clock.learn(event.clock);
+}
+
+// A stream that never worked is done now, not at the host's present time: waiting for it costs nothing.
+void host_waits(SimStream& stream) {
+  run_deferred(stream);
+  sim.host_s = std::max(sim.host_s, stream.free_at_s);
+  sim.host_clock.learn(stream.clock);
+}
+
+void finish_everything() {
+  for (auto& device : sim.devices)
+    for (auto& stream : device.streams) host_waits(stream);
+}
+
+// ----------------------------------------------------------------------------------------- Race check
+
+void release_allocation(void* context);
+
+Allocation* allocation_of(const DataPtr& data) {
+  return data.get_deleter() == &release_allocation ? static_cast<Allocation*>(data.get_context()) : nullptr;
+}
+
+Allocation* pinned_allocation_at(const void* address) {
+  auto after = sim.pinned.upper_bound(static_cast<const char*>(address));
+  if (after == sim.pinned.begin()) return nullptr;
+  auto [begin, allocation] = *std::prev(after);
+  return static_cast<const char*>(address) < begin + allocation->num_bytes ? allocation : nullptr;
+}
+
+// Null for pageable memory and for memory that somebody else brought.
+Allocation* allocation_behind(const Tensor& tensor) {
+  const Storage& storage = tensor.storage();
+  return tensor.is_cpu() ? pinned_allocation_at(storage.data()) : allocation_of(storage.data_ptr());
+}
+
+void report_race(std::string text) {
+  constexpr size_t kMostRaces = 1000;  // a broken loop reports the same thing at every step
+  if (sim.races.size() < kMostRaces) sim.races.push_back(std::move(text));
+}
+
+// The stream's latest operation uses these bytes.
+void record_access(Allocation& allocation, const Access& now, const VectorClock& clock) {
+  const auto superseded = [&](const Access& earlier) {
+    const bool ordered = earlier.stream == now.stream || clock.knows(earlier.stream, earlier.operation);
+    const bool overlaps = now.begin < earlier.end && earlier.begin < now.end;
+    if (!ordered && overlaps && (now.writes || earlier.writes)) {
+      report_race(std::string(now.name) + " on " + stream_name(now.stream) + (now.writes ? " writes" : " reads") +
+                  " bytes that " + earlier.name + " on " + stream_name(earlier.stream) +
+                  (earlier.writes ? " writes" : " reads") + ", and nothing orders the two");
+    }
+    // Whoever comes after the new access comes after the earlier one too, so the new one stands for both.
+    const bool covered = now.begin <= earlier.begin && earlier.end <= now.end;
+    return ordered && covered && (now.writes || !earlier.writes);
+  };
+  auto& accesses = allocation.accesses;
+  accesses.erase(std::remove_if(accesses.begin(), accesses.end(), superseded), accesses.end());
+  accesses.push_back(now);
+}
+
+void touch(const Tensor& tensor, const SimStream& stream, bool writes, const char* name) {
+  if (!sim.check_races || !tensor.defined() || tensor.numel() == 0) return;
+  Allocation* allocation = allocation_behind(tensor);
+  if (!allocation) return;
+  int64_t last_element = 0;
+  for (int64_t d = 0; d < tensor.dim(); d++) last_element += (tensor.size(d) - 1) * tensor.stride(d);
+  const char* begin =
+      static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * tensor.element_size();
+  const char* end = begin + (last_element + 1) * static_cast<int64_t>(tensor.element_size());
+  record_access(*allocation, {begin, end, stream.number, stream.last_operation, writes, name}, stream.clock);
+}
+
+// The caching allocator gives freed bytes to the next allocation of their home stream. Any other stream that
+// used them must be known to be done there, or have been recorded with record_stream.
+void check_free(const Allocation& allocation) {
+  if (!sim.check_races || allocation.device < 0) return;
+  const SimStream& home = sim.devices[allocation.device].streams[allocation.home_stream % kStreams];
+  const auto& recorded = allocation.recorded_streams;
+  for (const Access& access : allocation.accesses) {
+    if (access.stream == allocation.home_stream) continue;
+    if (home.clock.knows(access.stream, access.operation)) continue;
+    if (sim.host_clock.knows(access.stream, access.operation)) continue;
+    if (std::find(recorded.begin(), recorded.end(), access.stream) != recorded.end()) continue;
+    report_race(std::string("memory was freed while ") + access.name + " on " + stream_name(access.stream) +
+                " may still use it (no wait, no record_stream)");
+    return;
+  }
+}
+
+// -------------------------------------------------------------------------------------- Device memory
+
+// Charge an allocation to a device, or raise torch.OutOfMemoryError. Returns the bytes charged.
+int64_t charge(int index, size_t num_bytes) {
+  SimDevice& device = device_at(index);
+  const int64_t asked = static_cast<int64_t>(num_bytes);
+  const int64_t charged = (asked + device.round_to - 1) / device.round_to * device.round_to;
+  const bool injected = device.allocs_until_failure > 0 && --device.allocs_until_failure == 0;
+  if (injected || charged > device.free_bytes()) {
+    device.counters.ooms++;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, Device(kSim, index).str(), " out of memory",
+                     injected ? " (injected)" : "", ". Tried to allocate ", charged, " bytes: ", device.free_bytes(),
+                     " free of ", device.total_bytes, ", ", device.used_bytes, " in use, ", device.reserve_bytes,
+                     " reserved");
+  }
+  device.used_bytes += charged;
+  device.peak_bytes = std::max(device.peak_bytes, device.used_bytes);
+  device.live_allocs++;
+  device.counters.allocs++;
+  return charged;
+}
+
+void refund(int index, int64_t charged_bytes) {
+  sim.devices[index].used_bytes -= charged_bytes;
+  sim.devices[index].live_allocs--;
+}
+
+void release_allocation(void* context) {
+  std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(context));
+  Lock lock(state_mutex);
+  check_free(*allocation);
+  if (allocation->epoch == sim.epoch) refund(allocation->device, allocation->charged_bytes);
+}
+
+// Charge an allocation whose bytes are found afterwards: what does not fit must not ask the host for RAM first.
+std::unique_ptr<Allocation> open_allocation(int index, size_t num_bytes) {
+  auto allocation = std::make_unique<Allocation>();
+  Lock lock(state_mutex);
+  allocation->home_stream = current_stream(index).number;
+  allocation->device = index;
+  allocation->num_bytes = num_bytes;
+  allocation->charged_bytes = charge(index, num_bytes);
+  allocation->epoch = sim.epoch;
+  return allocation;
+}
+
+DataPtr close_allocation(std::unique_ptr<Allocation> allocation, std::shared_ptr<Memory> memory) {
+  char* bytes = memory->bytes;
+  const Device device(kSim, allocation->device);
+  allocation->memory = std::move(memory);
+  return {bytes, allocation.release(), &release_allocation, device};
+}
+
+DataPtr allocate_on(int index, size_t num_bytes) {
+  if (num_bytes == 0) return {nullptr, Device(kSim, index)};
+  auto allocation = open_allocation(index, num_bytes);
+  try {
+    return close_allocation(std::move(allocation), allocate_ram(num_bytes));
+  } catch (const c10::Error&) {
+    if (allocation) release_allocation(allocation.release());
+    throw;
+  }
+}
+
+struct DeviceMemory final : c10::DeviceAllocator {
+  DataPtr allocate(size_t num_bytes) override { return allocate_on(current_device, num_bytes); }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}  // nothing is cached: freed bytes are free at once
+  void recordStream(const DataPtr& data, Stream stream) override {
+    Lock lock(state_mutex);
+    if (Allocation* allocation = allocation_of(data))
+      allocation->recorded_streams.push_back(stream_of(stream).number);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex index) override {
+    Lock lock(state_mutex);
+    const SimDevice& device = device_at(index);
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
+      (*bytes)[0].current = device.used_bytes;
+      (*bytes)[0].peak = device.peak_bytes;
+    }
+    stats.allocation[0].current = stats.active[0].current = device.live_allocs;
+    stats.num_ooms = device.counters.ooms;
+    stats.num_device_alloc = device.counters.allocs;
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex index) override {
+    Lock lock(state_mutex);
+    device_at(index).peak_bytes = device_at(index).used_bytes;
+  }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
+    Lock lock(state_mutex);
+    return {device_at(index).free_bytes(), device_at(index).total_bytes};
+  }
+};
+
+DeviceMemory device_memory;
+REGISTER_ALLOCATOR(kSim, &device_memory);
+
+// -------------------------------------------------------------------------------------- Pinned memory
+
+void release_pinned(void* context) {
+  std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(context));
+  Lock lock(state_mutex);
+  sim.pinned.erase(allocation->memory->bytes);
+  // The bytes come off the books with the Memory: as in torch, not before the copies in flight are done.
+}
+
+struct PinnedMemory final : at::HostAllocator {
+  DataPtr allocate(size_t num_bytes) override {
+    if (num_bytes == 0) return {nullptr, Device(c10::DeviceType::CPU)};
+    // As torch's CachingHostAllocator: the next power of two, so nearly half of a block can be air.
+    const int64_t rounded = static_cast<int64_t>(c10::llvm::PowerOf2Ceil(num_bytes));
+    auto allocation = std::make_unique<Allocation>();
+    Lock lock(state_mutex);
+    TORCH_CHECK_WITH(OutOfMemoryError, sim.pinned_used + rounded <= sim.pinned_cap, "out of pinned memory. Need ",
+                     rounded, " bytes (", num_bytes, " rounded up to a power of two): ", sim.pinned_used,
+                     " in use of ", sim.pinned_cap);
+    allocation->memory = allocate_ram(num_bytes);
+    allocation->memory->pinned_bytes = rounded;
+    allocation->memory->epoch = sim.epoch;
+    allocation->num_bytes = num_bytes;
+    sim.pinned_used += rounded;
+    sim.pinned_peak = std::max(sim.pinned_peak, sim.pinned_used);
+    char* bytes = allocation->memory->bytes;
+    sim.pinned[bytes] = allocation.get();
+    return {bytes, allocation.release(), &release_pinned, Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
+  bool record_event(void*, void*, Stream) override { return true; }
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    Lock lock(state_mutex);
+    at::HostStats stats;
+    stats.active_bytes.current = stats.allocated_bytes.current = sim.pinned_used;
+    stats.active_bytes.peak = stats.allocated_bytes.peak = sim.pinned_peak;
+    return stats;
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {
+    Lock lock(state_mutex);
+    sim.pinned_peak = sim.pinned_used;
+  }
+};
+
+PinnedMemory pinned_memory;
+REGISTER_HOST_ALLOCATOR(kSim, &pinned_memory);
+
+// ----------------------------------------------------------------------- Streams, events, generators
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kSim; }
+  Device getDevice() const override { return Device(kSim, current_device); }
+  // Any of the fixed number of devices: the autograd engine parks a thread on each of them.
+  void setDevice(Device device) const override {
+    TORCH_CHECK(device.index() < kMaxDevices, "invalid device ordinal ", device.str());
+    uncheckedSetDevice(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.has_index()) current_device = device.index();
+  }
+  Device exchangeDevice(Device device) const override {
+    const Device previous = getDevice();
+    setDevice(device);
+    return previous;
+  }
+  DeviceIndex deviceCount() const noexcept override { return kMaxDevices; }
+
+  Stream getStream(Device device) const override {
+    device = with_index(device);
+    device_at(device.index());
+    return Stream(Stream::UNSAFE, device, current_streams[device.index()]);
+  }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, with_index(device)); }
+  Stream getNewStream(Device device, int) const override {
+    device = with_index(device);
+    Lock lock(state_mutex);
+    const int taken = device_at(device.index()).next_pool_stream++ % kPoolStreams;
+    return Stream(Stream::UNSAFE, device, 1 + taken);
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream exchangeStream(Stream stream) const override {
+    const Stream previous = getStream(stream.device());
+    current_streams[stream.device_index()] = stream.id();
+    return previous;
+  }
+  bool queryStream(const Stream& stream) const override {
+    Lock lock(state_mutex);
+    SimStream& asked = stream_of(stream);
+    sim.host_s += kPollSeconds;
+    if (asked.free_at_s > sim.host_s) return false;
+    host_waits(asked);
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    Lock lock(state_mutex);
+    host_waits(stream_of(stream));
+  }
+  void synchronizeDevice(const DeviceIndex index) const override {
+    Lock lock(state_mutex);
+    device_at(index).counters.syncs++;
+    for (auto& stream : device_at(index).streams) host_waits(stream);
+  }
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& stream) const override {
+    device_memory.recordStream(data, stream);
+  }
+
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    Lock lock(state_mutex);
+    if (!*event) *event = new SimEvent{};
+    *static_cast<SimEvent*>(*event) = record_event(stream_of(stream));
+  }
+  // torch: an event that was never recorded is no work at all, so waiting for it is a no-op.
+  void block(void* event, const Stream& stream) const override {
+    if (!event) return;
+    Lock lock(state_mutex);
+    stream_waits(stream_of(stream), *static_cast<SimEvent*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    if (!event) return true;
+    Lock lock(state_mutex);
+    sim.host_s += kPollSeconds;
+    if (reached_at_s(*static_cast<SimEvent*>(event)) > sim.host_s) return false;
+    host_waits(*static_cast<SimEvent*>(event));
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (!event) return;
+    Lock lock(state_mutex);
+    host_waits(*static_cast<SimEvent*>(event));
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<SimEvent*>(event); }
+  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    TORCH_CHECK(from && to, "both events must be recorded before their distance is asked for");
+    Lock lock(state_mutex);
+    return (reached_at_s(*static_cast<SimEvent*>(to)) - reached_at_s(*static_cast<SimEvent*>(from))) * 1e3;
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// A device generator draws from a CPU generator of its own, so a seed gives the same numbers as on the CPU.
+struct SimGenerator final : at::CPUGeneratorImpl {
+  at::Generator on_cpu = at::detail::createCPUGenerator();
+
+  explicit SimGenerator(DeviceIndex index) {
+    device_ = Device(kSim, index);
+    key_set_ = kSimKeys;
+  }
+  void set_current_seed(uint64_t seed) override { on_cpu.set_current_seed(seed); }
+  uint64_t current_seed() const override { return on_cpu.current_seed(); }
+  uint64_t seed() override { return on_cpu.seed(); }
+  void set_state(const TensorImpl& state) override { on_cpu.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<TensorImpl> get_state() const override { return on_cpu.unsafeGetGeneratorImpl()->get_state(); }
+};
+
+at::Generator on_cpu(const at::Generator& generator) {
+  return static_cast<SimGenerator*>(generator.unsafeGetGeneratorImpl())->on_cpu;
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex index) const override { return index < sim.num_devices; }
+  DeviceIndex deviceCount() const override { return sim.num_devices; }
+  DeviceIndex getCurrentDevice() const override { return current_device; }
+  void setCurrentDevice(DeviceIndex index) const override {
+    device_at(index);
+    current_device = index;
+  }
+  DeviceIndex exchangeDevice(DeviceIndex index) const override {
+    const DeviceIndex previous = current_device;
+    if (index >= 0) setCurrentDevice(index);
+    return previous;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  bool isPinnedPtr(const void* address) const override {
+    Lock lock(state_mutex);
+    return pinned_allocation_at(address) != nullptr;
+  }
+  Device getDeviceFromPtr(void*) const override { return Device(kSim, current_device); }
+  const at::Generator& getDefaultGenerator(DeviceIndex index) const override {
+    Lock lock(state_mutex);
+    SimDevice& device = sim.devices.at(index < 0 ? current_device : index);
+    if (!device.generator) device.generator = at::make_generator<SimGenerator>(index < 0 ? current_device : index);
+    return *device.generator;
+  }
+  at::Generator getNewGenerator(DeviceIndex index) const override {
+    return at::make_generator<SimGenerator>(index < 0 ? current_device : index);
+  }
+  void resizePrivateUse1Bytes(const Storage& storage, size_t num_bytes) const override;
+};
+
+const Hooks& hooks = []() -> const Hooks& {
+  auto* registered = new Hooks;
+  at::RegisterPrivateUse1HooksInterface(registered);
+  return *registered;
+}();
+
+// ------------------------------------------------------------------------------ Sim tensors as CPU tensors
+
+bool is_sim(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kSim; }
+
+// The bytes that a kernel touches: an expanded dimension is read once.
+double bytes_of(const Tensor& tensor) {
+  double elements = 1;
+  for (int64_t d = 0; d < tensor.dim(); d++)
+    if (tensor.stride(d) != 0 || tensor.size(d) == 0) elements *= tensor.size(d);
+  return elements * tensor.element_size();
+}
+
+// A CPU storage over the same bytes. It does not own them: the sim storage outlives the call.
+Storage cpu_storage_over(const Storage& storage) {
+  return c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                          DataPtr(storage.mutable_data(), Device(c10::DeviceType::CPU)),
+                                          c10::GetAllocator(c10::DeviceType::CPU), /*resizable=*/true);
+}
+
+// A tensor with the geometry of `like` over another storage.
+Tensor tensor_over(Storage storage, const Tensor& like, DispatchKeySet keys, bool is_view) {
+  Tensor tensor = is_view
+                      ? at::detail::make_tensor<TensorImpl>(TensorImpl::VIEW, std::move(storage), keys, like.dtype())
+                      : at::detail::make_tensor<TensorImpl>(std::move(storage), keys, like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) tensor._set_conj(true);
+  if (like.is_neg()) tensor._set_neg(true);
+  return tensor;
+}
+
+Tensor cpu_alias(const Tensor& tensor, Storage cpu_storage) {
+  Tensor alias = tensor_over(std::move(cpu_storage), tensor, kCpuKeys, false);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return alias;
+}
+
+Tensor cpu_alias(const Tensor& tensor) {
+  return is_sim(tensor) ? cpu_alias(tensor, cpu_storage_over(tensor.storage())) : tensor;
+}
+
+// What a CPU kernel allocated becomes device memory: charged, not copied.
+DataPtr adopt_memory(int index, const Storage& cpu_storage) {
+  if (cpu_storage.nbytes() == 0) return {nullptr, Device(kSim, index)};
+  auto allocation = open_allocation(index, cpu_storage.nbytes());
+  auto memory = std::make_shared<Memory>();
+  memory->bytes = static_cast<char*>(cpu_storage.mutable_data());
+  memory->owner = std::make_shared<Storage>(cpu_storage);
+  return close_allocation(std::move(allocation), std::move(memory));
+}
+
+Storage adopt_storage(int index, const Storage& cpu_storage) {
+  return c10::make_intrusive<StorageImpl>(StorageImpl::use_byte_size_t(), cpu_storage.nbytes(),
+                                          adopt_memory(index, cpu_storage), &device_memory, /*resizable=*/true);
+}
+
+void replace_bytes(StorageImpl& storage, DataPtr data, size_t num_bytes) {
+  storage.set_data_ptr_noswap(std::move(data));
+  storage.set_nbytes(num_bytes);
+}
+
+void Hooks::resizePrivateUse1Bytes(const Storage& storage, size_t num_bytes) const {
+  DataPtr data = allocate_on(storage.device().index(), num_bytes);
+  locked([&] { run_deferred(current_stream(storage.device().index())); });
+  const size_t kept = std::min(num_bytes, storage.nbytes());
+  if (kept) std::memcpy(data.get(), storage.data(), kept);
+  replace_bytes(*storage.unsafeGetStorageImpl(), std::move(data), num_bytes);
+}
+
+// ------------------------------------------------------------------------------- What an operator costs
+
+struct OperatorTraits {
+  std::string name;
+  std::vector<bool> writes;  // per argument
+  int left_matrix = -1;      // argument, for matrix products
+  bool convolves = false, convolves_backward = false, attends = false;
+  bool gathers = false;            // reads only the rows it returns
+  bool takes_cpu_index = false;    // as on CUDA, an index may stay on the host
+  bool host_reads_result = false;  // the size of the result depends on the data, so the host waits for it
+  int generator = -1;              // argument
+};
+
+OperatorTraits traits_from(const c10::FunctionSchema& schema) {
+  OperatorTraits traits;
+  traits.name = schema.operator_name().name;
+  const auto is_one_of = [&](std::initializer_list<const char*> names) {
+    return std::any_of(names.begin(), names.end(),
+                       [&](const char* name) { return traits.name == std::string("aten::") + name; });
+  };
+  for (size_t i = 0; i < schema.arguments().size(); i++) {
+    const auto& argument = schema.arguments()[i];
+    traits.writes.push_back(argument.alias_info() && argument.alias_info()->isWrite());
+    if (argument.name() == "generator") traits.generator = static_cast<int>(i);
+  }
+  if (is_one_of({"mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_scaled_mm"})) traits.left_matrix = 0;
+  if (is_one_of({"addmm", "addmm_", "baddbmm", "baddbmm_", "addmv", "addmv_", "_addmm_activation"}))
+    traits.left_matrix = 1;
+  traits.convolves = is_one_of({"convolution"});
+  traits.convolves_backward = is_one_of({"convolution_backward"});
+  traits.attends = is_one_of({"scaled_dot_product_attention"});
+  traits.gathers = is_one_of({"embedding", "index", "index_select", "gather"});
+  traits.takes_cpu_index =
+      is_one_of({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"});
+  traits.host_reads_result = is_one_of({"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"});
+  return traits;
+}
+
+// Entries are never removed: `Access::name` points into them.
+const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
+  static auto& known = *new std::unordered_map<c10::OperatorName, OperatorTraits>;
+  Lock lock(state_mutex);
+  const auto found = known.find(op.operator_name());
+  return found != known.end() ? found->second
+                              : known.emplace(op.operator_name(), traits_from(op.schema())).first->second;
+}
+
+// Multiply-adds count as two, as in torch.utils.flop_counter.
+double convolution_flops(const Tensor& input, const Tensor& weight, const Tensor& output, bool transposed) {
+  // Every output element (input element if transposed) meets one filter: the weight over its first dimension.
+  const double meetings = static_cast<double>(transposed ? input.numel() : output.numel());
+  return weight.numel() ? 2.0 * meetings * weight.numel() / weight.size(0) : 0.0;
+}
+
+double attention_flops(const Tensor& query, const Tensor& key, const Tensor& value) {
+  // rows: batch * heads * queries
+  const double rows = query.size(-1) ? static_cast<double>(query.numel()) / query.size(-1) : 0.0;
+  return 2.0 * rows * key.size(-2) * (query.size(-1) + value.size(-1));
+}
+
+// ------------------------------------------------------------------------------------ The boxed fallback
+
+template <typename Function>
+void for_each_tensor(const IValue& value, Function function) {
+  if (value.isTensor()) {
+    function(value.toTensor());
+  } else if (value.isList()) {  // Tensor[] and Tensor?[]
+    for (const IValue& element : value.toListRef())
+      if (element.isTensor()) function(element.toTensor());
+  }
+}
+
+template <typename Function>
+void replace_tensors(IValue& value, Function function) {
+  if (value.isTensor()) {
+    value = function(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<Tensor> replaced;
+    for (const Tensor& tensor : value.toTensorVector()) replaced.push_back(function(tensor));
+    value = replaced;
+  } else if (value.isList()) {
+    auto replaced = value.toList().copy();
+    for (size_t i = 0; i < replaced.size(); i++) {
+      const IValue element = replaced.get(i);
+      if (element.isTensor()) replaced.set(i, function(element.toTensor()));
+    }
+    value = replaced;
+  }
+}
+
+// One operator call, from sim tensors to CPU tensors and back. See [Note: how an operator runs].
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, Stack* stack)
+      : op_(op),
+        traits_(traits_of(op)),
+        stack_(*stack),
+        num_arguments_(op.schema().arguments().size()) {}
+
+  void run() {
+    find_device();
+    locked([&] { run_deferred(current_stream(index_)); });  // a stream runs in order
+    to_cpu();
+    op_.redispatchBoxed(kCpuKeys, &stack_);
+    take_back_arguments();
+    from_cpu();
+    account();
+  }
+
+ private:
+  struct SharedStorage {
+    Storage on_sim, on_cpu;
+    const void* bytes;
+    size_t num_bytes;
+  };
+  struct Alias {
+    Tensor on_sim, on_cpu;
+    bool writes;
+  };
+
+  IValue& argument(size_t i) { return stack_[stack_.size() - num_arguments_ + i]; }
+
+  void find_device() {
+    std::optional<Device> device;
+    const auto require_same = [&](const Tensor& tensor) {
+      TORCH_CHECK(!device || *device == tensor.device(),
+                  "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
+                  tensor.device(), "! (", traits_.name, ")");
+    };
+    for (size_t i = 0; i < num_arguments_; i++)
+      for_each_tensor(argument(i), [&](const Tensor& tensor) {
+        if (!is_sim(tensor)) return;
+        require_same(tensor);
+        device = tensor.device();
+      });
+    for (size_t i = 0; i < num_arguments_; i++)
+      for_each_tensor(argument(i), [&](const Tensor& tensor) {
+        if (!tensor.defined() || is_sim(tensor)) return;
+        if (tensor.dim() == 0 && !traits_.writes[i]) return;  // a scalar
+        if (traits_.takes_cpu_index && !traits_.writes[i] && c10::isIntegralType(tensor.scalar_type(), true)) return;
+        require_same(tensor);
+      });
+    for (size_t i = 0; i < num_arguments_; i++) {
+      IValue& value = argument(i);
+      if (!value.isDevice() || value.toDevice().type() != kSim) continue;
+      if (!device) device = with_index(value.toDevice());
+      value = Device(c10::DeviceType::CPU);
+    }
+    index_ = device ? device->index() : current_device;
+  }
+
+  void to_cpu() {
+    for (size_t i = 0; i < num_arguments_; i++)
+      replace_tensors(argument(i), [&](const Tensor& tensor) { return alias(tensor, traits_.writes[i]); });
+    for (size_t i = 0; i < num_arguments_; i++)
+      arguments_.push_back(argument(i).isTensor() ? argument(i).toTensor() : Tensor());
+    if (traits_.convolves) transposed_ = argument(6).toBool();
+    if (traits_.generator >= 0) {
+      IValue& generator = argument(traits_.generator);
+      const at::Generator& chosen = generator.isNone() ? hooks.getDefaultGenerator(index_) : generator.toGenerator();
+      TORCH_CHECK(chosen.device().type() == kSim, "Expected a '", c10::DeviceTypeName(kSim, true),
+                  "' device type for generator but found '", chosen.device().type(), "'");
+      generator = on_cpu(chosen);
+    }
+  }
+
+  // Arguments that share a storage share the alias too: CPU kernels check for overlap by storage.
+  Tensor alias(const Tensor& tensor, bool writes) {
+    if (!is_sim(tensor)) return tensor;
+    SharedStorage* shared = find(&SharedStorage::on_sim, tensor.storage());
+    if (!shared) {
+      Storage over = cpu_storage_over(tensor.storage());
+      storages_.push_back({tensor.storage(), over, over.data(), over.nbytes()});
+      shared = &storages_.back();
+    }
+    aliases_.push_back({tensor, cpu_alias(tensor, shared->on_cpu), writes});
+    return aliases_.back().on_cpu;
+  }
+
+  SharedStorage* find(Storage SharedStorage::* side, const Storage& storage) {
+    for (auto& shared : storages_)
+      if ((shared.*side).unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) return &shared;
+    return nullptr;
+  }
+
+  // The kernel may have resized or restrided what it wrote to.
+  void take_back_arguments() {
+    for (auto& shared : storages_) {
+      if (shared.on_cpu.data() == shared.bytes && shared.on_cpu.nbytes() == shared.num_bytes) continue;
+      replace_bytes(*shared.on_sim.unsafeGetStorageImpl(), adopt_memory(index_, shared.on_cpu),
+                    shared.on_cpu.nbytes());
+    }
+    for (auto& [on_sim, on_cpu, writes] : aliases_) {
+      if (!writes) continue;
+      TensorImpl* impl = on_sim.unsafeGetTensorImpl();
+      if (!find(&SharedStorage::on_cpu, on_cpu.storage()))
+        impl->set_storage_keep_dtype(adopt_storage(index_, on_cpu.storage()));
+      if (on_cpu.sizes() != on_sim.sizes() || on_cpu.strides() != on_sim.strides() ||
+          on_cpu.storage_offset() != on_sim.storage_offset())
+        impl->set_sizes_and_strides(on_cpu.sizes(), on_cpu.strides(), on_cpu.storage_offset());
+    }
+  }
+
+  void from_cpu() {
+    const size_t num_returns = op_.schema().returns().size();
+    for (size_t i = stack_.size() - num_returns; i < stack_.size(); i++)
+      replace_tensors(stack_[i], [&](const Tensor& tensor) { return to_sim(tensor); });
+  }
+
+  Tensor to_sim(const Tensor& result) {
+    if (!result.defined()) return result;
+    for (const Alias& alias : aliases_)
+      if (alias.on_cpu.is_same(result)) return alias.on_sim;
+    TORCH_CHECK_NOT_IMPLEMENTED(result.layout() == c10::kStrided, traits_.name,
+                                ": simulated devices hold strided tensors only");
+    if (SharedStorage* shared = find(&SharedStorage::on_cpu, result.storage()))
+      return tensor_over(shared->on_sim, result, kSimKeys, true);
+    Storage storage = adopt_storage(index_, result.storage());
+    storages_.push_back({storage, result.storage(), storage.data(), storage.nbytes()});
+    Tensor adopted = tensor_over(storage, result, kSimKeys, false);
+    results_.push_back(adopted);
+    return adopted;
+  }
+
+  double flops() const {
+    if (traits_.left_matrix >= 0) {
+      const Tensor& left = arguments_[traits_.left_matrix];
+      return 2.0 * output().numel() * (left.dim() ? left.size(-1) : 1);  // 2MNK
+    }
+    if (traits_.convolves) return convolution_flops(arguments_[0], arguments_[1], output(), transposed_);
+    // Two convolutions of the forward's size: one for the input's gradient, one for the weight's.
+    if (traits_.convolves_backward)
+      return 2.0 * convolution_flops(arguments_[1], arguments_[2], arguments_[0], false);
+    if (traits_.attends) return attention_flops(arguments_[0], arguments_[1], arguments_[2]);
+    return 0.0;
+  }
+
+  // What the kernel made, or what it was told to write to.
+  const Tensor& output() const {
+    if (!results_.empty()) return results_[0];
+    return std::find_if(aliases_.begin(), aliases_.end(), [](const Alias& alias) { return alias.writes; })->on_sim;
+  }
+
+  void account() {
+    const bool writes =
+        std::any_of(aliases_.begin(), aliases_.end(), [](const Alias& alias) { return alias.writes; });
+    if (!writes && results_.empty()) return;  // a view, or a question about metadata: no kernel
+    double num_bytes = 0;
+    for (const Alias& alias : aliases_) num_bytes += bytes_of(alias.on_sim);
+    for (const Tensor& result : results_) num_bytes += bytes_of(result);
+    if (traits_.gathers) num_bytes = 2 * bytes_of(output());
+
+    Lock lock(state_mutex);
+    SimDevice& device = device_at(index_);
+    SimStream& stream = current_stream(index_);
+    device.counters.kernels++;
+    const Rates& rates = device.rates;
+    enqueue(stream, rates, std::max(flops() / rates.flops_per_s, num_bytes / rates.memory_bytes_per_s));
+    for (const Alias& alias : aliases_) touch(alias.on_sim, stream, alias.writes, traits_.name.c_str());
+    for (const Tensor& result : results_) touch(result, stream, true, traits_.name.c_str());
+    if (traits_.host_reads_result) host_waits(stream);
+  }
+
+  const c10::OperatorHandle& op_;
+  const OperatorTraits& traits_;
+  Stack& stack_;
+  const size_t num_arguments_;
+  int index_ = 0;
+  bool transposed_ = false;
+  std::vector<SharedStorage> storages_;
+  std::vector<Alias> aliases_;
+  std::vector<Tensor> arguments_;  // the CPU aliases of the arguments that are single tensors
+  std::vector<Tensor> results_;    // what the kernel allocated
+};
+
+void run_on_cpu(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) { Call(op, stack).run(); }
+
+// For operators that only make a view: the CPU kernel touches no bytes and works on a sim tensor as it is.
+void run_as_view(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) { op.redispatchBoxed(kCpuKeys, stack); }
+
+// ------------------------------------------------------------------------------------------------ Copies
+
+// The names of operations that are not operators, for race reports.
+constexpr const char* kCopyToDevice = "copy to device";
+constexpr const char* kCopyToHost = "copy to host";
+constexpr const char* kPeerCopy = "copy between devices";
+constexpr const char* kCopyOnDevice = "copy on device";
+constexpr const char* kItem = "item";
+
+void count_down_to_failure(int index, const char* what) {
+  int64_t& left = device_at(index).copies_until_failure;
+  TORCH_CHECK(left == 0 || --left > 0, "simulated failure of a ", what, " (", Device(kSim, index).str(), ")");
+}
+
+// Both sides are the same run of bytes, so one transfer will do. Everything else goes through a contiguous
+// temporary (aten/src/ATen/native/cuda/Copy.cu, copy_requires_temporaries).
+bool is_one_transfer(const Tensor& from, const Tensor& to) {
+  if (from.dtype() != to.dtype() || from.sizes() != to.sizes()) return false;
+  if (from.is_conj() != to.is_conj() || from.is_neg() != to.is_neg()) return false;
+  return (from.is_contiguous() && to.is_contiguous()) ||
+         (from.strides() == to.strides() && from.is_non_overlapping_and_dense());
+}
+
+char* first_byte(const Tensor& tensor) {
+  return static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * tensor.element_size();
+}
+
+// Queue the bytes and poison the destination. See [Note: deferred copies].
+void defer_copy(SimStream& stream, const Tensor& from, const Tensor& to) {
+  const auto memory_of = [](const Tensor& tensor) { return allocation_behind(tensor)->memory; };
+  DeferredCopy copy;
+  copy.operation = stream.last_operation;
+  copy.source_memory = memory_of(from), copy.source = first_byte(from);
+  copy.destination_memory = memory_of(to), copy.destination = first_byte(to);
+  copy.num_bytes = to.nbytes();
+  // The poison must not overtake an earlier copy of this stream that still reads the destination.
+  int64_t must_run = 0;
+  for (const DeferredCopy& earlier : stream.deferred)
+    if (earlier.source < copy.destination + copy.num_bytes && copy.destination < earlier.source + earlier.num_bytes)
+      must_run = earlier.operation;
+  run_deferred(stream, must_run);
+  std::memset(copy.destination, 0xFF, copy.num_bytes);
+  stream.deferred.push_back(std::move(copy));
+}
+
+void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
+  const bool to_device = is_sim(to);
+  const Tensor& on_device = to_device ? to : from;
+  const Tensor& on_host = to_device ? from : to;
+  const char* name = to_device ? kCopyToDevice : kCopyToHost;
+  const int index = on_device.device().index();
+  const bool one_transfer = is_one_transfer(from, to);
+  // Types are converted on the host, so what crosses the bus has the device's type.
+  const int64_t num_bytes = to.numel() * static_cast<int64_t>(on_device.element_size());
+  {
+    Lock lock(state_mutex);
+    SimDevice& device = device_at(index);
+    SimStream& stream = current_stream(index);
+    count_down_to_failure(index, name);
+    if (!one_transfer && !on_device.is_contiguous()) refund(index, charge(index, num_bytes));  // the temporary
+    (to_device ? device.counters.h2d : device.counters.d2h)++;
+    (to_device ? device.counters.h2d_bytes : device.counters.d2h_bytes) += num_bytes;
+    const double rate = to_device ? device.rates.h2d_bytes_per_s : device.rates.d2h_bytes_per_s;
+    double& link = to_device ? device.h2d_free_at_s : device.d2h_free_at_s;
+
+    const bool pinned = pinned_allocation_at(on_host.storage().data()) != nullptr;
+    const bool asynchronous = non_blocking && pinned && one_transfer;
+    const bool deferred = asynchronous && sim.defer_copies;
+    if (!deferred) run_deferred(stream);
+    enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate, {&link});
+    touch(from, stream, false, name);
+    touch(to, stream, true, name);
+    if (!asynchronous) sim.host_s = std::max(sim.host_s, stream.free_at_s);
+    // From pageable memory the host is only held until its bytes are staged; it has not waited for the stream.
+    if (!non_blocking || (!asynchronous && !to_device)) sim.host_clock.learn(stream.clock);
+    if (deferred) return defer_copy(stream, from, to);
+  }
+  cpu_alias(to).copy_(cpu_alias(from));
+}
+
+// torch orders a peer copy after both current streams and both after it (Copy.cu: a two-way barrier).
+void copy_between_devices(const Tensor& from, const Tensor& to) {
+  {
+    Lock lock(state_mutex);
+    const int from_index = from.device().index(), to_index = to.device().index();
+    SimDevice &sender = device_at(from_index), &receiver = device_at(to_index);
+    SimStream &source = current_stream(from_index), &destination = current_stream(to_index);
+    count_down_to_failure(from_index, kPeerCopy);
+    count_down_to_failure(to_index, kPeerCopy);
+    const int64_t num_bytes = to.nbytes();
+    for (SimDevice* device : {&sender, &receiver}) {
+      device->counters.peer++;
+      device->counters.peer_bytes += num_bytes;
+    }
+    run_deferred(source);
+    stream_waits(source, record_event(destination));
+    const double rate = std::min(sender.rates.peer_bytes_per_s, receiver.rates.peer_bytes_per_s);
+    enqueue(source, sender.rates, sender.rates.latency_s + num_bytes / rate,
+            {&sender.peer_free_at_s, &receiver.peer_free_at_s});
+    touch(from, source, false, kPeerCopy);
+    touch(to, source, true, kPeerCopy);
+    stream_waits(destination, record_event(source));
+  }
+  cpu_alias(to).copy_(cpu_alias(from));
+}
+
+void copy_on_device(const Tensor& from, const Tensor& to) {
+  {
+    Lock lock(state_mutex);
+    SimDevice& device = device_at(to.device().index());
+    SimStream& stream = current_stream(to.device().index());
+    run_deferred(stream);
+    device.counters.kernels++;
+    enqueue(stream, device.rates, (bytes_of(from) + bytes_of(to)) / device.rates.memory_bytes_per_s);
+    touch(from, stream, false, kCopyOnDevice);
+    touch(to, stream, true, kCopyOnDevice);
+  }
+  cpu_alias(to).copy_(cpu_alias(from));
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  if (to.numel() == 0) return to;
+  if (!is_sim(from) || !is_sim(to))
+    copy_over_bus(from, to, non_blocking);
+  else if (from.device() != to.device())
+    copy_between_devices(from, to);
+  else
+    copy_on_device(from, to);
+  return to;
+}
+
+// ------------------------------------------------------------------------------------------ Other kernels
+
+Tensor empty_memory_format(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                           std::optional<Device> device, std::optional<bool>,
+                           std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard on(with_index(device.value_or(Device(kSim))));
+  return at::detail::empty_generic(size, &device_memory, kSimKeys,
+                                   dtype.value_or(at::get_default_dtype_as_scalartype()), format);
+}
+
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  const c10::DeviceGuard on(with_index(device.value_or(Device(kSim))));
+  return at::detail::empty_strided_generic(size, stride, &device_memory, kSimKeys,
+                                           dtype.value_or(at::get_default_dtype_as_scalartype()));
+}
+
+const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  const size_t needed = (self.storage_offset() + c10::multiply_integers(size)) * self.element_size();
+  if (self.storage().nbytes() < needed) hooks.resizePrivateUse1Bytes(self.storage(), needed);
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  if (format && *format != at::MemoryFormat::Preserve) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return self;
+}
+
+// The host reads a value: a copy too small to count, for which it waits.
+void read_on_host(const Tensor& tensor) {
+  Lock lock(state_mutex);
+  const Rates& rates = device_at(tensor.device().index()).rates;
+  SimStream& stream = current_stream(tensor.device().index());
+  run_deferred(stream);
+  enqueue(stream, rates, rates.latency_s);
+  touch(tensor, stream, false, kItem);
+  host_waits(stream);
+}
+
+at::Scalar local_scalar_dense(const Tensor& tensor) {
+  read_on_host(tensor);
+  return cpu_alias(tensor).item();
+}
+
+bool equal(const Tensor& a, const Tensor& b) {
+  TORCH_CHECK(a.device() == b.device(),
+              "Expected all tensors to be on the same device, but found at least two devices, ", a.device(), " and ",
+              b.device(), "! (aten::equal)");
+  read_on_host(a);
+  read_on_host(b);
+  return cpu_alias(a).equal(cpu_alias(b));
+}
+
+void record_stream(Tensor& tensor, Stream stream) { device_memory.recordStream(tensor.storage().data_ptr(), stream); }
+
+// Lets `parameter.data = parameter.data.to(device)`, hence Module.to, keep the Parameter's identity, as on CUDA.
+bool has_compatible_shallow_copy_type(const Tensor&, const Tensor&) { return true; }
+
+// Attention is one kernel, as flash attention is: it allocates its output and nothing else. Where a gradient is
+// wanted, it is torch's differentiable composite, which allocates the score matrix.
+Tensor attention_with_autograd(const Tensor& query, const Tensor& key, const Tensor& value,
+                               const std::optional<Tensor>& mask, double dropout, bool is_causal,
+                               std::optional<double> scale, bool enable_gqa) {
+  const bool differentiable =
+      at::GradMode::is_enabled() && (query.requires_grad() || key.requires_grad() || value.requires_grad());
+  if (differentiable)
+    return std::get<0>(at::_scaled_dot_product_attention_math(query, key, value, mask, dropout, is_causal,
+                                                              std::nullopt, scale, enable_gqa));
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return at::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+}
+
+// -------------------------------------------------------------------------------------------- Registration
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty_memory_format);
+  library.impl("empty_strided", empty_strided);
+  library.impl("resize_", resize);
+  library.impl("_copy_from", copy_from);
+  library.impl("_local_scalar_dense", local_scalar_dense);
+  library.impl("equal", equal);
+  library.impl("record_stream", record_stream);
+  library.impl("_has_compatible_shallow_copy_type", has_compatible_shallow_copy_type);
+  for (const char* name : {"as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex",
+                           "set_.source_Storage_storage_offset", "set_.source_Tensor", "set_.source_Storage"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_as_view>());
+  // These have composite kernels that torch would prefer to the fallback; a GPU runs each of them as one kernel.
+  for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm",
+                           "scaled_dot_product_attention"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
+  library.impl("scaled_dot_product_attention", attention_with_autograd);
+}
+
+// Without these, a copy of a lazily conjugated tensor resolves it by a copy, which resolves it by a copy, ...
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define HIGHWATER_LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define HIGHWATER_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define HIGHWATER_FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define HIGHWATER_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(HIGHWATER_LOWER_PRECISION)
+  AT_FORALL_FP32(HIGHWATER_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(HIGHWATER_FP32_SET_OPT_DTYPE)
+  AT_FORALL_PROMOTE(HIGHWATER_PROMOTE)
+}
+
+// ------------------------------------------------------------------ Control, as torch.ops.highwater_simdevice
+
+// Per device three sizes and seven rates, in the order of the fields below.
+void configure(std::vector<int64_t> sizes, std::vector<double> rates, int64_t pinned_cap) {
+  Lock lock(state_mutex);
+  const int num_devices = static_cast<int>(sizes.size() / 3);
+  TORCH_CHECK_VALUE(num_devices >= 1 && num_devices <= kMaxDevices, "1 to ", kMaxDevices, " simulated devices, not ",
+                    num_devices);
+  for (int i = num_devices; i < sim.num_devices; i++)
+    TORCH_CHECK(sim.devices[i].live_allocs == 0, "cannot remove ", Device(kSim, i).str(), ": it still holds ",
+                sim.devices[i].used_bytes, " bytes in ", sim.devices[i].live_allocs, " allocations");
+  for (int i = 0; i < num_devices; i++) {
+    SimDevice& device = sim.devices[i];
+    device.total_bytes = sizes[3 * i];
+    device.reserve_bytes = sizes[3 * i + 1];
+    device.round_to = sizes[3 * i + 2];
+    const double* r = &rates[7 * i];
+    device.rates = {r[0], r[1], r[2], r[3], r[4], r[5], r[6]};
+    device.allocs_until_failure = device.copies_until_failure = 0;
+  }
+  sim.num_devices = num_devices;
+  sim.pinned_cap = pinned_cap;
+  if (current_device >= num_devices) current_device = 0;
+}
+
+std::vector<int64_t> stats(int64_t index) {
+  Lock lock(state_mutex);
+  const SimDevice& device = device_at(index);
+  const Counters& n = device.counters;
+  return {device.used_bytes,
+          device.peak_bytes,
+          device.total_bytes,
+          n.allocs,
+          n.h2d_bytes,
+          n.d2h_bytes,
+          n.peer_bytes,
+          n.h2d,
+          n.d2h,
+          n.peer,
+          n.ooms,
+          n.kernels,
+          n.syncs};
+}
+
+void reset_stats() {
+  Lock lock(state_mutex);
+  for (auto& device : sim.devices) {
+    device.counters = {};
+    device.peak_bytes = device.used_bytes;
+  }
+  sim.pinned_peak = sim.pinned_used;
+}
+
+// Times only. The order book stays: what was unordered before is unordered after.
+void reset_clock() {
+  Lock lock(state_mutex);
+  finish_everything();
+  sim.host_s = 0;
+  sim.clock_resets++;
+  for (auto& device : sim.devices) {
+    device.h2d_free_at_s = device.d2h_free_at_s = device.peer_free_at_s = 0;
+    for (auto& stream : device.streams) stream.free_at_s = 0;
+  }
+}
+
+// Take everything still allocated off the books, so that one failed test does not fail the next ones.
+int64_t abandon() {
+  Lock lock(state_mutex);
+  int64_t abandoned = sim.pinned_used;
+  sim.pinned_used = 0;
+  for (auto& device : sim.devices) {
+    abandoned += device.used_bytes;
+    device.used_bytes = device.live_allocs = 0;
+  }
+  sim.epoch++;
+  return abandoned;
+}
+
+void advance(int64_t index, int64_t stream_id, double seconds) {
+  Lock lock(state_mutex);
+  SimDevice& device = device_at(index);
+  SimStream& stream = device.streams.at(stream_id < 0 ? current_streams[index] : stream_id);
+  run_deferred(stream);
+  device.counters.kernels++;
+  enqueue(stream, device.rates, seconds);
+}
+
+TORCH_LIBRARY(highwater_simdevice, library) {
+  library.def("configure", &configure);
+  library.def("stats", &stats);
+  library.def("reset_stats", &reset_stats);
+  library.def("reset_clock", &reset_clock);
+  library.def("abandon", &abandon);
+  library.def("advance", &advance);
+  library.def("num_devices", []() { return static_cast<int64_t>(sim.num_devices); });
+  library.def("finish_everything", [] { return locked([] { finish_everything(); }); });
+  library.def("pinned", [] { return locked([] { return std::vector<int64_t>{sim.pinned_used, sim.pinned_peak}; }); });
+  library.def("races", [] { return locked([] { return std::exchange(sim.races, {}); }); });
+  library.def("host_time", [] { return locked([] { return sim.host_s; }); });
+  library.def("advance_host", [](double seconds) { locked([&] { sim.host_s += seconds; }); });
+  library.def("live_allocs", [](int64_t index) { return locked([&] { return device_at(index).live_allocs; }); });
+  library.def("stream_time", [](int64_t index, int64_t stream_id) {
+    return locked([&] { return device_at(index).streams.at(stream_id).free_at_s; });
+  });
+  library.def("strict", [](bool defer_copies, bool check_races) {
+    locked([&] { sim.defer_copies = defer_copies, sim.check_races = check_races; });
+  });
+  library.def("fail_alloc",
+              [](int64_t index, int64_t nth) { locked([&] { device_at(index).allocs_until_failure = nth; }); });
+  library.def("fail_copy",
+              [](int64_t index, int64_t nth) { locked([&] { device_at(index).copies_until_failure = nth; }); });
+  library.def("default_generator",
+              [](int64_t index) { return hooks.getDefaultGenerator(static_cast<DeviceIndex>(index)); });
+}
+
+}  // namespace
