@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_hardware", "run_demo"]
 
-WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
+WORKFLOWS = Path(__file__).resolve().parent / "workflows"
 # Room for one tiny pipeline beside the watermark that the workflows set, not for two.
 DEMO_HARDWARE = "gpu:0=64MiB@25GB/s,gpu:1=48MiB@12GB/s,host=8GiB"
 ONE_PIPELINE_BYTES = 45 * MIB

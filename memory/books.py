@@ -135,12 +135,10 @@ class Recorder:
             moved_before=self.bytes_moved(),
         )
 
-    def end_node(self, tiers: dict[str, int]) -> NodeReport | None:
-        """Close the open node; returns its report, None if none is open."""
-        if self.node is None:
-            return None
+    def end_node(self, node: OpenNode, tiers: dict[str, int]) -> NodeReport:
+        """Close the open node and return its report."""
         self.sample()
-        node, self.node = self.node, None
+        self.node = None
         activation = {
             device.name: max(0, node.peaks[device.name] - node.book_peaks[device.name]) for device in self.devices
         }

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -63,10 +63,13 @@ def default_watermark(total_bytes: int) -> Watermark:
 class Member:
     """One component under the manager: its attachment, how it was asked for, and when it was used."""
 
-    def __init__(self, member_id: str, name: str, node_id: str | None, profile: OffloadProfile) -> None:
+    def __init__(
+        self, member_id: str, name: str, node_id: str | None, workflow_id: str | None, profile: OffloadProfile
+    ) -> None:
         self.id = member_id
         self.name = name
         self.node_id = node_id
+        self.workflow_id = workflow_id
         self.profile = profile
         self.attachment: Attachment
         self.leases = 0
@@ -172,10 +175,12 @@ class MemoryManager:
                 components, self.machine(None), placement=placement, profile=profile, precision=precision
             )
             prefix = f"{self.free_name(name)}/" if name else ""
+            workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
             members: list[Member] = []
             try:
                 for component, module in zip(components, modules.values(), strict=True):
-                    member = Member(self.free_name(prefix + component.name), component.name, node_id, profile)
+                    member_id = self.free_name(prefix + component.name)
+                    member = Member(member_id, component.name, node_id, workflow_id, profile)
                     self.attach(member, module, component, plan[component.name])
                     members.append(member)
             except BaseException:
@@ -409,19 +414,19 @@ class MemoryManager:
     def end_node(self) -> dict[str, Any]:
         """Close the open node; returns its report and sends it to the listeners."""
         with self.exclusive():
-            node_id = self.recorder.node.node_id if self.recorder.node else None
+            node = self.recorder.node
+            if node is None:
+                return {}
             tiers: Counter[str] = Counter()
             for member in self.members.values():
-                if member.node_id is not None and member.node_id == node_id:
+                # Equal node ids in two workflows are two nodes.
+                if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
                     tiers.update(self.ledger.places(member.id))
-            report = self.recorder.end_node(dict(tiers))
-            if report is None:
-                return {}
-            node = {name: getattr(report, name) for name in report.__slots__}
-            self.recorder.tell(
-                {"type": "node", **node, "devices": [vars_of(device) for device in self.device_reports()]}
-            )
-            return node
+            report = self.recorder.end_node(node, dict(tiers))
+            told = asdict(report)
+            devices = [asdict(device) for device in self.device_reports()]
+            self.recorder.tell({"type": "node", **told, "devices": devices})
+            return told
 
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call the listener with every node's report and every eviction; returns what ends that."""
@@ -468,6 +473,7 @@ class MemoryManager:
             name=member.name,
             kind=attachment.component.kind,
             node_id=member.node_id,
+            workflow_id=member.workflow_id,
             tiers=self.ledger.places(member.id),
             precision=attachment.plan.precision.value,
             in_effect=all(held[device] == num_bytes for device, num_bytes in planned.items()),
@@ -476,7 +482,3 @@ class MemoryManager:
             bytes_moved=attachment.bytes_moved,
             plan=attachment.plan.to_json(),
         )
-
-
-def vars_of(device: DeviceReport) -> dict[str, Any]:
-    return {name: getattr(device, name) for name in device.__slots__}

@@ -47,12 +47,13 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentReport:
-    """A component now; ``in_effect``: what is on its devices is what its plan says."""
+    """A component now; ``in_effect``: what is on its devices is what its plan says. The node loaded it."""
 
     id: str
     name: str
     kind: str
     node_id: str | None
+    workflow_id: str | None
     tiers: dict[str, int]
     precision: str
     in_effect: bool

@@ -168,6 +168,18 @@ def test_node_reports_measure_weights_and_activations(toys, machine) -> None:
         assert report["version"] == 1 and len(report["nodes"]) == 2
 
 
+@torch.no_grad()
+def test_equal_node_ids_of_two_workflows_are_two_nodes(toys, machine) -> None:
+    with machine(8) as manager:
+        tiers = []
+        for seed, workflow in enumerate("vw"):
+            manager.begin_node("1", "Load", workflow_id=workflow)
+            manage({"net": toys.build_net(seed)}, placement="gpu:0", manager=manager, node_id="1")
+            tiers.append(manager.end_node()["tiers"]["pinned"])
+        assert tiers[0] == tiers[1] == manager.ledger.used("pinned") // 2
+        assert [part["workflow_id"] for part in manager.report()["components"]] == ["v", "w"]
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
 @given(
     sequence=st.lists(st.sampled_from("abc"), min_size=1, max_size=8),

@@ -15,7 +15,7 @@ from highwater.headless.runner import WorkflowRunner
 from highwater.headless.workflow import parse_workflow
 from PIL import Image
 
-WORKFLOWS = Path(__file__).parents[2] / "workflows"
+WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 NAMES = ["demo_flux", "demo_sd", "demo_flux_again", "demo_wan", "demo_flux_two_gpus"]
 
 # In a process of its own, because the manager of a process knows the devices that were there when it was made.

@@ -11,7 +11,7 @@ import pytest
 from highwater.headless.workflow import InvalidWorkflow, load_workflow, parse_workflow
 from highwater.memory.errors import InvalidInput
 
-WORKFLOWS = Path(__file__).parents[2] / "workflows"
+WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 
 GRAPH: dict[str, Any] = {
     "1": {

@@ -1,0 +1,326 @@
+"""Prompts in the order in which they run, one at a time, and what the page is told about each of them.
+
+[Note: threads] Requests are answered on the event loop, workflows run in one worker thread, and both touch the
+queue under one lock. Nothing is published under the lock, and `Publish` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from .runner import InterruptedRun, WorkflowRunner
+from .workflow import Workflow
+
+__all__ = ["Job", "JobStatus", "PromptQueue", "Publish"]
+
+# (event, data, client id): to one client's page, or to every page when the id is None.
+Publish = Callable[[str, dict[str, Any], "str | None"], None]
+
+# Finished jobs that stay listed; the page asks for 200 at a time.
+MAX_FINISHED = 200
+
+
+class JobStatus(str, Enum):
+    """What the page calls the states of a job."""
+
+    PENDING = "pending"
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        return self not in (JobStatus.PENDING, JobStatus.IN_PROGRESS)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Job:
+    """One queued prompt and what became of it. Times in milliseconds since 1970, as the page wants them."""
+
+    workflow: Workflow
+    extra_data: Mapping[str, Any]
+    client_id: str | None
+    number: float = 0.0
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    status: JobStatus = JobStatus.PENDING
+    create_ms: int = field(default_factory=lambda: now_ms())
+    start_ms: int | None = None
+    end_ms: int | None = None
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    finished_nodes: list[str] = field(default_factory=list)
+    current_node: str | None = None
+    is_interrupted: bool = False
+    error: dict[str, Any] | None = None
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def extra_pnginfo(self) -> Mapping[str, Any] | None:
+        found = self.extra_data.get("extra_pnginfo")
+        return found if isinstance(found, Mapping) else None
+
+    @property
+    def workflow_id(self) -> str | None:
+        """The id of the page's graph, which tells equal node ids of two workflows apart."""
+        graph = (self.extra_pnginfo or {}).get("workflow")
+        return graph.get("id") if isinstance(graph, Mapping) else None
+
+    def class_of(self, node_id: str) -> str:
+        return str(self.workflow.prompt[node_id]["class_type"])
+
+    def queue_entry(self) -> list[Any]:
+        """Return the job as ``GET /queue`` lists it."""
+        return [self.number, self.id, self.workflow.prompt, self.extra_data, list(self.workflow.output_ids)]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the job as ``GET /jobs`` lists it; the first image stands for its outputs."""
+        files = [
+            {**item, "nodeId": node_id, "mediaType": kind}
+            for node_id, shown in self.outputs.items()
+            for kind, items in shown.items()
+            for item in items
+            if isinstance(item, dict) and "filename" in item
+        ]
+        return {
+            "id": self.id,
+            "status": self.status.value,
+            "priority": self.number,
+            "create_time": self.create_ms,
+            "execution_start_time": self.start_ms,
+            "execution_end_time": self.end_ms,
+            "outputs_count": len(files),
+            "previewable_outputs_count": len(files),
+            "preview_output": files[0] if files else None,
+            "execution_error": self.error,
+            "workflow_id": self.workflow_id,
+        }
+
+    def detail(self) -> dict[str, Any]:
+        """Return the job as ``GET /jobs/{id}`` shows it, with its graph."""
+        return {
+            **self.summary(),
+            "update_time": self.end_ms or self.start_ms or self.create_ms,
+            "outputs": self.outputs,
+            "workflow": {"prompt": self.workflow.prompt, "extra_data": self.extra_data},
+        }
+
+    def history(self) -> dict[str, Any]:
+        """Return the job as ``GET /history`` shows it."""
+        succeeded = self.status is JobStatus.COMPLETED
+        return {
+            "prompt": self.queue_entry(),
+            "outputs": self.outputs,
+            "status": {
+                "status_str": "success" if succeeded else "error",
+                "completed": succeeded,
+                "messages": [list(message) for message in self.messages],
+            },
+            "meta": {},
+        }
+
+
+class PromptQueue:
+    """Runs jobs one after another and publishes ComfyUI's events about them."""
+
+    def __init__(self, runner: WorkflowRunner, publish: Publish) -> None:
+        self.runner = runner
+        self.publish = publish
+        self.changed = threading.Condition()
+        self.waiting: list[Job] = []
+        self.running: Job | None = None
+        self.finished: list[Job] = []
+        self.num_submitted = 0
+        self.closing = False
+        self.worker = threading.Thread(target=self.work, name="highwater-prompts", daemon=True)
+
+    # -- requests
+
+    def start(self) -> None:
+        self.worker.start()
+
+    def close(self) -> None:
+        """Interrupt the running job and end the worker; waits up to 10 s for a step to end."""
+        with self.changed:
+            self.closing = True
+            self.waiting.clear()
+            self.changed.notify_all()
+            if self.running is not None:
+                self.running.is_interrupted = True
+                self.runner.interrupt()
+        if self.worker.is_alive():
+            self.worker.join(timeout=10)
+
+    def submit(self, job: Job, *, number: float | None = None, front: bool = False) -> None:
+        """Queue a job: at the end, at a given number, or before all others."""
+        with self.changed:
+            self.num_submitted += 1
+            job.number = self.num_submitted if number is None else number
+            if front:
+                job.number = -self.num_submitted
+            self.waiting.append(job)
+            self.waiting.sort(key=lambda waiting: waiting.number)
+            self.changed.notify_all()
+        self.publish_status()
+
+    def drop_waiting(self, ids: Iterable[str] | None = None) -> None:
+        """Take waiting jobs out of the queue, all of them by default; unknown ids are none."""
+        wanted = None if ids is None else set(ids)
+        with self.changed:
+            self.waiting = [job for job in self.waiting if wanted is not None and job.id not in wanted]
+        self.publish_status()
+
+    def interrupt(self, job_id: str | None = None) -> None:
+        """Stop the running job at its next step, if it is the one that is meant."""
+        with self.changed:
+            if self.running is not None and job_id in (None, self.running.id):
+                self.running.is_interrupted = True
+                self.runner.interrupt()
+
+    def forget(self, ids: Iterable[str] | None = None) -> None:
+        """Remove finished jobs from the history, all of them by default; their files stay."""
+        wanted = None if ids is None else set(ids)
+        with self.changed:
+            self.finished = [job for job in self.finished if wanted is not None and job.id not in wanted]
+
+    def jobs(self) -> list[Job]:
+        """Return every known job: waiting, running, then finished with the newest first."""
+        with self.changed:
+            running = [self.running] if self.running else []
+            return [*self.waiting, *running, *reversed(self.finished)]
+
+    def num_remaining(self) -> int:
+        with self.changed:
+            return len(self.waiting) + (self.running is not None)
+
+    def status(self) -> dict[str, Any]:
+        return {"exec_info": {"queue_remaining": self.num_remaining()}}
+
+    def publish_status(self) -> None:
+        self.publish("status", {"status": self.status()}, None)
+
+    # -- the worker
+
+    def work(self) -> None:
+        while (job := self.take()) is not None:
+            self.run(job)
+
+    def take(self) -> Job | None:
+        """Wait for the next job; None when the queue closes."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.closing)
+            if self.closing:
+                return None
+            self.running = self.waiting.pop(0)
+            return self.running
+
+    def run(self, job: Job) -> None:
+        """Run a job to its end, whichever that is; the worker survives every error of a node."""
+        job.status, job.start_ms = JobStatus.IN_PROGRESS, now_ms()
+        self.tell(job, "execution_start", {})
+        try:
+            self.runner.run(
+                job.workflow,
+                # The report tells equal node ids of two workflows apart by this name, and so does the page.
+                name=job.workflow_id or job.id,
+                run_id=job.id,
+                extra_pnginfo=job.extra_pnginfo,
+                listener=lambda event, *details: self.on_event(job, event, *details),
+            )
+        except InterruptedRun:
+            self.finish(job, JobStatus.CANCELLED, "execution_interrupted", self.stopped_at(job))
+        except Exception as error:  # a node may raise anything: the page shows it, and the next job runs
+            # The page names the node itself: it is told what the node raised, not the runner's wrapping.
+            described = describe(error.__cause__ or error)
+            self.finish(job, JobStatus.FAILED, "execution_error", {**self.stopped_at(job), **described})
+        else:
+            self.finish(job, JobStatus.COMPLETED, "execution_success", {})
+
+    def finish(self, job: Job, status: JobStatus, event: str, data: dict[str, Any]) -> None:
+        job.end_ms = now_ms()
+        if status is JobStatus.FAILED:
+            job.error = {**data, "prompt_id": job.id, "timestamp": job.end_ms}
+        self.tell(job, event, data)
+        with self.changed:
+            job.status = status
+            self.running = None
+            self.finished = [*self.finished[1 - MAX_FINISHED :], job]
+        self.publish("executing", {"node": None, "display_node": None, "prompt_id": job.id}, job.client_id)
+        self.publish_status()
+
+    def stopped_at(self, job: Job) -> dict[str, Any]:
+        node_id = job.current_node
+        return {
+            "node_id": node_id or "",
+            "node_type": job.class_of(node_id) if node_id else "",
+            "executed": list(job.finished_nodes),
+        }
+
+    def tell(self, job: Job, event: str, data: dict[str, Any]) -> None:
+        """Publish an event of the kind that the history keeps."""
+        data = {**data, "prompt_id": job.id, "timestamp": now_ms()}
+        job.messages.append((event, data))
+        self.publish(event, data, job.client_id)
+
+    def on_event(self, job: Job, event: str, *details: Any) -> None:
+        """Pass on what the runner says while it runs; called in the worker thread."""
+        if job.is_interrupted:  # asked for between being taken and being run, when the runner forgets it
+            self.runner.interrupt()
+        match event, details:
+            case "error", (node_id, _):
+                job.current_node = node_id
+            case "cached", (node_ids,):
+                job.finished_nodes += node_ids
+                self.tell(job, "execution_cached", {"nodes": list(node_ids)})
+            case "executing", (node_id,):
+                if job.current_node is not None:
+                    job.finished_nodes.append(job.current_node)
+                job.current_node = node_id
+                names = {"node": node_id, "display_node": node_id, "prompt_id": job.id}
+                self.publish("executing", names, job.client_id)
+                self.publish_progress(job, node_id, 0, 1, "running")
+            case "progress", (node_id, value, maximum):
+                data = {"node": node_id, "prompt_id": job.id, "value": value, "max": maximum}
+                self.publish("progress", data, job.client_id)
+                self.publish_progress(job, node_id, value, maximum, "running")
+            case "executed", (node_id, shown):
+                job.outputs[node_id] = shown
+                data = {"node": node_id, "display_node": node_id, "output": shown, "prompt_id": job.id}
+                self.publish("executed", data, job.client_id)
+
+    def publish_progress(self, job: Job, node_id: str, value: float, maximum: float, state: str) -> None:
+        """Say how far a node is; the page takes the whole state each time, and one node runs at a time."""
+        node = {
+            "value": value,
+            "max": maximum,
+            "state": state,
+            "node_id": node_id,
+            "real_node_id": node_id,
+            "display_node_id": node_id,
+            "parent_node_id": None,
+            "prompt_id": job.id,
+        }
+        self.publish("progress_state", {"prompt_id": job.id, "nodes": {node_id: node}}, job.client_id)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """Return an error as the page shows it: what it says, its full type name and where it came from."""
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return {
+        "exception_message": str(error),
+        "exception_type": name,
+        "traceback": traceback.format_tb(error.__traceback__),
+        "current_inputs": {},
+        "current_outputs": [],
+    }
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,128 @@
+"""The nodes in the real ComfyUI web page, without ComfyUI's backend.
+
+The page is the installed ``comfyui-frontend-package``; what it asks for is answered by `FileRoutes` and
+`RunRoutes`, at the path itself and below ``/api``. Every route exists because that page calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from ..memory.errors import InvalidInput
+from .comfy_api import list_node_classes
+from .comfy_io import ComfyNode
+from .page_files import FileRoutes
+from .page_requests import Handler
+from .page_runs import RunRoutes
+from .runner import WorkflowRunner
+from .user_directory import UserDirectory, default_user_directory
+
+__all__ = ["make_app", "serve"]
+
+MAX_REQUEST_BYTES = 64 << 20  # a saved workflow may carry images
+
+
+def serve(runner: WorkflowRunner, *, host: str = "127.0.0.1", port: int = 8188) -> None:
+    """Serve the page until Ctrl+C; prints its address once it answers. Port 0 takes a free one.
+
+    Raises:
+        InvalidInput: the page's package is missing, or the address cannot be used.
+    """
+    app = make_app(runner, list_node_classes())
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve_forever(app, host, port))
+
+
+async def serve_forever(app: web.Application, host: str, port: int) -> None:
+    app_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
+    await app_runner.setup()
+    try:
+        try:
+            await web.TCPSite(app_runner, host, port).start()
+        except (OSError, OverflowError) as error:
+            raise InvalidInput(describe_bind_error(error, host, port)) from None
+        bound_port = app_runner.addresses[0][1]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"Highwater is at http://{shown}:{bound_port}/ (Ctrl+C ends it)", flush=True)
+        if host not in ("127.0.0.1", "::1", "localhost"):
+            print("Everyone who can reach this address can run workflows and see the images.", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await app_runner.cleanup()
+
+
+def describe_bind_error(error: Exception, host: str, port: int) -> str:
+    """Return why the address cannot be used, and what to do, in one line."""
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; choose another with --port, or 0 for any free one"
+    if isinstance(error, OSError) and error.errno == errno.EACCES:
+        return f"port {port} of {host} needs more rights; allowed without them: 1024 to 65535"
+    return f"cannot listen at {host} port {port}: {error}"
+
+
+def find_page() -> Path:
+    """Return the folder of the page's files.
+
+    Raises:
+        InvalidInput: the package that holds them is not installed.
+    """
+    package = importlib.util.find_spec("comfyui_frontend_package")
+    folder = Path(package.origin).parent / "static" if package and package.origin else None
+    if folder is None or not (folder / "index.html").is_file():
+        raise InvalidInput("the ComfyUI web page is not installed; run: pip install comfyui-frontend-package")
+    return folder
+
+
+def make_app(
+    runner: WorkflowRunner,
+    node_classes: Mapping[str, type[ComfyNode]],
+    *,
+    user_directory: Path | None = None,
+) -> web.Application:
+    """Return the application; its worker starts and ends with it.
+
+    Args:
+        node_classes: by class id.
+        user_directory: where settings and saved workflows are kept; in the user's data folder by default.
+
+    Raises:
+        InvalidInput: the page's package is not installed.
+    """
+    page = find_page()
+    app = web.Application(middlewares=[refuse_foreign_pages, explain_bad_input], client_max_size=MAX_REQUEST_BYTES)
+    runs = RunRoutes(runner, node_classes)
+    files = FileRoutes(page, UserDirectory(user_directory or default_user_directory()))
+    for method, path, handler in [*runs.routes(), *files.routes()]:
+        for prefix in ("", "/api"):
+            app.router.add_route(method, prefix + path, handler)
+    files.add_folders(app)
+    app.cleanup_ctx.append(runs.run)
+    app.on_shutdown.append(runs.close_sockets)
+    return app
+
+
+@web.middleware
+async def refuse_foreign_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what another site's page asks this one to do: a local server trusts whoever reaches it."""
+    origin = request.headers.get("Origin")
+    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("Host")
+    if foreign or (request.headers.get("Sec-Fetch-Site") == "cross-site" and request.method != "GET"):
+        raise web.HTTPForbidden(text=f"requests from pages of {origin or 'another site'} are refused")
+    return await handler(request)
+
+
+@web.middleware
+async def explain_bad_input(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer 400 with one line where a request's values cannot be used."""
+    try:
+        return await handler(request)
+    except InvalidInput as error:
+        return web.json_response({"error": str(error)}, status=400)

@@ -1,0 +1,21 @@
+"""The page's scripts: readout.js under node, both of them under the type checker."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def run(*command: str | Path) -> None:
+    result = subprocess.run([str(part) for part in command], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_readout_units(node: str):
+    run(node, "--test", "readout.test.mjs")
+
+
+def test_types(node: str, packages: Path):
+    run(node, packages / "typescript" / "bin" / "tsc", "-p", "tsconfig.json")

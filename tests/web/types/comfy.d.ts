@@ -1,0 +1,53 @@
+// The part of the ComfyUI page that web/ uses, by hand. Checked in the browser test against the installed page.
+interface ComfyBadge {
+  text: string;
+  fgColor?: string;
+  bgColor?: string;
+}
+declare const LGraphBadge: { new (options: ComfyBadge): ComfyBadge };
+
+interface ComfyGraph {
+  id: string;
+  rootGraph?: ComfyGraph;
+  getNodeById(id: string | number): ComfyNode | null;
+}
+interface ComfyNode {
+  id: string | number;
+  comfyClass?: string;
+  graph?: ComfyGraph | null;
+  subgraph?: ComfyGraph;
+  badges: (ComfyBadge | (() => ComfyBadge))[];
+  onExecuted?: (this: ComfyNode, output: { text?: string[] }) => void;
+  addDOMWidget(
+    name: string,
+    type: string,
+    element: HTMLElement,
+    options?: { serialize?: boolean; getMinHeight?(): number },
+  ): { serialize?: boolean };
+}
+interface ComfyToast {
+  severity: "success" | "info" | "warn" | "error";
+  summary?: string;
+  detail?: string;
+  life?: number;
+}
+interface ComfyExtension {
+  name: string;
+  nodeCreated?(node: ComfyNode): void;
+  afterConfigureGraph?(): void | Promise<void>;
+  setup?(): void | Promise<void>;
+}
+declare module "*/scripts/app.js" {
+  export const app: {
+    rootGraph: ComfyGraph;
+    canvas?: { setDirty(foreground: boolean, background?: boolean): void };
+    registerExtension(extension: ComfyExtension): void;
+    extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void } };
+  };
+}
+declare module "*/scripts/api.js" {
+  export const api: {
+    fetchApi(path: string, options?: RequestInit): Promise<Response>;
+    addEventListener(type: string, listener: (event: CustomEvent<any>) => void): void;
+  };
+}

@@ -1,0 +1,148 @@
+// @ts-check
+// Turns what the memory manager reports into short texts and page elements. Knows nothing of the page:
+// it imports nothing, so that node can test it.
+
+/**
+ * One execution of a node, as the report has it; bytes by place. Places are devices ("gpu:0") and where weights
+ * rest in RAM ("pinned", "host").
+ * @typedef {{ node_id: string, workflow_id: string | null, peak_bytes: Record<string, number>,
+ *   tiers: Record<string, number> }} NodeReport
+ * @typedef {{ node_id: string | null, workflow_id: string | null, precision: string }} ComponentReport
+ * @typedef {{ id: string | number, graph?: GraphLike | null, subgraph?: GraphLike }} NodeLike
+ * @typedef {{ id: string, rootGraph?: GraphLike, getNodeById(id: string | number): NodeLike | null }} GraphLike
+ */
+
+const UNITS = ["B", "K", "M", "G", "T"];
+const AS_STORED = "as stored";
+
+/**
+ * Bytes in at most five characters and binary units: "512B", "34.2M", "1.2G".
+ * @param {number} bytes
+ */
+export function shortBytes(bytes) {
+  let unit = 0;
+  let amount = bytes;
+  // 999.5 of a unit would be shown with four digits: the next unit takes it.
+  while (amount >= 999.5 && unit < UNITS.length - 1) {
+    amount /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 || amount >= 99.95 ? amount.toFixed(0) : amount.toFixed(1)}${UNITS[unit]}`;
+}
+
+/**
+ * The badge of a node, at most 16 characters: for one that loaded models, what they weigh in RAM and in which
+ * precision; for any other, the most that was allocated on the devices while it ran.
+ * @param {NodeReport} node
+ * @param {string} [precision] what `precisionOf` said
+ */
+export function badgeText(node, precision = "") {
+  const rests = Object.entries(node.tiers).filter(([place]) => !isAccelerator(place));
+  if (rests.length > 0) {
+    const bytes = rests.reduce((sum, [, held]) => sum + held, 0);
+    return `RAM ${shortBytes(bytes)} ${precision}`.trim();
+  }
+  const peaks = Object.values(node.peak_bytes).filter((bytes) => bytes > 0);
+  if (peaks.length === 0) return "VRAM 0B";
+  if (peaks.length <= 2) return `VRAM ${peaks.map(shortBytes).join("+")}`;
+  return `VRAM ${shortBytes(Math.max(...peaks))} ×${peaks.length}`;
+}
+
+/** @param {string} place */
+const isAccelerator = (place) => place.startsWith("gpu");
+
+/**
+ * How the models of a node are stored, in one word: "fp8" if any of them is, "" if all are as in their files.
+ * @param {ComponentReport[]} components
+ * @param {{ node_id: string, workflow_id: string | null }} node
+ */
+export function precisionOf(components, node) {
+  const own = components.filter((part) => part.node_id === node.node_id && part.workflow_id === node.workflow_id);
+  const changed = own.filter((part) => part.precision !== AS_STORED);
+  return changed[0]?.precision.split(" ")[0] ?? "";
+}
+
+/**
+ * Where a node's text is kept: "workflow/12", or "workflow/<subgraph>:7". Undefined while it is in no graph.
+ * @param {NodeLike} node
+ */
+export function keyOf(node) {
+  const graph = node.graph;
+  if (!graph) return undefined;
+  const root = graph.rootGraph ?? graph;
+  return `${root.id}/${graph === root ? "" : `${graph.id}:`}${node.id}`;
+}
+
+/**
+ * The keys that an execution id such as "5:7" means: the subgraph's node, and what is inside of it. The nodes of
+ * one subgraph definition are the same for all its uses, so an inner node shows what came last.
+ * @param {GraphLike} root
+ * @param {string} executionId
+ */
+export function keysOf(root, executionId) {
+  const keys = [];
+  /** @type {GraphLike | undefined} */
+  let graph = root;
+  for (const part of executionId.split(":")) {
+    /** @type {NodeLike | null | undefined} */
+    const node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
+    if (!graph || !node) break;
+    keys.push(`${root.id}/${graph === root ? "" : `${graph.id}:`}${node.id}`);
+    graph = node.subgraph;
+  }
+  return keys;
+}
+
+const REMEDY = "Keep more free with a Watermark node, or give Load Pipeline a smaller budget as profile.";
+
+/**
+ * What to tell when a run failed in a way that its message explains: the page itself says only that a node failed.
+ * Null for every other failure.
+ * @param {{ node_type?: string, exception_type?: string, exception_message?: string }} failure
+ * @returns {{ severity: "error", summary: string, detail: string } | null}
+ */
+export function noticeOfFailure(failure) {
+  const kind = (failure.exception_type ?? "").split(".").pop();
+  const message = failure.exception_message ?? "";
+  if (kind === "DoesNotFit") return { severity: "error", summary: "Does not fit in memory", detail: message };
+  if (!failure.node_type?.startsWith("Highwater")) return null;
+  if (kind === "InvalidInput") return { severity: "error", summary: "An input cannot be used", detail: message };
+  if (kind === "OutOfMemoryError") {
+    return { severity: "error", summary: "Out of memory", detail: `${message.split("\n")[0]}. ${REMEDY}` };
+  }
+  return null;
+}
+
+/**
+ * What to tell about an event of the manager; null for those that only the log keeps.
+ * @param {{ type?: string, kind?: string, component?: string, device?: string, reason?: string }} event
+ * @returns {{ severity: "warn", summary: string, detail: string } | null}
+ */
+export function noticeOfEvent(event) {
+  if (event.type !== "event" || event.kind !== "error") return null;
+  return { severity: "warn", summary: `${event.component} on ${event.device}`, detail: event.reason ?? "" };
+}
+
+/**
+ * A box for the text of a node, in the page's colours; scrolls where the node is too small, and never makes it grow.
+ * @param {Document} document
+ */
+export function makeTextBox(document) {
+  const box = document.createElement("pre");
+  box.className = "highwater-text";
+  Object.assign(box.style, {
+    margin: "0",
+    padding: "6px 8px",
+    boxSizing: "border-box",
+    overflow: "auto",
+    height: "100%",
+    minHeight: "140px",
+    contain: "size",
+    font: "10px/1.45 ui-monospace, monospace",
+    color: "var(--input-text)",
+    background: "var(--comfy-input-bg)",
+    borderRadius: "6px",
+    userSelect: "text",
+  });
+  return box;
+}
