@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..memory import MemoryManager
 from ..memory.devices import list_devices
 from ..memory.units import MIB
+from ..nodes.diffusers_pipelines import import_diffusers
 from .console import Console
 from .hardware import Hardware, parse_hardware
 from .session import run_workflow
@@ -41,6 +42,7 @@ def choose_hardware() -> Hardware | None:
 
 def run_demo(runner: WorkflowRunner, out: Path, console: Console, *, simulated: bool) -> dict[str, Any]:
     """Run the four workflows, write images, ``report.json`` and ``memory.png`` to ``out``; return the report."""
+    import_diffusers()  # seconds that belong to no run
     for name, file, what in DEMO_RUNS:
         workflow = load_workflow(WORKFLOWS / f"{file}.json")
         if not simulated:

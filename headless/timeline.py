@@ -1,7 +1,12 @@
-"""The memory timeline as a picture: who had how much of each device, run by run, and where the watermark stood."""
+"""The memory timeline as a picture: who had how much of each device, run by run, and where the watermark stood.
+
+Points are drawn in their order, equally far apart, one per load, lease and eviction: on a scale of seconds the
+moments at which memory changes hands would be slivers between long computes. Seconds stand at the runs' beginnings.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -36,10 +41,12 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
     )
     for panel, name in zip(panels[:, 0], names, strict=True):
         device = next(device for device in report["devices"] if device["name"] == name)
-        draw_device(panel, device, [s for s in samples if s["device"] == name], owners, colors)
-        mark_runs(panel, report)
-        mark_evictions(panel, report, name, colors)
-    panels[-1, 0].set_xlabel("seconds")
+        own = [sample for sample in samples if sample["device"] == name]
+        times = [sample["t_s"] for sample in own]
+        draw_device(panel, device, own, owners, colors)
+        mark_runs(panel, report, times)
+        mark_evictions(panel, report, name, times, colors)
+    panels[-1, 0].set_xlabel("every load, lease and eviction in order; seconds where a run begins")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[owner]) for owner in owners]
     labels = list(owners)
     handles += [
@@ -72,17 +79,17 @@ def draw_device(
 ) -> None:
     """Stack the components' bytes over time, below the peak that the allocator saw and the watermark."""
     unit, unit_name = (GIB, "GiB") if device["total_bytes"] >= 4 * GIB else (MIB, "MiB")
-    times = [sample["t_s"] for sample in samples]
+    places = list(range(len(samples)))
     below = [0.0] * len(samples)
     for owner in owners:
         above = [
             low + sample["component_bytes"].get(owner, 0) / unit for low, sample in zip(below, samples, strict=True)
         ]
-        panel.fill_between(times, below, above, step="post", color=colors[owner], lw=0)
+        panel.fill_between(places, below, above, step="post", color=colors[owner], lw=0)
         below = above
-    # A sample's peak is that of the time before it.
+    # A point's peak is that of the time before it.
     panel.step(
-        times, [sample["peak_bytes"] / unit for sample in samples], where="pre", color=PEAK_COLOR, lw=1.2, ls=":"
+        places, [sample["peak_bytes"] / unit for sample in samples], where="pre", color=PEAK_COLOR, lw=1.2, ls=":"
     )
     total = device["total_bytes"] / unit
     panel.axhline(total, color="black", lw=1.5)
@@ -91,18 +98,21 @@ def draw_device(
     panel.axhline(total - low, color=WATERMARK_COLOR, lw=1.2, ls="--")
     panel.axhline(total - high, color=WATERMARK_COLOR, lw=0.8, ls=":")
     panel.set_ylim(0, total * 1.14)
-    panel.set_xlim(left=0)
+    panel.set_xlim(0, max(1, len(samples) - 1))
     panel.set_ylabel(f"{device['name']}, {unit_name}")
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def mark_runs(panel: Any, report: dict[str, Any]) -> None:
-    """Shade every run and write its name above it."""
-    for index, run in enumerate(report["runs"]):
-        end = run["end_s"] if run["end_s"] is not None else run["begin_s"]
-        panel.axvspan(run["begin_s"], end, color=RUN_COLORS[index % 2], zorder=-2, lw=0)
-        panel.axvline(run["begin_s"], color="white", lw=1.5, zorder=-1)
-        middle = (run["begin_s"] + end) / 2
+def mark_runs(panel: Any, report: dict[str, Any], times: list[float]) -> None:
+    """Shade every run and write its name above it, and the seconds since the first run below."""
+    runs = report["runs"]
+    # A run reaches to the next one: between them nothing changes.
+    bounds = [bisect_left(times, run["begin_s"]) for run in runs] + [len(times) - 1]
+    for index, run in enumerate(runs):
+        begin, end = bounds[index], bounds[index + 1]
+        panel.axvspan(begin, end, color=RUN_COLORS[index % 2], zorder=-2, lw=0)
+        panel.axvline(begin, color="white", lw=1.5, zorder=-1)
+        middle = (begin + end) / 2
         panel.annotate(
             run["name"],
             (middle, 0.985),
@@ -112,13 +122,19 @@ def mark_runs(panel: Any, report: dict[str, Any]) -> None:
             fontsize=9,
             weight="bold",
         )
+    panel.set_xticks(bounds[:-1], [f"{run['begin_s'] - runs[0]['begin_s']:.1f} s" for run in runs])
 
 
-def mark_evictions(panel: Any, report: dict[str, Any], device: str, colors: Any) -> None:
+def mark_evictions(panel: Any, report: dict[str, Any], device: str, times: list[float], colors: Any) -> None:
     """Put a triangle where a component gave up bytes, in that component's colour."""
     for event in report["events"]:
         if event["kind"] == "evict" and event["device"] == device:
             panel.plot(
-                event["t_s"], 0.04, "v", color=colors.get(event["component"], "grey"), mec=WATERMARK_COLOR, ms=9,
+                bisect_left(times, event["t_s"]),
+                0.04,
+                "v",
+                color=colors.get(event["component"], "grey"),
+                mec=WATERMARK_COLOR,
+                ms=9,
                 transform=panel.get_xaxis_transform(),
-            )  # fmt: skip
+            )
