@@ -14,8 +14,11 @@ from typing import Any, ClassVar
 __all__ = [
     "AnyType",
     "Boolean",
+    "Clip",
+    "ClipVision",
     "Combo",
     "ComfyNode",
+    "ControlNet",
     "Custom",
     "Float",
     "Hidden",
@@ -23,11 +26,13 @@ __all__ = [
     "Image",
     "Input",
     "Int",
+    "Model",
     "NodeOutput",
     "NumberDisplay",
     "Output",
     "Schema",
     "String",
+    "Vae",
 ]
 
 
@@ -128,6 +133,11 @@ def define_type(
 
 
 Image = define_type("IMAGE")
+Model = define_type("MODEL")
+Clip = define_type("CLIP")
+Vae = define_type("VAE")
+ControlNet = define_type("CONTROL_NET")
+ClipVision = define_type("CLIP_VISION")
 AnyType = define_type("*")
 Boolean = define_type("BOOLEAN", {**WIDGET_OPTIONS, "label_on": "label_on", "label_off": "label_off"})
 Int = define_type("INT", {**NUMBER_OPTIONS, "control_after_generate": "control_after_generate"})

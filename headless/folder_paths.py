@@ -7,7 +7,22 @@ import re
 import time
 from pathlib import Path
 
-__all__ = ["configure", "get_folder_paths", "get_output_directory", "get_save_image_path"]
+__all__ = [
+    "configure",
+    "get_filename_list",
+    "get_folder_paths",
+    "get_full_path",
+    "get_output_directory",
+    "get_save_image_path",
+]
+
+# The kinds of model whose files may lie in a second folder.
+FOLDERS = {
+    "text_encoders": ("text_encoders", "clip"),
+    "diffusion_models": ("unet", "diffusion_models"),
+    "controlnet": ("controlnet", "t2i_adapter"),
+}
+MODEL_SUFFIXES = {".ckpt", ".pt", ".pt2", ".bin", ".pth", ".safetensors", ".pkl", ".sft"}
 
 models_directory = Path("models")
 output_directory = Path("output")
@@ -24,8 +39,27 @@ def get_folder_paths(folder_name: str) -> list[str]:
 
     The models folder itself holds pipelines too, so that ``--models`` can name a folder of them.
     """
-    own = models_directory / folder_name
-    return [str(own), str(models_directory)] if folder_name == "diffusers" else [str(own)]
+    own = [str(models_directory / name) for name in FOLDERS.get(folder_name, (folder_name,))]
+    return [*own, str(models_directory)] if folder_name == "diffusers" else own
+
+
+def get_filename_list(folder_name: str) -> list[str]:
+    """Return the files of one kind of model, as paths below its folders, sorted; walks the folders."""
+    names = {
+        os.path.relpath(os.path.join(place, name), root)
+        for root in get_folder_paths(folder_name)
+        for place, _, files in os.walk(root, followlinks=True)
+        for name in files
+        if os.path.splitext(name)[1].lower() in MODEL_SUFFIXES
+    }
+    return sorted(names)
+
+
+def get_full_path(folder_name: str, filename: str) -> str | None:
+    """Return the path of a file of one kind of model, or None; no name leads out of the kind's folders."""
+    inside = os.path.relpath(os.path.join("/", filename), "/")
+    paths = (os.path.join(root, inside) for root in get_folder_paths(folder_name))
+    return next(filter(os.path.isfile, paths), None)
 
 
 def get_output_directory() -> str:

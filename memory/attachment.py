@@ -167,7 +167,7 @@ class Attachment:
         if outermost:
             self.acquire()
         self.entered.append(module)
-        if not outermost:
+        if not (outermost and self.is_loaded):
             return None
         for share in self.shares:
             share.begin_pass()
@@ -212,6 +212,8 @@ class Attachment:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if not self.entered:  # called from outside, as its own entry
                 self.before_entry(module, (), {})
+            if not self.is_loaded:
+                return None  # a hosted component off its devices computes as its host left it
             share.enter(number)
             alone = len(self.shares) == 1 and self.entered[0] is not module
             return None if alone else self.hops.move((args, kwargs), share.device.torch_device)

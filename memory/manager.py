@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from .attachment import Attachment
 from .books import Recorder
 from .component import Component, component_from_module
 from .devices import CPU, Device, list_devices
-from .errors import InvalidInput, UnsafeState, allowed_values
+from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
 from .ledger import Ledger
-from .placement import DeviceShare, Placement, canonical_device
-from .plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_component, plan_components
+from .placement import Placement, canonical_device
+from .plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components, replan
 from .policy import EvictionPolicy, LeastRecentlyUsed, Victim
 from .profile import OffloadProfile
 from .report import ComponentReport, DeviceReport, Report
@@ -72,6 +72,8 @@ class Member:
         self.workflow_id = workflow_id
         self.profile = profile
         self.attachment: Attachment
+        self.is_hosted = False
+        """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
         self.leases = 0
         self.last_use = 0
         self.last_use_s: float | None = None
@@ -167,10 +169,20 @@ class MemoryManager:
         precision: Precision,
         name: str | None,
         node_id: str | None,
+        kinds: Mapping[str, str] | None = None,
+        is_hosted: bool = False,
     ) -> tuple[list[Member], Plan]:
-        """Take modules under management: plan, pack in host memory, hook. All of them or none."""
+        """Take modules under management: plan, pack in host memory, hook. All of them or none.
+
+        Args:
+            kinds: component kinds by name, where they are known; names suggest the others.
+            is_hosted: a host decides when they come (`bring`) and go (`leave`).
+        """
         with self.exclusive():
-            components = [component_from_module(module, name=part) for part, module in modules.items()]
+            components = [
+                component_from_module(module, name=part, kind=(kinds or {}).get(part))
+                for part, module in modules.items()
+            ]
             plan = plan_components(
                 components, self.machine(None), placement=placement, profile=profile, precision=precision
             )
@@ -181,6 +193,7 @@ class MemoryManager:
                 for component, module in zip(components, modules.values(), strict=True):
                     member_id = self.free_name(prefix + component.name)
                     member = Member(member_id, component.name, node_id, workflow_id, profile)
+                    member.is_hosted = is_hosted
                     self.attach(member, module, component, plan[component.name])
                     members.append(member)
             except BaseException:
@@ -254,7 +267,8 @@ class MemoryManager:
             member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
             try:
                 self.recorder.sample()
-                if not member.attachment.is_loaded or member.planned_in_epoch != self.epoch:
+                outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.epoch
+                if outdated and not member.is_hosted:
                     self.admit(member)
                 self.recorder.used_by_node(member.id)
             except BaseException:
@@ -281,27 +295,18 @@ class MemoryManager:
             member.attachment.heal_for(None)
             self.give_back(member)
 
-    def admit(self, member: Member) -> None:
-        """Plan with what there is now, clear room, load ([Note: admission])."""
+    def admit(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
+        """Plan with what there is now, clear room, load ([Note: admission]).
+
+        Args:
+            ceilings: the most that the component may take of a device, where a host says so.
+        """
         attachment = member.attachment
-        plan = attachment.plan
-        devices = tuple(
-            DeviceShare(device=share.device.name, ratio=asked.ratio)
-            for share, asked in zip(attachment.shares, plan.placement.devices, strict=True)
-        )
-        if not attachment.primary.is_cpu and len(devices) == 1:
-            plan = plan_component(
-                attachment.component,
-                self.machine(member),
-                item=replace(plan.placement, devices=devices),
-                profile=member.profile,
-                precision=plan.precision,
-            )
+        plan = replan(attachment.component, attachment.plan, self.machine(member, ceilings), member.profile)
         for share in plan.shares:
             if share.device != "cpu":
-                self.make_room(
-                    self.devices[share.device], share.device_bytes - self.ledger.held(member.id, share.device), member
-                )
+                need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
+                self.make_room(self.devices[share.device], need_bytes, member)
         try:
             queued = attachment.load(plan)
         except torch.OutOfMemoryError as error:
@@ -313,13 +318,8 @@ class MemoryManager:
         if queued:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
-            self.recorder.note(
-                "load",
-                member.id,
-                queued,
-                where,
-                f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}",
-            )
+            reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}"
+            self.recorder.note("load", member.id, queued, where, reason)
 
     def kept_free(self, device: str, member: Member | None) -> tuple[int, int]:
         """Return the low and high mark, raised to what the member's forwards were seen to need."""
@@ -327,18 +327,19 @@ class MemoryManager:
         needed = member.activation_bytes[device] if member else 0
         return max(mark.low_bytes, needed), max(mark.high_bytes, needed)
 
-    def machine(self, member: Member | None) -> Machine:
+    def machine(self, member: Member | None, ceilings: Mapping[str, int] | None = None) -> Machine:
         """Return what a member (or a newcomer) may plan with, in live numbers."""
         capacities = []
         for device in self.devices.values():
             low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
             others = sum(victim.device_bytes for victim in self.victims(device, member))
             own = self.ledger.held(member.id, device.name) if member else 0
+            available = device.free_bytes() + own + others - low
             capacities.append(
                 DeviceCapacity(
                     name=device.name,
                     total_bytes=device.total_bytes(),
-                    available_bytes=max(0, device.free_bytes() + own + others - low),
+                    available_bytes=max(0, min(available, (ceilings or {}).get(device.name, available))),
                     kept_free_bytes=low,
                 )
             )
@@ -375,17 +376,64 @@ class MemoryManager:
             )
             left += self.evict(other, device, high - left, reason)
 
+    def bring(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
+        """Load a hosted component now, within the ceilings that its host gives.
+
+        Raises as `acquire`.
+        """
+        with self.exclusive():
+            member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
+            self.admit(member, ceilings)
+
+    def leave(self, member: Member) -> None:
+        """Take a hosted component off every device; it stays packed in host memory."""
+        with self.exclusive():
+            member.attachment.unload()
+            self.epoch += 1
+            self.recorder.sample()
+
+    def give_up(self, device_name: str, num_bytes: int, reason: str) -> int:
+        """Evict idle components until so many bytes of a device are free again; returns what really was freed."""
+        freed = 0
+        with self.exclusive():
+            device = self.devices[device_name]
+            for victim in self.policy.order(self.victims(device, None)):
+                if freed >= num_bytes:
+                    break
+                freed += self.evict(self.members[victim.component], device, num_bytes - freed, reason)
+        return freed
+
     def evict(self, member: Member, device: Device, num_bytes: int, reason: str) -> int:
         """Drop at least so many bytes of an idle component if it has them; returns the bytes freed."""
         if member.leases:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
-        freed = member.attachment.shrink(device.name, num_bytes)
+        held = self.ledger.held(member.id, device.name)
+        if not (member.is_hosted and self.stream_more(member, device, held - num_bytes)):
+            member.attachment.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
+        freed = held - left
         rest = f"{format_bytes(left)} of it stay" if left else "nothing of it stays"
         self.recorder.note("evict", member.id, freed, device.name, f"{reason}; {rest}")
         self.recorder.sample()
         self.epoch += 1
         return freed
+
+    def stream_more(self, member: Member, device: Device, ceiling: int) -> bool:
+        """Bring a component down to so many bytes in a form that can compute; False if it has none so small.
+
+        Its host believes it loaded and may enter it without loading it again.
+        """
+        try:
+            plan = replan(
+                member.attachment.component,
+                member.attachment.plan,
+                self.machine(member, {device.name: ceiling}),
+                member.profile,
+            )
+        except (DoesNotFit, InvalidInput):
+            return False
+        member.attachment.load(plan)
+        return True
 
     # -- runs, nodes, report
 

@@ -29,6 +29,7 @@ __all__ = [
     "SharePlan",
     "plan_component",
     "plan_components",
+    "replan",
 ]
 
 # One slot computes while the other fills; a third would only help where copies and computes vary a lot.
@@ -227,11 +228,7 @@ def plan_component(
         plan_share(component, share.device, group, machine, profile, cast, first=index == 0, reasons=reasons)
         for index, (share, group) in enumerate(zip(devices, groups, strict=True))
     )
-    if tier == "device" and any(share.num_slots for share in shares):
-        raise DoesNotFit(
-            f"{component.name} at tier 'device' needs {format_bytes(all_resident_bytes(component, cast))}, "
-            f"which its budget does not hold; allow a tier of pinned or host, or choose 'fp8 scaled'"
-        )
+    refuse_streaming_at_tier_device(component, tier, shares, cast)
     if precision is Precision.FP8_SCALED and not cast:
         reasons.append("no block has weights that can be cast: everything stays as stored")
     return ComponentPlan(
@@ -245,6 +242,33 @@ def plan_component(
         placement=replace(item, component=component.name, devices=devices, tier=tier),
         reasons=tuple(reasons),
     )
+
+
+def replan(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> ComponentPlan:
+    """Decide anew what is resident, with the memory there is now; devices, split and precision stay.
+
+    Raises as `plan_components`.
+    """
+    # The reasons of what stays (device, tier, split) are kept; those about room are found again.
+    reasons = [reason for reason in plan.reasons if " stream, " not in reason and "staging slot" not in reason]
+    shares = tuple(
+        plan_share(
+            component, share.device, share.blocks, machine, profile, plan.cast, first=index == 0, reasons=reasons
+        )
+        for index, share in enumerate(plan.shares)
+    )
+    refuse_streaming_at_tier_device(component, plan.tier, shares, plan.cast)
+    return replace(plan, shares=shares, reasons=tuple(reasons))
+
+
+def refuse_streaming_at_tier_device(
+    component: Component, tier: str, shares: Sequence[SharePlan], cast: frozenset[str]
+) -> None:
+    if tier == "device" and any(share.num_slots for share in shares):
+        raise DoesNotFit(
+            f"{component.name} at tier 'device' needs {format_bytes(all_resident_bytes(component, cast))}, "
+            f"which its budget does not hold; allow a tier of pinned or host, or choose 'fp8 scaled'"
+        )
 
 
 def choose_device(machine: Machine, reasons: list[str]) -> tuple[DeviceShare, ...]:

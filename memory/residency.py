@@ -144,6 +144,32 @@ class Unit:
         self.host_slab = slab
         return slab.is_pinned() or not (pinned and slab.numel())
 
+    def overwrite(self, name: str, weight: torch.Tensor) -> None:
+        """Make a weight (wide, on any device) the master's new version; eight-bit weights get a scale of their own.
+
+        A host does this for patched weights. Only while the unit is off the device: its copies would be stale.
+        """
+        assert self.host_slab is not None and self.device_slab is None
+        index = next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
+        entry = self.entries[index]
+        with torch.no_grad():
+            if entry.scale is not None:
+                entry.scale = find_scale(weight, name=name)
+                weight = quantize_fp8(weight, entry.scale)
+            self.layout.views(self.host_slab)[index].copy_(weight)
+
+    def wide(self, name: str, device: torch.device) -> torch.Tensor:
+        """Return a copy of a weight on a device in the dtype in which it computes."""
+        index = next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
+        entry, master = self.entries[index], self.masters[index].detach()
+        with torch.no_grad(), torch.inference_mode(False):
+            copy = torch.empty(master.shape, dtype=self.wide_dtypes[name], device=device)
+            if entry.scale is None:
+                copy.copy_(master)
+            else:
+                upcast_into(copy, master.to(device), entry.scale)
+        return copy
+
     def unpack(self) -> None:
         """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened."""
         for entry, master in zip(self.entries, self.masters, strict=False):  # fewer where packing failed half way

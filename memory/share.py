@@ -67,6 +67,8 @@ class Share:
             self.fit_slots(plan)
             for number in sorted(plan.resident):
                 self.load_unit(self.blocks[number])
+            # A host may read buffers (noise schedules) before any entry of ours; the blocks are waited for one by one.
+            self.fixed.await_copy(self.copies)
         except torch.OutOfMemoryError:
             self.unload()
             raise
@@ -165,10 +167,8 @@ class Share:
     # -- computing
 
     def begin_pass(self) -> None:
-        """A forward begins: the fixed tensors must have arrived; the first streamed blocks are queued."""
+        """A forward begins: the first streamed blocks are queued."""
         self.heal()
-        if self.copies is not None:
-            self.fixed.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
 

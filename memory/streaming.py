@@ -67,6 +67,13 @@ class Streamer:
                     return
                 self.refill(slot, block)
 
+    def invalidate(self, block: int | None = None) -> None:
+        """Forget what the slots hold, of one block or all: its master has changed and must be copied again."""
+        for slot in self.slots:
+            assert not slot.in_use
+            if block is None or slot.block == block:
+                slot.block = None
+
     def refill(self, slot: StagingSlot, block: int) -> None:
         source = self.units[block].host_slab
         assert source is not None

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
+
 from comfy_api.latest import ComfyExtension, io
 
 from .image import HighwaterSaveImage
+from .manage import HighwaterManageCLIP, HighwaterManageModel, HighwaterManageVAE
+from .models import (
+    HighwaterLoadCheckpoint,
+    HighwaterLoadCLIPVision,
+    HighwaterLoadControlNet,
+    HighwaterLoadDiffusionModel,
+    HighwaterLoadTextEncoder,
+    HighwaterLoadVAE,
+)
 from .pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .report import HighwaterMemoryReport
 from .watermark import HighwaterWatermark
 
-__all__ = ["NODE_CLASSES", "HighwaterExtension"]
+__all__ = ["MODEL_NODES", "NODE_CLASSES", "HighwaterExtension"]
+
+log = logging.getLogger("highwater")
 
 NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterLoadPipeline,
@@ -18,8 +32,32 @@ NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterWatermark,
     HighwaterMemoryReport,
 )
+# For ComfyUI's own models: the headless host has none and does not list them.
+MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
+    HighwaterLoadDiffusionModel,
+    HighwaterLoadTextEncoder,
+    HighwaterLoadVAE,
+    HighwaterLoadCheckpoint,
+    HighwaterLoadControlNet,
+    HighwaterLoadCLIPVision,
+    HighwaterManageModel,
+    HighwaterManageCLIP,
+    HighwaterManageVAE,
+)
 
 
 class HighwaterExtension(ComfyExtension):
+    async def on_load(self) -> None:
+        """Join the host's runs and its server. Without them the nodes still work; an error here would lose them all."""
+        try:
+            from server import PromptServer
+
+            from . import boundaries, routes
+
+            boundaries.install(PromptServer.instance)
+            routes.add_routes(PromptServer.instance)
+        except Exception as error:
+            log.error("Highwater: no report in the page and no run boundaries: %s", error, exc_info=error)
+
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return list(NODE_CLASSES)
+        return [*NODE_CLASSES, *(MODEL_NODES if find_spec("comfy") else ())]

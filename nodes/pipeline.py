@@ -198,7 +198,7 @@ class HighwaterSamplePipeline(io.ComfyNode):
         seed: int,
     ) -> io.NodeOutput:
         from .diffusers_pipelines import Sampling
-        from .host import report_progress
+        from .progress import report_progress
 
         sampling = Sampling(
             prompt=prompt,

@@ -160,7 +160,7 @@ def test_progress_outside_of_a_node_is_a_mistake() -> None:
 
 def test_in_comfyui_the_cancel_button_ends_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     from highwater.headless.comfy_api import executing_node
-    from highwater.nodes.host import report_progress
+    from highwater.nodes.progress import report_progress
 
     class Cancelled(BaseException):
         """What ComfyUI raises."""

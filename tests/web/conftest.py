@@ -68,7 +68,7 @@ class ToyWait(ComfyNode):
 
     @classmethod
     def execute(cls, tag: int) -> NodeOutput:
-        from highwater.nodes.host import report_progress
+        from highwater.nodes.progress import report_progress
 
         for step in range(1000):
             cls.started.set()

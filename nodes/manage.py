@@ -1,0 +1,96 @@
+"""The nodes that take a model which any other loader made and put it under the manager's care.
+
+They are listed where ComfyUI is. The model that comes in stays as it is: what goes out is a clone of its patcher.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .model_request import ModelNode, answer, read_request, request_inputs
+
+__all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
+
+COST = (
+    "Where ComfyUI's dynamic VRAM has the model, it is read again from its file: that takes a load's time and, while "
+    "both are kept, its bytes in RAM twice. What cannot be managed goes on as it is; the node says which."
+)
+
+
+class HighwaterManageModel(ModelNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HighwaterManageModel",
+            display_name="Manage Model",
+            category="Highwater",
+            description=f"Puts a diffusion model that another node loaded under the memory manager's care. {COST}",
+            search_aliases=["block swap", "offload", "low vram", "multigpu", "distorch", "gguf", "adopt model"],
+            inputs=[
+                io.Model.Input("model", tooltip="From any loader; LoRAs and other patches may be on it already."),
+                *request_inputs(),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model, under the memory manager's care.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model: Any, profile: str, precision: str, placement: str) -> io.NodeOutput:
+        from . import host
+
+        request, notes = read_request(cls, profile, precision, placement)
+        return answer(host.manage_model(model, request), notes=notes)
+
+
+class HighwaterManageCLIP(ModelNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HighwaterManageCLIP",
+            display_name="Manage CLIP",
+            category="Highwater",
+            description=f"Puts a text encoder that another node loaded under the memory manager's care. {COST}",
+            search_aliases=["text encoder", "offload", "low vram", "multigpu", "adopt clip"],
+            inputs=[
+                io.Clip.Input("clip", tooltip="From any loader; LoRAs and other patches may be on it already."),
+                *request_inputs(),
+            ],
+            outputs=[
+                io.Clip.Output(display_name="clip", tooltip="The same text encoder, under the memory manager's care.")
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, clip: Any, profile: str, precision: str, placement: str) -> io.NodeOutput:
+        from . import host
+
+        request, notes = read_request(cls, profile, precision, placement)
+        return answer(host.manage_clip(clip, request), notes=notes)
+
+
+class HighwaterManageVAE(ModelNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HighwaterManageVAE",
+            display_name="Manage VAE",
+            category="Highwater",
+            description=f"Puts a VAE that another node loaded under the memory manager's care. {COST}",
+            search_aliases=["autoencoder", "taesd", "offload", "low vram", "multigpu", "adopt vae"],
+            inputs=[
+                io.Vae.Input("vae", tooltip="From any loader."),
+                *request_inputs(),
+            ],
+            outputs=[io.Vae.Output(display_name="vae", tooltip="The same VAE, under the memory manager's care.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, vae: Any, profile: str, precision: str, placement: str) -> io.NodeOutput:
+        from . import host
+
+        request, notes = read_request(cls, profile, precision, placement)
+        return answer(host.manage_vae(vae, request), notes=notes)
