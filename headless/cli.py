@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# What decides which accelerators torch can see at all.
-HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 
 
@@ -35,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         return int(options.command(options))
     except InvalidInput as error:
-        print(f"highwater: {error}", file=sys.stderr)
+        print(f"highwater: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         from .runner import NodeFailed
 
         if not isinstance(error, DoesNotFit | NodeFailed):
             raise
-        print(f"highwater: {error}", file=sys.stderr)
+        print(f"highwater: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("highwater: interrupted", file=sys.stderr)
@@ -72,6 +70,10 @@ def build_parser() -> Parser:
     plan.add_argument("--placement", default="auto", help="such as gpu:0&gpu:1 (files only)")
     plan.add_argument("--precision", default="as stored", help="as stored, or fp8 scaled (files only)")
     devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
+    doctor = add("doctor", run_doctor, "say whether the pack is in effect in ComfyUI, and what stands in its way")
+    doctor.add_argument(
+        "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: $COMFYUI_DIR, or where this pack lies"
+    )
     serve = add("serve", run_serve, "show the nodes in the ComfyUI web page, without ComfyUI's backend")
     serve.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     serve.add_argument("--port", type=int, default=8188, help="the port to listen on")
@@ -101,7 +103,7 @@ def run_demo(options: argparse.Namespace) -> int:
         hardware.simulate()
         torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
         console.say(f"Simulated devices: {hardware}")
-    runner = make_runner(models_directory(options), options.out)
+    runner = make_runner(models_directory(options), output_directory(options))
     report = run_demo(runner, options.out, console, simulated=hardware is not None)
     finish(options, report)
     return 0
@@ -113,7 +115,7 @@ def run_workflows(options: argparse.Namespace) -> int:
 
     simulate(options)
     console = Console(quiet=options.json)
-    runner = make_runner(models_directory(options), options.out)
+    runner = make_runner(models_directory(options), output_directory(options))
     for name, workflow in load_workflows(options.workflows):
         console.title(f"Run {name}")
         run_workflow(runner, name, workflow, console)
@@ -155,6 +157,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def run_devices(options: argparse.Namespace) -> int:
     from .console import Console
+    from .doctor import HIDING_VARIABLES
 
     simulate(options)
     from ..memory import MemoryManager
@@ -170,12 +173,26 @@ def run_devices(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_doctor(options: argparse.Namespace) -> int:
+    from .console import Console
+    from .doctor import examine
+
+    answer = examine(options.comfyui, os.environ)
+    if options.json:
+        print(json.dumps(answer))
+    else:
+        Console().show_findings(answer)
+    return 0
+
+
 def run_serve(options: argparse.Namespace) -> int:
     from .serve import serve
     from .session import make_runner
 
     simulate(options)
-    serve(make_runner(models_directory(options), options.out), host=options.host, port=options.port)
+    announce = (lambda url: print(json.dumps({"url": url}), flush=True)) if options.json else None
+    runner = make_runner(models_directory(options), output_directory(options))
+    serve(runner, host=options.host, port=options.port, announce=announce)
     return 0
 
 
@@ -185,7 +202,7 @@ def run_serve(options: argparse.Namespace) -> int:
 def described(options: argparse.Namespace) -> Hardware | None:
     from .hardware import parse_hardware
 
-    return parse_hardware(options.devices) if options.devices else None
+    return parse_hardware(options.devices) if options.devices is not None else None
 
 
 def simulate(options: argparse.Namespace) -> None:
@@ -206,6 +223,13 @@ def models_directory(options: argparse.Namespace) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "highwater" / "models"
     ensure_pipelines(cache / "diffusers")
     return cache
+
+
+def output_directory(options: argparse.Namespace) -> Path:
+    """Return the output folder; it is made when something is written."""
+    if options.out.exists() and not options.out.is_dir():
+        raise InvalidInput(f"{options.out}: is a file; --out expects a folder")
+    return Path(options.out)
 
 
 def peers_of(name: str, others: Sequence[str]) -> list[str]:

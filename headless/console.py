@@ -110,3 +110,14 @@ class Console:
             self.say(f"{name}={value!r} decides which devices torch can see")
         if len(devices) == 1:
             self.say("no accelerator here; --devices simulates one")
+
+    def show_findings(self, answer: Mapping[str, Any]) -> None:
+        """Print what the doctor found, a warning's remedy below it, and the features that are in effect."""
+        for finding in answer["findings"]:
+            mark = "warning" if finding["is_warning"] else "ok"
+            self.say(f"{mark:8}{finding['check']:14}{finding['text']}")
+            if finding["remedy"]:
+                self.say(f"{'':22}-> {finding['remedy']}")
+        in_effect = [name.replace("_", " ") for name, state in answer["features"].items() if state is True]
+        self.say(f"{'':8}{'in effect':14}{', '.join(in_effect) or 'nothing'}")
+        self.say(f"{answer['num_warnings']} warnings" if answer["num_warnings"] else "no warnings")

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from ..memory.errors import InvalidInput
 from . import folder_paths
+from .comfy_api import list_node_classes
 from .page_requests import Route, answer_with, read_json, send_file
 from .user_directory import UserDirectory, below
 
@@ -19,6 +20,7 @@ PACK = "highwater"
 PACK_ROOT = Path(__file__).parents[1]
 WEB, LOCALES, TEMPLATES = PACK_ROOT / "web", PACK_ROOT / "locales", PACK_ROOT / "workflows"
 FIRST_TEMPLATE = "highwater-first-image"
+NOTES = ("MarkdownNote", "Note")  # which the page has of its own
 VISITED = "highwater-visited"  # the cookie of a browser that has been shown the first template
 
 # Where the user has not chosen: all of the canvas is seen, and no other server is asked for news of ComfyUI.
@@ -98,8 +100,10 @@ class FileRoutes:
         return web.json_response(translations)
 
     async def get_templates(self, request: web.Request) -> web.StreamResponse:
-        """List the graphs that the page can open; those in API format are for the command line."""
-        names = [path.stem for path in sorted(TEMPLATES.glob("*.json")) if "nodes" in json.loads(path.read_text())]
+        """List the graphs whose nodes are all here; the others are for ComfyUI and its models."""
+        known = {*list_node_classes(), *NOTES}
+        graphs = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(TEMPLATES.glob("*.json"))}
+        names = [name for name, graph in graphs.items() if known.issuperset(node["type"] for node in graph["nodes"])]
         return web.json_response({PACK: names})
 
     async def get_template(self, request: web.Request) -> web.StreamResponse:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..memory.component import Component, component_from_files
-from ..memory.errors import InvalidInput
-from ..memory.placement import parse_placement
+from ..memory.errors import InvalidInput, allowed_values
+from ..memory.placement import canonical_device, parse_placement
 from ..memory.plan import Machine, Plan, plan_components
 from ..memory.profile import parse_profile
 from ..memory.upcast import parse_precision
 
 if TYPE_CHECKING:
     from .hardware import Hardware
+    from .workflow import WorkflowNode
 
 __all__ = ["plan_files", "plan_workflow"]
 
 
-def this_machine() -> Machine:
+def machine_for(hardware: Hardware | None) -> Machine:
+    """Return the numbers to plan with: the described machine's, or this one's as it is now."""
     from ..memory import default_manager
 
-    return default_manager().machine(None)
+    return hardware.machine() if hardware else default_manager().machine(None)
 
 
-def plan_parts(
-    parts: Sequence[Component], hardware: Hardware | None, *, profile: str, placement: str, precision: str
-) -> Plan:
-    machine = hardware.machine() if hardware else this_machine()
+def plan_parts(parts: Sequence[Component], machine: Machine, *, profile: str, placement: str, precision: str) -> Plan:
     devices = [device.name for device in machine.devices]
     names = [part.name for part in parts]
     return plan_components(
@@ -52,7 +52,7 @@ def plan_files(
     if len(set(names)) < len(names):
         raise InvalidInput(f"two files are named {max(names, key=names.count)!r}; plan them one at a time")
     parts = [component_from_files([path]) for path in paths]
-    return plan_parts(parts, hardware, profile=profile, placement=placement, precision=precision)
+    return plan_parts(parts, machine_for(hardware), profile=profile, placement=placement, precision=precision)
 
 
 def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[str, Plan]:
@@ -60,32 +60,61 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[s
     from ..nodes.pipeline_folders import check_pipeline, find_pipeline
     from . import folder_paths
     from .comfy_api import install
-    from .workflow import Link, load_workflow
+    from .workflow import load_workflow
 
     install()
     folder_paths.configure(models=models, output=Path("out"))
-    workflow = load_workflow(path)
+    workflow = load_workflow(path, ask_nodes=False)
+    machine = machine_for(hardware)
+    for node in workflow.nodes.values():
+        if node.schema.node_id == "HighwaterWatermark":
+            machine = keep_free(machine, **{name: value_of(path, node, name) for name in ("device", "low", "high")})
     plans = {}
     for node in workflow.nodes.values():
         if node.schema.node_id != "HighwaterLoadPipeline":
             continue
-        linked = [name for name, value in node.inputs.items() if isinstance(value, Link) and name != "watermark"]
-        if linked:
-            raise InvalidInput(
-                f"{path}: {node.label}: input {linked[0]!r} comes from another node; a plan needs its value"
-            )
-        folder = find_pipeline(node.inputs["pipeline"])
+        folder = find_pipeline(value_of(path, node, "pipeline"))
         parts = [
             component_from_files(sorted((folder / name).glob("*.safetensors")), name=name)
             for name in check_pipeline(folder)
         ]
         plans[f"{path.name}: {node.label}"] = plan_parts(
             parts,
-            hardware,
-            profile=node.inputs["profile"],
-            placement=node.inputs["placement"],
-            precision=node.inputs["precision"],
+            machine,
+            profile=value_of(path, node, "profile"),
+            placement=value_of(path, node, "placement"),
+            precision=value_of(path, node, "precision"),
         )
     if not plans:
         raise InvalidInput(f"{path}: loads no pipeline; a plan needs a HighwaterLoadPipeline node")
     return plans
+
+
+def value_of(path: Path, node: WorkflowNode, name: str) -> str:
+    """Return a widget's value. Raises `InvalidInput` for a linked one: a plan cannot know what another node gives."""
+    value = node.inputs[name]
+    if not isinstance(value, str):
+        raise InvalidInput(f"{path}: {node.label}: input {name!r} comes from another node; a plan needs its value")
+    return value
+
+
+def keep_free(machine: Machine, *, device: str, low: str, high: str) -> Machine:
+    """Return the machine with the watermark that a workflow sets, in place of the default one."""
+    from ..nodes.watermark import Watermark
+
+    mark = Watermark.parse(device, low, high)
+    names = [capacity.name for capacity in machine.accelerators]
+    wanted = canonical_device(mark.device)
+    if wanted != "*" and wanted not in names:
+        raise InvalidInput(f"watermark device {device!r} is not here; {allowed_values(device, ['*', *names])}")
+    capacities = tuple(
+        replace(
+            capacity,
+            available_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - mark.low_bytes),
+            kept_free_bytes=mark.low_bytes,
+        )
+        if capacity.name in names and wanted in ("*", capacity.name)
+        else capacity
+        for capacity in machine.devices
+    )
+    return replace(machine, devices=capacities)

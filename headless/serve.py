@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,18 +30,30 @@ __all__ = ["make_app", "serve"]
 MAX_REQUEST_BYTES = 64 << 20  # a saved workflow may carry images
 
 
-def serve(runner: WorkflowRunner, *, host: str = "127.0.0.1", port: int = 8188) -> None:
-    """Serve the page until Ctrl+C; prints its address once it answers. Port 0 takes a free one.
+def serve(
+    runner: WorkflowRunner,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8188,
+    announce: Callable[[str], None] | None = None,
+) -> None:
+    """Serve the page until Ctrl+C; announces its address once it answers, in words by default. Port 0 is a free one.
 
     Raises:
         InvalidInput: the page's package is missing, or the address cannot be used.
     """
     app = make_app(runner, list_node_classes())
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve_forever(app, host, port))
+        asyncio.run(serve_forever(app, host, port, announce or announce_in_words))
 
 
-async def serve_forever(app: web.Application, host: str, port: int) -> None:
+def announce_in_words(url: str) -> None:
+    print(f"Highwater is at {url} (Ctrl+C ends it)", flush=True)
+    if not url.startswith(("http://127.0.0.1:", "http://[::1]:", "http://localhost:")):
+        print("Everyone who can reach this address can run workflows and see the images.", flush=True)
+
+
+async def serve_forever(app: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
     app_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
     await app_runner.setup()
     try:
@@ -51,9 +63,7 @@ async def serve_forever(app: web.Application, host: str, port: int) -> None:
             raise InvalidInput(describe_bind_error(error, host, port)) from None
         bound_port = app_runner.addresses[0][1]
         shown = f"[{host}]" if ":" in host else host
-        print(f"Highwater is at http://{shown}:{bound_port}/ (Ctrl+C ends it)", flush=True)
-        if host not in ("127.0.0.1", "::1", "localhost"):
-            print("Everyone who can reach this address can run workflows and see the images.", flush=True)
+        announce(f"http://{shown}:{bound_port}/")
         await asyncio.Event().wait()
     finally:
         await app_runner.cleanup()

@@ -73,8 +73,13 @@ class Workflow:
         return tuple(id for id in self.order if self.nodes[id].schema.is_output_node)
 
 
-def load_workflow(path: str | Path, *, node_classes: Mapping[str, type[ComfyNode]] | None = None) -> Workflow:
+def load_workflow(
+    path: str | Path, *, node_classes: Mapping[str, type[ComfyNode]] | None = None, ask_nodes: bool = True
+) -> Workflow:
     """Read and check an API-format workflow file. What a combo offers comes from the configured folders.
+
+    Args:
+        ask_nodes: let the nodes check their values too, against this machine; a plan for another one does without.
 
     Raises:
         InvalidInput: the file is missing or not JSON; `InvalidWorkflow` where a node is to blame.
@@ -98,7 +103,7 @@ def load_workflow(path: str | Path, *, node_classes: Mapping[str, type[ComfyNode
         raise InvalidInput(f"{path}: is nested too deeply for a workflow") from None
     except ValueError as error:  # from the two hooks
         raise InvalidInput(f"{path}: {error}") from None
-    return parse_workflow(graph, source=str(path), node_classes=node_classes)
+    return parse_workflow(graph, source=str(path), node_classes=node_classes, ask_nodes=ask_nodes)
 
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -116,7 +121,11 @@ def reject_constant(constant: str) -> NoReturn:
 
 
 def parse_workflow(
-    graph: Any, *, source: str = "prompt", node_classes: Mapping[str, type[ComfyNode]] | None = None
+    graph: Any,
+    *,
+    source: str = "prompt",
+    node_classes: Mapping[str, type[ComfyNode]] | None = None,
+    ask_nodes: bool = True,
 ) -> Workflow:
     """Check a graph in API format.
 
@@ -132,8 +141,9 @@ def parse_workflow(
     schemas = {id: find_schema(id, entry, classes, source) for id, entry in graph.items()}
     nodes = {id: check_node(id, graph, schemas, classes[graph[id]["class_type"]], source) for id in graph}
     order = order_nodes(nodes, source)
-    for id in order:
-        check_with_node(nodes[id], source)
+    if ask_nodes:
+        for id in order:
+            check_with_node(nodes[id], source)
     return Workflow(source=source, nodes=nodes, order=order, prompt=graph)
 
 

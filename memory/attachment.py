@@ -1,13 +1,18 @@
 """A module under management: its shares on their devices, and the hooks through which computing reaches them.
 
 [Note: entries] A component is entered through its own forward or, where programs call parts of it (a VAE's
-decoder), through a direct child. The outermost entry takes the lease and the innermost exit gives it back. Only
-native hooks are used. torch skips even always-called hooks when a `BaseException` passes, which is what an
-interrupt is in recent hosts; so a new entry that could not be nested in what is on the stack heals it first.
+decoder), through a direct child. The outermost entry takes the lease and its exit gives it back. Only native hooks
+are used. torch skips even always-called hooks when a `BaseException` passes, which is what an interrupt is in recent
+hosts; so a pass may stay open that nobody runs any more. It is healed by the next entry that cannot be nested in it,
+and by whoever meets it and finds its module on no stack of its thread (`is_abandoned`). One pass runs at a time: a
+second thread waits for the first.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .component import Component, is_callable
 from .devices import Device
+from .errors import UnsafeState
 from .footprint import fixed_tensors
 from .ledger import Kind, Ledger
 from .plan import ComponentPlan
@@ -33,6 +39,8 @@ class Attachment:
     Args:
         acquire: called on the outermost entry; loads the component or raises, and holds the lease.
         give_back: called when the outermost entry is left, also by an exception.
+        guards_state: make ``state_dict()`` wide and refuse loading while weights rest in eight bits; a host that
+            reads and writes single weights does without.
     """
 
     def __init__(
@@ -46,6 +54,7 @@ class Attachment:
         *,
         acquire: Callable[[], None],
         give_back: Callable[[], None],
+        guards_state: bool = True,
     ) -> None:
         self.owner = owner
         self.module = module
@@ -54,8 +63,12 @@ class Attachment:
         self.ledger = ledger
         self.acquire = acquire
         self.give_back = give_back
+        self.guards_state = guards_state
         self.hops = Hops()
         self.entered: list[nn.Module] = []
+        self.running = threading.Lock()
+        """Held from the outermost entry to its exit."""
+        self.thread_id = 0
         self.handles: list[RemovableHandle] = []
         self.host_tier = "host"
         self.is_loaded = False
@@ -114,12 +127,12 @@ class Attachment:
                 unit.unpack()
             raise
         self.host_tier = "pinned" if pinned else "host"
-        self.charge_host(self.ledger.charge)
+        self.host_bytes = Counter[str]()
+        for unit in units:
+            self.host_bytes.update(unit.host_bytes)
+        for tier, num_bytes in self.host_bytes.items():
+            self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
         self.hook()
-
-    def charge_host(self, enter: Callable[[str, str, Kind, int], None]) -> None:
-        host_bytes = sum(unit.slab_bytes for share in self.shares for unit in share.units)
-        enter(self.host_tier, self.owner, Kind.WEIGHTS, host_bytes)
 
     def detach(self) -> None:
         """Leave every device, remove every hook, give the module ordinary tensors again. Idempotent."""
@@ -128,12 +141,14 @@ class Attachment:
         if not self.handles:
             return
         self.handles = []
+        self.heal_for(None)
         self.unload()
         for share in self.shares:
             for unit in share.units:
                 if unit.host_slab is not None:
                     unit.unpack()
-        self.charge_host(self.ledger.credit)
+        for tier, num_bytes in self.host_bytes.items():
+            self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         self.acquire = self.give_back = refuse_released  # they refer to the manager's member, and it to us
 
     def hook(self) -> None:
@@ -141,6 +156,10 @@ class Attachment:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
+        if self.plan.cast and self.guards_state:
+            # torch marks the function it is given, which a bound method does not allow.
+            self.handles.append(self.module.register_state_dict_post_hook(lambda *args: self.widen_state_dict(*args)))
+            self.handles.append(self.module.register_load_state_dict_pre_hook(refuse_loading))
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:
@@ -163,9 +182,14 @@ class Attachment:
 
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.heal_for(module)
-        outermost = not self.entered
+        outermost = not (self.entered and self.thread_id == threading.get_ident())
         if outermost:
-            self.acquire()
+            self.begin_alone()
+            try:
+                self.acquire()
+            except BaseException:
+                self.running.release()
+                raise
         self.entered.append(module)
         if not (outermost and self.is_loaded):
             return None
@@ -190,17 +214,39 @@ class Attachment:
         finally:
             self.hops.forget()
             self.give_back()
+            self.running.release()
+
+    def begin_alone(self) -> None:
+        """Wait until no other thread computes here; ends a pass that its thread has left without a hook."""
+        while not self.running.acquire(timeout=0.5):
+            if self.is_abandoned():
+                self.end_open_pass()
+        self.thread_id = threading.get_ident()
+
+    def is_abandoned(self) -> bool:
+        """Whether a pass is open whose entry module no frame of its thread is running. Walks that thread's stack."""
+        if not self.entered:
+            return False
+        frame = sys._current_frames().get(self.thread_id)
+        while frame is not None:
+            if frame.f_locals.get("self") is self.entered[0]:
+                return False
+            frame = frame.f_back
+        return True
+
+    def end_open_pass(self) -> None:
+        self.entered.clear()
+        self.finish_pass()
 
     def heal_for(self, module: nn.Module | None) -> None:
         """End a pass that an interrupt left open, if an entry into the module cannot be nested in it.
 
         Legal nesting is the root, then one of its children; None means that nothing can be running.
         """
-        if not self.entered:
+        if not self.entered or self.thread_id != threading.get_ident():
             return
         if module is self.module or module is None or self.entered[0] is not self.module:
-            self.entered.clear()
-            self.finish_pass()
+            self.end_open_pass()
         else:
             del self.entered[1:]
 
@@ -210,7 +256,7 @@ class Attachment:
         share = self.share_of[number]
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not self.entered:  # called from outside, as its own entry
+            if not self.entered or self.thread_id != threading.get_ident():  # called from outside, as its own entry
                 self.before_entry(module, (), {})
             if not self.is_loaded:
                 return None  # a hosted component off its devices computes as its host left it
@@ -237,6 +283,22 @@ class Attachment:
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.hops.move((args, kwargs), self.primary.torch_device)
 
+    # -- what others do with the module
+
+    def widen_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put wide weights where eight-bit ones without their scales would be; costs their wide bytes in RAM."""
+        for share in self.shares:
+            for unit in share.units:
+                for name in unit.cast_names:
+                    if prefix + name in state:
+                        state[prefix + name] = unit.wide(name, torch.device("cpu"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
+
+    def __reduce__(self) -> Any:
+        raise UnsafeState(f"{self.owner} is managed: release it before pickling its module, or save its state_dict()")
+
     # -- devices
 
     def load(self, plan: ComponentPlan) -> int:
@@ -261,6 +323,10 @@ class Attachment:
         """Leave every device; returns the bytes freed."""
         self.is_loaded = False
         return sum(share.unload() for share in self.shares)
+
+
+def refuse_loading(module: nn.Module, *_: Any) -> None:
+    raise UnsafeState(f"{type(module).__name__} rests in eight bits: release it before loading other weights into it")
 
 
 def refuse_released() -> None:

@@ -29,7 +29,7 @@ class OpenNode:
     begin_s: float
     moved_before: int
     peaks: Counter[str] = field(default_factory=Counter)
-    book_peaks: Counter[str] = field(default_factory=Counter)
+    activations: Counter[str] = field(default_factory=Counter)
     weights: Counter[str] = field(default_factory=Counter)
 
 
@@ -72,11 +72,8 @@ class Recorder:
         for listener in list(self.listeners):
             listener(message)
 
-    def sample(self, activation_of: Callable[[str, int], None] | None = None) -> None:
-        """Enter a timeline point per device and start the next interval.
-
-        ``activation_of(device, bytes)`` learns what the interval's peak exceeded the books by.
-        """
+    def sample(self, tell_peak: Callable[[str, int], None] | None = None) -> None:
+        """Enter a timeline point per device and start the next interval; ``tell_peak(device, bytes)`` hears of it."""
         for device in self.devices:
             peak = device.peak_bytes()
             point = Sample(
@@ -87,14 +84,11 @@ class Recorder:
                 peak_bytes=peak,
             )
             self.samples.append(point)
-            if activation_of is not None:
-                activation_of(device.name, max(0, peak - self.ledger.used(device.name)))
+            if tell_peak is not None:
+                tell_peak(device.name, peak)
             if self.node is not None:
                 self.node.peaks[device.name] = max(self.node.peaks[device.name], peak)
-                books = max(self.node.book_peaks[device.name], self.ledger.peaks[device.name])
-                self.node.book_peaks[device.name] = books
             device.reset_peak()
-            self.ledger.reset_peak(device.name)
 
     def used_by_node(self, component: str) -> None:
         """Credit the open node with what a component that it uses has on devices."""
@@ -102,6 +96,11 @@ class Recorder:
             for device in self.devices:
                 held = self.ledger.held(component, device.name)
                 self.node.weights[device.name] = max(self.node.weights[device.name], held)
+
+    def needed_by_node(self, device: str, activation_bytes: int) -> None:
+        """Credit the open node with what a forward needed beside everything that was there."""
+        if self.node is not None:
+            self.node.activations[device] = max(self.node.activations[device], activation_bytes)
 
     # -- runs and nodes
 
@@ -139,9 +138,6 @@ class Recorder:
         """Close the open node and return its report."""
         self.sample()
         self.node = None
-        activation = {
-            device.name: max(0, node.peaks[device.name] - node.book_peaks[device.name]) for device in self.devices
-        }
         report = NodeReport(
             node_id=node.node_id,
             title=node.title,
@@ -150,7 +146,7 @@ class Recorder:
             seconds=round(self.now_s - node.begin_s, 6),
             peak_bytes=dict(node.peaks),
             weights_bytes={name: held for name, held in node.weights.items() if held},
-            activation_bytes=activation,
+            activation_bytes={device.name: node.activations[device.name] for device in self.devices},
             bytes_moved=self.bytes_moved() - node.moved_before,
             tiers=tiers,
         )

@@ -8,6 +8,7 @@ output layers) is the component's *rest* and stays where it computes.
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +24,23 @@ __all__ = ["Block", "Component", "TensorSpec", "component_from_files", "componen
 # A stack smaller than this part of its component is not worth streaming: it joins the rest.
 SMALLEST_STACK_SHARE = 0.05
 CASTABLE_CLASSES = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
+# Early, middle, late: UNets and VAEs (down, mid, up; encoder, decoder) and the two stacks of Flux and its like.
+STAGES = (
+    re.compile(r"(^|\.)(encoder|down_?blocks?|down|input_blocks|double_?\w*|doubles|transformer_blocks)(\.|$)"),
+    re.compile(r"(^|\.)(mid_?\w*|middle_?\w*)(\.|$)"),
+    re.compile(r"(^|\.)(decoder|up_?blocks?|up|output_blocks|single_\w*|singles)(\.|$)"),
+)
 SAFETENSORS_NAMES = {
     "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float64": "F64",
     "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.int8": "I8", "torch.uint8": "U8",
     "torch.int16": "I16", "torch.int32": "I32", "torch.int64": "I64", "torch.bool": "BOOL",
     "torch.complex64": "C64", "torch.uint16": "U16", "torch.uint32": "U32", "torch.uint64": "U64",
+    "torch.complex128": "C128",
 }  # fmt: skip
+
+
+# What a module may hold beyond what a safetensors file may.
+BITS = DTYPE_BITS | {"C128": 128}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +58,7 @@ class TensorSpec:
 
     @property
     def weight_bytes(self) -> int:
-        return -(-self.num_elements * DTYPE_BITS[self.dtype] // 8)
+        return -(-self.num_elements * BITS[self.dtype] // 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +176,11 @@ def group_tensors(
     *,
     kept_in_rest: Collection[str] = (),
 ) -> Component:
-    """Sort tensors into blocks and rest; stacks in order of appearance, blocks within a stack by number."""
+    """Sort tensors into blocks and rest; blocks in the order in which such models run them.
+
+    A file has no order of definition and a UNet defines its middle last, so stacks go by what their names say
+    (down before mid before up), then by appearance; within a stack the numbers decide.
+    """
     stacks: dict[str, dict[int, list[TensorSpec]]] = {}
     rest: list[TensorSpec] = []
     for tensor in tensors:
@@ -176,7 +192,7 @@ def group_tensors(
             stacks.setdefault(stack, {}).setdefault(int(number), []).append(tensor)
     total_bytes = sum(tensor.weight_bytes for tensor in tensors)
     blocks: list[Block] = []
-    for stack, members in stacks.items():
+    for stack, members in sorted(stacks.items(), key=lambda item: stage_of(item[0])):
         stack_bytes = sum(tensor.weight_bytes for block in members.values() for tensor in block)
         if len(members) < 2 or stack_bytes < SMALLEST_STACK_SHARE * total_bytes:
             rest += [tensor for block in members.values() for tensor in block]
@@ -184,6 +200,14 @@ def group_tensors(
         prefix = f"{stack}." if stack else ""
         blocks += [Block(name=f"{prefix}{number}", tensors=tuple(members[number])) for number in sorted(members)]
     return Component(name=name, kind=kind, blocks=tuple(blocks), rest=Block(name="", tensors=tuple(rest)))
+
+
+def stage_of(stack: str) -> int:
+    """Return 0, 1 or 2 for a stack that runs early, in the middle or late, by the words in its name."""
+    for stage, words in enumerate(STAGES):
+        if words.search(stack):
+            return stage
+    return 1
 
 
 def guess_kind(name: str) -> str:

@@ -25,14 +25,12 @@ class Ledger:
     def __init__(self) -> None:
         self.entries: Counter[tuple[str, str, Kind]] = Counter()
         self.totals: Counter[str] = Counter()
-        self.peaks: Counter[str] = Counter()
 
     def charge(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Enter bytes that have been allocated."""
         assert num_bytes >= 0, num_bytes
         self.entries[place, component, kind] += num_bytes
         self.totals[place] += num_bytes
-        self.peaks[place] = max(self.peaks[place], self.totals[place])
 
     def credit(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Strike bytes that have been freed; never more than were entered."""
@@ -62,9 +60,6 @@ class Ledger:
         """Return the bytes in one place by component."""
         return {owner: self.held(owner, place) for where, owner, _ in sorted(self.entries, key=str) if where == place}
 
-    def reset_peak(self, place: str) -> None:
-        self.peaks[place] = self.totals[place]
-
     def check(self) -> None:
         """Assert that the books agree with themselves; run whenever nothing computes."""
         sums: Counter[str] = Counter()
@@ -73,4 +68,3 @@ class Ledger:
             sums[place] += num_bytes
         for place, total in self.totals.items():
             assert sums[place] == total, f"{place}: entries sum to {sums[place]}, the total says {total}"
-            assert self.peaks[place] >= total, f"{place}: peak {self.peaks[place]} below the total {total}"

@@ -79,6 +79,9 @@ class Member:
         self.last_use_s: float | None = None
         self.planned_in_epoch = -1
         self.activation_bytes: Counter[str] = Counter()
+        """What its forwards needed of a device beside what was there, in this run and the last."""
+        self.activation_before: Counter[str] = Counter()
+        self.allocated_at_entry: dict[str, int] = {}
 
 
 class MemoryManager:
@@ -204,8 +207,9 @@ class MemoryManager:
             return members, plan
 
     def attach(self, member: Member, module: nn.Module, component: Component, plan: ComponentPlan) -> None:
-        if any(other.attachment.module is module for other in self.members.values()):
-            raise InvalidInput(f"{component.name} is managed already; release it first")
+        if not member.is_hosted:
+            self.refuse_unsuitable(module, component.name)
+        refuse_shared_split(module, component, plan)
         member.attachment = Attachment(
             member.id,
             module,
@@ -215,6 +219,7 @@ class MemoryManager:
             self.ledger,
             acquire=lambda: self.acquire(member),
             give_back=lambda: self.give_back(member),
+            guards_state=not member.is_hosted,
         )
         member.attachment.attach()
         self.members[member.id] = member
@@ -223,6 +228,24 @@ class MemoryManager:
         if plan.tier == "pinned" != member.attachment.host_tier:
             reason = "page-locked memory ran out: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
+
+    def refuse_unsuitable(self, module: nn.Module, name: str) -> None:
+        """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
+        owners = {
+            id(parameter): other.id
+            for other in self.members.values()
+            for parameter in other.attachment.module.parameters()
+        }
+        if hasattr(module, "_hf_hook"):
+            raise InvalidInput(f"{name} has accelerate's hooks; remove them first, as with pipe.remove_all_hooks()")
+        for parameter_name, parameter in module.named_parameters():
+            if id(parameter) in owners:
+                owner = owners[id(parameter)]
+                raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
+            if parameter.device.type != "cpu":
+                raise InvalidInput(
+                    f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
+                )
 
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""
@@ -267,21 +290,31 @@ class MemoryManager:
             member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
             try:
                 self.recorder.sample()
+                self.heal_abandoned(member)
                 outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.epoch
                 if outdated and not member.is_hosted:
                     self.admit(member)
                 self.recorder.used_by_node(member.id)
+                member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
             except BaseException:
                 member.leases -= 1
                 raise
+
+    def heal_abandoned(self, newcomer: Member) -> None:
+        """End passes that interrupts left open: their leases would keep memory that nobody computes with."""
+        for member in self.members.values():
+            if member is not newcomer and member.leases and member.attachment.is_abandoned():
+                member.attachment.end_open_pass()
 
     def give_back(self, member: Member) -> None:
         """Return the lease and learn what the forward needed beside the weights."""
         with self.exclusive():
             member.leases = max(0, member.leases - 1)
 
-            def learn(device: str, activation_bytes: int) -> None:
+            def learn(device: str, peak_bytes: int) -> None:
+                activation_bytes = max(0, peak_bytes - member.allocated_at_entry.get(device, peak_bytes))
                 member.activation_bytes[device] = max(member.activation_bytes[device], activation_bytes)
+                self.recorder.needed_by_node(device, activation_bytes)
 
             self.recorder.sample(learn)
 
@@ -324,7 +357,7 @@ class MemoryManager:
     def kept_free(self, device: str, member: Member | None) -> tuple[int, int]:
         """Return the low and high mark, raised to what the member's forwards were seen to need."""
         mark = self.watermark(device)
-        needed = member.activation_bytes[device] if member else 0
+        needed = max(member.activation_bytes[device], member.activation_before[device]) if member else 0
         return max(mark.low_bytes, needed), max(mark.high_bytes, needed)
 
     def machine(self, member: Member | None, ceilings: Mapping[str, int] | None = None) -> Machine:
@@ -442,6 +475,9 @@ class MemoryManager:
         with self.exclusive():
             self.heal()
             self.epoch += 1
+            for member in self.members.values():
+                if member.activation_bytes:  # it ran: an older, larger run is no reason any more
+                    member.activation_before, member.activation_bytes = member.activation_bytes, Counter()
             self.recorder.begin_run(run_id, name)
 
     def end_run(self) -> None:
@@ -530,3 +566,17 @@ class MemoryManager:
             bytes_moved=attachment.bytes_moved,
             plan=attachment.plan.to_json(),
         )
+
+
+def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:
+    """Refuse to split a module over devices whose blocks share weights or buffers: a tensor has one device."""
+    if len(plan.shares) == 1:
+        return
+    share_of = {component.blocks[number].name: share.device for share in plan.shares for number in share.blocks}
+    for tensors in (module.named_parameters, module.named_buffers):
+        homes: dict[int, set[str]] = {}
+        for name, tensor in tensors(remove_duplicate=False):
+            home = next((device for block, device in share_of.items() if name.startswith(f"{block}.")), "")
+            homes.setdefault(id(tensor), set()).add(home or plan.shares[0].device)
+            if len(homes[id(tensor)]) > 1:
+                raise InvalidInput(f"{component.name} cannot be split: {name!r} is shared by parts on both devices")

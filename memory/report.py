@@ -12,7 +12,7 @@ REPORT_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One thing that happened, ``t_s`` after the start; kinds: plan, load, evict, release, watermark, run, error."""
+    """One thing that happened, ``t_s`` after the start; kinds: plan, load, evict, release, watermark, error."""
 
     t_s: float
     kind: str
@@ -67,9 +67,9 @@ class ComponentReport:
 class NodeReport:
     """One execution of a node.
 
-    ``weights_bytes`` is the most that the components it used had on a device, ``peak_bytes`` the most that was
-    allocated there by anyone, and ``activation_bytes`` what the peak exceeds all books by. ``tiers`` says where
-    the components that this node loaded are now.
+    ``weights_bytes`` is the most that a component it used had on a device, ``activation_bytes`` the most that a
+    forward of one needed beside what was there already, and ``peak_bytes`` the most that was allocated by anyone.
+    ``tiers`` says where the components that this node loaded are now.
     """
 
     node_id: str
@@ -86,7 +86,7 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """One prompt execution; ``bytes_moved`` counts weights copied to devices, ``events`` what happened in it."""
+    """One prompt execution; ``bytes_moved`` counts weights copied to devices."""
 
     run_id: str
     name: str

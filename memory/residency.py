@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from .component import TensorSpec
-from .devices import Device
-from .transfer import CopyStream, SlabLayout, allocate_device, allocate_host
+from .transfer import CopyStream, SlabLayout, allocate_host
+from .units import pinned_bytes
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 
 __all__ = ["BlockState", "Entry", "Unit", "find_entries"]
@@ -28,6 +28,9 @@ class BlockState(enum.Enum):
     """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
 
 
+EMPTY = torch.empty(0)
+
+
 @dataclass(slots=True)
 class Entry:
     """One weight and every place in the module tree that holds it (tied weights have several)."""
@@ -40,6 +43,8 @@ class Entry:
 
     @property
     def held(self) -> torch.Tensor:
+        if not self.owners:  # a buffer that the module has replaced by one of its own
+            return EMPTY
         module, name = self.owners[0]
         tensor = (module._buffers if self.is_buffer else module._parameters)[name]
         assert tensor is not None
@@ -105,7 +110,10 @@ class Unit:
         self.device_views: list[torch.Tensor] = []
         self.loaded_version = 0
         self.ready: torch.Event | None = None
+        self.awaited: set[int] = set()
+        """The streams that already wait for the copy."""
         self.state = BlockState.HOST
+        self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
     def stored_form(self, entry: Entry) -> tuple[torch.Size, torch.dtype]:
@@ -115,6 +123,13 @@ class Unit:
     @property
     def slab_bytes(self) -> int:
         return self.layout.slab_bytes
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """The bytes of the masters by tier: page-locked ones as the allocator rounds them."""
+        if self.host_slab is not None and self.host_slab.is_pinned():
+            return {"pinned": pinned_bytes(self.slab_bytes)}
+        return {"host": self.slab_bytes}
 
     # -- the master in host memory
 
@@ -141,7 +156,7 @@ class Unit:
             with torch.no_grad():
                 view.copy_(source)
             self.masters.append(repoint(entry, view))
-        self.host_slab = slab
+        self.host_slab, self.placed = slab, list(self.masters)
         return slab.is_pinned() or not (pinned and slab.numel())
 
     def overwrite(self, name: str, weight: torch.Tensor) -> None:
@@ -181,22 +196,23 @@ class Unit:
                 else:
                     upcast_into(own, source, entry.scale)
                     entry.scale = None
-            entry.hold(master)
-            repoint(entry, own)
-        self.masters, self.host_slab, self.view_cache = [], None, {}
+            if entry.owners:
+                entry.hold(master)
+                repoint(entry, own)
+        self.masters, self.host_slab, self.placed, self.view_cache = [], None, [], {}
 
     # -- copies on a device
 
-    def load(self, device: Device, copies: CopyStream) -> None:
+    def load(self, copies: CopyStream) -> None:
         """Become resident: allocate a slab on the device and queue its copy.
 
         Raises:
             torch.OutOfMemoryError: nothing changed.
         """
         assert self.host_slab is not None and self.device_slab is None
-        self.device_slab = allocate_device(self.slab_bytes, device)
-        copies.follow_compute()
+        self.device_slab = copies.allocate(self.slab_bytes)
         self.ready = copies.copy(self.device_slab, self.host_slab)
+        self.awaited = set()
         self.device_views = self.held_views(self.layout.views(self.device_slab))
         self.loaded_version = self.device_slab._version  # views share the counter: any write to one shows here
         self.put(self.device_views, BlockState.RESIDENT)
@@ -205,26 +221,28 @@ class Unit:
         """Leave the device without copying back; returns the bytes freed. The caller drained the copy stream."""
         assert self.device_slab is not None
         self.rest()
-        self.save_buffers()
+        self.save_changes()
         self.device_slab, self.device_views, self.ready = None, [], None
         self.rest()
         return self.slab_bytes
 
-    def save_buffers(self) -> None:
-        """Keep what a forward wrote into buffers: the one thing on a device that its master does not have."""
+    def save_changes(self) -> None:
+        """Keep what was written on the device: counters in buffers, weights loaded into a resident module.
+
+        Weights are read-only at inference, so almost always there is nothing, and nothing is copied back.
+        """
         assert self.device_slab is not None
-        if self.device_slab._version == self.loaded_version:
-            return
-        for entry, master in zip(self.entries, self.masters, strict=True):
-            if entry.is_buffer:
+        if self.device_slab._version != self.loaded_version:
+            for view, master in zip(self.device_views, self.masters, strict=True):
                 with torch.no_grad():
-                    master.copy_(entry.held)
+                    master.copy_(view)
 
     def await_copy(self, copies: CopyStream) -> None:
-        """Let the compute stream wait for this unit's own copy, once."""
-        if self.ready is not None:
+        """Let the compute stream wait for this unit's own copy, each stream once."""
+        stream = copies.compute_stream.stream_id
+        if self.ready is not None and stream not in self.awaited:
             copies.await_on_compute(self.ready)
-            self.ready = None
+            self.awaited.add(stream)
 
     # -- what the module holds
 
@@ -266,9 +284,20 @@ class Unit:
         return [as_held(view, entry) for view, entry in zip(views, entries, strict=True)]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
-        for entry, tensor in zip(self.entries, tensors, strict=True):
+        for index, (entry, tensor) in enumerate(zip(self.entries, tensors, strict=True)):
+            if entry.is_buffer and entry.owners and self.placed and entry.held is not self.placed[index]:
+                self.take_replaced(entry, tensor)
             entry.hold(tensor)
-        self.state = state
+        self.placed, self.state = list(tensors), state
+
+    def take_replaced(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
+        replaced = entry.held
+        if replaced.shape == tensor.shape and replaced.dtype == tensor.dtype:
+            with torch.no_grad():
+                tensor.copy_(replaced)
+        else:
+            entry.owners = []
 
 
 def repoint(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -77,7 +77,7 @@ class Share:
     def load_unit(self, unit: Unit) -> None:
         if unit.device_slab is None:
             assert self.copies is not None
-            unit.load(self.device, self.copies)
+            unit.load(self.copies)
             self.ledger.charge(self.device.name, self.owner, Kind.WEIGHTS, unit.slab_bytes)
             self.loaded_bytes += unit.slab_bytes
 
@@ -86,7 +86,9 @@ class Share:
         if have != num_bytes:
             self.free_scratch()
             if num_bytes:
-                self.scratch = allocate_device(num_bytes, self.device)
+                self.scratch = (
+                    self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
+                )
                 self.ledger.charge(self.device.name, self.owner, Kind.SCRATCH, num_bytes)
 
     def fit_slots(self, plan: SharePlan) -> None:
@@ -98,11 +100,10 @@ class Share:
             slots = []
             try:
                 for _ in range(plan.num_slots):
-                    slots.append(StagingSlot(plan.slot_bytes, self.device))
+                    slots.append(StagingSlot(plan.slot_bytes, self.copies))
             finally:
                 self.streamer = Streamer(streamed, slots, self.copies)
                 self.ledger.charge(self.device.name, self.owner, Kind.STAGING, len(slots) * plan.slot_bytes)
-            self.copies.follow_compute()
 
     # -- giving bytes back
 
@@ -132,8 +133,8 @@ class Share:
             self.drop_unit(self.fixed)
         return before - self.held_bytes()
 
-    def drop_blocks(self, numbers: object) -> None:
-        for number in list(numbers):  # type: ignore[call-overload]
+    def drop_blocks(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
             if self.blocks[number].device_slab is not None:
                 self.drop_unit(self.blocks[number])
 
@@ -155,6 +156,8 @@ class Share:
 
     def free_scratch(self) -> None:
         if self.scratch is not None:
+            if self.copies is not None:
+                self.copies.drain()
             self.forget_views()
             num_bytes = self.scratch.numel()
             self.scratch = None
@@ -169,6 +172,9 @@ class Share:
     def begin_pass(self) -> None:
         """A forward begins: the first streamed blocks are queued."""
         self.heal()
+        if self.copies is not None:
+            self.copies.begin_pass()
+            self.fixed.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
 

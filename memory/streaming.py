@@ -34,7 +34,7 @@ class Streamer:
 
     def end_pass(self) -> None:
         """Adopt the order that the finished pass ran, and queue the first blocks of the next one."""
-        if self.trace and self.trace != self.order:
+        if self.trace:
             self.order = self.trace
         self.trace, self.position = [], 0
         self.prefetch()
@@ -67,13 +67,6 @@ class Streamer:
                     return
                 self.refill(slot, block)
 
-    def invalidate(self, block: int | None = None) -> None:
-        """Forget what the slots hold, of one block or all: its master has changed and must be copied again."""
-        for slot in self.slots:
-            assert not slot.in_use
-            if block is None or slot.block == block:
-                slot.block = None
-
     def refill(self, slot: StagingSlot, block: int) -> None:
         source = self.units[block].host_slab
         assert source is not None
@@ -100,7 +93,9 @@ class Streamer:
         return self.position
 
     def slot_of(self, block: int) -> StagingSlot | None:
-        return next((slot for slot in self.slots if slot.block == block), None)
+        source = self.units[block].host_slab
+        assert source is not None
+        return next((slot for slot in self.slots if slot.holds(block, source)), None)
 
     def choose_slot(self, keep: Sequence[int]) -> StagingSlot | None:
         """Return a slot that neither computes nor holds a block to keep; of several, the one needed last."""

@@ -4,11 +4,12 @@
 that is current when a block is entered, the compute stream. Four rules keep them apart, all by events, none by a
 device-wide synchronize:
 
-1. A copy into memory that was just allocated waits for the compute stream: the allocator may have handed out
-   bytes that a queued kernel still reads.
+1. All memory is allocated on one stream, the home stream, because an allocator hands it out again in that stream's
+   order. A copy into memory that was just allocated waits for the home stream: a kernel queued there may still read it.
 2. A block computes after its copy: the compute stream waits for the slot's (or the resident block's) ready event.
 3. A slot is refilled after its last use: the copy stream waits for the slot's free event.
-4. Memory is freed after its last copy: the compute stream waits for the copy stream first (`CopyStream.drain`).
+4. Memory is freed after its last copy and its last use: the home stream waits for both (`CopyStream.drain`).
+5. A pass on another stream than the last one waits for that one: slots, scratch and events are those of one order.
 """
 
 from __future__ import annotations
@@ -79,12 +80,18 @@ def allocate_host(num_bytes: int, *, pinned: bool) -> torch.Tensor:
 class StagingSlot:
     """Device memory through which streamed blocks pass, one at a time."""
 
-    def __init__(self, num_bytes: int, device: Device) -> None:
-        self.slab = allocate_device(num_bytes, device)
+    def __init__(self, num_bytes: int, copies: CopyStream) -> None:
+        self.slab = copies.allocate(num_bytes)
         self.block: int | None = None
+        self.version = 0
+        """The version of the master when it was copied: a host may write to masters."""
         self.in_use = False
-        self.ready = torch.Event(device=device.torch_device)
-        self.free = torch.Event(device=device.torch_device)
+        self.ready = torch.Event(device=copies.device.torch_device)
+        self.free = torch.Event(device=copies.device.torch_device)
+
+    def holds(self, block: int, source: torch.Tensor) -> bool:
+        """Whether the slot has this block as its master now is."""
+        return self.block == block and self.version == source._version
 
 
 class CopyStream:
@@ -93,14 +100,26 @@ class CopyStream:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.stream = torch.Stream(device=device.torch_device)
+        self.home = self.compute_stream
+        self.last_compute = self.home
 
     @property
     def compute_stream(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device.torch_device)
 
-    def follow_compute(self) -> None:
-        """Let the next copies wait for what is queued on the compute stream (rule 1)."""
-        self.stream.wait_stream(self.compute_stream)
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Allocate a slab on the device, in the home stream's order (rule 1). Raises `torch.OutOfMemoryError`."""
+        with self.home:
+            slab = allocate_device(num_bytes, self.device)
+        self.stream.wait_stream(self.home)
+        return slab
+
+    def begin_pass(self) -> None:
+        """Order this pass behind the last one, wherever that ran (rule 5)."""
+        compute = self.compute_stream
+        if compute != self.last_compute:
+            compute.wait_stream(self.last_compute)
+            self.last_compute = compute
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event:
         """Queue a copy of a host slab to the device; returns its ready event. Blocks the host if not pinned."""
@@ -113,7 +132,7 @@ class CopyStream:
         assert not slot.in_use, f"slot refilled while block {slot.block} computes"
         self.stream.wait_event(slot.free)
         self.copy_and_record(slot.slab[: source.numel()], source, slot.ready)
-        slot.block = block
+        slot.block, slot.version = block, source._version
 
     def copy_and_record(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event) -> None:
         with self.stream, torch.no_grad():
@@ -130,5 +149,8 @@ class CopyStream:
         slot.in_use = False
 
     def drain(self) -> None:
-        """Let the compute stream wait for every queued copy, so that their memory may be freed (rule 4)."""
-        self.compute_stream.wait_stream(self.stream)
+        """Let the home stream wait for every queued copy and compute, so that memory may be freed (rule 4)."""
+        self.home.wait_stream(self.stream)
+        for used in (self.last_compute, self.compute_stream):
+            if used != self.home:
+                self.home.wait_stream(used)

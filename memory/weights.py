@@ -87,13 +87,15 @@ def read_header(path: str | Path) -> WeightsHeader:
         raw = file.read(header_bytes)
     try:
         entries = json.loads(raw)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting as deep
         raise InvalidInput(f"{path}: header is not valid JSON ({error}); the file is damaged") from None
     if not isinstance(entries, dict):
         raise InvalidInput(f"{path}: header is a JSON {type(entries).__name__}, expected an object of tensors")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise InvalidInput(f"{path}: __metadata__ is a {type(metadata).__name__}, expected an object of strings")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise InvalidInput(f"{path}: __metadata__ holds something other than strings")
     data_begin = 8 + header_bytes
     tensors = sorted(
         (parse_entry(path, name, entry, data_begin) for name, entry in entries.items()),
@@ -116,7 +118,9 @@ def parse_entry(path: Path, name: str, entry: Any, data_begin: int) -> TensorHea
         integers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError):
         raise InvalidInput(f"{path}: tensor {name!r} lacks dtype, shape or data_offsets") from None
-    if dtype not in DTYPE_BITS:
+    if not isinstance(shape, list):
+        raise InvalidInput(f"{path}: tensor {name!r} has a shape that is no list: {shape!r}")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise InvalidInput(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; allowed: {', '.join(DTYPE_BITS)}")
     if not all(type(number) is int and number >= 0 for number in integers):
         raise InvalidInput(f"{path}: tensor {name!r} has a shape or offset that is not a natural number: {entry}")

@@ -242,10 +242,10 @@ class HighwaterPatcher(ModelPatcher):
         super().unpatch_model(device_to, unpatch_weights)
 
     def patch_hooks(self, hooks: Any) -> None:
-        """Weight hooks write into the parameters between steps: what waits in slots is a copy of the old ones."""
-        self.forget_staged()
+        """Weight hooks write into parameters between steps; staged copies of old masters are seen by their version."""
+        if self.hosted.member is not None:
+            self.hosted.member.attachment.heal_for(None)
         super().patch_hooks(hooks)
-        self.forget_staged()
 
     def cleanup(self) -> None:
         """Called in the sampler's ``finally``, also after an interrupt that ran no hook."""
@@ -289,15 +289,6 @@ class HighwaterPatcher(ModelPatcher):
         if self.hosted.member is not None:
             self.unpatch_model(self.offload_device, unpatch_weights=True)
             self.hosted.release()
-
-    def forget_staged(self) -> None:
-        member = self.hosted.member
-        if member is None:
-            return
-        member.attachment.heal_for(None)
-        for share in member.attachment.shares:
-            if share.streamer is not None:
-                share.streamer.invalidate()
 
     # -- what core reads on modules and on the model
 

@@ -35,7 +35,7 @@ class Watermark:
         return cls(device=device.strip(), low_bytes=low_bytes, high_bytes=high_bytes)
 
     def apply(self) -> None:
-        """Set it on the shared manager; moves nothing by itself.
+        """Set it on the shared manager; idle models leave at once if less than the low mark is free.
 
         Raises:
             InvalidInput: the device is not here.

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from highwater.memory.component import Block, Component, TensorSpec, component_from_files, component_from_module
+from highwater.memory.component import (
+    Block,
+    Component,
+    TensorSpec,
+    component_from_files,
+    component_from_module,
+    group_tensors,
+)
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.footprint import all_resident_bytes, block_bytes, wide_bytes
 from highwater.memory.placement import parse_placement
@@ -158,10 +165,27 @@ def test_blocks_are_found_alike_in_a_module_and_in_its_file(toys, tmp_path) -> N
     from_file = component_from_files([tmp_path / "net.safetensors"])
     names = [f"doubles.{n}" for n in range(3)] + [f"singles.{n}" for n in range(5)]
     assert [block.name for block in from_module.blocks] == names
-    assert sorted(block.name for block in from_file.blocks) == names
+    assert [block.name for block in from_file.blocks] == names
     # A file cannot tell buffers from weights: it has the blocks' gains besides.
     gains = 8 * 64 * 4
     assert from_file.weight_bytes == from_module.weight_bytes + gains
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_blocks_stand_in_the_order_in_which_they_run(shuffled: bool) -> None:
+    names = [
+        "down_blocks.0",
+        "down_blocks.1",
+        "mid_block.resnets.0",
+        "mid_block.resnets.1",
+        "up_blocks.0",
+        "up_blocks.1",
+    ]
+    tensors = [TensorSpec(name=f"{name}.w.weight", dtype="F32", shape=(100, 100)) for name in names]
+    if shuffled:  # as a file sorted by name, or a UNet that defines its middle last
+        tensors = [tensors[index] for index in (4, 0, 1, 5, 2, 3)]
+    part = group_tensors("unet", "diffusion", tensors, lambda path: True)
+    assert [block.name for block in part.blocks] == names
 
 
 def test_tied_weights_count_once(toys) -> None:

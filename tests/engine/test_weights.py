@@ -82,6 +82,11 @@ def test_a_damaged_file_is_refused_whenever_the_official_reader_refuses_it(tmp_p
         ({"a": entry(-4, 0, shape=[4])}, b"1234", None, "not a natural number"),
         ({"a": {"dtype": "U8"}}, b"", None, "lacks dtype, shape or data_offsets"),
         ({"__metadata__": 3}, b"", None, "__metadata__"),
+        ({"__metadata__": {"a": 3}}, b"", None, "__metadata__ holds something other than strings"),
+        ({"a": {"dtype": ["U8"], "shape": [1], "data_offsets": [0, 1]}}, b"1", None, "unknown dtype"),
+        ({"a": {"dtype": "U8", "shape": {}, "data_offsets": [0, 1]}}, b"1", None, "shape that is no list"),
+        (b"[" * 200_000, b"", None, "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", b"", None, "not valid JSON"),
     ],
 )
 def test_each_kind_of_damage_is_named(tmp_path: Path, header, data: bytes, claim: int | None, words: str) -> None:

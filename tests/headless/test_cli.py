@@ -73,6 +73,8 @@ def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
         (["plan", "MODEL", "--devices", "gpu:1=16GiB"], "without a gap"),
         (["run", "none.json"], "none.json: no such file"),
         (["serve", "--port", "many"], "invalid int value: 'many'"),
+        (["plan", "MODEL", "--devices", ""], "column 1: a device is missing"),
+        (["serve", "--out", "MODEL"], "is a file; --out expects a folder"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "COMMAND"),
         (["plan", "MODEL", "--models", "nowhere", "--devices", TWO], ""),
@@ -91,6 +93,24 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert words in captured.err
+
+
+def plan_demo(name: str, devices: str, capsys) -> dict:
+    workflow = Path(__file__).parents[2] / "headless" / "workflows" / f"{name}.json"
+    assert main(["plan", str(workflow), "--devices", devices, "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out).values()
+    return {component["component"]: component for component in plan["components"]}
+
+
+def test_a_workflow_is_planned_for_gpus_that_are_not_here(capsys) -> None:
+    shares = plan_demo("demo_flux_two_gpus", "gpu:0=64MiB,gpu:1=48MiB", capsys)["transformer"]["shares"]
+    assert [share["device"] for share in shares] == ["gpu:0", "gpu:1"]
+
+
+def test_a_workflow_is_planned_under_its_own_watermark(capsys) -> None:
+    # demo_flux keeps 8 MiB free: what is left of 40 MiB does not hold its 34 MiB.
+    (share,) = plan_demo("demo_flux", "gpu:0=40MiB", capsys)["transformer"]["shares"]
+    assert share["streamed_blocks"] > 0 and share["device_bytes"] <= 32 << 20
 
 
 def test_a_truncated_file_is_bad_input(model_file: Path, capsys) -> None:

@@ -24,6 +24,9 @@ interface ComfyNode {
     element: HTMLElement,
     options?: { serialize?: boolean; getMinHeight?(): number },
   ): { serialize?: boolean };
+  removeWidget(widget: { serialize?: boolean }): void;
+  size: [number, number];
+  setSize(size: [number, number]): void;
 }
 interface ComfyToast {
   severity: "success" | "info" | "warn" | "error";

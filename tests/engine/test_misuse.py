@@ -1,0 +1,233 @@
+"""What users do to managed modules that no model does by itself: threads, streams, writes, copies, interrupts."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from highwater.memory import InvalidInput, MemoryManager, manage
+from highwater.memory.errors import UnsafeState
+from highwater.memory.units import MIB
+
+X = torch.ones(1, 3, 64)
+
+
+@torch.no_grad()
+def test_foreign_bytes_are_not_taken_for_activations(toys, machine) -> None:
+    with machine(8) as manager:
+        foreign = torch.empty(4 * MIB, dtype=torch.uint8, device="sim:0")
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            for run in range(4):
+                manager.begin_run(str(run), "toy")
+                net(X)
+                manager.end_run()
+                assert not managed.members[0].attachment.plan.shares[0].streamed
+        del foreign
+
+
+@torch.no_grad()
+def test_a_large_run_is_forgotten_after_two_small_ones(toys, machine) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            needs = []
+            for length in (500, 3, 3):
+                manager.begin_run(str(length), "toy")
+                net(torch.ones(1, length, 64))
+                manager.end_run()
+                needs.append(manager.kept_free("gpu:0", managed.members[0])[0])
+            assert needs[0] == needs[1] > 50 * needs[2] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", ["auto", "0.45MiB"])
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+def test_passes_on_several_streams_are_ordered(toys, machine, budget: str, precision: str) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, profile=budget, placement="gpu:0", precision=precision, manager=manager):
+            want = net(X).cpu()
+            streams = [torch.Stream(device="sim:0") for _ in range(2)]
+            for stream in [*streams, *streams]:
+                with stream:
+                    assert torch.equal(net(X).cpu(), want)
+            manager.members["model"].attachment.unload()
+            with streams[0]:
+                net(X)
+            with streams[1]:
+                assert torch.equal(net(X).cpu(), want)
+                manager.members["model"].attachment.unload()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", ["auto", "0.45MiB"])
+def test_threads_take_turns(toys, machine, budget: str) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, profile=budget, placement="gpu:0", manager=manager):
+            want = net(X).cpu()
+            wrong: list[object] = []
+
+            def work() -> None:
+                with torch.no_grad():
+                    for _ in range(6):
+                        try:
+                            if not torch.equal(net(X).cpu(), want):
+                                wrong.append("values")
+                        except RuntimeError as error:
+                            wrong.append(error)
+
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert wrong == []
+            assert not manager.members["model"].leases
+
+
+@torch.no_grad()
+def test_an_interrupt_in_one_component_does_not_keep_its_memory_from_another(toys, machine) -> None:
+    with machine(1.9) as manager:
+        nets = {name: toys.build_net(seed) for seed, name in enumerate("ab")}
+        managed = [manage({name: net}, placement="gpu:0", manager=manager) for name, net in nets.items()]
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = nets["a"].singles[2].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            nets["a"](X)
+        handle.remove()
+        nets["b"](X)
+        assert not managed[0].members[0].leases
+        assert not managed[1].members[0].attachment.plan.shares[0].streamed
+
+
+@torch.no_grad()
+def test_release_after_an_interrupt_leaves_nothing(toys, machine, sim) -> None:
+    with machine(8, 8) as manager:
+        net = toys.build_net()
+        managed = manage(net, placement="gpu:0&gpu:1", manager=manager)
+        handle = net.singles[4].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            net(X)
+        handle.remove()
+        managed.release()
+        assert [sim.stats(index).used_bytes for index in range(2)] == [0, 0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", ["auto", "0.45MiB"])
+def test_weights_loaded_into_a_managed_module_stay(toys, machine, budget: str) -> None:
+    with machine(8) as manager:
+        net, other = toys.build_net(0), toys.build_net(1)
+        want = other.to("sim:0")(X.to("sim:0")).cpu()
+        state = other.to("cpu").state_dict()
+        with manage(net, profile=budget, placement="gpu:0", manager=manager):
+            net(X)
+            net.load_state_dict(state)
+            assert torch.equal(net(X).cpu(), want)
+            manager.members["model"].attachment.unload()
+            assert torch.equal(net(X).cpu(), want)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
+
+
+@torch.no_grad()
+def test_an_eight_bit_module_saves_wide_weights_and_refuses_to_load(toys, machine) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
+            net(X)
+            saved = {name: tensor.cpu().clone() for name, tensor in net.state_dict().items()}
+            with pytest.raises(UnsafeState, match="release it before loading"):
+                net.load_state_dict(saved)
+            managed.release()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in net.state_dict().items())
+
+
+@torch.no_grad()
+def test_buffers_that_a_forward_replaces_are_kept(machine) -> None:
+    class Replacing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("table", torch.zeros(0), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            if self.table.shape != x.shape:
+                self.table = torch.full_like(x, 2.0)
+            return self.layer(x) * self.table
+
+    with machine(1) as manager:
+        net, plain = Replacing(), Replacing()
+        plain.load_state_dict(net.state_dict())
+        plain.to("sim:0")
+        with manage(net, placement="gpu:0", manager=manager):
+            for size in (1, 1, 2, 1):
+                x = torch.ones(size, 8)
+                assert torch.equal(net(x).cpu(), plain(x.to("sim:0")).cpu())
+                manager.members["model"].attachment.unload()
+            assert int(net.calls) == 4
+        del net.table, plain
+
+
+def test_copies_of_a_managed_module_are_refused(toys, machine) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, manager=manager), pytest.raises(UnsafeState, match="release it before copying"):
+            copy.deepcopy(net)
+        copy.deepcopy(net)
+
+
+def test_unsuitable_modules_are_refused_in_one_line(toys, machine) -> None:
+    with machine(8) as manager:
+        on_device = toys.build_net().to("sim:0")
+        hooked = toys.build_net()
+        hooked._hf_hook = object()
+        first, second = toys.build_net(), toys.build_net()
+        second.embed = first.embed
+        for target, words in [
+            (on_device, "is on sim:0; allowed: cpu"),
+            (torch.nn.Linear(2, 2, device="meta"), "is on meta; allowed: cpu"),
+            (hooked, "accelerate's hooks"),
+            ({"a": first, "b": second}, "managed already, by 'a'"),
+        ]:
+            with pytest.raises(InvalidInput, match=words):
+                manage(target, manager=manager)
+            assert manager.members == {}
+        del on_device
+
+
+def test_a_split_of_blocks_that_share_weights_is_refused(toys, machine) -> None:
+    with machine(8, 8) as manager:
+        net = toys.build_net()
+        net.singles[4].down.weight = net.doubles[0].down.weight
+        with pytest.raises(InvalidInput, match=r"cannot be split: .*shared by parts on both devices"):
+            manage(net, placement="gpu:0&gpu:1", manager=manager)
+        assert manager.members == {}
+
+
+def test_pinned_books_are_what_the_allocator_takes(toys, machine, sim) -> None:
+    with machine(8) as manager, manage(toys.build_net(), placement="gpu:0", manager=manager):
+        assert manager.ledger.used("pinned") == sim.pinned().used_bytes > 0
+
+
+@torch.no_grad()
+def test_splitting_replans_when_memory_shrinks(toys, machine) -> None:
+    with machine(2, 2) as manager:
+        net = toys.build_net()
+        want = net.to("sim:0")(X.to("sim:0")).cpu()
+        net.to("cpu")
+        with manage(net, placement="gpu:0&gpu:1", manager=manager) as managed:
+            foreign = torch.empty(int(1.55 * MIB), dtype=torch.uint8, device="sim:1")
+            manager.begin_run("1", "toy")
+            assert torch.equal(net(X).cpu(), want)
+            assert managed.members[0].attachment.plan.shares[1].streamed
+            del foreign
+        assert isinstance(manager, MemoryManager)

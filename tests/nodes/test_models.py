@@ -1,0 +1,287 @@
+"""The nodes for ComfyUI's own models, with a recorder in place of ComfyUI: what they ask for, and what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from highwater.headless import comfy_api, folder_paths
+from highwater.headless.comfy_io import HiddenHolder, Input, NodeOutput
+from highwater.memory.errors import InvalidInput
+
+comfy_api.install()
+from highwater.nodes import model_request  # noqa: E402
+from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
+
+NODES = {node.GET_SCHEMA().node_id.removeprefix("Highwater"): node for node in MODEL_NODES}
+# Each loader with its file's input, the host's folder of it, and the call of the adaptor.
+LOADERS = {
+    "LoadDiffusionModel": ("unet_name", "diffusion_models", "load_diffusion_model"),
+    "LoadTextEncoder": ("clip_name1", "text_encoders", "load_text_encoder"),
+    "LoadVAE": ("vae_name", "vae", "load_vae"),
+    "LoadCheckpoint": ("ckpt_name", "checkpoints", "load_checkpoint"),
+    "LoadControlNet": ("control_net_name", "controlnet", "load_controlnet"),
+    "LoadCLIPVision": ("clip_name", "clip_vision", "load_clip_vision"),
+}
+SECOND_FOLDERS = {"text_encoders": "clip", "diffusion_models": "unet", "controlnet": "t2i_adapter"}
+MANAGERS = {"ManageModel": "model", "ManageCLIP": "clip", "ManageVAE": "vae"}
+REQUEST = {"profile": "6GiB", "precision": "fp8 scaled", "placement": "default"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """As the adaptor's; the real one cannot be imported without ComfyUI."""
+
+    profile: str
+    precision: str
+    placement: str
+    node_id: str | None
+
+
+class Recorder(ModuleType):
+    """Stands for ``nodes/host.py``: every call gives ``loaded``, and is remembered."""
+
+    def __init__(self) -> None:
+        super().__init__("highwater.nodes.host")
+        self.calls: list[tuple[Any, ...]] = []
+        self.loaded: Any = "the model"
+        self.notes: list[str] = []
+        self.Request = Request
+
+    def notes_for(self, model: Any) -> list[str]:
+        return self.notes if model == "the model" else []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("load_", "manage_")):
+            raise AttributeError(name)
+        return lambda *args: (self.calls.append((name, *args)), self.loaded)[1]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    import highwater.nodes as package
+
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "highwater.nodes.host", recorder)
+    monkeypatch.setattr(package, "host", recorder, raising=False)
+    return recorder
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Iterator[Path]:
+    """A models folder with one file of every kind, in the host's second folder where there are two."""
+    for _, kind, _ in LOADERS.values():
+        place = SECOND_FOLDERS.get(kind, kind)
+        (tmp_path / place / "sub").mkdir(parents=True)
+        (tmp_path / place / "sub" / "a.safetensors").touch()
+        (tmp_path / place / "notes.txt").touch()
+    before = folder_paths.models_directory, folder_paths.output_directory
+    folder_paths.configure(models=tmp_path, output=tmp_path)
+    yield tmp_path
+    folder_paths.configure(models=before[0], output=before[1])
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_request, "device_names", lambda: ["cpu", "gpu:0", "gpu:1"])
+
+
+def run(name: str, **inputs: Any) -> NodeOutput:
+    return NODES[name].with_hidden(HiddenHolder(unique_id="5:7")).execute(**inputs)
+
+
+def inputs_of(name: str) -> dict[str, Input]:
+    return {item.id: item for item in NODES[name].GET_SCHEMA().inputs}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_loader_asks_for_the_file_as_the_widgets_say(host: Recorder, models: Path, name: str) -> None:
+    widget, kind, call = LOADERS[name]
+    if name == "LoadCheckpoint":
+        host.loaded = ("the model", "a clip", "a vae")
+    more = {"type": "flux"} if name == "LoadTextEncoder" else {}
+    path = models / SECOND_FOLDERS.get(kind, kind) / "sub" / "a.safetensors"
+    output = run(name, **{widget: "sub/a.safetensors"}, **more, **REQUEST)
+    request = Request(profile="6GiB", precision="fp8 scaled", placement="auto", node_id="5:7")
+    first = [str(path)] if name == "LoadTextEncoder" else str(path)
+    assert host.calls == [(call, first, *more.values(), request)]
+    assert output.args == (host.loaded if isinstance(host.loaded, tuple) else (host.loaded,))
+    assert output.ui_dict() == {"text": []}  # sent though empty: it takes away what an earlier run said
+
+
+@pytest.mark.parametrize("name", MANAGERS)
+def test_a_manage_node_hands_on_what_it_was_given(host: Recorder, name: str) -> None:
+    host.notes = ["read again from its file", "read again from its file"]
+    output = run(name, **{MANAGERS[name]: "another's"}, **REQUEST)
+    [(call, given, request)] = host.calls
+    assert (call, given, request.placement) == (f"manage_{MANAGERS[name]}", "another's", "auto")
+    assert output.ui_dict() == {"text": ["read again from its file"]}
+
+
+def test_up_to_four_files_make_one_text_encoder(host: Recorder, models: Path) -> None:
+    for name in "bcd":
+        (models / "clip" / f"{name}.safetensors").touch()
+    files = {"clip_name2": "b.safetensors", "clip_name3": "none", "clip_name4": "d.safetensors"}
+    run("LoadTextEncoder", clip_name1="c.safetensors", type="sdxl", **files)
+    [(_, paths, clip_type, request)] = host.calls
+    assert [Path(path).stem for path in paths] == ["c", "b", "d"]
+    assert clip_type == "stable_diffusion"  # the host's word; two files of SDXL say the rest
+    assert request == Request(profile="auto", precision="as stored", placement="auto", node_id="5:7")
+
+
+def test_a_checkpoint_says_what_it_lacks(host: Recorder, models: Path) -> None:
+    host.loaded = ("the model", None, None)
+    output = run("LoadCheckpoint", ckpt_name="sub/a.safetensors", **REQUEST)
+    assert output.args == ("the model", None, None)
+    assert output.ui_dict()["text"] == [f"sub/a.safetensors holds no {part}" for part in ("text encoder", "VAE")]
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_files_are_those_of_the_hosts_folder(models: Path, name: str) -> None:
+    widget, kind, _ = LOADERS[name]
+    assert inputs_of(name)[widget].options["options"] == ["sub/a.safetensors"] == folder_paths.get_filename_list(kind)
+    (folder,) = {Path(folder_paths.get_full_path(kind, "sub/a.safetensors")).parents[1]}
+    (folder / "b.sft").touch()
+    assert inputs_of(name)[widget].options["options"] == ["b.sft", "sub/a.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["../../x.safetensors", "a.safetensor", "/etc/passwd", "notes.txt", "none", ""])
+def test_a_linked_name_of_no_file_is_refused(host: Recorder, models: Path, name: str) -> None:
+    """The host checks what stands in the widget; a link is known only when the node runs."""
+    with pytest.raises(InvalidInput, match=r"is not in the folder vae; .*allowed: sub/a\.safetensors$") as caught:
+        run("LoadVAE", vae_name=name, **REQUEST)
+    assert repr(name) in str(caught.value)
+    assert host.calls == []
+
+
+def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
+    for number in range(100):
+        (models / "vae" / f"{number:03}.safetensors").touch()
+    with pytest.raises(InvalidInput, match=r"did you mean '042\.safetensors'\? allowed: 042\.s.* and 81 more$"):
+        model_request.find_model_file("vae", "042.safetensor")
+    assert model_request.find_model_file("vae", "099.safetensors").endswith("099.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("placement", "words", "said"),
+    [
+        (None, "auto", ""),
+        ("default", "auto", ""),
+        ("auto", "auto", ""),
+        ("cpu", "cpu", ""),
+        ("gpu:1", "gpu:1", ""),
+        ("cuda:1", "gpu:1", ""),
+        ("gpu:1&gpu:0", "gpu:1&gpu:0", ""),
+        (" gpu:0 & gpu:1 ", "gpu:0&gpu:1", ""),
+        ("gpu:2", "auto", "this machine has no gpu:2; default is used; allowed: default, cpu, gpu:0, gpu:1, gpu:0&gp"),
+        ("gpu:0&gpu:9", "auto", "this machine has no gpu:9; default is used"),
+        ("xpu:3&xpu:4", "auto", "this machine has no gpu:3 or gpu:4"),
+    ],
+)
+def test_a_device_of_another_machine_is_said_and_not_refused(
+    two_gpus: None, placement: str | None, words: str, said: str
+) -> None:
+    for node in MODEL_NODES:
+        assert node.validate_inputs("auto", placement) is True
+    resolved, notes = model_request.resolve_placement(placement)
+    assert resolved == words
+    assert len(notes) == bool(said) and said in "".join(notes)
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        ("nonsense", "placement 'nonsense', column 1: device 'nonsense' is not here; allowed: auto, cpu, gpu:0"),
+        ("gpu:0&", "column 7: a device is missing"),
+        ("gpu:0&cpu", "'cpu' cannot share a split"),
+        ("gpu:0&gpu:0", "'gpu:0' is named twice"),
+        ("gpu:0&gpu:1@30%", "is more than a node takes: one device, or two; allowed: default, cpu, gpu:0"),
+        ("gpu:0&gpu:1&gpu:2", "is more than a node takes"),
+        ("diffusion=gpu:0", "is more than a node takes"),
+        ("gpu:0:disk", "is more than a node takes"),
+        ("gpu:0,vae=cpu", "is more than a node takes"),
+        ("", "a device is missing"),
+        (3, "placement 3 is not a text"),
+        ({"device": "cpu"}, "is not a text"),
+    ],
+)
+def test_a_placement_for_no_machine_is_refused_before_the_run(two_gpus: None, placement: Any, said: str) -> None:
+    for node in MODEL_NODES:
+        verdict = node.validate_inputs("auto", placement)
+        assert isinstance(verdict, str) and said in verdict and "\n" not in verdict
+
+
+def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Path, two_gpus: None) -> None:
+    host.notes = ["not managed: why"]
+    output = run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "placement": "gpu:7"})
+    first, second = output.ui_dict()["text"]
+    assert first.startswith("placement gpu:7: this machine has no gpu:7; default is used") and second == host.notes[0]
+    assert host.calls[0][2].placement == "auto"
+
+
+@pytest.mark.parametrize("profile", ["6", "fast", "gpu:5=1GiB", "6GiB;", "-5%"])
+def test_a_bad_profile_is_refused_before_the_run_and_in_it(
+    host: Recorder, models: Path, two_gpus: None, profile: str
+) -> None:
+    for node in MODEL_NODES:
+        verdict = node.validate_inputs(profile, "default")
+        assert isinstance(verdict, str) and profile.split("=")[0] in verdict
+    with pytest.raises(InvalidInput):  # a linked widget's value is known here only
+        run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "profile": profile})
+    assert host.calls == []
+
+
+def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
+    expected = ["default", "cpu", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:1&gpu:0"]
+    assert model_request.list_placements() == expected
+    for name in NODES:
+        options = inputs_of(name)["placement"].options
+        assert (options["options"], options["default"]) == (expected, "default")
+
+
+def test_nodes_for_comfyuis_models_are_listed_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    assert importlib.util.find_spec("comfy") is None, "these tests are for the stand-in"
+    assert asyncio.run(HighwaterExtension().get_node_list()) == list(NODE_CLASSES)
+    monkeypatch.setitem(sys.modules, "comfy", with_spec("comfy"))
+    assert asyncio.run(HighwaterExtension().get_node_list()) == [*NODE_CLASSES, *MODEL_NODES]
+
+
+def with_spec(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = importlib.util.spec_from_loader(name, loader=None)
+    return module
+
+
+def test_importing_the_pack_and_listing_its_nodes_costs_little() -> None:
+    """Below 100 ms as the best of three; where ComfyUI is: torch is there already, its own modules stay untouched."""
+    script = (
+        "import asyncio, importlib.util, sys, time, types\n"
+        "from highwater.headless import comfy_api; comfy_api.install()\n"
+        "sys.modules['comfy'] = comfy = types.ModuleType('comfy')\n"
+        "comfy.__spec__ = importlib.util.spec_from_loader('comfy', loader=None)\n"
+        "for name in [n for n in sys.modules if n.startswith('highwater') and '.headless' not in n]:\n"
+        "    del sys.modules[name]\n"
+        "begin = time.perf_counter()\n"
+        "async def main():\n"
+        "    import highwater\n"
+        "    extension = await highwater.comfy_entrypoint()\n"
+        "    return await extension.get_node_list()\n"
+        "nodes = asyncio.run(main())\n"
+        "seconds = time.perf_counter() - begin\n"
+        "assert len(nodes) >= 14, nodes\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'safetensors', 'optimum', 'PIL', 'psutil', 'highwater.nodes.host'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "print(seconds)"
+    )
+    command = [sys.executable, "-c", script]
+    seconds = [float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(3)]
+    assert min(seconds) < 0.1
