@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from ..memory.errors import InvalidInput
-from ..memory.manager import PINNED_SHARE, default_watermark
+from ..memory.manager import PINNED_SHARE
+from ..memory.membership import default_watermark
 from ..memory.placement import INTEGER, Scanner
 from ..memory.plan import DeviceCapacity, Machine
 from ..memory.units import GIB, format_bytes, parse_bytes

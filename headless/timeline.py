@@ -52,9 +52,10 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
     handles += [
         plt.Line2D([], [], color=PEAK_COLOR, lw=1.2, ls=":"),
         plt.Line2D([], [], color=WATERMARK_COLOR, lw=1.2, ls="--"),
+        plt.Line2D([], [], color=WATERMARK_COLOR, lw=0.8, ls=":"),
         plt.Line2D([], [], color=WATERMARK_COLOR, marker="v", ls=""),
     ]
-    labels += ["peak with activations", "watermark (keep free): low", "eviction"]
+    labels += ["peak with activations", "watermark (keep free): low", "watermark: high", "eviction"]
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)

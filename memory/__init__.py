@@ -12,7 +12,8 @@ from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
     from .managed import Managed, default_manager, discover_components, manage
-    from .manager import MemoryManager, Watermark
+    from .manager import MemoryManager
+    from .membership import Watermark
 
 __all__ = [
     "DoesNotFit",
@@ -25,7 +26,7 @@ __all__ = [
     "manage",
 ]
 
-LAZY = {"MemoryManager": "manager", "Watermark": "manager"}
+LAZY = {"MemoryManager": "manager", "Watermark": "membership"}
 
 
 def __getattr__(name: str) -> Any:

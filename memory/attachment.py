@@ -158,8 +158,10 @@ class Attachment:
 
         if self.plan.cast and self.guards_state:
             # torch marks the function it is given, which a bound method does not allow.
-            self.handles.append(self.module.register_state_dict_post_hook(lambda *args: self.widen_state_dict(*args)))
-            self.handles.append(self.module.register_load_state_dict_pre_hook(refuse_loading))
+            widen = self.module.register_state_dict_post_hook(lambda *args: self.widen_state_dict(*args))  # type: ignore[no-untyped-call]
+            self.handles.append(widen)
+            refuse = self.module.register_load_state_dict_pre_hook(refuse_loading)  # type: ignore[no-untyped-call]
+            self.handles.append(refuse)
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:

@@ -27,8 +27,10 @@ class Ledger:
         self.totals: Counter[str] = Counter()
 
     def charge(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        """Enter bytes that have been allocated."""
+        """Enter bytes that have been allocated; none make no entry."""
         assert num_bytes >= 0, num_bytes
+        if not num_bytes:
+            return
         self.entries[place, component, kind] += num_bytes
         self.totals[place] += num_bytes
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from .devices import list_devices
 from .errors import InvalidInput
-from .manager import Member, MemoryManager
+from .manager import MemoryManager
+from .membership import Member
 from .placement import parse_placement
 from .plan import Plan
 from .profile import parse_profile

@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,63 +25,19 @@ from .component import Component, component_from_module
 from .devices import CPU, Device, list_devices
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
 from .ledger import Ledger
+from .membership import Member, Watermark, default_watermark, refuse_shared_split, refuse_unsuitable
 from .placement import Placement, canonical_device
 from .plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components, replan
 from .policy import EvictionPolicy, LeastRecentlyUsed, Victim
 from .profile import OffloadProfile
 from .report import ComponentReport, DeviceReport, Report
-from .units import MIB, format_bytes
+from .units import format_bytes
 from .upcast import Precision
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 # Of the free host memory, the part that may be page-locked: the rest of the machine needs pageable memory too.
 PINNED_SHARE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Watermark:
-    """When less than ``low_bytes`` of a device would stay free, evict until ``high_bytes`` are."""
-
-    low_bytes: int = 512 * MIB
-    high_bytes: int = 768 * MIB
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low_bytes <= self.high_bytes:
-            low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
-            raise InvalidInput(f"watermark low={low} high={high}: allowed is 0 <= low <= high")
-
-
-def default_watermark(total_bytes: int) -> Watermark:
-    """Return 512 and 768 MiB, but at most 10 and 15% of a small device."""
-    default = Watermark()
-    return Watermark(
-        low_bytes=min(default.low_bytes, total_bytes // 10), high_bytes=min(default.high_bytes, total_bytes * 3 // 20)
-    )
-
-
-class Member:
-    """One component under the manager: its attachment, how it was asked for, and when it was used."""
-
-    def __init__(
-        self, member_id: str, name: str, node_id: str | None, workflow_id: str | None, profile: OffloadProfile
-    ) -> None:
-        self.id = member_id
-        self.name = name
-        self.node_id = node_id
-        self.workflow_id = workflow_id
-        self.profile = profile
-        self.attachment: Attachment
-        self.is_hosted = False
-        """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
-        self.leases = 0
-        self.last_use = 0
-        self.last_use_s: float | None = None
-        self.planned_in_epoch = -1
-        self.activation_bytes: Counter[str] = Counter()
-        """What its forwards needed of a device beside what was there, in this run and the last."""
-        self.activation_before: Counter[str] = Counter()
-        self.allocated_at_entry: dict[str, int] = {}
 
 
 class MemoryManager:
@@ -208,7 +164,7 @@ class MemoryManager:
 
     def attach(self, member: Member, module: nn.Module, component: Component, plan: ComponentPlan) -> None:
         if not member.is_hosted:
-            self.refuse_unsuitable(module, component.name)
+            refuse_unsuitable(module, component.name, self.members.values())
         refuse_shared_split(module, component, plan)
         member.attachment = Attachment(
             member.id,
@@ -228,24 +184,6 @@ class MemoryManager:
         if plan.tier == "pinned" != member.attachment.host_tier:
             reason = "page-locked memory ran out: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
-
-    def refuse_unsuitable(self, module: nn.Module, name: str) -> None:
-        """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
-        owners = {
-            id(parameter): other.id
-            for other in self.members.values()
-            for parameter in other.attachment.module.parameters()
-        }
-        if hasattr(module, "_hf_hook"):
-            raise InvalidInput(f"{name} has accelerate's hooks; remove them first, as with pipe.remove_all_hooks()")
-        for parameter_name, parameter in module.named_parameters():
-            if id(parameter) in owners:
-                owner = owners[id(parameter)]
-                raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
-            if parameter.device.type != "cpu":
-                raise InvalidInput(
-                    f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
-                )
 
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""
@@ -566,17 +504,3 @@ class MemoryManager:
             bytes_moved=attachment.bytes_moved,
             plan=attachment.plan.to_json(),
         )
-
-
-def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:
-    """Refuse to split a module over devices whose blocks share weights or buffers: a tensor has one device."""
-    if len(plan.shares) == 1:
-        return
-    share_of = {component.blocks[number].name: share.device for share in plan.shares for number in share.blocks}
-    for tensors in (module.named_parameters, module.named_buffers):
-        homes: dict[int, set[str]] = {}
-        for name, tensor in tensors(remove_duplicate=False):
-            home = next((device for block, device in share_of.items() if name.startswith(f"{block}.")), "")
-            homes.setdefault(id(tensor), set()).add(home or plan.shares[0].device)
-            if len(homes[id(tensor)]) > 1:
-                raise InvalidInput(f"{component.name} cannot be split: {name!r} is shared by parts on both devices")

@@ -18,6 +18,7 @@ from .errors import DoesNotFit, InvalidInput, allowed_values
 from .footprint import all_resident_bytes, block_bytes, fixed_tensors, slab_bytes, wide_bytes
 from .placement import DeviceShare, Placement, PlacementItem
 from .profile import BudgetItem, OffloadProfile
+from .schedule import cut_runs, spread_residents
 from .units import format_bytes
 from .upcast import Precision, cast_tensors
 
@@ -328,22 +329,16 @@ def split_blocks(
             f"{component.name} has {len(sizes)} blocks and cannot be split over {len(devices)} devices; name one device"
         )
     left = 1.0 - sum(share.ratio or 0.0 for share in devices)
-    open_bytes = sum(machine.device(share.device).available_bytes for share in devices if share.ratio is None)
-    groups: list[tuple[int, ...]] = []
-    begin, target = 0, 0.0
-    for index, share in enumerate(devices):
-        available_bytes = machine.device(share.device).available_bytes
-        ratio = share.ratio if share.ratio is not None else left * available_bytes / max(1, open_bytes)
-        target += ratio * sum(sizes)
-        end = begin + 1
-        # The block that straddles the target goes to the side that has more of it.
-        while end < len(sizes) and sum(sizes[:end]) + sizes[end] / 2 <= target:
-            end += 1
-        end = len(sizes) if index == len(devices) - 1 else min(end, len(sizes) - (len(devices) - 1 - index))
-        groups.append(tuple(range(begin, end)))
-        reasons.append(f"split: blocks {begin} to {end - 1} on {share.device}, {ratio:.0%} asked")
-        begin = end
-    return groups
+    available = [machine.device(share.device).available_bytes for share in devices]
+    open_bytes = sum(num_bytes for share, num_bytes in zip(devices, available, strict=True) if share.ratio is None)
+    ratios = [
+        share.ratio if share.ratio is not None else left * num_bytes / max(1, open_bytes)
+        for share, num_bytes in zip(devices, available, strict=True)
+    ]
+    runs = cut_runs(sizes, ratios)
+    for share, run, ratio in zip(devices, runs, ratios, strict=True):
+        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
+    return runs
 
 
 def plan_share(
@@ -424,31 +419,3 @@ def refuse_budget(
         f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} kept free; "
         "lower the watermark, choose 'fp8 scaled', or place it on another device"
     )
-
-
-def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
-    """Return the positions that stay resident: as many bytes as the budget holds, spread evenly.
-
-    The streamed ones are chosen by error diffusion along the execution order; then whatever still fits into
-    what rounding left over is added, the later of equals first.
-    """
-    total = sum(sizes)
-    step = max(1, min(sizes, default=1)) / max(1, total)
-    streamed_share = 1.0 - max(0, budget_bytes) / total if total else 0.0
-    while True:
-        resident, owed = set(), 0.0
-        for position, size in enumerate(sizes):
-            owed += size * streamed_share
-            if owed >= size * (1 - 1e-9):
-                owed -= size
-            else:
-                resident.add(position)
-        used = sum(sizes[position] for position in resident)
-        if used <= budget_bytes or streamed_share >= 1.0:
-            break
-        streamed_share = min(1.0, streamed_share + step)
-    for position in range(len(sizes) - 1, -1, -1):
-        if position not in resident and used + sizes[position] <= budget_bytes:
-            resident.add(position)
-            used += sizes[position]
-    return resident

@@ -31,7 +31,7 @@ from ..memory import default_manager
 from ..memory.component import component_from_module
 from ..memory.devices import list_devices
 from ..memory.errors import DoesNotFit, InvalidInput
-from ..memory.manager import Member
+from ..memory.membership import Member
 from ..memory.placement import parse_placement
 from ..memory.plan import plan_components
 from ..memory.profile import parse_profile

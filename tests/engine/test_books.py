@@ -21,12 +21,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = Ledger()
         self.model: Counter = Counter()
 
-    @rule(place=PLACES, owner=OWNERS, kind=st.sampled_from(list(Kind)), num_bytes=st.integers(1, 1000))
+    @rule(place=PLACES, owner=OWNERS, kind=st.sampled_from(list(Kind)), num_bytes=st.integers(0, 1000))
     def charge(self, place, owner, kind, num_bytes) -> None:
         self.ledger.charge(place, owner, kind, num_bytes)
         self.model[place, owner, kind] += num_bytes
 
-    @rule(place=PLACES, owner=OWNERS, kind=st.sampled_from(list(Kind)), num_bytes=st.integers(1, 1000))
+    @rule(place=PLACES, owner=OWNERS, kind=st.sampled_from(list(Kind)), num_bytes=st.integers(0, 1000))
     def credit(self, place, owner, kind, num_bytes) -> None:
         if num_bytes > self.model[place, owner, kind]:
             with pytest.raises(AssertionError):

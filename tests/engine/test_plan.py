@@ -15,8 +15,9 @@ from highwater.memory.component import (
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.footprint import all_resident_bytes, block_bytes, wide_bytes
 from highwater.memory.placement import parse_placement
-from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, spread_residents
+from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components
 from highwater.memory.profile import parse_profile
+from highwater.memory.schedule import spread_residents
 from highwater.memory.units import MIB
 from highwater.memory.upcast import Precision
 from hypothesis import assume, given

@@ -1,0 +1,92 @@
+"""Members of the manager: components under its care, what is kept free for others, and who cannot join."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from .attachment import Attachment
+from .component import Component
+from .errors import InvalidInput
+from .plan import ComponentPlan
+from .profile import OffloadProfile
+from .units import MIB, format_bytes
+
+__all__ = ["Member", "Watermark", "default_watermark", "refuse_shared_split", "refuse_unsuitable"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watermark:
+    """When less than ``low_bytes`` of a device would stay free, evict until ``high_bytes`` are."""
+
+    low_bytes: int = 512 * MIB
+    high_bytes: int = 768 * MIB
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low_bytes <= self.high_bytes:
+            low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
+            raise InvalidInput(f"watermark low={low} high={high}: allowed is 0 <= low <= high")
+
+
+def default_watermark(total_bytes: int) -> Watermark:
+    """Return 512 and 768 MiB, but at most 10 and 15% of a small device."""
+    default = Watermark()
+    return Watermark(
+        low_bytes=min(default.low_bytes, total_bytes // 10), high_bytes=min(default.high_bytes, total_bytes * 3 // 20)
+    )
+
+
+class Member:
+    """One component under the manager: its attachment, how it was asked for, and when it was used."""
+
+    def __init__(
+        self, member_id: str, name: str, node_id: str | None, workflow_id: str | None, profile: OffloadProfile
+    ) -> None:
+        self.id = member_id
+        self.name = name
+        self.node_id = node_id
+        self.workflow_id = workflow_id
+        self.profile = profile
+        self.attachment: Attachment
+        self.is_hosted = False
+        """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
+        self.leases = 0
+        self.last_use = 0
+        self.last_use_s: float | None = None
+        self.planned_in_epoch = -1
+        self.activation_bytes: Counter[str] = Counter()
+        """What its forwards needed of a device beside what was there, in this run and the last."""
+        self.activation_before: Counter[str] = Counter()
+        self.allocated_at_entry: dict[str, int] = {}
+
+
+def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member]) -> None:
+    """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
+    owners = {id(parameter): other.id for other in members for parameter in other.attachment.module.parameters()}
+    if hasattr(module, "_hf_hook"):
+        raise InvalidInput(f"{name} has accelerate's hooks; remove them first, as with pipe.remove_all_hooks()")
+    for parameter_name, parameter in module.named_parameters():
+        if id(parameter) in owners:
+            owner = owners[id(parameter)]
+            raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
+        if parameter.device.type != "cpu":
+            raise InvalidInput(
+                f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
+            )
+
+
+def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:
+    """Refuse to split a module over devices whose blocks share weights or buffers: a tensor has one device."""
+    if len(plan.shares) == 1:
+        return
+    share_of = {component.blocks[number].name: share.device for share in plan.shares for number in share.blocks}
+    for tensors in (module.named_parameters, module.named_buffers):
+        homes: dict[int, set[str]] = {}
+        for name, tensor in tensors(remove_duplicate=False):
+            home = next((device for block, device in share_of.items() if name.startswith(f"{block}.")), "")
+            homes.setdefault(id(tensor), set()).add(home or plan.shares[0].device)
+            if len(homes[id(tensor)]) > 1:
+                raise InvalidInput(f"{component.name} cannot be split: {name!r} is shared by parts on both devices")
