@@ -287,6 +287,15 @@ class Attachment:
 
     # -- what others do with the module
 
+    def settle(self) -> None:
+        """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
+        self.heal_for(None)
+        for share in self.shares:
+            if share.copies is not None:
+                share.copies.finish()
+            if share.streamer is not None:
+                share.streamer.forget()
+
     def widen_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put wide weights where eight-bit ones without their scales would be; costs their wide bytes in RAM."""
         for share in self.shares:

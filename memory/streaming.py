@@ -67,6 +67,12 @@ class Streamer:
                     return
                 self.refill(slot, block)
 
+    def forget(self) -> None:
+        """Take it that no slot holds its block as the master now is; for writers that bypass versions (``.data``)."""
+        for slot in self.slots:
+            assert not slot.in_use
+            slot.block = None
+
     def refill(self, slot: StagingSlot, block: int) -> None:
         source = self.units[block].host_slab
         assert source is not None

@@ -148,6 +148,11 @@ class CopyStream:
         slot.free.record(self.compute_stream)
         slot.in_use = False
 
+    def finish(self) -> None:
+        """Wait on the host until every queued copy is done: masters may be written to then. Not for a step."""
+        self.stream.synchronize()
+        self.compute_stream.wait_stream(self.stream)
+
     def drain(self) -> None:
         """Let the home stream wait for every queued copy and compute, so that memory may be freed (rule 4)."""
         self.home.wait_stream(self.stream)

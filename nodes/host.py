@@ -243,9 +243,14 @@ class HighwaterPatcher(ModelPatcher):
 
     def patch_hooks(self, hooks: Any) -> None:
         """Weight hooks write into parameters between steps; staged copies of old masters are seen by their version."""
-        if self.hosted.member is not None:
-            self.hosted.member.attachment.heal_for(None)
+        if self.hosted.member is not None and (hooks is not None or self.hook_backup):
+            self.hosted.member.attachment.settle()
         super().patch_hooks(hooks)
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        if self.hosted.member is not None and self.hook_backup:
+            self.hosted.member.attachment.settle()
+        super().unpatch_hooks(whitelist_keys_set)
 
     def cleanup(self) -> None:
         """Called in the sampler's ``finally``, also after an interrupt that ran no hook."""
