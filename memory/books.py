@@ -57,14 +57,14 @@ class Recorder:
         return time.monotonic() - self.begin
 
     def note(self, kind: str, component: str, num_bytes: int, device: str, reason: str) -> Event:
-        """Enter an event; evictions reach the listeners at once."""
+        """Enter an event; evictions and errors reach the listeners at once."""
         event = Event(
             t_s=round(self.now_s, 6), kind=kind, component=component, bytes=num_bytes, device=device, reason=reason
         )
         self.events.append(event)
-        if kind == "evict":
-            if self.runs and self.runs[-1].end_s is None:
-                self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
+        if kind == "evict" and self.runs and self.runs[-1].end_s is None:
+            self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
+        if kind in ("evict", "error"):
             self.tell({"type": "event", **asdict(event)})
         return event
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from importlib.util import find_spec
 
 from comfy_api.latest import ComfyExtension, io
@@ -47,8 +48,13 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
 
 
 class HighwaterExtension(ComfyExtension):
+    has_joined = False
+
     async def on_load(self) -> None:
         """Join the host's runs and its server. Without them the nodes still work; an error here would lose them all."""
+        if self.has_joined:
+            return
+        self.has_joined = True
         try:
             from server import PromptServer
 
@@ -60,4 +66,6 @@ class HighwaterExtension(ComfyExtension):
             log.error("Highwater: no report in the page and no run boundaries: %s", error, exc_info=error)
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        if "server" in sys.modules:
+            await self.on_load()  # ComfyUI 0.8.0 does not call it
         return [*NODE_CLASSES, *(MODEL_NODES if find_spec("comfy") else ())]

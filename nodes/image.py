@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io, ui
 
+from .schema import make_schema
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,7 +17,7 @@ __all__ = ["HighwaterSaveImage"]
 class HighwaterSaveImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterSaveImage",
             display_name="Save Image",
             category="Highwater",

@@ -10,6 +10,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from .model_request import ModelNode, answer, read_request, request_inputs
+from .schema import make_schema
 
 __all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
 
@@ -22,7 +23,7 @@ COST = (
 class HighwaterManageModel(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterManageModel",
             display_name="Manage Model",
             category="Highwater",
@@ -47,7 +48,7 @@ class HighwaterManageModel(ModelNode):
 class HighwaterManageCLIP(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterManageCLIP",
             display_name="Manage CLIP",
             category="Highwater",
@@ -74,7 +75,7 @@ class HighwaterManageCLIP(ModelNode):
 class HighwaterManageVAE(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterManageVAE",
             display_name="Manage VAE",
             category="Highwater",

@@ -6,6 +6,7 @@ the node that finds a device missing uses ``default`` and says so.
 
 from __future__ import annotations
 
+import difflib
 import re
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
@@ -17,18 +18,32 @@ from .pipeline import PRECISIONS
 if TYPE_CHECKING:
     from .host import Request
 
-__all__ = ["ModelNode", "answer", "find_model_file", "list_model_files", "read_request", "request_inputs"]
+__all__ = [
+    "AUTO",
+    "DEFAULT",
+    "ModelNode",
+    "answer",
+    "find_model_file",
+    "list_model_files",
+    "read_request",
+    "request_inputs",
+]
 
 DEFAULT, AUTO = "default", "auto"  # the host's word and the engine's for "you choose"
 DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
 NUM_FILES_TOLD = 20
 
 
-def request_inputs() -> list[io.Input]:
-    """Return the three widgets that every node for a model ends with; lists devices, touches none."""
+def request_inputs(*, optional: bool = False) -> list[io.Input]:
+    """Return the three widgets that every node for a model ends with; lists devices, touches none.
+
+    Args:
+        optional: for a node that has optional inputs of its own: the page puts those last otherwise.
+    """
     return [
         io.String.Input(
             "profile",
+            optional=optional,
             default=AUTO,
             tooltip=(
                 "auto uses what is free. Or a budget for the weights: 6GiB, 80%, -1GiB (leave that free), "
@@ -37,12 +52,14 @@ def request_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "precision",
+            optional=optional,
             options=PRECISIONS,
             default=PRECISIONS[0],
             tooltip="fp8 scaled halves the bytes of 16-bit block weights, with a scale per tensor.",
         ),
         io.Combo.Input(
             "placement",
+            optional=optional,
             options=list_placements(),
             default=DEFAULT,
             tooltip=(
@@ -74,7 +91,10 @@ class ModelNode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, profile: str | None = None, placement: str | None = None) -> bool | str:
-        """Naming ``placement`` here takes its check from the host, which would refuse a device that is not here."""
+        """Naming ``placement`` here takes its check from the host, which would refuse a device that is not here.
+
+        The host marks both inputs whichever is wrong; the message says which one is meant.
+        """
         from ..memory.errors import InvalidInput
 
         try:
@@ -106,19 +126,20 @@ def resolve_placement(placement: str | None) -> tuple[str, list[str]]:
     from ..memory.errors import InvalidInput
     from ..memory.placement import canonical_device, names_device, parse_placement
 
-    if placement is None or placement == DEFAULT:
+    if placement in (None, DEFAULT, AUTO):
         return AUTO, []
+    choices = f"allowed: {', '.join(list_placements())}"
     if not isinstance(placement, str):
-        raise InvalidInput(f"placement {placement!r} is not a text; allowed: {', '.join(list_placements())}")
+        raise InvalidInput(f"placement {placement!r} is not a text; {choices}")
     here = device_names()
     named = {canonical_device(word) for word in DEVICE_WORD.findall(placement) if names_device(word)}
     missing = sorted(named - {*here})
     parsed = parse_placement(placement, devices=[*here, *missing])
+    devices = [share.device for share in parsed.items[0].devices]
+    if str(parsed) != "&".join(devices) or len(devices) > 2:
+        raise InvalidInput(f"placement {placement!r} is more than a node takes: one device, or two; {choices}")
     if missing:
-        choices = ", ".join(list_placements())
-        return AUTO, [
-            f"placement {placement}: this machine has no {' or '.join(missing)}; default is used; allowed: {choices}"
-        ]
+        return AUTO, [f"placement {placement}: this machine has no {' or '.join(missing)}; default is used; {choices}"]
     return str(parsed), []
 
 
@@ -155,8 +176,10 @@ def find_model_file(folder: str, name: str) -> str:
     names = list_model_files(folder)
     path = folder_paths.get_full_path(folder, name) if name in names else None
     if path is None:
-        more = f" and {len(names) - NUM_FILES_TOLD} more" if len(names) > NUM_FILES_TOLD else ""
-        choices = allowed_values(name, names[:NUM_FILES_TOLD]) if names else "there is none"
+        near = difflib.get_close_matches(name, names, n=NUM_FILES_TOLD)
+        told = list(dict.fromkeys([*near, *names]))[:NUM_FILES_TOLD]
+        more = f" and {len(names) - len(told)} more" if len(names) > len(told) else ""
+        choices = allowed_values(name, told) if told else "there is none"
         raise InvalidInput(f"{name!r} is not in the folder {folder}; {choices}{more}")
     return path
 

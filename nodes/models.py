@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .model_request import ModelNode, answer, find_model_file, list_model_files, read_request, request_inputs
+from .model_request import (
+    AUTO,
+    DEFAULT,
+    ModelNode,
+    answer,
+    find_model_file,
+    list_model_files,
+    read_request,
+    request_inputs,
+)
+from .pipeline import PRECISIONS
+from .schema import make_schema
 
 __all__ = [
     "HighwaterLoadCLIPVision",
@@ -29,7 +40,7 @@ CLIP_TYPE_WORDS = {"sdxl": "stable_diffusion"}  # two files of it say themselves
 class HighwaterLoadDiffusionModel(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadDiffusionModel",
             display_name="Load Diffusion Model",
             category="Highwater",
@@ -73,7 +84,7 @@ class HighwaterLoadTextEncoder(ModelNode):
             )
             for number in (2, 3, 4)
         ]
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadTextEncoder",
             display_name="Load Text Encoder",
             category="Highwater",
@@ -84,14 +95,14 @@ class HighwaterLoadTextEncoder(ModelNode):
             ],
             inputs=[
                 io.Combo.Input("clip_name1", options=files, tooltip="The text encoder's file, or the first of them."),
-                *more_files,
                 io.Combo.Input(
                     "type",
                     options=CLIP_TYPES,
                     default=CLIP_TYPES[0],
-                    tooltip="The model that the text is encoded for. With three files or four, they say it themselves.",
+                    tooltip="The model that the text is encoded for. Three or four files say it themselves.",
                 ),
-                *request_inputs(),
+                *more_files,
+                *request_inputs(optional=True),
             ],
             outputs=[io.Clip.Output(display_name="clip", tooltip="The text encoder, under the memory manager's care.")],
             hidden=[io.Hidden.unique_id],
@@ -102,12 +113,12 @@ class HighwaterLoadTextEncoder(ModelNode):
         cls,
         clip_name1: str,
         type: str,
-        profile: str,
-        precision: str,
-        placement: str,
         clip_name2: str = NO_FILE,
         clip_name3: str = NO_FILE,
         clip_name4: str = NO_FILE,
+        profile: str = AUTO,
+        precision: str = PRECISIONS[0],
+        placement: str = DEFAULT,
     ) -> io.NodeOutput:
         from . import host
 
@@ -120,7 +131,7 @@ class HighwaterLoadTextEncoder(ModelNode):
 class HighwaterLoadVAE(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadVAE",
             display_name="Load VAE",
             category="Highwater",
@@ -145,7 +156,7 @@ class HighwaterLoadVAE(ModelNode):
 class HighwaterLoadCheckpoint(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadCheckpoint",
             display_name="Load Checkpoint",
             category="Highwater",
@@ -182,7 +193,7 @@ class HighwaterLoadCheckpoint(ModelNode):
 class HighwaterLoadControlNet(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadControlNet",
             display_name="Load ControlNet",
             category="Highwater",
@@ -213,7 +224,7 @@ class HighwaterLoadControlNet(ModelNode):
 class HighwaterLoadCLIPVision(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadCLIPVision",
             display_name="Load CLIP Vision",
             category="Highwater",

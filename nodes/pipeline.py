@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
+from .schema import make_schema
 from .watermark import Watermark, WatermarkType
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         from .pipeline_folders import list_pipelines
 
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterLoadPipeline",
             display_name="Load Pipeline",
             category="Highwater",
@@ -136,7 +137,7 @@ def check_request(pipeline: str | None, profile: str | None, placement: str | No
 class HighwaterSamplePipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterSamplePipeline",
             display_name="Sample Pipeline",
             category="Highwater",

@@ -7,6 +7,8 @@ from typing import Any
 
 from comfy_api.latest import io, ui
 
+from .schema import make_schema
+
 __all__ = ["HighwaterMemoryReport", "format_report"]
 
 NUM_EVENTS = 10
@@ -15,7 +17,7 @@ NUM_EVENTS = 10
 class HighwaterMemoryReport(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterMemoryReport",
             display_name="Memory Report",
             category="Highwater",

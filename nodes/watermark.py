@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from comfy_api.latest import io
 
+from .schema import make_schema
+
 __all__ = ["HighwaterWatermark", "Watermark", "WatermarkType"]
 
 WatermarkType = io.Custom("HIGHWATER_WATERMARK")
@@ -50,7 +52,7 @@ class HighwaterWatermark(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return io.Schema(
+        return make_schema(
             node_id="HighwaterWatermark",
             display_name="Watermark",
             category="Highwater",

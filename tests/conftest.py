@@ -3,9 +3,52 @@
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+NOTES = ("MarkdownNote", "Note")  # of the page itself, no node of any host
+WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+CONTROL = "control_after_generate"  # a widget that the page adds beside a seed
+# What the last line of every run tells of, and where its tests are; one in ComfyUI carries a mark of its host.
+TIERS = {
+    "engine": ("tests/engine/",),
+    "simulated devices": ("tests/simdevice/",),
+    "ComfyUI on the CPU": ("comfyui_cpu",),
+    "ComfyUI on simulated GPUs": ("comfyui_gpus",),
+    "ComfyUI 0.8.0": ("comfyui_old",),
+    "browser": ("tests/web/test_browser.py", "tests/comfyui/test_page.py"),
+    "GPU": ("tests/gpu/",),
+}
+outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+skip_reasons: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when != "call" and report.outcome == "passed":
+        return
+    for tier, places in TIERS.items():
+        if any(place in report.keywords or report.nodeid.startswith(place) for place in places):
+            outcomes[tier][report.outcome] += 1
+            if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+                skip_reasons[tier] = report.longrepr[2].removeprefix("Skipped: ").removeprefix("NOT TESTED: ")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which tiers ran: a skipped one looks like a passed one otherwise."""
+    told = []
+    for tier in TIERS:
+        counts = outcomes[tier]
+        ran = [f"{counts[word]} {word}" for word in ("passed", "failed") if counts[word]]
+        if ran and counts["skipped"]:
+            ran.append(f"{counts['skipped']} skipped")
+        missing = f"NOT TESTED ({skip_reasons.get(tier, 'skipped')})" if counts["skipped"] else "not asked for"
+        told.append(f"{tier}: {', '.join(ran) or missing}")
+    terminalreporter.section("tiers")
+    terminalreporter.write_line("; ".join(told))
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +66,53 @@ def sim() -> ModuleType:
             pytest.fail(str(error))
         pytest.skip(f"NOT TESTED: {error}")
     return simdevice
+
+
+@pytest.fixture(scope="session")
+def graph_problems() -> Callable[[Any, Mapping[str, Any]], list[str]]:
+    """Return a check of a graph in the page's own format against what ``object_info`` says of its nodes."""
+    return lambda graph, info: list(find_problems(graph, info))
+
+
+def find_problems(graph: Any, info: Mapping[str, Any]) -> Iterator[str]:
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    for node in nodes.values():
+        kind = node["type"]
+        if kind in NOTES:
+            continue
+        if kind not in info:
+            yield f"{kind} is unknown"
+            continue
+        sockets = {**info[kind]["input"].get("required", {}), **info[kind]["input"].get("optional", {})}
+        types = {name: "COMBO" if isinstance(spec[0], list) else spec[0] for name, spec in sockets.items()}
+        options = {name: spec[1] if len(spec) > 1 else {} for name, spec in sockets.items()}
+        widgets = []
+        for name, type_name in types.items():
+            if type_name in WIDGETS:
+                widgets += [name, CONTROL] if options[name].get(CONTROL) else [name]
+        if len(node["widgets_values"]) != len(widgets):
+            yield f"{kind} has {len(node['widgets_values'])} values for {widgets}"
+        for name, value in zip(widgets, node["widgets_values"], strict=False):
+            # A file or a device may be one that this machine lacks.
+            choices = options.get(name, {}).get("options", [value])
+            if (
+                value not in choices
+                and name not in ("placement", "pipeline")
+                and not str(value).endswith(".safetensors")
+            ):
+                yield f"{kind}: {name} is {value!r}; allowed: {choices}"
+        if [output["type"] for output in node["outputs"]] != list(info[kind]["output"]):
+            yield f"{kind} gives {info[kind]['output']}"
+        for given in node["inputs"]:
+            if types.get(given["name"]) != given["type"]:
+                yield f"{kind} takes {given['name']} as {types.get(given['name'])}"
+        linked = {given["name"] for given in node["inputs"] if given.get("link") is not None}
+        for name in info[kind]["input"].get("required", {}):
+            if types[name] not in WIDGETS and name not in linked:
+                yield f"{kind}: nothing is linked to {name}"
+    for number, source, output, target, slot, type_name in graph["links"]:
+        given, taken = nodes[source]["outputs"][output], nodes[target]["inputs"][slot]
+        if given["type"] != type_name or taken["type"] not in (type_name, "*"):
+            yield f"link {number} is {type_name} from {given['type']} to {taken['type']}"
+        if taken["link"] != number or number not in given["links"]:
+            yield f"link {number} is not known to both its nodes"

@@ -3,14 +3,19 @@
 // does not fit. Registers only; what is shown is made in readout.js.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { badgeText, keyOf, keysOf, makeTextBox, noticeOfEvent, noticeOfFailure, precisionOf } from "./readout.js";
+import { badgeText, keyOf, keysOf, makeTextBox, noticeOfEvent, noticeOfFailure, precisionOf, tiersOf } from "./readout.js";
 
 /** @typedef {import("./readout.js").NodeReport} NodeReport */
+/** @typedef {import("./readout.js").ComponentReport} ComponentReport */
 
 // An own key on the page's store becomes reactive in the page's own Vue. That is what makes badges live in
 // Nodes 2.0, where nothing else tells a badge to be drawn again; the page offers no documented way.
 const STORE = "highwaterReadouts";
 const NOTICE_MS = 20_000;
+const ASK_MS = 200;
+const NOTE_HEIGHT = 56;
+const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
+const MODEL_NODE = /^Highwater(Load|Manage)[A-Z]/;
 
 /**
  * Badge texts by key. Made before any badge reads it, and read back from the store: what is assigned is the plain
@@ -22,34 +27,44 @@ function texts() {
   return app.extensionManager[STORE];
 }
 
-/** Reports of workflows that are not open now: workflow id -> node id -> report. @type {Map<string, Map<string, NodeReport>>} */
-const aside = new Map();
+/** The newest report of every node: workflow id, "" where none is known -> node id -> report. @type {Map<string, Map<string, NodeReport>>} */
+const reports = new Map();
+/** What is loaded now, as far as the page has asked. @type {ComponentReport[]} */
+let components = [];
 
-/**
- * Show a node's report, or keep it until its workflow is opened.
- * @param {NodeReport} node
- * @param {string} precision
- */
-function showNode(node, precision) {
+/** @param {NodeReport} node */
+function keep(node) {
+  const id = node.workflow_id ?? "";
+  const nodes = reports.get(id) ?? new Map();
+  nodes.delete(node.node_id); // the newest comes last: a subgraph's node shows the last of its inner ones
+  reports.set(id, nodes.set(node.node_id, node));
+}
+
+/** Show what is known of the nodes of the open workflow; those of others wait until it is opened. */
+function showNodes() {
   const root = app.rootGraph;
-  if (node.workflow_id && node.workflow_id !== root.id) {
-    const nodes = aside.get(node.workflow_id) ?? new Map();
-    aside.set(node.workflow_id, nodes.set(node.node_id, node));
-    return;
+  for (const id of ["", root.id]) {
+    for (const node of reports.get(id)?.values() ?? []) {
+      const text = badgeText(node, tiersOf(components, node), precisionOf(components, node));
+      for (const key of keysOf(root, node.node_id)) texts()[key] = text;
+    }
   }
-  for (const key of keysOf(root, node.node_id)) texts()[key] = badgeText(node, precision);
   app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
 }
 
+let isAsking = false;
+
 /**
- * Show the newest report of every node. The components say in which precision a node's models are.
- * @param {Iterable<NodeReport>} nodes
+ * Ask what is loaded and show it, once for all nodes that end meanwhile. A loader's own report does not know:
+ * ComfyUI loads a model when another node needs it.
  */
-async function showNodes(nodes) {
-  const newest = [...nodes];
-  const loaders = newest.some((node) => Object.keys(node.tiers).length > 0);
-  const components = loaders ? (await fetchReport("components")).components : [];
-  for (const node of newest) showNode(node, precisionOf(components, node));
+async function askComponents() {
+  if (isAsking) return;
+  isAsking = true;
+  await new Promise((resolve) => setTimeout(resolve, ASK_MS));
+  isAsking = false;
+  components = (await fetchReport("components")).components;
+  showNodes();
 }
 
 /** @param {string} parts comma-separated names of the report's parts */
@@ -72,22 +87,28 @@ app.registerExtension({
       return badge;
     });
     if (node.comfyClass === "HighwaterMemoryReport") addTextBox(node);
+    if (MODEL_NODE.test(node.comfyClass ?? "")) addNotes(node);
   },
 
-  async afterConfigureGraph() {
-    const nodes = aside.get(app.rootGraph.id);
-    aside.delete(app.rootGraph.id);
-    if (nodes) await showNodes(nodes.values());
+  afterConfigureGraph() {
+    showNodes();
   },
 
   async setup() {
-    api.addEventListener("highwater.memory", async ({ detail }) => {
-      if (detail.type === "node") await showNodes([detail]);
+    api.addEventListener("highwater.memory", ({ detail }) => {
+      if (detail.type === "node") {
+        keep(detail);
+        showNodes();
+        void askComponents();
+      }
       notify(noticeOfEvent(detail));
     });
-    api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail)));
+    api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, components.length > 0)));
     // Events are not repeated after a reload.
-    await showNodes((await fetchReport("nodes")).nodes);
+    const report = await fetchReport("nodes,components");
+    components = report.components;
+    report.nodes.forEach(keep);
+    showNodes();
   },
 });
 
@@ -107,6 +128,35 @@ function addTextBox(node) {
   const onExecuted = node.onExecuted;
   node.onExecuted = function (output) {
     onExecuted?.call(this, output);
-    box.textContent = (output.text ?? []).join("\n");
+    box.textContent = (output?.text ?? []).join("\n");
+  };
+}
+
+/**
+ * Give a node of ours a box for what it has to say about its model, as long as it has something: an empty text
+ * takes the box away, and the node has the size again that it had.
+ * @param {ComfyNode} node
+ */
+function addNotes(node) {
+  const box = makeTextBox(document);
+  box.style.whiteSpace = "pre-wrap";
+  box.style.minHeight = `${NOTE_HEIGHT}px`;
+  /** @type {{ serialize?: boolean } | undefined} */
+  let widget;
+  const onExecuted = node.onExecuted;
+  node.onExecuted = function (output) {
+    onExecuted?.call(this, output);
+    const text = (output?.text ?? []).join("\n");
+    box.textContent = text;
+    const [width, height] = node.size;
+    if (text && !widget) {
+      widget = node.addDOMWidget("notes", "highwater-text", box, { serialize: false, getMinHeight: () => NOTE_HEIGHT });
+      widget.serialize = false;
+      node.setSize([width, height + NOTE_ROOM]);
+    } else if (!text && widget) {
+      node.removeWidget(widget);
+      widget = undefined;
+      node.setSize([width, height - NOTE_ROOM]);
+    }
   };
 }

@@ -3,11 +3,11 @@
 // it imports nothing, so that node can test it.
 
 /**
- * One execution of a node, as the report has it; bytes by place. Places are devices ("gpu:0") and where weights
- * rest in RAM ("pinned", "host").
- * @typedef {{ node_id: string, workflow_id: string | null, peak_bytes: Record<string, number>,
- *   tiers: Record<string, number> }} NodeReport
- * @typedef {{ node_id: string | null, workflow_id: string | null, precision: string }} ComponentReport
+ * One execution of a node, and one part of a model now, as the report has them; bytes by place. Places are devices
+ * ("gpu:0") and where weights rest in RAM ("pinned", "host").
+ * @typedef {{ node_id: string, workflow_id: string | null, peak_bytes: Record<string, number> }} NodeReport
+ * @typedef {{ node_id: string | null, workflow_id: string | null, precision: string,
+ *   tiers: Record<string, number> }} ComponentReport
  * @typedef {{ id: string | number, graph?: GraphLike | null, subgraph?: GraphLike }} NodeLike
  * @typedef {{ id: string, rootGraph?: GraphLike, getNodeById(id: string | number): NodeLike | null }} GraphLike
  */
@@ -32,17 +32,20 @@ export function shortBytes(bytes) {
 
 /**
  * The badge of a node, at most 16 characters: for one that loaded models, what they weigh in RAM and in which
- * precision; for any other, the most that was allocated on the devices while it ran.
+ * precision; for any other, the most that was allocated on the devices while it ran. Nothing where no device is.
  * @param {NodeReport} node
+ * @param {Record<string, number>} [tiers] what `tiersOf` said
  * @param {string} [precision] what `precisionOf` said
  */
-export function badgeText(node, precision = "") {
-  const rests = Object.entries(node.tiers).filter(([place]) => !isAccelerator(place));
+export function badgeText(node, tiers = {}, precision = "") {
+  const rests = Object.entries(tiers).filter(([place]) => !isAccelerator(place));
   if (rests.length > 0) {
     const bytes = rests.reduce((sum, [, held]) => sum + held, 0);
     return `RAM ${shortBytes(bytes)} ${precision}`.trim();
   }
-  const peaks = Object.values(node.peak_bytes).filter((bytes) => bytes > 0);
+  const devices = Object.values(node.peak_bytes);
+  if (devices.length === 0) return "";
+  const peaks = devices.filter((bytes) => bytes > 0);
   if (peaks.length === 0) return "VRAM 0B";
   if (peaks.length <= 2) return `VRAM ${peaks.map(shortBytes).join("+")}`;
   return `VRAM ${shortBytes(Math.max(...peaks))} ×${peaks.length}`;
@@ -52,13 +55,34 @@ export function badgeText(node, precision = "") {
 const isAccelerator = (place) => place.startsWith("gpu");
 
 /**
+ * The parts that a node loaded. Equal node ids in two workflows are two nodes.
+ * @param {ComponentReport[]} components
+ * @param {{ node_id: string, workflow_id: string | null }} node
+ */
+const partsOf = (components, node) =>
+  components.filter((part) => part.node_id === node.node_id && part.workflow_id === node.workflow_id);
+
+/**
+ * Where the models that a node loaded are now, in bytes by place.
+ * @param {ComponentReport[]} components
+ * @param {{ node_id: string, workflow_id: string | null }} node
+ */
+export function tiersOf(components, node) {
+  /** @type {Record<string, number>} */
+  const tiers = {};
+  for (const part of partsOf(components, node)) {
+    for (const [place, bytes] of Object.entries(part.tiers)) tiers[place] = (tiers[place] ?? 0) + bytes;
+  }
+  return tiers;
+}
+
+/**
  * How the models of a node are stored, in one word: "fp8" if any of them is, "" if all are as in their files.
  * @param {ComponentReport[]} components
  * @param {{ node_id: string, workflow_id: string | null }} node
  */
 export function precisionOf(components, node) {
-  const own = components.filter((part) => part.node_id === node.node_id && part.workflow_id === node.workflow_id);
-  const changed = own.filter((part) => part.precision !== AS_STORED);
+  const changed = partsOf(components, node).filter((part) => part.precision !== AS_STORED);
   return changed[0]?.precision.split(" ")[0] ?? "";
 }
 
@@ -93,21 +117,26 @@ export function keysOf(root, executionId) {
   return keys;
 }
 
-const REMEDY = "Keep more free with a Watermark node, or give Load Pipeline a smaller budget as profile.";
+const REMEDY = "Keep more free with a Watermark node, or give the loader a smaller budget as profile.";
 
 /**
  * What to tell when a run failed in a way that its message explains: the page itself says only that a node failed.
+ * ComfyUI loads a model when a node needs it: what is wrong with a loader's values may come up in any node.
  * Null for every other failure.
  * @param {{ node_type?: string, exception_type?: string, exception_message?: string }} failure
+ * @param {boolean} [isManaging] whether any model is under the manager's care
  * @returns {{ severity: "error", summary: string, detail: string } | null}
  */
-export function noticeOfFailure(failure) {
-  const kind = (failure.exception_type ?? "").split(".").pop();
-  const message = failure.exception_message ?? "";
+export function noticeOfFailure(failure, isManaging = false) {
+  const type = failure.exception_type ?? "";
+  const kind = type.split(".").pop();
+  const message = (failure.exception_message ?? "").trim();
+  const isOurs = failure.node_type?.startsWith("Highwater") || /\bmemory\.errors\.\w+$/.test(type);
   if (kind === "DoesNotFit") return { severity: "error", summary: "Does not fit in memory", detail: message };
-  if (!failure.node_type?.startsWith("Highwater")) return null;
-  if (kind === "InvalidInput") return { severity: "error", summary: "An input cannot be used", detail: message };
-  if (kind === "OutOfMemoryError") {
+  if (kind === "InvalidInput" && isOurs) {
+    return { severity: "error", summary: "An input cannot be used", detail: message };
+  }
+  if (kind === "OutOfMemoryError" && (isOurs || isManaging)) {
     return { severity: "error", summary: "Out of memory", detail: `${message.split("\n")[0]}. ${REMEDY}` };
   }
   return null;

@@ -1,4 +1,4 @@
-"""The only file that speaks to ``comfy.*``: ComfyUI's models under the manager's care, through its own patcher.
+"""The patcher through which ComfyUI's models come and go under the manager's care.
 
 [Note: host] Models reach a device in core's ``load_models_gpu()`` and nowhere else. It calls `HighwaterPatcher.load`
 with a number of bytes; the manager decides what that means. A component's masters are views into its host slabs and
@@ -11,48 +11,31 @@ never come. State hangs on the model, which all clones share.
 from __future__ import annotations
 
 import collections
-import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
 import comfy.sd
 import comfy.utils
-import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
 
-from ..memory import default_manager
-from ..memory.component import component_from_module
-from ..memory.devices import list_devices
-from ..memory.errors import DoesNotFit, InvalidInput
-from ..memory.membership import Member
-from ..memory.placement import parse_placement
-from ..memory.plan import plan_components
-from ..memory.profile import parse_profile
-from ..memory.residency import Unit
-from ..memory.upcast import FP8, Precision, parse_precision
+from ...memory import default_manager
+from ...memory.component import component_from_module
+from ...memory.devices import list_devices
+from ...memory.errors import DoesNotFit
+from ...memory.membership import Member
+from ...memory.placement import parse_placement
+from ...memory.plan import plan_components
+from ...memory.profile import parse_profile
+from ...memory.residency import Unit
+from ...memory.upcast import FP8, parse_precision
 
-__all__ = [
-    "HighwaterPatcher",
-    "Request",
-    "device_options",
-    "load_checkpoint",
-    "load_clip_vision",
-    "load_controlnet",
-    "load_diffusion_model",
-    "load_text_encoder",
-    "load_vae",
-    "manage_clip",
-    "manage_model",
-    "manage_vae",
-    "notes_for",
-]
+__all__ = ["HighwaterPatcher", "Hosted", "Request", "is_cpu", "load_device_for"]
 
 # The form in which core keeps the original of a patched weight.
 Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
@@ -384,274 +367,14 @@ def name_of(device: Any) -> str:
     return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
 
 
-def device_options() -> list[str]:
-    """Return what a placement widget offers: the host's ``default``, ``cpu`` and ``gpu:N``, and pairs for a split."""
-    gpus = [device.name for device in list_devices() if not device.is_cpu]
-    pairs = [f"{first}&{second}" for first in gpus for second in gpus if first != second]
-    return ["default", "cpu", *gpus, *pairs]
-
-
-def resolve_placement(placement: str, notes: list[str]) -> str:
-    """Return a placement that this machine has; what it lacks becomes ``default``, and the note says so."""
-    placement = "default" if placement in ("auto", "") else placement
-    if placement in device_options():
-        return placement
-    notes.append(
-        f"placement {placement!r} is not on this machine: default is used; here: {', '.join(device_options())}"
-    )
-    return "default"
-
-
-def load_device_for(placement: str) -> torch.device:
+def load_device_for(placement: str, notes: list[str]) -> torch.device:
+    """Return the torch device that computes a placement's first part; core's own choice for ``auto``."""
     if placement == "cpu":
         return torch.device("cpu")
-    if placement == "default":
-        return comfy.model_management.get_torch_device()
-    index = int(placement.partition("&")[0].partition(":")[2])
-    return comfy.model_management.get_all_torch_devices()[index]
-
-
-# -- making patchers ours
-
-# What a patcher carries beside its model; shared containers are taken over by reference, as core's clone does.
-PATCHER_STATE = (
-    "patches", "patches_uuid", "object_patches", "weight_wrapper_patches", "model_options", "force_cast_weights",
-    "backup", "backup_buffers", "object_patches_backup", "pinned", "attachments", "additional_models", "callbacks",
-    "wrappers", "injections", "is_injected", "skip_injection", "hook_patches", "hook_patches_backup", "hook_backup",
-    "cached_hook_patches", "current_hooks", "forced_hooks", "is_clip", "hook_mode", "is_multigpu_base_clone",
-    "clone_base_uuid", "parent", "cached_patcher_init",
-)  # fmt: skip
-
-
-def adopt(patcher: ModelPatcher, *, name: str, kind: str, request: Request) -> HighwaterPatcher:
-    """Return our patcher over the same model, with everything the other one carries. The other must not be used on.
-
-    Raises:
-        InvalidInput: the request cannot be met here.
-    """
-    notes: list[str] = []
-    placement = resolve_placement(request.placement, notes)
-    device = load_device_for(placement)
-    precision = parse_precision(request.precision)
-    names = [found.name for found in list_devices()]
-    parse_profile(request.profile, devices=names)
-    if is_cpu(device) and precision is Precision.FP8_SCALED:
-        notes.append("fp8 scaled needs an accelerator: the weights stay as stored on the CPU")
-    if patcher.loaded_size() > 0:
-        comfy.model_management.unload_model_and_clones(patcher, all_devices=True)
-    in_our_words = name_of(device) if placement == "default" else placement
-    hosted = Hosted(name, kind, replace(request, placement=in_our_words))
-    hosted.notes = notes
-    patcher.model.highwater = hosted
-    base = type(patcher)
-    ours: type[HighwaterPatcher] = HighwaterPatcher
-    if base is not ModelPatcher and not patcher.is_dynamic() and not issubclass(base, HighwaterPatcher):
-        ours = managed_class(base)
-    adopted = ours(patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
-    for attribute in PATCHER_STATE:
-        if hasattr(patcher, attribute):
-            setattr(adopted, attribute, getattr(patcher, attribute))
-    return adopted
-
-
-managed_classes: dict[type, type[HighwaterPatcher]] = {}
-
-
-def managed_class(base: type) -> type[HighwaterPatcher]:
-    """Return our class in front of another pack's patcher class, whose overrides stay in force."""
-    if base not in managed_classes:
-        managed_classes[base] = type(f"Managed{base.__name__}", (HighwaterPatcher, base), {})
-    return managed_classes[base]
-
-
-def notes_for(managed: Any) -> list[str]:
-    """Return what a node should tell its user about a managed model: fallbacks, and what is not in effect."""
-    patcher = getattr(managed, "patcher", managed)
-    hosted = getattr(getattr(patcher, "model", None), "highwater", None)
-    note = patcher.get_attachment("highwater.note") if isinstance(patcher, ModelPatcher) else None
-    return [*(hosted.notes if hosted is not None else []), *([note] if note else [])]
-
-
-# -- loading
-
-
-def load_diffusion_model(path: str, request: Request) -> HighwaterPatcher:
-    """Load a diffusion model file; the weights rest in host memory until core asks for them."""
-    check_file(path)
-    patcher = comfy.sd.load_diffusion_model(path, disable_dynamic=True)
-    adopted = adopt(patcher, name=Path(path).stem, kind="diffusion", request=request)
-    adopted.cached_patcher_init = (reload_diffusion_model, (path, request))
-    return adopted
-
-
-def reload_diffusion_model(path: str, request: Request, disable_dynamic: bool = True) -> HighwaterPatcher:
-    return load_diffusion_model(path, request)
-
-
-def load_text_encoder(paths: Sequence[str], clip_type: str, request: Request) -> Any:
-    """Load a text encoder from one to four files; ``clip_type`` as core's loaders name it."""
-    for path in paths:
-        check_file(path)
-    kind = getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
-    clip = comfy.sd.load_clip(
-        ckpt_paths=list(paths),
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        clip_type=kind,
-        disable_dynamic=True,
-    )
-    name = "+".join(Path(path).stem for path in paths)
-    clip.patcher = adopt(clip.patcher, name=name, kind="text", request=request)
-    clip.patcher.cached_patcher_init = (reload_text_encoder, (list(paths), clip_type, request))
-    return clip
-
-
-def reload_text_encoder(
-    paths: Sequence[str], clip_type: str, request: Request, disable_dynamic: bool = True
-) -> HighwaterPatcher:
-    patcher: HighwaterPatcher = load_text_encoder(paths, clip_type, request).patcher
-    return patcher
-
-
-def load_vae(path: str, request: Request) -> Any:
-    """Load a VAE file."""
-    check_file(path)
-    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    vae = comfy.sd.VAE(sd=weights, metadata=metadata)
-    vae.throw_exception_if_invalid()
-    adopt_vae(vae, Path(path).stem, request)
-    vae.patcher.cached_patcher_init = (reload_vae, (path, request))
-    return vae
-
-
-def adopt_vae(vae: Any, name: str, request: Request) -> None:
-    vae.patcher = adopt(vae.patcher, name=name, kind="vae", request=request)
-    vae.device = vae.patcher.load_device  # where it sends latents and pixels
-
-
-def reload_vae(path: str, request: Request, disable_dynamic: bool = True) -> HighwaterPatcher:
-    patcher: HighwaterPatcher = load_vae(path, request).patcher
-    return patcher
-
-
-def load_checkpoint(path: str, request: Request) -> tuple[HighwaterPatcher, Any, Any]:
-    """Load a checkpoint file: model, text encoder and VAE; None for those that it lacks."""
-    check_file(path)
-    model, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
-        path,
-        output_vae=True,
-        output_clip=True,
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        disable_dynamic=True,
-    )
-    name = Path(path).stem
-    model = adopt(model, name=name, kind="diffusion", request=request)
-    model.cached_patcher_init = (reload_checkpoint, (path, request), 0)
-    if clip is not None:
-        clip.patcher = adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request)
-        clip.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 1)
-    if vae is not None:
-        adopt_vae(vae, f"{name}/vae", request)
-        vae.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 2)
-    return model, clip, vae
-
-
-def reload_checkpoint(path: str, request: Request, disable_dynamic: bool = True) -> tuple[Any, Any, Any]:
-    """Return the three patchers of a checkpoint, as core's factories with an index do."""
-    model, clip, vae = load_checkpoint(path, request)
-    return model, clip.patcher if clip is not None else None, vae.patcher if vae is not None else None
-
-
-def load_controlnet(path: str, request: Request) -> Any:
-    """Load a ControlNet; kinds without a patcher of their own (T2I adapters) are left to core, and the note says so."""
-    import comfy.controlnet
-
-    check_file(path)
-    control = comfy.controlnet.load_controlnet(path)
-    if control is None:
-        raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI knows")
-    wrapped = getattr(control, "control_model_wrapped", None)
-    if wrapped is not None:
-        adopted = adopt(wrapped, name=Path(path).stem, kind="control", request=request)
-        control.control_model_wrapped = adopted
-        control.load_device = adopted.load_device
-    return control
-
-
-def load_clip_vision(path: str, request: Request) -> Any:
-    """Load a CLIP vision model."""
-    import comfy.clip_vision
-
-    check_file(path)
-    vision = comfy.clip_vision.load(path)
-    if vision is None:
-        raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI knows")
-    vision.patcher = adopt(vision.patcher, name=Path(path).stem, kind="vision", request=request)
-    vision.load_device = vision.patcher.load_device
-    return vision
-
-
-# -- managing what another loader made
-
-
-def manage_model(model: ModelPatcher, request: Request) -> ModelPatcher:
-    """Return the model under management. A dynamic one is read again from its file: that costs its bytes in RAM."""
-    static = make_static(model)
-    if static is None:
-        return annotate(model.clone(), "not managed: its loader gives no way to read it again (cached_patcher_init)")
-    adopted = adopt(static, name=type(model.model).__name__, kind="diffusion", request=request)
-    adopted.hosted.notes += static_note(model)
-    return adopted
-
-
-def manage_clip(clip: Any, request: Request) -> Any:
-    """Return the text encoder under management; as `manage_model`."""
-    managed = clip.clone()
-    static = make_static(clip.patcher)
-    if static is None:
-        annotate(managed.patcher, "not managed: its loader gives no way to read it again (cached_patcher_init)")
-        return managed
-    managed.patcher = adopt(static, name=type(static.model).__name__, kind="text", request=request)
-    managed.cond_stage_model = managed.patcher.model
-    managed.patcher.hosted.notes += static_note(clip.patcher)
-    return managed
-
-
-def manage_vae(vae: Any, request: Request) -> Any:
-    """Return the VAE under management; as `manage_model`."""
-    managed = copy.copy(vae)
-    static = make_static(vae.patcher)
-    if static is None:
-        annotate(managed.patcher, "not managed: its loader gives no way to read it again (cached_patcher_init)")
-        return managed
-    managed.patcher = static
-    managed.first_stage_model = static.model
-    adopt_vae(managed, type(static.model).__name__, request)
-    managed.patcher.hosted.notes += static_note(vae.patcher)
-    return managed
-
-
-def make_static(patcher: ModelPatcher) -> ModelPatcher | None:
-    """Return a clone that is not dynamic; None for a dynamic one whose file is not known."""
-    if not patcher.is_dynamic():
-        return patcher.clone()
-    try:
-        return patcher.clone(disable_dynamic=True)
-    except RuntimeError:
-        return None
-
-
-def static_note(patcher: ModelPatcher) -> list[str]:
-    return ["read again from its file: dynamic VRAM keeps a copy of its own"] if patcher.is_dynamic() else []
-
-
-def annotate(patcher: ModelPatcher, note: str) -> ModelPatcher:
-    patcher.set_attachments("highwater.note", note)
-    return patcher
-
-
-def check_file(path: str) -> None:
-    """Refuse a damaged safetensors file before core reads it. Raises `InvalidInput`."""
-    from ..memory.weights import read_header
-
-    if path.endswith((".safetensors", ".sft")):
-        read_header(path)
+    default = comfy.model_management.get_torch_device()
+    if placement == "auto":
+        return default
+    if is_cpu(default):
+        notes.append(f"placement {placement}: ComfyUI runs on the CPU (--cpu); so does this model")
+        return default
+    return comfy.model_management.get_all_torch_devices()[int(placement.partition("&")[0].partition(":")[2])]

@@ -1,0 +1,30 @@
+"""The only place that speaks to ``comfy.*``; imported when a node of a ComfyUI model executes, never before."""
+
+from .loading import (
+    load_checkpoint,
+    load_clip_vision,
+    load_controlnet,
+    load_diffusion_model,
+    load_text_encoder,
+    load_vae,
+    manage_clip,
+    manage_model,
+    manage_vae,
+    notes_for,
+)
+from .patcher import HighwaterPatcher, Request
+
+__all__ = [
+    "HighwaterPatcher",
+    "Request",
+    "load_checkpoint",
+    "load_clip_vision",
+    "load_controlnet",
+    "load_diffusion_model",
+    "load_text_encoder",
+    "load_vae",
+    "manage_clip",
+    "manage_model",
+    "manage_vae",
+    "notes_for",
+]

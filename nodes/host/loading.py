@@ -1,0 +1,306 @@
+"""Loading ComfyUI's models as ours, and making ours what another loader made."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import folder_paths
+from comfy.model_patcher import ModelPatcher
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...memory.devices import list_devices
+from ...memory.errors import InvalidInput
+from ...memory.profile import parse_profile
+from ...memory.upcast import Precision, parse_precision
+from ...memory.weights import read_header
+from .patcher import HighwaterPatcher, Hosted, Request, is_cpu, load_device_for
+
+__all__ = [
+    "load_checkpoint",
+    "load_clip_vision",
+    "load_controlnet",
+    "load_diffusion_model",
+    "load_text_encoder",
+    "load_vae",
+    "manage_clip",
+    "manage_model",
+    "manage_vae",
+    "notes_for",
+]
+
+# Where a model that is not ours carries what its node has to say.
+NOTE = "highwater_note"
+
+# What a patcher carries beside its model; shared containers are taken over by reference, as core's clone does.
+PATCHER_STATE = (
+    "patches", "patches_uuid", "object_patches", "weight_wrapper_patches", "model_options", "force_cast_weights",
+    "backup", "backup_buffers", "object_patches_backup", "pinned", "attachments", "additional_models", "callbacks",
+    "wrappers", "injections", "is_injected", "skip_injection", "hook_patches", "hook_patches_backup", "hook_backup",
+    "cached_hook_patches", "current_hooks", "forced_hooks", "is_clip", "hook_mode", "is_multigpu_base_clone",
+    "clone_base_uuid", "parent", "cached_patcher_init",
+)  # fmt: skip
+
+
+def adopt(patcher: ModelPatcher, *, name: str, kind: str, request: Request) -> ModelPatcher:
+    """Return our patcher over the same model, with everything the other one carries. The other must not be used on.
+
+    A model of quantized tensors stays core's, on the device that was asked for, and the note says so.
+
+    Raises:
+        InvalidInput: the request cannot be met here.
+    """
+    notes: list[str] = []
+    device = load_device_for(request.placement, notes)
+    precision = parse_precision(request.precision)
+    names = [found.name for found in list_devices()]
+    parse_profile(request.profile, devices=names)
+    if is_cpu(device) and precision is Precision.FP8_SCALED:
+        notes.append("fp8 scaled needs an accelerator: the weights stay as stored on the CPU")
+    if any(is_traceable_wrapper_subclass(parameter.data) for parameter in patcher.model.parameters()):
+        patcher.load_device = device
+        return annotate(patcher, "not managed: its weights are quantized tensors, which ComfyUI loads itself")
+    if patcher.loaded_size() > 0:
+        comfy.model_management.unload_model_and_clones(patcher, all_devices=True)
+    hosted = Hosted(name, kind, request)
+    hosted.notes = notes
+    if not is_cpu(device):
+        hosted.planned_bytes(patcher.model, device)  # refuses a budget that no form of this model meets
+    previous = getattr(patcher.model, "highwater", None)
+    if previous is not None:
+        previous.release()
+    patcher.model.highwater = hosted
+    base = type(patcher)
+    ours: type[HighwaterPatcher] = HighwaterPatcher
+    if base is not ModelPatcher and not is_dynamic(patcher) and not issubclass(base, HighwaterPatcher):
+        ours = managed_class(base)
+    adopted = ours(patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
+    for attribute in PATCHER_STATE:
+        if hasattr(patcher, attribute):
+            setattr(adopted, attribute, getattr(patcher, attribute))
+    return adopted
+
+
+managed_classes: dict[type, type[HighwaterPatcher]] = {}
+
+
+def managed_class(base: type) -> type[HighwaterPatcher]:
+    """Return our class in front of another pack's patcher class, whose overrides stay in force."""
+    if base not in managed_classes:
+        managed_classes[base] = type(f"Managed{base.__name__}", (HighwaterPatcher, base), {})
+    return managed_classes[base]
+
+
+def notes_for(managed: Any) -> list[str]:
+    """Return what a node should tell its user about a managed model: fallbacks, and what is not in effect."""
+    patcher = getattr(managed, "patcher", None) or getattr(managed, "control_model_wrapped", None) or managed
+    hosted = getattr(getattr(patcher, "model", None), "highwater", None)
+    note = patcher.get_attachment(NOTE) if isinstance(patcher, ModelPatcher) else getattr(managed, NOTE, None)
+    return [*(hosted.notes if hosted is not None else []), *([note] if note else [])]
+
+
+# -- loading
+
+
+def load_static(load: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call a loader of core's for patchers that are not dynamic; ComfyUI 0.8.0 knows no other kind."""
+    if "disable_dynamic" in inspect.signature(load).parameters:
+        options["disable_dynamic"] = True
+    return load(*args, **options)
+
+
+def load_diffusion_model(path: str, request: Request) -> ModelPatcher:
+    """Load a diffusion model file; the weights rest in host memory until core asks for them."""
+    check_file(path)
+    patcher = load_static(comfy.sd.load_diffusion_model, path)
+    adopted = adopt(patcher, name=Path(path).stem, kind="diffusion", request=request)
+    adopted.cached_patcher_init = (reload_diffusion_model, (path, request))
+    return adopted
+
+
+def reload_diffusion_model(path: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
+    return load_diffusion_model(path, request)
+
+
+def load_text_encoder(paths: Sequence[str], clip_type: str, request: Request) -> Any:
+    """Load a text encoder from one to four files; ``clip_type`` as core's loaders name it."""
+    for path in paths:
+        check_file(path)
+    kind = getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
+    clip = load_static(
+        comfy.sd.load_clip,
+        ckpt_paths=list(paths),
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+        clip_type=kind,
+    )
+    name = "+".join(Path(path).stem for path in paths)
+    clip.patcher = adopt(clip.patcher, name=name, kind="text", request=request)
+    clip.patcher.cached_patcher_init = (reload_text_encoder, (list(paths), clip_type, request))
+    return clip
+
+
+def reload_text_encoder(
+    paths: Sequence[str], clip_type: str, request: Request, disable_dynamic: bool = True
+) -> ModelPatcher:
+    patcher: ModelPatcher = load_text_encoder(paths, clip_type, request).patcher
+    return patcher
+
+
+def load_vae(path: str, request: Request) -> Any:
+    """Load a VAE file."""
+    check_file(path)
+    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    vae = comfy.sd.VAE(sd=weights, metadata=metadata)
+    vae.throw_exception_if_invalid()
+    adopt_vae(vae, Path(path).stem, request)
+    vae.patcher.cached_patcher_init = (reload_vae, (path, request))
+    return vae
+
+
+def adopt_vae(vae: Any, name: str, request: Request) -> None:
+    vae.patcher = adopt(vae.patcher, name=name, kind="vae", request=request)
+    vae.device = vae.patcher.load_device  # where it sends latents and pixels
+
+
+def reload_vae(path: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
+    patcher: ModelPatcher = load_vae(path, request).patcher
+    return patcher
+
+
+def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any]:
+    """Load a checkpoint file: model, text encoder and VAE; None for those that it lacks."""
+    check_file(path)
+    model, clip, vae, _ = load_static(
+        comfy.sd.load_checkpoint_guess_config,
+        path,
+        output_vae=True,
+        output_clip=True,
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+    )
+    name = Path(path).stem
+    model = adopt(model, name=name, kind="diffusion", request=request)
+    model.cached_patcher_init = (reload_checkpoint, (path, request), 0)
+    if clip is not None:
+        clip.patcher = adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request)
+        clip.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 1)
+    if vae is not None:
+        adopt_vae(vae, f"{name}/vae", request)
+        vae.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 2)
+    return model, clip, vae
+
+
+def reload_checkpoint(path: str, request: Request, disable_dynamic: bool = True) -> tuple[Any, Any, Any]:
+    """Return the three patchers of a checkpoint, as core's factories with an index do."""
+    model, clip, vae = load_checkpoint(path, request)
+    return model, clip.patcher if clip is not None else None, vae.patcher if vae is not None else None
+
+
+def load_controlnet(path: str, request: Request) -> Any:
+    """Load a ControlNet; kinds without a patcher of their own (T2I adapters) are left to core, and the note says so."""
+    import comfy.controlnet
+
+    check_file(path)
+    control = comfy.controlnet.load_controlnet(path)
+    if control is None:
+        raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI knows")
+    wrapped = getattr(control, "control_model_wrapped", None)
+    if wrapped is not None:
+        adopted = adopt(wrapped, name=Path(path).stem, kind="control", request=request)
+        control.control_model_wrapped = adopted
+        control.load_device = adopted.load_device
+    else:
+        setattr(control, NOTE, "not managed: this kind of ControlNet has no patcher of its own")
+    return control
+
+
+def load_clip_vision(path: str, request: Request) -> Any:
+    """Load a CLIP vision model."""
+    import comfy.clip_vision
+
+    check_file(path)
+    vision = comfy.clip_vision.load(path)
+    if vision is None:
+        raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI knows")
+    vision.patcher = adopt(vision.patcher, name=Path(path).stem, kind="vision", request=request)
+    vision.load_device = vision.patcher.load_device
+    return vision
+
+
+# -- managing what another loader made
+
+
+def manage_model(model: ModelPatcher, request: Request) -> ModelPatcher:
+    """Return the model under management. A dynamic one is read again from its file: that costs its bytes in RAM."""
+    static = make_static(model)
+    if static is None:
+        return annotate(model.clone(), "not managed: its loader gives no way to read it again (cached_patcher_init)")
+    adopted = adopt(static, name=type(model.model).__name__, kind="diffusion", request=request)
+    return add_notes(adopted, static_note(model))
+
+
+def manage_clip(clip: Any, request: Request) -> Any:
+    """Return the text encoder under management; as `manage_model`."""
+    managed = clip.clone()
+    static = make_static(clip.patcher)
+    if static is None:
+        annotate(managed.patcher, "not managed: its loader gives no way to read it again (cached_patcher_init)")
+        return managed
+    managed.patcher = adopt(static, name=type(static.model).__name__, kind="text", request=request)
+    managed.cond_stage_model = managed.patcher.model
+    add_notes(managed.patcher, static_note(clip.patcher))
+    return managed
+
+
+def manage_vae(vae: Any, request: Request) -> Any:
+    """Return the VAE under management; as `manage_model`."""
+    managed = copy.copy(vae)
+    static = make_static(vae.patcher)
+    if static is None:
+        annotate(managed.patcher, "not managed: its loader gives no way to read it again (cached_patcher_init)")
+        return managed
+    managed.patcher = static
+    managed.first_stage_model = static.model
+    adopt_vae(managed, type(static.model).__name__, request)
+    add_notes(managed.patcher, static_note(vae.patcher))
+    return managed
+
+
+def is_dynamic(patcher: ModelPatcher) -> bool:
+    return hasattr(patcher, "is_dynamic") and patcher.is_dynamic()
+
+
+def make_static(patcher: ModelPatcher) -> ModelPatcher | None:
+    """Return a clone that is not dynamic; None for a dynamic one whose file is not known."""
+    if not is_dynamic(patcher):
+        return patcher.clone()
+    try:
+        return patcher.clone(disable_dynamic=True)
+    except RuntimeError:
+        return None
+
+
+def static_note(patcher: ModelPatcher) -> list[str]:
+    return ["read again from its file: dynamic VRAM keeps a copy of its own"] if is_dynamic(patcher) else []
+
+
+def add_notes(patcher: ModelPatcher, notes: Sequence[str]) -> ModelPatcher:
+    if isinstance(patcher, HighwaterPatcher):
+        patcher.hosted.notes += notes
+    return patcher
+
+
+def annotate(patcher: ModelPatcher, note: str) -> ModelPatcher:
+    patcher.set_attachments(NOTE, note)
+    return patcher
+
+
+def check_file(path: str) -> None:
+    """Refuse a damaged safetensors file before core reads it. Raises `InvalidInput`."""
+    if path.endswith((".safetensors", ".sft")):
+        read_header(path)

@@ -1,0 +1,19 @@
+"""Schemas in the words of the host that is here: an older one knows fewer fields, and refuses the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from comfy_api.latest import io
+
+__all__ = ["make_schema"]
+
+# What hosts since 0.33 know; the nodes work without.
+NEWER_FIELDS = ("search_aliases",)
+
+
+def make_schema(**fields: Any) -> io.Schema:
+    """Return a schema of the fields that this host's ``io.Schema`` has."""
+    known = {field.name for field in dataclasses.fields(io.Schema)}
+    return io.Schema(**{name: value for name, value in fields.items() if name in known or name not in NEWER_FIELDS})

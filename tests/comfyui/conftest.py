@@ -1,0 +1,139 @@
+"""Hosts for the tests in here: one per kind and session. Without a ComfyUI everything is skipped, and says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders
+from highwater.tests.comfyui.host_process import HostFiles, HostProcess, find_host
+from highwater.tests.comfyui.model_files import ensure_model_files
+
+MIB, GIB = 1 << 20, 1 << 30
+# Core keeps 0.8 GiB free by its own rule, whatever is reserved: 1 GiB is left for weights.
+DEVICE_BYTES = 1844 * MIB
+Tensors = dict[str, torch.Tensor]
+
+TIERS = {"cpu_host": "comfyui_cpu", "gpu_host": "comfyui_gpus", "plain_host": "comfyui_cpu", "old_host": "comfyui_old"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier in (*TIERS.values(), "expects_errors"):
+        config.addinivalue_line("markers", f"{tier}: see tests/comfyui/conftest.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for fixture in set(TIERS) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(TIERS[fixture])
+
+
+@pytest.fixture(scope="session")
+def host_files() -> HostFiles:
+    files = find_host()
+    if files is None:
+        pytest.skip("NOT TESTED: no ComfyUI at ~/comfy/ComfyUI; name one in COMFYUI_DIR, its Python in COMFYUI_PYTHON")
+    return files
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    return ensure_model_files()
+
+
+@pytest.fixture(scope="session")
+def cpu_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
+    with HostProcess(host_files, models=models) as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def plain_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
+    """The host without the pack, on the CPU."""
+    with HostProcess(host_files, models=models, with_pack=False) as host:
+        yield host
+
+
+@pytest.fixture(scope="session")
+def gpu_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
+    """The host on two simulated GPUs, which defer copies and look for races."""
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
+        message = "NOT TESTED: simulated GPUs need a C++ compiler; install g++, or name one in CXX"
+        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
+    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES]) as host:
+        kinds = [device["type"] for device in host.get("/system_stats")["devices"]]
+        assert "npu" in kinds, f"ComfyUI did not take the simulated GPUs but {kinds}:\n{host.log()[-4000:]}"
+        yield host
+
+
+@pytest.fixture(scope="session")
+def old_host(models: Path) -> Iterator[HostProcess]:
+    files = find_host("COMFYUI_OLD_DIR", default=None)
+    if files is None:
+        pytest.skip("NOT TESTED: no ComfyUI 0.8.0; name one in COMFYUI_OLD_DIR, its Python in COMFYUI_OLD_PYTHON")
+    with HostProcess(files, models=models) as host:
+        yield host
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("cpu_host", marks=pytest.mark.comfyui_cpu, id="cpu"),
+        pytest.param("gpu_host", marks=pytest.mark.comfyui_gpus, id="gpus"),
+    ],
+)
+def host(request: pytest.FixtureRequest) -> HostProcess:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(autouse=True)
+def no_errors_in_the_log(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test but those that ask for errors leaves one in a host's log, nor a race on the simulated GPUs."""
+    names = {"cpu_host", "gpu_host", "plain_host", "old_host", "host"} & set(request.fixturenames)
+    hosts = [request.getfixturevalue(name) for name in sorted(names)]
+    before = [len(host.error_lines()) for host in hosts]
+    yield
+    for host, num_before in zip(hosts, before, strict=True):
+        if request.node.get_closest_marker("expects_errors") is None:
+            assert host.error_lines()[num_before:] == []
+        if host.total_bytes:
+            assert host.ask_devices("read")["races"] == []
+
+
+Comparison = Callable[[HostProcess, str, Loaders], Tensors]
+
+
+def run_case(host: HostProcess, name: str, loaders: Loaders) -> Tensors:
+    """Run a case; returns all tensors that it kept. Models that should be managed are, or the node said why not."""
+    graph = Graph()
+    CASES[name](graph, loaders)
+    result = host.run(graph.nodes)
+    told = [line for output in result.outputs.values() for line in output.get("text", [])]
+    assert [line for line in told if "not managed" in line and "quantized tensors" not in line] == []
+    if loaders.kind != "core" and host.total_bytes:
+        assert all(component["in_effect"] for component in host.report()["components"])
+    names = [node["inputs"]["name"] for node in graph.nodes.values() if node["class_type"] == "TestKeep"]
+    return {f"{kept} {key}": tensor for kept in names for key, tensor in result.kept(kept).items()}
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[HostProcess, str], Tensors]:
+    """What core's own loaders give for a case in a host; run once per host."""
+    known: dict[tuple[int, str], Tensors] = {}
+
+    def find(host: HostProcess, name: str) -> Tensors:
+        key = (host.port, name)
+        if key not in known:
+            known[key] = run_case(host, name, CORE)
+        return known[key]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def ours() -> Comparison:
+    return run_case

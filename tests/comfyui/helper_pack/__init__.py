@@ -1,0 +1,230 @@
+"""A custom node pack for the tests only: seeded conditioning, exact outputs, trouble on purpose, occupied memory."""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import signal
+import sys
+import time
+import types
+from typing import Any
+
+import comfy.model_management as model_management
+import folder_paths
+import safetensors.torch
+import torch
+from aiohttp import web
+from server import PromptServer
+
+# The harness asks for all stacks when it waits in vain.
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+class TestConditioning:
+    """Random conditioning instead of a text encoder; ``run`` does nothing but make the prompt a new one."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {
+                "seed": ("INT", {"default": 0}),
+                "num_tokens": ("INT", {"default": 8}),
+                "width": ("INT", {"default": 64, "max": 1 << 16}),
+                "pooled_width": ("INT", {"default": 768}),
+            },
+            "optional": {"run": ("INT", {"default": 0})},
+        }
+    )
+    RETURN_TYPES = ("CONDITIONING",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, seed: int, num_tokens: int, width: int, pooled_width: int, run: int = 0) -> tuple[Any]:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randn(1, num_tokens, width, generator=generator)
+        pooled = torch.randn(1, pooled_width, generator=generator)
+        return ([[tokens, {"pooled_output": pooled}]],)
+
+
+class TestKeep:
+    """Writes every tensor in what comes in to a file in the output folder, bit for bit."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"value": ("*",), "name": ("STRING", {"default": "kept"})}})
+    RETURN_TYPES = ()
+    FUNCTION = "keep"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    def keep(self, value: Any, name: str) -> dict[str, Any]:
+        tensors = {key: tensor.contiguous() for key, tensor in tensors_in(value)}
+        safetensors.torch.save_file(tensors, os.path.join(folder_paths.get_output_directory(), f"{name}.safetensors"))
+        return {"ui": {"kept": [name]}}
+
+
+def tensors_in(value: Any, name: str = "value") -> Any:
+    if isinstance(value, torch.Tensor):
+        yield name, value.detach().cpu().clone()
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from tensors_in(item, f"{name}.{index}")
+    elif type(value).__name__ == "Output":  # what CLIP vision returns
+        yield from tensors_in(vars(value), name)
+
+
+class TestTrouble:
+    """Makes something happen at the n-th call of a sub-module, in the middle of a block."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {
+                "model": ("MODEL",),
+                "kind": (["interrupt", "wait for interrupt", "error", "out of memory"],),
+                "module": ("STRING", {"default": "diffusion_model.single_blocks.1.linear2"}),
+                "call": ("INT", {"default": 2}),
+            }
+        }
+    )
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "test"
+
+    def patch(self, model: Any, kind: str, module: str, call: int) -> tuple[Any]:
+        patched = model.clone()
+        num_calls = 0
+
+        def trouble(*_: Any) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == call:
+                make_trouble(kind, patched.load_device)
+
+        def with_trouble(apply_model: Any, arguments: Any) -> Any:
+            handle = patched.model.get_submodule(module).register_forward_pre_hook(trouble)
+            try:
+                return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
+            finally:
+                handle.remove()
+
+        patched.set_model_unet_function_wrapper(with_trouble)
+        return (patched,)
+
+
+def make_trouble(kind: str, device: torch.device) -> None:
+    if kind == "error":
+        raise RuntimeError("trouble on purpose")
+    if kind == "interrupt":
+        raise model_management.InterruptProcessingException
+    if kind == "out of memory":
+        if device.type == "cpu":
+            raise torch.OutOfMemoryError("trouble on purpose")
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
+    PromptServer.instance.send_sync("highwater_test.waiting", {})
+    until_s = time.monotonic() + 30
+    while time.monotonic() < until_s:
+        model_management.throw_exception_if_processing_interrupted()
+        time.sleep(0.005)
+    raise RuntimeError("nobody interrupted")
+
+
+class TestHold:
+    """Takes anything and does nothing: what made it stays in the host's cache as long as prompts name it."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"value": ("*",)}})
+    RETURN_TYPES = ()
+    FUNCTION = "hold"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    def hold(self, value: Any) -> dict[str, Any]:
+        return {}
+
+
+occupied: dict[str, torch.Tensor] = {}
+
+
+class TestOccupy:
+    """Holds memory of a device until it is called again: as much as leaves ``free_bytes``, or none for a negative."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {
+                "device": ("INT", {"default": 0}),
+                "free_bytes": ("INT", {"default": -1, "min": -1, "max": 1 << 50}),
+                "run": ("INT", {"default": 0}),
+            }
+        }
+    )
+    RETURN_TYPES = ()
+    FUNCTION = "occupy"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    def occupy(self, device: int, free_bytes: int, run: int) -> dict[str, Any]:
+        name = f"{model_management.get_torch_device().type}:{device}"
+        occupied.pop(name, None)
+        if free_bytes >= 0:
+            free = model_management.get_free_memory(torch.device(name))
+            with torch.inference_mode(False):
+                occupied[name] = torch.empty(int(free) - free_bytes, dtype=torch.uint8, device=name)
+        return {"ui": {"free": [int(model_management.get_free_memory(torch.device(name)))]}}
+
+
+def describe_functions() -> dict[str, str]:
+    """Return every function that hangs on a module or class of the host or of torch, with what it is made of."""
+    described = {}
+    for module_name, module in list(sys.modules.items()):
+        if module is None or not is_watched(module_name):
+            continue
+        for name, value in list(vars(module).items()):
+            key = f"{module_name}:{name}"
+            if isinstance(value, type):
+                described[key] = f"class {value.__module__}.{value.__qualname__}"
+                for attribute, member in list(vars(value).items()):
+                    described |= describe(f"{key}.{attribute}", member)
+            else:
+                described |= describe(key, value)
+    return described
+
+
+def is_watched(module_name: str) -> bool:
+    top = module_name.partition(".")[0]
+    if top in ("comfy", "comfy_execution", "comfy_api", "comfy_extras", "comfy_config", "api_server", "app", "utils"):
+        return True
+    if top in ("execution", "nodes", "server", "folder_paths", "node_helpers", "latent_preview", "protocol"):
+        return module_name == top
+    prefixes = ("torch.nn.modules", "torch.nn.functional", "torch.nn.parameter", "torch.cuda", "torch.accelerator")
+    return module_name in ("torch", "torch._tensor", "safetensors.torch") or module_name.startswith(prefixes)
+
+
+def describe(key: str, value: Any) -> dict[str, str]:
+    """Return one line for a function, a method or a property; nothing for what holds no code."""
+    value = getattr(value, "__func__", value)
+    if isinstance(value, property):
+        parts = {"get": value.fget, "set": value.fset}
+        return {k: v for part, function in parts.items() for k, v in describe(f"{key}.{part}", function).items()}
+    if isinstance(value, types.BuiltinFunctionType):
+        return {key: f"builtin {value.__module__}.{value.__qualname__}"}
+    if not isinstance(value, types.FunctionType):
+        return {}
+    code = value.__code__
+    digest = hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+    place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+    return {key: f"{value.__module__}.{value.__qualname__} {place} {digest}"}
+
+
+@PromptServer.instance.routes.get("/highwater_test/functions")
+async def send_functions(request: web.Request) -> web.Response:
+    return web.json_response(describe_functions())
+
+
+NODE_CLASS_MAPPINGS = {
+    "TestConditioning": TestConditioning,
+    "TestHold": TestHold,
+    "TestKeep": TestKeep,
+    "TestOccupy": TestOccupy,
+    "TestTrouble": TestTrouble,
+}

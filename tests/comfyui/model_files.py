@@ -1,0 +1,313 @@
+"""Random model files that ComfyUI recognises, small where its names allow it; written once per machine.
+
+ComfyUI reads a model's size from the shapes in its file, so a few hundred kilobytes make a Flux or a Wan. CLIP-L, the
+vision encoder and SD 1.5's width (320) are fixed there; only the number of SD 1.5's blocks can be made small.
+Large matrices are random in their first rows and holes in the file after that: every block matters to the image, and
+a file of 3 GiB takes 100 MiB of disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+__all__ = ["FLUX_WIDTH", "MODEL_FILES", "ensure_model_files", "models_directory"]
+
+Shapes = dict[str, tuple[int, ...]]
+
+# Rewrite the files when they change: the folder carries this number.
+VERSION = 1
+FLUX_WIDTH = 128
+RANDOM_ROWS = 64
+LARGE_ELEMENTS = 1 << 20
+FP8 = torch.float8_e4m3fn
+DTYPE_WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", FP8: "F8_E4M3"}
+# ComfyUI's older way to say that weights are in eight bits with a scale. Two elements: computed in full precision.
+FP8_MARK, FP8_SCALE = "scaled_fp8", ".scale_weight"
+
+
+def models_directory() -> Path:
+    """Return the folder that holds the model files of this version, laid out as ComfyUI's ``models``."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "highwater", f"comfyui-models-{VERSION}")
+
+
+def ensure_model_files(names: list[str] | None = None) -> Path:
+    """Write those of the files that are missing (default: all); returns the folder. Any number may do so at once."""
+    directory = models_directory()
+    for name in MODEL_FILES if names is None else names:
+        path = directory / name
+        if not path.exists():
+            shapes, scale = MODEL_FILES[name]()
+            write_random(path, shapes, scale=scale, seed=zlib.crc32(name.encode()))
+    return directory
+
+
+def write_random(path: Path, shapes: Shapes, *, scale: float, seed: int) -> None:
+    """Write a safetensors file of random tensors, large ones mostly as holes; it appears complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dtypes = {name: dtype_of(name, shapes) for name in shapes}
+    header, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * dtypes[name].itemsize
+        header[name] = {"dtype": DTYPE_WORDS[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    generator = torch.Generator().manual_seed(seed)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(len(head).to_bytes(8, "little") + head)
+            start = file.tell()
+            for name, shape in shapes.items():
+                file.seek(start + header[name]["data_offsets"][0])
+                # A weight in eight bits is as large as they allow: its scale makes it small.
+                values = random_values(name, shape, 1.0 if dtypes[name] is FP8 else scale, generator)
+                values = torch.full((), scale) if name.endswith(FP8_SCALE) else values.to(dtypes[name])
+                file.write(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+            file.truncate(start + offset)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def dtype_of(name: str, shapes: Shapes) -> torch.dtype:
+    if name.endswith(FP8_SCALE):
+        return torch.float32
+    has_scale = name == FP8_MARK or f"{name.removesuffix('.weight')}{FP8_SCALE}" in shapes
+    return FP8 if has_scale and (name == FP8_MARK or name.endswith(".weight")) else torch.bfloat16
+
+
+def random_values(name: str, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
+    """Return the values of a tensor, flat; of a large one only those of its first rows."""
+    if math.prod(shape) > LARGE_ELEMENTS and "embedding" not in name:
+        shape = (RANDOM_ROWS, *shape[1:])
+    values = torch.randn(math.prod(shape), generator=generator)
+    if len(shape) < 2:
+        is_norm = name.endswith("scale") or (name.endswith(".weight") and "norm" in name.rpartition(".")[0])
+        return values * 0.02 + (1.0 if is_norm or is_group_norm(name) else 0.0)
+    return values * scale
+
+
+def is_group_norm(name: str) -> bool:
+    """SD 1.5 numbers its norms instead of naming them."""
+    return name.endswith(("in_layers.0.weight", "out_layers.0.weight")) or name == "out.0.weight"
+
+
+# -- what the files hold
+
+
+def linear(name: str, num_in: int, num_out: int) -> Shapes:
+    return {f"{name}.weight": (num_out, num_in), f"{name}.bias": (num_out,)}
+
+
+def convolution(name: str, num_in: int, num_out: int, size: int = 3) -> Shapes:
+    return {f"{name}.weight": (num_out, num_in, size, size), f"{name}.bias": (num_out,)}
+
+
+def norm(name: str, width: int) -> Shapes:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def prefixed(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def flux(num_double: int, num_single: int, width: int = FLUX_WIDTH, text_width: int = 64) -> Shapes:
+    """Flux in Black Forest Labs' names. A head is 128 wide, so the width is a multiple of that."""
+    shapes = {**linear("img_in", 64, width), **linear("txt_in", text_width, width)}
+    for name, num_in in (("time_in", 256), ("vector_in", 768)):
+        shapes |= linear(f"{name}.in_layer", num_in, width) | linear(f"{name}.out_layer", width, width)
+    for index in range(num_double):
+        for stream in ("img", "txt"):
+            block = f"double_blocks.{index}.{stream}"
+            shapes |= linear(f"{block}_mod.lin", width, 6 * width) | linear(f"{block}_attn.qkv", width, 3 * width)
+            shapes |= {f"{block}_attn.norm.{part}_norm.scale": (128,) for part in ("query", "key")}
+            shapes |= linear(f"{block}_attn.proj", width, width)
+            shapes |= linear(f"{block}_mlp.0", width, 4 * width) | linear(f"{block}_mlp.2", 4 * width, width)
+    for index in range(num_single):
+        block = f"single_blocks.{index}"
+        shapes |= linear(f"{block}.linear1", width, 7 * width) | linear(f"{block}.linear2", 5 * width, width)
+        shapes |= {f"{block}.norm.{part}_norm.scale": (128,) for part in ("query", "key")}
+        shapes |= linear(f"{block}.modulation.lin", width, 3 * width)
+    shapes |= linear("final_layer.linear", width, 64) | linear("final_layer.adaLN_modulation.1", width, 2 * width)
+    return shapes
+
+
+def with_fp8(shapes: Shapes) -> Shapes:
+    """The same with the matrices of the blocks in eight bits, each with its scale."""
+    matrices = [name for name, shape in shapes.items() if "_blocks." in name and len(shape) == 2]
+    return {**shapes, FP8_MARK: (2,)} | {f"{name.removesuffix('.weight')}{FP8_SCALE}": () for name in matrices}
+
+
+def flux_lora(num_double: int, num_single: int, width: int = FLUX_WIDTH, rank: int = 4) -> Shapes:
+    """A LoRA on one matrix of every block."""
+    matrices = {f"double_blocks.{index}.img_attn.qkv": (width, 3 * width) for index in range(num_double)}
+    matrices |= {f"single_blocks.{index}.linear1": (width, 7 * width) for index in range(num_single)}
+    shapes = {}
+    for name, (num_in, num_out) in matrices.items():
+        shapes[f"diffusion_model.{name}.lora_down.weight"] = (rank, num_in)
+        shapes[f"diffusion_model.{name}.lora_up.weight"] = (num_out, rank)
+    return shapes
+
+
+def wan(num_blocks: int = 6, width: int = 128, text_width: int = 4096) -> Shapes:
+    """Wan 2.1, text to video. ``blocks.N.modulation`` and ``head.modulation`` belong to modules that have children."""
+    shapes: Shapes = {"patch_embedding.weight": (width, 16, 1, 2, 2), "patch_embedding.bias": (width,)}
+    shapes |= linear("text_embedding.0", text_width, width) | linear("text_embedding.2", width, width)
+    shapes |= linear("time_embedding.0", 256, width) | linear("time_embedding.2", width, width)
+    shapes |= linear("time_projection.1", width, 6 * width)
+    for index in range(num_blocks):
+        block = f"blocks.{index}"
+        shapes[f"{block}.modulation"] = (1, 6, width)
+        shapes |= norm(f"{block}.norm3", width)
+        for attention in ("self_attn", "cross_attn"):
+            for part in ("q", "k", "v", "o"):
+                shapes |= linear(f"{block}.{attention}.{part}", width, width)
+            shapes |= {f"{block}.{attention}.norm_{part}.weight": (width,) for part in ("q", "k")}
+        shapes |= linear(f"{block}.ffn.0", width, 4 * width) | linear(f"{block}.ffn.2", 4 * width, width)
+    return shapes | linear("head.head", width, 64) | {"head.modulation": (1, 2, width)}
+
+
+def taesd(latent_channels: int) -> Shapes:
+    """The tiny autoencoder; its size is fixed, and small."""
+
+    def block(name: str) -> Shapes:
+        return {key: shape for part in (0, 2, 4) for key, shape in convolution(f"{name}.conv.{part}", 64, 64).items()}
+
+    def without_bias(name: str) -> Shapes:
+        return {f"{name}.weight": (64, 64, 3, 3)}
+
+    encoder = convolution("0", 3, 64) | convolution("14", 64, latent_channels)
+    decoder = convolution("1", latent_channels, 64) | convolution("19", 64, 3)
+    for index in (2, 6, 10):
+        encoder |= without_bias(str(index))
+    for index in (1, 3, 4, 5, 7, 8, 9, 11, 12, 13):
+        encoder |= block(str(index))
+    for index in (7, 12, 17):
+        decoder |= without_bias(str(index))
+    for index in (3, 4, 5, 8, 9, 10, 13, 14, 15, 18):
+        decoder |= block(str(index))
+    shapes: Shapes = {"vae_scale": (), "vae_shift": ()}
+    return shapes | prefixed("taesd_encoder.", encoder) | prefixed("taesd_decoder.", decoder)
+
+
+def clip_layers(prefix: str, num_layers: int, width: int) -> Shapes:
+    shapes: Shapes = {}
+    for index in range(num_layers):
+        layer = f"{prefix}encoder.layers.{index}"
+        shapes |= norm(f"{layer}.layer_norm1", width) | norm(f"{layer}.layer_norm2", width)
+        for part in ("q", "k", "v", "out"):
+            shapes |= linear(f"{layer}.self_attn.{part}_proj", width, width)
+        shapes |= linear(f"{layer}.mlp.fc1", width, 4 * width) | linear(f"{layer}.mlp.fc2", 4 * width, width)
+    return shapes
+
+
+def clip_l() -> Shapes:
+    """The text encoder of SD 1.5; ComfyUI knows it in this size only (246 MB)."""
+    shapes: Shapes = {
+        "text_model.embeddings.token_embedding.weight": (49408, 768),
+        "text_model.embeddings.position_embedding.weight": (77, 768),
+    }
+    return shapes | clip_layers("text_model.", 12, 768) | norm("text_model.final_layer_norm", 768)
+
+
+def clip_vision() -> Shapes:
+    """ViT-L/14, the smallest vision encoder that ComfyUI knows (608 MB)."""
+    shapes: Shapes = {
+        "vision_model.embeddings.class_embedding": (1024,),
+        "vision_model.embeddings.patch_embedding.weight": (1024, 3, 14, 14),
+        "vision_model.embeddings.position_embedding.weight": (257, 1024),
+    }
+    shapes |= norm("vision_model.pre_layrnorm", 1024) | norm("vision_model.post_layernorm", 1024)
+    return shapes | clip_layers("vision_model.", 24, 1024) | {"visual_projection.weight": (768, 1024)}
+
+
+SD_WIDTH, SD_TIME, SD_TEXT = 320, 1280, 768
+
+
+def sd_residual(name: str, num_in: int) -> Shapes:
+    shapes = norm(f"{name}.in_layers.0", num_in) | convolution(f"{name}.in_layers.2", num_in, SD_WIDTH)
+    shapes |= linear(f"{name}.emb_layers.1", SD_TIME, SD_WIDTH)
+    shapes |= norm(f"{name}.out_layers.0", SD_WIDTH) | convolution(f"{name}.out_layers.3", SD_WIDTH, SD_WIDTH)
+    return shapes | (convolution(f"{name}.skip_connection", num_in, SD_WIDTH, 1) if num_in != SD_WIDTH else {})
+
+
+def sd_transformer(name: str) -> Shapes:
+    shapes = norm(f"{name}.norm", SD_WIDTH)
+    shapes |= convolution(f"{name}.proj_in", SD_WIDTH, SD_WIDTH, 1)
+    shapes |= convolution(f"{name}.proj_out", SD_WIDTH, SD_WIDTH, 1)
+    block = f"{name}.transformer_blocks.0"
+    for attention, width in (("attn1", SD_WIDTH), ("attn2", SD_TEXT)):
+        shapes[f"{block}.{attention}.to_q.weight"] = (SD_WIDTH, SD_WIDTH)
+        shapes[f"{block}.{attention}.to_k.weight"] = (SD_WIDTH, width)
+        shapes[f"{block}.{attention}.to_v.weight"] = (SD_WIDTH, width)
+        shapes |= linear(f"{block}.{attention}.to_out.0", SD_WIDTH, SD_WIDTH)
+    shapes |= linear(f"{block}.ff.net.0.proj", SD_WIDTH, 8 * SD_WIDTH) | linear(
+        f"{block}.ff.net.2", 4 * SD_WIDTH, SD_WIDTH
+    )
+    for index in (1, 2, 3):
+        shapes |= norm(f"{block}.norm{index}", SD_WIDTH)
+    return shapes
+
+
+def sd_encoder() -> Shapes:
+    """The half that SD 1.5 and its ControlNet share: one resolution, one block."""
+    shapes = linear("time_embed.0", SD_WIDTH, SD_TIME) | linear("time_embed.2", SD_TIME, SD_TIME)
+    shapes |= convolution("input_blocks.0.0", 4, SD_WIDTH)
+    shapes |= sd_residual("input_blocks.1.0", SD_WIDTH) | sd_transformer("input_blocks.1.1")
+    shapes |= sd_residual("middle_block.0", SD_WIDTH) | sd_transformer("middle_block.1")
+    return shapes | sd_residual("middle_block.2", SD_WIDTH)
+
+
+def sd_unet() -> Shapes:
+    shapes = sd_encoder()
+    for index in (0, 1):
+        shapes |= sd_residual(f"output_blocks.{index}.0", 2 * SD_WIDTH) | sd_transformer(f"output_blocks.{index}.1")
+    return shapes | norm("out.0", SD_WIDTH) | convolution("out.2", SD_WIDTH, 4)
+
+
+def sd_checkpoint() -> Shapes:
+    """Three models in one file: a shallow SD 1.5, the tiny autoencoder and CLIP-L."""
+    return {
+        **prefixed("model.diffusion_model.", sd_unet()),
+        **prefixed("first_stage_model.", taesd(4)),
+        **prefixed("cond_stage_model.transformer.", clip_l()),
+    }
+
+
+def sd_controlnet() -> Shapes:
+    shapes = sd_encoder()
+    widths = [3, 16, 16, 32, 32, 96, 96, 256, SD_WIDTH]
+    for index, (num_in, num_out) in enumerate(itertools.pairwise(widths)):
+        shapes |= convolution(f"input_hint_block.{2 * index}", num_in, num_out)
+    for index in (0, 1):
+        shapes |= convolution(f"zero_convs.{index}.0", SD_WIDTH, SD_WIDTH, 1)
+    return shapes | convolution("middle_block_out.0", SD_WIDTH, SD_WIDTH, 1)
+
+
+# Path below ComfyUI's models folder -> what it holds, and the standard deviation of its matrices.
+MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
+    "diffusion_models/tiny_flux.safetensors": lambda: (flux(4, 6), 0.05),
+    "diffusion_models/other_flux.safetensors": lambda: (flux(4, 6), 0.05),
+    "diffusion_models/tiny_flux_fp8.safetensors": lambda: (with_fp8(flux(4, 6)), 0.05),
+    "diffusion_models/big_flux.safetensors": lambda: (flux(12, 36, width=1280), 0.05),  # 2.97 GiB
+    "diffusion_models/tiny_wan.safetensors": lambda: (wan(), 0.05),
+    "loras/tiny_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
+    "loras/other_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
+    "vae/tiny_vae.safetensors": lambda: (taesd(16), 0.04),
+    "text_encoders/clip_l.safetensors": lambda: (clip_l(), 0.03),
+    "clip_vision/clip_vision.safetensors": lambda: (clip_vision(), 0.03),
+    "checkpoints/shallow_sd.safetensors": lambda: (sd_checkpoint(), 0.03),
+    "controlnet/shallow_sd_control.safetensors": lambda: (sd_controlnet(), 0.03),
+}

@@ -1,0 +1,120 @@
+// Looks at ComfyUI's own page as a user does, in both renderers; test_page.py starts it.
+// usage: page.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has one of each node that is named here)
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { createRequire } from "node:module";
+
+const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
+const { chromium } = createRequire(new URL("../web/package.json", import.meta.url))("playwright-core");
+const LOADER = "HighwaterLoadDiffusionModel";
+const SAMPLER = "KSampler";
+const IN_RAM = /^RAM [1-9][\d.]*[KMG]( fp8)?$/;
+const ON_DEVICE = /^VRAM [1-9][\d.]*[KMG]/;
+// The page asks for files of the user that need not be there, and complains about its own start.
+const ITS_OWN = /^Failed to load resource|graph accessed before initialization|huggingface\.co/;
+const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
+
+const started = Date.now();
+const browser = await chromium.launch({
+  executablePath,
+  headless: true,
+  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", ...QUIET],
+});
+const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });
+const errors = [];
+page.on("pageerror", (error) => errors.push(String(error)));
+page.on("console", (message) => {
+  if (message.type() === "error" && !ITS_OWN.test(message.text())) errors.push(message.text());
+});
+await page.route((url) => url.origin !== base, (route) => route.abort());
+
+/** Read a value in the page until it is what is wanted; the last value is in the error. */
+async function eventually(name, read, wanted, timeout = 40_000) {
+  const end = Date.now() + timeout;
+  let value;
+  do {
+    value = await page.evaluate(read);
+    if (wanted(value)) return console.log(`${((Date.now() - started) / 1000).toFixed(1)} s  ${name}: ${JSON.stringify(value)}`);
+    await page.waitForTimeout(150);
+  } while (Date.now() < end);
+  await page.screenshot({ path: `${screenshots}/failed.png` });
+  assert.fail(`${name}: still ${JSON.stringify(value)} after ${timeout} ms; errors: ${JSON.stringify(errors)}`);
+}
+
+/** Badges by node class: by the canvas renderer's own call, or as text in the page. */
+const onCanvas = () =>
+  Object.fromEntries(
+    app.rootGraph.nodes.map((node) => [
+      node.type,
+      node.badges.map((badge) => (typeof badge === "function" ? badge() : badge).text).filter((text) => /^V?RAM /.test(text)).join(""),
+    ]),
+  );
+const inPage = () =>
+  Object.fromEntries(
+    app.rootGraph.nodes.map((node) => [
+      node.type,
+      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \S+( fp8)?/)?.[0] ?? "",
+    ]),
+  );
+const isShown = (badges) => IN_RAM.test(badges[LOADER]) && ON_DEVICE.test(badges[SAMPLER]);
+const isEmpty = (badges) => LOADER in badges && Object.values(badges).every((text) => text === "");
+const notes = () => [...document.querySelectorAll(".highwater-text")].map((box) => box.textContent).join("\n");
+const setting = (id, value) => page.evaluate(([id, value]) => app.extensionManager.setting.set(id, value), [id, value]);
+const run = () => page.evaluate(() => app.queuePrompt(0));
+const widgets = (values) =>
+  page.evaluate(
+    ([type, values]) => {
+      const node = app.rootGraph.nodes.find((node) => node.type === type);
+      for (const [name, value] of Object.entries(values)) node.widgets.find((widget) => widget.name === name).value = value;
+    },
+    [LOADER, values],
+  );
+
+for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.Enabled", false]]) {
+  await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
+}
+await page.goto(base);
+await eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
+await page.waitForTimeout(1000); // it opens a workflow of its own
+await page.evaluate((graph) => app.loadApiJson(graph, "test"), JSON.parse(await readFile(workflow, "utf8")));
+// What comes from an API file has an id of zeros until it is saved and opened.
+await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
+await eventually("canvas before", onCanvas, isEmpty);
+await run();
+await eventually("canvas after", onCanvas, isShown);
+await page.waitForTimeout(500);
+await page.screenshot({ path: `${screenshots}/comfyui_canvas.png` });
+
+// The same values in the other renderer; they change with the next run.
+await setting("Comfy.VueNodes.Enabled", true);
+await eventually("Nodes 2.0 after the switch", inPage, isShown);
+await widgets({ precision: "fp8 scaled", placement: "gpu:7" });
+await run();
+await eventually("Nodes 2.0 in fp8", inPage, (badges) => isShown(badges) && badges[LOADER].endsWith(" fp8"));
+await eventually("what the loader says", notes, (text) => text.includes("this machine has no gpu:7"));
+await page.waitForTimeout(500);
+await page.screenshot({ path: `${screenshots}/comfyui_nodes2.png` });
+const saved = await page.evaluate(() => JSON.stringify(app.rootGraph.serialize()));
+assert.ok(!/V?RAM \d|this machine has no/.test(saved), "a readout was saved with the workflow");
+assert.deepEqual(errors, [], "errors in the page");
+
+// Another workflow with the same node ids has nothing yet; the first one's values are there when it is opened again,
+// and after a reload, when no event is repeated.
+const first = await page.evaluate(() => app.rootGraph.serialize());
+await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
+await eventually("another workflow", inPage, isEmpty);
+await page.evaluate((graph) => app.loadGraphData(graph), first);
+await eventually("the first one again", inPage, isShown);
+await page.reload();
+await eventually("page is ready again", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
+await page.waitForTimeout(1000);
+await page.evaluate((graph) => app.loadGraphData(graph), first);
+await eventually("after a reload", inPage, isShown);
+
+// A budget that is too small is found when the sampler asks for the model; the page itself says only that it failed.
+await widgets({ precision: "as stored", placement: "default", profile: "0.1MiB" });
+await run();
+await page.getByText(/'0\.10MiB' is too small/).first().waitFor({ timeout: 20_000 });
+await page.waitForTimeout(300);
+await page.screenshot({ path: `${screenshots}/comfyui_refused.png` });
+await browser.close();

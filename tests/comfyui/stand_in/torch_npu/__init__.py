@@ -1,0 +1,73 @@
+"""Stands in for Huawei's ``torch_npu``: ComfyUI imports that name, and finds simulated devices called ``npu``.
+
+The harness puts this folder on PYTHONPATH and says in HIGHWATER_TEST_SIMDEVICE, as JSON, where the simulated devices'
+package is, how large each device is, and on which socket to answer: one JSON request per connection, one JSON answer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+import threading
+from dataclasses import asdict
+from types import ModuleType
+from typing import Any
+
+SETTINGS = json.loads(os.environ["HIGHWATER_TEST_SIMDEVICE"])
+
+
+def load_simdevice(folder: str) -> ModuleType:
+    """Import the package from its folder: the repository root, with its ``nodes``, must not be on ``sys.path``."""
+    name = "highwater_test_simdevice"
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+simdevice = load_simdevice(SETTINGS["simdevice"])
+simdevice.install("npu", num_devices=len(SETTINGS["total_bytes"]))
+simdevice.configure([simdevice.SimDeviceSpec(total_bytes=total) for total in SETTINGS["total_bytes"]])
+simdevice.strict(defer_copies=SETTINGS["strict"], check_races=SETTINGS["strict"])
+
+
+def answer(request: dict[str, Any]) -> Any:
+    """Do one request. ``read`` changes nothing but the list of races, which it empties."""
+    match request["do"]:
+        case "read":
+            return {
+                "devices": [asdict(simdevice.stats(index)) for index in range(len(SETTINGS["total_bytes"]))],
+                "pinned": asdict(simdevice.pinned()),
+                "clock_s": simdevice.clock_s(),
+                "races": simdevice.races(),
+            }
+        case "reset":
+            simdevice.reset_stats()
+        case "fail_alloc":
+            simdevice.fail_alloc(request["device"], request["nth"])
+        case unknown:
+            raise ValueError(unknown)
+    return None
+
+
+def serve() -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(SETTINGS["socket"])
+        listener.listen()
+        while True:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rw") as file:
+                try:
+                    reply = {"result": answer(json.loads(file.readline()))}
+                except Exception as error:
+                    reply = {"error": repr(error)}
+                file.write(json.dumps(reply) + "\n")
+
+
+threading.Thread(target=serve, name="simulated device books", daemon=True).start()

@@ -1,0 +1,109 @@
+"""What the host says of the pack, and whether the pack left the host as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
+from highwater.tests.comfyui.host_process import HostProcess
+
+# In a process of its own: the tests' own may have simulated devices, which would be offered as placements.
+HEADLESS_SCHEMAS = """
+import json, sys
+from highwater.headless import comfy_api, folder_paths
+comfy_api.install()
+folder_paths.configure(models=sys.argv[1], output=sys.argv[1])
+from highwater.nodes import extension
+print(json.dumps(comfy_api.object_info([*extension.NODE_CLASSES, *extension.MODEL_NODES])))
+"""
+
+
+def our_schemas(host: HostProcess) -> dict[str, Any]:
+    return {name: info for name, info in host.get("/object_info").items() if name.startswith("Highwater")}
+
+
+def test_the_schemas_are_those_of_the_headless_host(cpu_host: HostProcess) -> None:
+    command = [sys.executable, "-c", HEADLESS_SCHEMAS, str(cpu_host.base / "models")]
+    headless = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    ours = our_schemas(cpu_host)
+    assert len(ours) == 14
+    assert headless.keys() == ours.keys()
+    for name, info in ours.items():
+        assert headless[name] | {"python_module": ""} == info | {"python_module": ""}
+
+
+def test_devices_are_offered_as_the_host_calls_them(gpu_host: HostProcess) -> None:
+    (kind, options) = our_schemas(gpu_host)["HighwaterLoadDiffusionModel"]["input"]["required"]["placement"]
+    assert kind == "COMBO"
+    expected = ["default", "cpu", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:1&gpu:0"]
+    assert options["options"] == expected
+    device_node = gpu_host.get("/object_info/SelectModelDevice")["SelectModelDevice"]
+    core_options = device_node["input"]["required"]["device"][1]["options"]
+    assert [option for option in expected if "&" not in option] == core_options
+
+
+def test_no_function_of_the_host_or_of_torch_is_replaced(
+    cpu_host: HostProcess, plain_host: HostProcess, ours: Callable
+) -> None:
+    """Function by function: name, place and code, after the pack has loaded, sampled, streamed and reported."""
+    for case in ("images", "lora_at_1"):
+        ours(cpu_host, case, Loaders())
+        ours(plain_host, case, Loaders(kind="core"))
+    with_pack, without = (host.get("/highwater_test/functions") for host in (cpu_host, plain_host))
+    modules_with, modules_without = ({name.partition(":")[0] for name in found} for found in (with_pack, without))
+    shared = modules_with & modules_without
+    assert {"comfy.model_patcher", "comfy.model_management", "execution", "torch.nn.modules.module"} <= shared
+    assert len(shared) > 300
+
+    def of_shared(found: dict[str, str]) -> dict[str, str]:
+        return {name: what for name, what in found.items() if name.partition(":")[0] in shared}
+
+    changed = dict(of_shared(with_pack).items() ^ of_shared(without).items())
+    assert changed == {}
+
+
+def test_the_pack_is_imported_without_an_error(host: HostProcess) -> None:
+    """The other tests look at the log as they go; this is about the start."""
+    log = host.log()
+    assert "IMPORT FAILED" not in log
+    assert "highwater" in log.partition("Import times for custom nodes")[2]
+    assert "Cannot import" not in log
+
+
+def test_runs_nodes_and_events_carry_their_ids(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    num_messages = len(gpu_host.messages)
+    graph = Graph()
+    graph.keep(sample_flux(graph, Loaders(profile="4MiB").diffusion_model(graph)))
+    workflow = {"workflow": {"id": "the-workflow"}}
+    result = gpu_host.run(graph.nodes, extra_pnginfo=workflow)
+    report = gpu_host.report()
+    assert report["in_effect"] == {"run_boundaries": True, "node_boundaries": True, "events": True}
+    assert report["runs"][-1]["run_id"] == result.prompt_id
+    nodes = {node["node_id"]: node for node in report["nodes"] if node["run_id"] == result.prompt_id}
+    sampler = next(node for node in nodes.values() if node["title"] == "KSampler")
+    assert sampler["workflow_id"] == "the-workflow"
+    assert sampler["bytes_moved"] > 0 and sampler["weights_bytes"]["gpu:0"] > 0
+    told = [message["data"] for message in gpu_host.messages[num_messages:] if message["type"] == "highwater.memory"]
+    assert told
+    assert {message["prompt_id"] for message in told} <= {result.prompt_id, None}
+    assert any(message["workflow_id"] == "the-workflow" for message in told)
+
+
+def test_the_comparison_is_with_a_host_that_has_no_pack(plain_host: HostProcess, ours: Callable) -> None:
+    assert our_schemas(plain_host) == {}
+    assert ours(plain_host, "plain", Loaders(kind="core"))
+
+
+def test_an_old_host_loads_the_pack_and_samples(old_host: HostProcess, reference: Callable, ours: Callable) -> None:
+    """ComfyUI 0.8.0 knows Flux in one size only: a tiny Wan. What it lacks stands in the report."""
+    expected = reference(old_host, "wan")
+    actual = ours(old_host, "wan", Loaders())
+    assert all(bool((actual[name] == tensor).all()) for name, tensor in expected.items())
+    in_effect = old_host.report()["in_effect"]
+    assert "missing" in str(in_effect["run_boundaries"])
+    assert old_host.error_lines() == []

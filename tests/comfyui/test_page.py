@@ -1,0 +1,34 @@
+"""ComfyUI's own page in a real browser: badges of our nodes and of core's change with the runs, in both renderers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
+from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
+
+SCRIPT = Path(__file__).with_name("page.mjs")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.expects_errors
+def test_badges_change_in_both_renderers(
+    gpu_host: HostProcess,
+    node: str,  # noqa: F811
+    packages: Path,  # noqa: F811
+    chromium: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """About 40 s. The last thing that it does is to fail, to see that told."""
+    graph = Graph()
+    graph.keep(sample_flux(graph, Loaders().diffusion_model(graph)))
+    workflow = tmp_path / "workflow.json"
+    workflow.write_text(json.dumps(graph.nodes))
+    command = [node, SCRIPT, f"http://127.0.0.1:{gpu_host.port}", chromium, tmp_path, workflow]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=200, check=False)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr

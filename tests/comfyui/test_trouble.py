@@ -1,0 +1,154 @@
+"""Interrupts, errors and bad values in the host: said on the node, nothing half-loaded, and the queue goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
+from highwater.tests.comfyui.host_process import HostProcess, PromptRefused
+
+pytestmark = pytest.mark.expects_errors
+MODES = {
+    "resident": Loaders(),
+    "streamed": Loaders(profile="4MiB"),
+    "split": Loaders(placement="gpu:0&gpu:1"),
+}
+
+
+def troubled(loaders: Loaders, kind: str, module: str = "diffusion_model.single_blocks.1.linear2") -> Graph:
+    graph = Graph()
+    model = graph.add("TestTrouble", model=loaders.diffusion_model(graph), kind=kind, module=module, call=2)
+    graph.keep(sample_flux(graph, model, steps=4))
+    return graph
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        ("wait for interrupt", "interrupted"),
+        ("interrupt", "interrupted"),
+        ("error", "error"),
+        ("out of memory", "error"),
+    ],
+)
+def test_trouble_in_a_block_leaves_a_clean_host(
+    gpu_host: HostProcess, mode: str, kind: str, outcome: str, reference: Callable, ours: Callable
+) -> None:
+    """In the middle of a block of the second step. The interrupt that is waited for comes over HTTP."""
+    num_messages = len(gpu_host.messages)
+    prompt_id = gpu_host.queue(troubled(MODES[mode], kind).nodes)
+    if kind == "wait for interrupt":
+        gpu_host.wait_for_message("highwater_test.waiting", after=num_messages)
+        gpu_host.post("/interrupt")
+    result = gpu_host.wait_for(prompt_id)
+    assert result.outcome == outcome, result.error
+    assert kind != "out of memory" or "OutOfMemory" in result.error
+    for case in ("plain", "lora_at_1"):
+        for name, tensor in reference(gpu_host, case).items():
+            assert torch.equal(ours(gpu_host, case, MODES[mode])[name], tensor)
+    gpu_host.forget()
+    books = gpu_host.ask_devices("read")
+    assert [device["used_bytes"] for device in books["devices"]] == [0, 0]
+    assert books["pinned"]["used_bytes"] == 0
+
+
+def test_an_interrupt_on_the_cpu_leaves_a_clean_host(
+    cpu_host: HostProcess, reference: Callable, ours: Callable
+) -> None:
+    num_messages = len(cpu_host.messages)
+    prompt_id = cpu_host.queue(troubled(Loaders(), "wait for interrupt").nodes)
+    cpu_host.wait_for_message("highwater_test.waiting", after=num_messages)
+    cpu_host.post("/interrupt")
+    assert cpu_host.wait_for(prompt_id).outcome == "interrupted"
+    for name, tensor in reference(cpu_host, "plain").items():
+        assert torch.equal(ours(cpu_host, "plain", Loaders())[name], tensor)
+
+
+@pytest.mark.parametrize("nth", [1, 5, 60, 150, 300])
+def test_any_allocation_that_fails_while_loading_leaves_a_clean_host(
+    gpu_host: HostProcess, nth: int, reference: Callable, ours: Callable
+) -> None:
+    """Core answers an out-of-memory error by unloading everything; the next prompt starts from there."""
+    gpu_host.forget()
+    gpu_host.ask_devices("fail_alloc", device=0, nth=nth)
+    graph = Graph()
+    graph.keep(sample_flux(graph, Loaders(profile="4MiB").diffusion_model(graph)))
+    result = gpu_host.run(graph.nodes)
+    gpu_host.ask_devices("fail_alloc", device=0, nth=0)
+    assert result.outcome == "success" or "OutOfMemory" in result.error
+    for name, tensor in reference(gpu_host, "plain").items():
+        assert torch.equal(ours(gpu_host, "plain", Loaders(profile="4MiB"))[name], tensor)
+
+
+# -- bad values
+
+
+def prompt_with(**values: str) -> Graph:
+    graph = Graph()
+    inputs = {"unet_name": "tiny_flux.safetensors", **Loaders().request, **values}
+    graph.keep(sample_flux(graph, graph.add("HighwaterLoadDiffusionModel", **inputs)))
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"profile": "lots"}, ["lots"]),
+        ({"profile": "6"}, ["6", "GiB"]),
+        ({"precision": "int3"}, ["int3"]),
+        ({"placement": "moon"}, ["moon"]),
+        ({"unet_name": "absent.safetensors"}, ["absent.safetensors"]),
+    ],
+    ids=str,
+)
+def test_a_bad_value_is_refused_on_the_node_before_anything_runs(
+    host: HostProcess, values: dict[str, str], named: list[str]
+) -> None:
+    with pytest.raises(PromptRefused) as refused:
+        host.queue(prompt_with(**values).nodes)
+    assert all(word in refused.value.text for word in named)
+    assert "Traceback" not in refused.value.text
+    ((_, errors),) = refused.value.args[0]["node_errors"].items()
+    assert errors["class_type"] == "HighwaterLoadDiffusionModel"
+
+
+def test_a_device_that_is_not_here_becomes_the_default_and_the_node_says_so(
+    host: HostProcess, reference: Callable
+) -> None:
+    graph = prompt_with(placement="gpu:7")
+    result = host.run(graph.nodes)
+    (told,) = [output["text"] for output in result.outputs.values() if "text" in output]
+    assert any("gpu:7" in line for line in told)
+    for tensor in reference(host, "plain").values():
+        assert torch.equal(result.kept()["value.samples"], tensor)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no header", "another model"])
+def test_a_file_that_cannot_be_loaded_stops_its_node_only(
+    gpu_host: HostProcess, damage: str, reference: Callable, ours: Callable
+) -> None:
+    folder = gpu_host.base / "models" / "diffusion_models"
+    good = (folder / "tiny_flux.safetensors").read_bytes()
+    content = {
+        "truncated": good[: len(good) // 2],
+        "no header": b"\xff" * 64,
+        "another model": (gpu_host.base / "models" / "vae" / "tiny_vae.safetensors").read_bytes(),
+    }[damage]
+    (folder / f"{damage}.safetensors").write_bytes(content)
+    gpu_host.forget()
+    result = gpu_host.run(prompt_with(unet_name=f"{damage}.safetensors").nodes)
+    (folder / f"{damage}.safetensors").unlink()
+    assert result.outcome == "error"
+    assert f"{damage}.safetensors" in result.error.splitlines()[0]
+    assert gpu_host.report()["components"] == []
+    assert [device["used_bytes"] for device in gpu_host.ask_devices("read")["devices"]] == [0, 0]
+    for name, tensor in reference(gpu_host, "plain").items():
+        assert torch.equal(ours(gpu_host, "plain", Loaders())[name], tensor)
+
+
+def test_a_model_of_another_loader_goes_on_after_ours_failed(gpu_host: HostProcess, ours: Callable) -> None:
+    assert gpu_host.run(troubled(Loaders(), "error").nodes).outcome == "error"
+    assert ours(gpu_host, "plain", CORE)
