@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from highwater.tests.comfyui.model_files import ensure_model_files
 MIB, GIB = 1 << 20, 1 << 30
 # Core keeps 0.8 GiB free by its own rule, whatever is reserved: 1 GiB is left for weights.
 DEVICE_BYTES = 1844 * MIB
+NO_HOST = "NOT TESTED: no ComfyUI at ~/comfy/ComfyUI; name one in COMFYUI_DIR, its Python in COMFYUI_PYTHON"
 Tensors = dict[str, torch.Tensor]
 
 TIERS = {"cpu_host": "comfyui_cpu", "gpu_host": "comfyui_gpus", "plain_host": "comfyui_cpu", "old_host": "comfyui_old"}
@@ -32,11 +33,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(TIERS[fixture])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give all tests that lack a host the same place, for pytest to say it once."""
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple) and NO_HOST in report.longrepr[2]:
+        report.longrepr = (str(Path(__file__).parent), 1, report.longrepr[2])
+    return report
+
+
 @pytest.fixture(scope="session")
 def host_files() -> HostFiles:
     files = find_host()
     if files is None:
-        pytest.skip("NOT TESTED: no ComfyUI at ~/comfy/ComfyUI; name one in COMFYUI_DIR, its Python in COMFYUI_PYTHON")
+        pytest.skip(NO_HOST)
     return files
 
 

@@ -81,9 +81,15 @@ class PromptResult:
     error: str
     output_directory: Path = field(repr=False)
 
+    @property
+    def brief_error(self) -> str:
+        """The message and the innermost lines of the traceback."""
+        message, *lines = self.error.splitlines() or [""]
+        return "\n".join([message, *lines[-4:]])
+
     def kept(self, name: str = "kept") -> dict[str, torch.Tensor]:
         """Return the tensors that a TestKeep node of this prompt wrote."""
-        assert self.outcome == "success", f"the prompt ended with {self.outcome}: {self.error}"
+        assert self.outcome == "success", f"the prompt ended with {self.outcome}: {self.brief_error}"
         return safetensors.torch.load_file(self.output_directory / f"{name}.safetensors")
 
 

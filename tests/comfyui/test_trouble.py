@@ -44,7 +44,7 @@ def test_trouble_in_a_block_leaves_a_clean_host(
         gpu_host.wait_for_message("highwater_test.waiting", after=num_messages)
         gpu_host.post("/interrupt")
     result = gpu_host.wait_for(prompt_id)
-    assert result.outcome == outcome, result.error
+    assert result.outcome == outcome, result.brief_error
     assert kind != "out of memory" or "OutOfMemory" in result.error
     for case in ("plain", "lora_at_1"):
         for name, tensor in reference(gpu_host, case).items():
