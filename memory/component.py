@@ -154,7 +154,12 @@ def is_castable(owner: nn.Module, parameter_name: str) -> bool:
 
 
 def is_callable(module: nn.Module | None) -> bool:
-    """Whether calling the module runs its own forward: lists and dicts of modules have none to hook."""
+    """Whether calling the module is what runs its weights: lists and dicts of modules have no forward to hook.
+
+    Subclasses of ``Sequential`` are passed by, too: ComfyUI's UNet calls the children of its own from outside.
+    """
+    if isinstance(module, nn.Sequential) and type(module) is not nn.Sequential:
+        return False
     return module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
 
 
@@ -181,25 +186,33 @@ def group_tensors(
     A file has no order of definition and a UNet defines its middle last, so stacks go by what their names say
     (down before mid before up), then by appearance; within a stack the numbers decide.
     """
-    stacks: dict[str, dict[int, list[TensorSpec]]] = {}
+    stacks: dict[str, dict[str, list[TensorSpec]]] = {}
     rest: list[TensorSpec] = []
     for tensor in tensors:
         path = None if tensor.name in kept_in_rest else outermost_number(tensor.name, callable_at)
         if path is None:
             rest.append(tensor)
         else:
-            stack, _, number = path.rpartition(".")
-            stacks.setdefault(stack, {}).setdefault(int(number), []).append(tensor)
+            stacks.setdefault(stack_of(path), {}).setdefault(path, []).append(tensor)
     total_bytes = sum(tensor.weight_bytes for tensor in tensors)
     blocks: list[Block] = []
-    for stack, members in sorted(stacks.items(), key=lambda item: stage_of(item[0])):
+    for members in (stacks[stack] for stack in sorted(stacks, key=stage_of)):
         stack_bytes = sum(tensor.weight_bytes for block in members.values() for tensor in block)
         if len(members) < 2 or stack_bytes < SMALLEST_STACK_SHARE * total_bytes:
             rest += [tensor for block in members.values() for tensor in block]
             continue
-        prefix = f"{stack}." if stack else ""
-        blocks += [Block(name=f"{prefix}{number}", tensors=tuple(members[number])) for number in sorted(members)]
+        blocks += [Block(name=path, tensors=tuple(members[path])) for path in sorted(members, key=numbers_of)]
     return Component(name=name, kind=kind, blocks=tuple(blocks), rest=Block(name="", tensors=tuple(rest)))
+
+
+def stack_of(path: str) -> str:
+    """Return what stands before the first number of a block's path: ``input_blocks`` of ``input_blocks.4.0``."""
+    parts = path.split(".")
+    return ".".join(parts[: next(index for index, part in enumerate(parts) if part.isdigit())])
+
+
+def numbers_of(path: str) -> list[int]:
+    return [int(part) for part in path.split(".") if part.isdigit()]
 
 
 def stage_of(stack: str) -> int:

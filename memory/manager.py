@@ -359,7 +359,11 @@ class MemoryManager:
     def leave(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""
         with self.exclusive():
-            member.attachment.unload()
+            held = self.ledger.places(member.id)
+            if member.attachment.unload():
+                for share in member.attachment.shares:
+                    name = share.device.name
+                    self.recorder.note("evict", member.id, held.get(name, 0), name, "its host took it off the device")
             self.epoch += 1
             self.recorder.sample()
 

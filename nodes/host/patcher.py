@@ -97,11 +97,10 @@ class Hosted:
         if self.member is None:
             manager = default_manager()
             names = [found.name for found in list_devices()]
-            placement = f"{self.name}={self.placement_on(device)}"
             (self.member,), _ = manager.add(
                 {self.name: model},
                 kinds={self.name: self.kind},
-                placement=parse_placement(placement, devices=names, components=[self.name]),
+                placement=parse_placement(self.placement_on(device), devices=names),
                 profile=parse_profile(self.request.profile, devices=names, components=[self.name]),
                 precision=parse_precision(self.request.precision),
                 name=None,
@@ -117,9 +116,7 @@ class Hosted:
         return asked if asked.partition("&")[0] == here else here
 
     def planned_bytes(self, model: torch.nn.Module, device: torch.device) -> int:
-        """Return the bytes that the component takes, or would take, of a device."""
-        if self.member is not None and self.member.attachment.is_loaded:
-            return self.member.attachment.plan.device_bytes.get(name_of(device), 0)
+        """Return the bytes that the component would take of a device now: of the free, its own and the idle ones."""
         manager = default_manager()
         names = [found.name for found in list_devices()]
         part = component_from_module(model, name=self.name, kind=self.kind)
@@ -180,7 +177,8 @@ class HighwaterPatcher(ModelPatcher):
             self.unpatch_hooks()
             member = self.hosted.join(self.model, torch.device(device_to))
             self.write_patches(torch.device(device_to))
-            limited = not full_load and 0 < lowvram_model_memory < UNLIMITED_BYTES
+            # Not `full_load`: core says so whenever its bytes exceed what we call our size, which is a plan's.
+            limited = 0 < lowvram_model_memory < UNLIMITED_BYTES
             ceilings = {name_of(device_to): int(lowvram_model_memory)} if limited else None
             self.clear_other_devices(member)
             manager.bring(member, ceilings)
@@ -218,7 +216,7 @@ class HighwaterPatcher(ModelPatcher):
         if unpatch_weights and self.hosted.member is not None:
             self.eject_model()
             self.unpatch_hooks()
-            self.hosted.member.attachment.heal_for(None)
+            self.hosted.member.attachment.settle()  # the masters are written to below
             default_manager().leave(self.hosted.member)
             self.write_originals()
             self.unmark_modules()

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
-from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
 
+DEVICE_BYTES = 1844 << 20
 SCRIPT = Path(__file__).with_name("page.mjs")
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.expects_errors
 def test_badges_change_in_both_renderers(
-    gpu_host: HostProcess,
+    host_files: HostFiles,
+    models: Path,
     node: str,  # noqa: F811
     packages: Path,  # noqa: F811
     chromium: str,  # noqa: F811
@@ -28,7 +30,11 @@ def test_badges_change_in_both_renderers(
     graph.keep(sample_flux(graph, Loaders().diffusion_model(graph)))
     workflow = tmp_path / "workflow.json"
     workflow.write_text(json.dumps(graph.nodes))
-    command = [node, SCRIPT, f"http://127.0.0.1:{gpu_host.port}", chromium, tmp_path, workflow]
-    result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=200, check=False)
+    # A host of its own: its report must not know earlier runs.
+    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES]) as host:
+        command = [node, SCRIPT, f"http://127.0.0.1:{host.port}", chromium, tmp_path, workflow]
+        result = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, timeout=200, check=False
+        )
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
