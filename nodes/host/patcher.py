@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_management
-import comfy.sd
-import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
