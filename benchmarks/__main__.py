@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .case import Result
 
-CASES = ("comfy", "overlap")
+CASES = ("comfy", "import_cost", "overlap")
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "diffusers", "safetensors")
 

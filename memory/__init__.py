@@ -8,10 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .default import default_manager, existing_manager
 from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
-    from .managed import Managed, default_manager, discover_components, manage
+    from .managed import Managed, discover_components, manage
     from .manager import MemoryManager
     from .membership import Watermark
 
@@ -23,6 +24,7 @@ __all__ = [
     "Watermark",
     "default_manager",
     "discover_components",
+    "existing_manager",
     "manage",
 ]
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .blocks import has_skips
 from .component import Component, is_callable
 from .devices import Device
 from .errors import UnsafeState
@@ -31,6 +33,9 @@ from .share import Share
 from .split import Hops
 
 __all__ = ["Attachment"]
+
+# The kinds of components whose blocks run one after the other on one stream of hidden states.
+CHAINS = ("diffusion", "text", "vision")
 
 
 class Attachment:
@@ -270,11 +275,16 @@ class Attachment:
 
     def after_block(self, number: int) -> Callable[..., Any]:
         share = self.share_of[number]
-        is_last = share is not self.shares[0] and number == max(share.blocks)
+        module_name = self.component.blocks[number].name
+        # What the root does with an output expects the device of the rest; in a chain it only hands it on.
+        is_chain = self.component.kind in CHAINS and not has_skips(module_name)
+        returns = share is not self.shares[0] and (number == max(share.blocks) or not is_chain)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            share.leave(number)
-            if is_last and output is not None:  # what the root does with it expects the device of the rest
+            changes_hands = share.leave(number)
+            if changes_hands and torch.is_grad_enabled():
+                refuse_backward(output, f"{self.owner}: block {module_name}")
+            if returns and output is not None:
                 output = self.hops.move(output, self.primary.torch_device)
             if self.entered and self.entered[0] is module:
                 self.after_entry(module, args, output)
@@ -334,6 +344,17 @@ class Attachment:
         """Leave every device; returns the bytes freed."""
         self.is_loaded = False
         return sum(share.unload() for share in self.shares)
+
+
+def refuse_backward(output: Any, block: str) -> None:
+    """Let a backward pass that reaches these outputs fail: the memory of the weights will hold another block's."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise UnsafeState(f"{block} streams or is widened to compute: a backward pass would read other weights")
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:

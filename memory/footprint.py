@@ -11,7 +11,7 @@ from .component import Block, Component, TensorSpec
 from .units import slab_offsets
 from .upcast import stored_bytes
 
-__all__ = ["all_resident_bytes", "block_bytes", "fixed_tensors", "slab_bytes", "wide_bytes"]
+__all__ = ["all_resident_bytes", "block_bytes", "fixed_tensors", "least_bytes", "resting_bytes", "wide_bytes"]
 
 
 def fixed_tensors(component: Component, blocks: Sequence[int], *, first: bool) -> list[TensorSpec]:
@@ -33,9 +33,14 @@ def slab_bytes(sizes: Iterable[int]) -> int:
     return slab_offsets(sizes)[1]
 
 
+def resting_bytes(tensors: Iterable[TensorSpec], cast: frozenset[str] = frozenset()) -> int:
+    """Return the bytes of a slab that holds tensors as they rest."""
+    return slab_bytes(num_bytes for tensor in tensors for num_bytes in stored_bytes(tensor, cast))
+
+
 def block_bytes(block: Block, cast: frozenset[str]) -> int:
     """Return the bytes of the block's slab at rest."""
-    return slab_bytes(stored_bytes(tensor, cast) for tensor in block.tensors)
+    return resting_bytes(block.tensors, cast)
 
 
 def wide_bytes(block: Block, cast: frozenset[str]) -> int:
@@ -43,8 +48,15 @@ def wide_bytes(block: Block, cast: frozenset[str]) -> int:
     return slab_bytes(tensor.weight_bytes for tensor in block.tensors if tensor.name in cast)
 
 
+def least_bytes(component: Component, blocks: Sequence[int], cast: frozenset[str], *, first: bool) -> int:
+    """Return the fewest device bytes with which these blocks can compute: one slot, the fixed tensors, the scratch."""
+    parts = [component.blocks[number] for number in blocks]
+    largest = max((block_bytes(block, cast) for block in parts), default=0)
+    scratch = max((wide_bytes(block, cast) for block in parts), default=0)
+    return resting_bytes(fixed_tensors(component, blocks, first=first)) + largest + scratch
+
+
 def all_resident_bytes(component: Component, cast: frozenset[str]) -> int:
     """Return the bytes of the whole component at rest: the rest, all buffers and every block."""
     everything = fixed_tensors(component, range(len(component.blocks)), first=True)
-    fixed = slab_bytes(tensor.weight_bytes for tensor in everything)
-    return fixed + sum(block_bytes(block, cast) for block in component.blocks)
+    return resting_bytes(everything) + sum(block_bytes(block, cast) for block in component.blocks)

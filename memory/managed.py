@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .default import default_manager
 from .devices import list_devices
 from .errors import InvalidInput
 from .manager import MemoryManager
@@ -18,18 +18,7 @@ from .plan import Plan
 from .profile import parse_profile
 from .upcast import parse_precision
 
-__all__ = ["Managed", "default_manager", "discover_components", "manage"]
-
-default_lock = threading.Lock()
-default: list[MemoryManager] = []
-
-
-def default_manager() -> MemoryManager:
-    """Return the process-wide manager that every workflow shares; made at first use."""
-    with default_lock:
-        if not default:
-            default.append(MemoryManager())
-        return default[0]
+__all__ = ["Managed", "discover_components", "manage"]
 
 
 def discover_components(target: Any) -> dict[str, nn.Module]:

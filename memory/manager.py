@@ -9,9 +9,10 @@ is free. Between the marks nobody moves. A component that computes holds a lease
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -21,9 +22,10 @@ from torch import nn
 
 from .attachment import Attachment
 from .books import Recorder
-from .component import Component, component_from_module
+from .component import Component, component_from_module, guess_kind
 from .devices import CPU, Device, list_devices
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
+from .footprint import least_bytes
 from .ledger import Ledger
 from .membership import Member, Watermark, default_watermark, refuse_shared_split, refuse_unsuitable
 from .placement import Placement, canonical_device
@@ -138,12 +140,8 @@ class MemoryManager:
             is_hosted: a host decides when they come (`bring`) and go (`leave`).
         """
         with self.exclusive():
-            components = [
-                component_from_module(module, name=part, kind=(kinds or {}).get(part))
-                for part, module in modules.items()
-            ]
-            plan = plan_components(
-                components, self.machine(None), placement=placement, profile=profile, precision=precision
+            components, plan = self.plan(
+                modules, placement=placement, profile=profile, precision=precision, kinds=kinds or {}
             )
             prefix = f"{self.free_name(name)}/" if name else ""
             workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
@@ -161,6 +159,39 @@ class MemoryManager:
                 raise
             self.epoch += 1
             return members, plan
+
+    def plan(
+        self,
+        modules: Mapping[str, nn.Module],
+        *,
+        placement: Placement,
+        profile: OffloadProfile,
+        precision: Precision,
+        kinds: Mapping[str, str],
+    ) -> tuple[list[Component], Plan]:
+        """Return the components and the plan that `add` would make of modules now; moves nothing.
+
+        Where a block is too large for its device the blocks inside it are planned with. Raises as `plan_components`.
+        """
+        largest_bytes: int | None = None
+        coarser: list[Component] = []
+        while True:
+            components = []
+            for name, module in modules.items():
+                kind = kinds.get(name) or guess_kind(name)
+                is_split = len(placement.item_for(name, kind).devices) > 1  # the blocks of a split are not cut
+                limit = sys.maxsize if is_split else largest_bytes
+                components.append(component_from_module(module, name=name, kind=kind, largest_bytes=limit))
+            try:
+                machine = self.machine(None)
+                return components, plan_components(
+                    components, machine, placement=placement, profile=profile, precision=precision
+                )
+            except (DoesNotFit, InvalidInput):
+                if components == coarser:
+                    raise
+            coarser = components
+            largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
 
     def attach(self, member: Member, module: nn.Module, component: Component, plan: ComponentPlan) -> None:
         if not member.is_hosted:
@@ -270,10 +301,12 @@ class MemoryManager:
         """Plan with what there is now, clear room, load ([Note: admission]).
 
         Args:
-            ceilings: the most that the component may take of a device, where a host says so.
+            ceilings: the most that the component should take of a device, where a host says so; it takes more only
+                if it could not compute otherwise.
         """
         attachment = member.attachment
-        plan = replan(attachment.component, attachment.plan, self.machine(member, ceilings), member.profile)
+        machine = self.machine(member, self.computable(member, ceilings or {}))
+        plan = replan(attachment.component, attachment.plan, machine, member.profile)
         for share in plan.shares:
             if share.device != "cpu":
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
@@ -356,6 +389,16 @@ class MemoryManager:
             member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
             self.admit(member, ceilings)
 
+    def planned_bytes(self, member: Member, device: str) -> int:
+        """Return the bytes that a component would take of a device now: of the free, its own and the idle ones."""
+        with self.exclusive():
+            attachment = member.attachment
+            try:
+                plan = replan(attachment.component, attachment.plan, self.machine(member), member.profile)
+            except DoesNotFit:
+                return attachment.component.weight_bytes
+            return plan.device_bytes.get(device, 0)
+
     def leave(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""
         with self.exclusive():
@@ -367,23 +410,36 @@ class MemoryManager:
             self.epoch += 1
             self.recorder.sample()
 
-    def give_up(self, device_name: str, num_bytes: int, reason: str) -> int:
-        """Evict idle components until so many bytes of a device are free again; returns what really was freed."""
+    def give_up(
+        self, device_name: str, num_bytes: int, reason: str, *, spare: Collection[Member] = (), whole: bool = True
+    ) -> int:
+        """Evict idle components until so many bytes of a device are free again; returns what really was freed.
+
+        Args:
+            spare: components that their host is about to load. The room is for them; they may be idle longest.
+            whole: whether hosted components may lose the form in which they can compute.
+        """
         freed = 0
         with self.exclusive():
             device = self.devices[device_name]
             for victim in self.policy.order(self.victims(device, None)):
                 if freed >= num_bytes:
                     break
-                freed += self.evict(self.members[victim.component], device, num_bytes - freed, reason)
+                member = self.members[victim.component]
+                if member not in spare:
+                    freed += self.evict(member, device, num_bytes - freed, reason, whole=whole)
         return freed
 
-    def evict(self, member: Member, device: Device, num_bytes: int, reason: str) -> int:
-        """Drop at least so many bytes of an idle component if it has them; returns the bytes freed."""
+    def evict(self, member: Member, device: Device, num_bytes: int, reason: str, *, whole: bool = True) -> int:
+        """Drop at least so many bytes of an idle component if it has them; returns the bytes freed.
+
+        Args:
+            whole: whether it may lose the form in which it can compute.
+        """
         if member.leases:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
         held = self.ledger.held(member.id, device.name)
-        if not (member.is_hosted and self.stream_more(member, device, held - num_bytes)):
+        if not (member.is_hosted and self.stream_more(member, device, held - num_bytes, whole=whole)):
             member.attachment.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
         freed = held - left
@@ -393,22 +449,28 @@ class MemoryManager:
         self.epoch += 1
         return freed
 
-    def stream_more(self, member: Member, device: Device, ceiling: int) -> bool:
+    def stream_more(self, member: Member, device: Device, ceiling: int, *, whole: bool) -> bool:
         """Bring a component down to so many bytes in a form that can compute; False if it has none so small.
 
-        Its host believes it loaded and may enter it without loading it again.
+        Its host believes it loaded and may enter it without loading it again. Not ``whole``: its least form will do.
         """
+        ceilings = {device.name: ceiling}
         try:
-            plan = replan(
-                member.attachment.component,
-                member.attachment.plan,
-                self.machine(member, {device.name: ceiling}),
-                member.profile,
-            )
+            machine = self.machine(member, ceilings if whole else self.computable(member, ceilings))
+            plan = replan(member.attachment.component, member.attachment.plan, machine, member.profile)
         except (DoesNotFit, InvalidInput):
-            return False
+            return not whole
         member.attachment.load(plan)
         return True
+
+    def computable(self, member: Member, ceilings: Mapping[str, int]) -> dict[str, int]:
+        """Return a host's ceilings, none of them under what the component needs to compute at all."""
+        component, plan = member.attachment.component, member.attachment.plan
+        least = {
+            share.device: least_bytes(component, share.blocks, plan.cast, first=index == 0)
+            for index, share in enumerate(plan.shares)
+        }
+        return {device: max(ceiling, least.get(device, 0)) for device, ceiling in ceilings.items()}
 
     # -- runs, nodes, report
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from .component import Component
 from .errors import DoesNotFit, InvalidInput, allowed_values
-from .footprint import all_resident_bytes, block_bytes, fixed_tensors, slab_bytes, wide_bytes
+from .footprint import all_resident_bytes, block_bytes, fixed_tensors, resting_bytes, wide_bytes
 from .placement import DeviceShare, Placement, PlacementItem
 from .profile import BudgetItem, OffloadProfile
 from .schedule import cut_runs, spread_residents
@@ -355,7 +355,7 @@ def plan_share(
     """Decide what of these blocks is resident on one device and what streams."""
     capacity = machine.device(device)
     sizes = {number: block_bytes(component.blocks[number], cast) for number in blocks}
-    fixed = slab_bytes(tensor.weight_bytes for tensor in fixed_tensors(component, blocks, first=first))
+    fixed = resting_bytes(fixed_tensors(component, blocks, first=first))
     scratch = max((wide_bytes(component.blocks[number], cast) for number in blocks), default=0)
     whole = SharePlan(
         device=device,

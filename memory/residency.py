@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .component import TensorSpec
+from .leaves import Wrapper, leaves_of
 from .transfer import CopyStream, SlabLayout, allocate_host
 from .units import pinned_bytes
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
@@ -40,6 +42,8 @@ class Entry:
     is_buffer: bool
     scale: float | None = None
     """The power of two of a weight that rests in eight bits."""
+    wrapper: Wrapper | None = None
+    """How a quantized weight is made of its leaves."""
 
     @property
     def held(self) -> torch.Tensor:
@@ -74,7 +78,7 @@ def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, En
     for spec in specs:
         tensor, is_buffer = tensors[spec.name]
         owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
-        entries[spec.name] = Entry(spec, owners, is_buffer)
+        entries[spec.name] = Entry(spec, owners, is_buffer, wrapper=Wrapper.of(tensor))
     return entries
 
 
@@ -83,10 +87,18 @@ def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-def as_held(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    # Weights are read-only at inference: device copies never ask for a gradient.
-    with torch.inference_mode(False):
-        return tensor if entry.is_buffer else nn.Parameter(tensor, requires_grad=False)
+def as_held(leaves: Iterator[torch.Tensor], entry: Entry) -> torch.Tensor:
+    """Return what the module holds for a weight whose next leaves these are."""
+    # A wrapper made outside of inference mode cannot be used inside it, one made inside can be used in both.
+    with torch.inference_mode(entry.wrapper is not None):
+        tensor = assemble(leaves, entry.wrapper)
+        if entry.is_buffer:
+            return tensor
+        if entry.wrapper is not None:
+            tensor._is_param = True  # what nn.Parameter() does after a detach(), in which some wrappers copy
+            return tensor
+        # Weights are read-only at inference: device copies never ask for a gradient.
+        return nn.Parameter(tensor, requires_grad=False)
 
 
 class Unit:
@@ -101,7 +113,9 @@ class Unit:
         self.entries = list(entries)
         self.cast_names = cast & {entry.spec.name for entry in entries}
         self.wide_dtypes = {entry.spec.name: entry.held.dtype for entry in entries}
-        self.layout = SlabLayout.of([self.stored_form(entry) for entry in self.entries])
+        forms = [self.stored_forms(entry) for entry in self.entries]
+        self.num_leaves = [len(leaves) for leaves in forms]
+        self.layout = SlabLayout.of([form for leaves in forms for form in leaves])
         cast_entries = [entry for entry in self.entries if entry.spec.name in self.cast_names]
         self.wide_layout = SlabLayout.of([(entry.held.shape, entry.held.dtype) for entry in cast_entries])
         self.masters: list[torch.Tensor] = []
@@ -116,9 +130,10 @@ class Unit:
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
-    def stored_form(self, entry: Entry) -> tuple[torch.Size, torch.dtype]:
-        tensor = entry.held
-        return tensor.shape, FP8 if entry.spec.name in self.cast_names else tensor.dtype
+    def stored_forms(self, entry: Entry) -> list[tuple[torch.Size, torch.dtype]]:
+        if entry.spec.name in self.cast_names:
+            return [(entry.held.shape, FP8)]
+        return [(leaf.shape, leaf.dtype) for leaf in leaves_of(entry.held)]
 
     @property
     def slab_bytes(self) -> int:
@@ -148,54 +163,61 @@ class Unit:
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects.
         """
-        slab = allocate_host(self.slab_bytes, pinned=pinned)
-        for entry, view in zip(self.entries, self.layout.views(slab), strict=True):
-            source = entry.held.detach()
-            if entry.scale is not None:
-                source = quantize_fp8(source, entry.scale)
-            with torch.no_grad():
-                view.copy_(source)
-            self.masters.append(repoint(entry, view))
-        self.host_slab, self.placed = slab, list(self.masters)
+        slab = self.host_slab = allocate_host(self.slab_bytes, pinned=pinned)
+        for entry, views in zip(self.entries, self.leaf_views(slab), strict=True):
+            source = entry.held if entry.scale is None else quantize_fp8(entry.held.detach(), entry.scale)
+            copy_leaves(views, source)
+            self.masters.append(repoint(entry, views))
+        self.placed = list(self.masters)
         return slab.is_pinned() or not (pinned and slab.numel())
 
-    def overwrite(self, name: str, weight: torch.Tensor) -> None:
-        """Make a weight (wide, on any device) the master's new version; eight-bit weights get a scale of their own.
+    def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Return the views into a slab that make each weight."""
+        views = iter(self.layout.views(slab))
+        return [list(itertools.islice(views, count)) for count in self.num_leaves]
 
-        A host does this for patched weights. Only while the unit is off the device: its copies would be stale.
+    @property
+    def newest_slab(self) -> torch.Tensor:
+        """The slab that has the last word: the one on the device if it was written to there."""
+        assert self.host_slab is not None
+        is_changed = self.device_slab is not None and self.device_slab._version != self.loaded_version
+        return self.device_slab if is_changed and self.device_slab is not None else self.host_slab
+
+    def index_of(self, name: str) -> int:
+        return next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
+
+    def overwrite(self, name: str, weight: torch.Tensor) -> None:
+        """Make a weight (wide or quantized alike, on any device) the new version where the unit rests.
+
+        Eight-bit weights get a scale of their own. A host does this for patched weights; what is written to the
+        device is saved when the unit leaves it. The caller ended every pass and copy.
         """
-        assert self.host_slab is not None and self.device_slab is None
-        index = next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
+        index = self.index_of(name)
         entry = self.entries[index]
+        slab = self.host_slab if self.device_slab is None else self.device_slab
+        assert slab is not None
         with torch.no_grad():
             if entry.scale is not None:
                 entry.scale = find_scale(weight, name=name)
                 weight = quantize_fp8(weight, entry.scale)
-            self.layout.views(self.host_slab)[index].copy_(weight)
+            copy_leaves(self.leaf_views(slab)[index], weight)
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
-        """Return a copy of a weight on a device in the dtype in which it computes."""
-        index = next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
-        entry, master = self.entries[index], self.masters[index].detach()
+        """Return a copy of a weight on a device in the form in which it computes."""
+        index = self.index_of(name)
+        entry, leaves = self.entries[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
-            copy = torch.empty(master.shape, dtype=self.wide_dtypes[name], device=device)
             if entry.scale is None:
-                copy.copy_(master)
-            else:
-                upcast_into(copy, master.to(device), entry.scale)
-        return copy
+                return assemble(iter([leaf.to(device, copy=True) for leaf in leaves]), entry.wrapper)
+            copy = torch.empty(leaves[0].shape, dtype=self.wide_dtypes[name], device=device)
+            upcast_into(copy, leaves[0].to(device), entry.scale)
+            return copy
 
     def unpack(self) -> None:
         """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened."""
         for entry, master in zip(self.entries, self.masters, strict=False):  # fewer where packing failed half way
-            source = master.detach()
-            with torch.no_grad(), torch.inference_mode(False):
-                own = torch.empty(source.shape, dtype=self.wide_dtypes[entry.spec.name])
-                if entry.scale is None:
-                    own.copy_(source)
-                else:
-                    upcast_into(own, source, entry.scale)
-                    entry.scale = None
+            own = leaves_of(self.wide(entry.spec.name, torch.device("cpu")))
+            entry.scale = None
             if entry.owners:
                 entry.hold(master)
                 repoint(entry, own)
@@ -210,10 +232,9 @@ class Unit:
             torch.OutOfMemoryError: nothing changed.
         """
         assert self.host_slab is not None and self.device_slab is None
-        self.device_slab = copies.allocate(self.slab_bytes)
-        self.ready = copies.copy(self.device_slab, self.host_slab)
-        self.awaited = set()
-        self.device_views = self.held_views(self.layout.views(self.device_slab))
+        slab = copies.allocate(self.slab_bytes)
+        self.device_views = self.held_views(slab)
+        self.device_slab, self.ready, self.awaited = slab, copies.copy(slab, self.host_slab), set()
         self.loaded_version = self.device_slab._version  # views share the counter: any write to one shows here
         self.put(self.device_views, BlockState.RESIDENT)
 
@@ -231,11 +252,10 @@ class Unit:
 
         Weights are read-only at inference, so almost always there is nothing, and nothing is copied back.
         """
-        assert self.device_slab is not None
-        if self.device_slab._version != self.loaded_version:
-            for view, master in zip(self.device_views, self.masters, strict=True):
-                with torch.no_grad():
-                    master.copy_(view)
+        if self.newest_slab is self.device_slab:
+            assert self.host_slab is not None
+            with torch.no_grad():
+                self.host_slab.copy_(self.device_slab)
 
     def await_copy(self, copies: CopyStream) -> None:
         """Let the compute stream wait for this unit's own copy, each stream once."""
@@ -276,12 +296,14 @@ class Unit:
     def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
         # Building a block's parameters costs microseconds per tensor; a slot sees the same blocks every step.
         if id(slab) not in self.view_cache:
-            self.view_cache[id(slab)] = self.held_views(layout.views(slab), wide=layout is self.wide_layout)
+            self.view_cache[id(slab)] = self.held_views(slab, wide=layout is self.wide_layout)
         return self.view_cache[id(slab)]
 
-    def held_views(self, views: Sequence[torch.Tensor], *, wide: bool = False) -> list[torch.Tensor]:
+    def held_views(self, slab: torch.Tensor, *, wide: bool = False) -> list[torch.Tensor]:
+        layout = self.wide_layout if wide else self.layout
         entries = [entry for entry in self.entries if not wide or entry.spec.name in self.cast_names]
-        return [as_held(view, entry) for view, entry in zip(views, entries, strict=True)]
+        leaves = iter(layout.views(slab))
+        return [as_held(leaves, entry) for entry in entries]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
         for index, (entry, tensor) in enumerate(zip(self.entries, tensors, strict=True)):
@@ -300,16 +322,27 @@ class Unit:
             entry.owners = []
 
 
-def repoint(entry: Entry, tensor: torch.Tensor) -> torch.Tensor:
+def assemble(leaves: Iterator[torch.Tensor], wrapper: Wrapper | None) -> torch.Tensor:
+    return wrapper.assemble(leaves) if wrapper else next(leaves)
+
+
+def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
+    """Write a weight into views, leaf by leaf."""
+    with torch.no_grad():
+        for target, leaf in zip(targets, leaves_of(weight), strict=True):
+            target.copy_(leaf.detach())
+
+
+def repoint(entry: Entry, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """Let the held tensor object show other memory, and return it.
 
     The object stays the same for whoever else refers to it. Inference tensors cannot be repointed outside
-    inference mode: those are replaced.
+    inference mode, and quantized weights not at all: those are replaced.
     """
     held = entry.held
-    if held.is_inference():
-        held = as_held(tensor, entry)
+    if held.is_inference() or entry.wrapper:
+        held = as_held(iter(leaves), entry)
         entry.hold(held)
     else:
-        held.data = tensor
+        (held.data,) = leaves
     return held

@@ -202,10 +202,13 @@ class Share:
             self.computing[number] = slot
             unit.compute_from(slot.slab, self.scratch)
 
-    def leave(self, number: int) -> None:
-        """The block has computed, or failed: its module holds what it rests on, its slot may be refilled."""
+    def leave(self, number: int) -> bool:
+        """The block has computed, or failed: its module holds what it rests on, its slot may be refilled.
+
+        Returns whether the memory that it computed from is used for other weights after it.
+        """
         if number not in self.computing:
-            return
+            return False
         slot = self.computing.pop(number)
         unit = self.blocks[number]
         if unit.state is BlockState.COMPUTING:
@@ -213,6 +216,7 @@ class Share:
         if slot is not None:
             assert self.streamer is not None
             self.streamer.give_back(slot)
+        return slot is not None or bool(unit.cast_names)
 
     def heal(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""

@@ -63,9 +63,11 @@ def cast_tensors(component: Component, precision: Precision) -> frozenset[str]:
     )
 
 
-def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> int:
-    """Return the bytes that the weight takes at rest."""
-    return tensor.num_elements if tensor.name in cast else tensor.weight_bytes
+def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> tuple[int, ...]:
+    """Return the bytes that the weight takes at rest, tensor by tensor."""
+    if tensor.name in cast:
+        return (tensor.num_elements,)
+    return tensor.leaves or (tensor.weight_bytes,)
 
 
 @torch.no_grad()

@@ -16,14 +16,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from ..memory import default_manager, existing_manager
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["EVENT", "Boundaries", "existing_manager", "features", "install", "names_our_node"]
+__all__ = ["EVENT", "Boundaries", "features", "install", "names_our_node"]
 
 EVENT = "highwater.memory"
 OUR_PREFIX = "Highwater"
@@ -125,8 +126,6 @@ class Boundaries:
     def manage(self) -> MemoryManager:
         """Return the manager that every workflow shares, listened to from now on."""
         if self.manager is None:
-            from ..memory import default_manager
-
             self.manager = default_manager()
             self.manager.subscribe(self.publish)
         return self.manager
@@ -142,12 +141,6 @@ class Boundaries:
         running, _ = self.server.prompt_queue.get_current_queue_volatile()
         # The items have more fields in newer hosts: take them by their place, never apart.
         return next(((item[2], item[3]) for item in running if item[1] == prompt_id), (None, None))
-
-
-def existing_manager() -> MemoryManager | None:
-    """Return the shared manager if something has made it; imports nothing."""
-    managed = sys.modules.get(f"{__package__.rpartition('.')[0]}.memory.managed")
-    return managed.default[0] if managed is not None and managed.default else None
 
 
 def names_our_node(graph: Any) -> bool:

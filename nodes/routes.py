@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from .boundaries import existing_manager, features
+from ..memory import existing_manager
+from .boundaries import features
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager

@@ -1,5 +1,6 @@
 """The only place that speaks to ``comfy.*``; imported when a node of a ComfyUI model executes, never before."""
 
+from .hosted import Request
 from .loading import (
     load_checkpoint,
     load_clip_vision,
@@ -12,7 +13,7 @@ from .loading import (
     manage_vae,
     notes_for,
 )
-from .patcher import HighwaterPatcher, Request
+from .patcher import HighwaterPatcher
 
 __all__ = [
     "HighwaterPatcher",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sd
 import comfy.utils
 import folder_paths
+import torch
 from comfy.model_patcher import ModelPatcher
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -20,7 +23,8 @@ from ...memory.errors import InvalidInput
 from ...memory.profile import parse_profile
 from ...memory.upcast import Precision, parse_precision
 from ...memory.weights import read_header
-from .patcher import HighwaterPatcher, Hosted, Request, is_cpu, load_device_for
+from .hosted import Hosted, Request, is_cpu
+from .patcher import HighwaterPatcher, load_device_for
 
 __all__ = [
     "load_checkpoint",
@@ -38,6 +42,11 @@ __all__ = [
 # Where a model that is not ours carries what its node has to say.
 NOTE = "highwater_note"
 
+# Core says "everything" with this many bytes.
+UNLIMITED_BYTES = 1e30
+# Those whose ways we know; ComfyUI 0.8.0 has no dynamic one.
+KNOWN_PATCHERS = {ModelPatcher, getattr(comfy.model_patcher, "ModelPatcherDynamic", ModelPatcher), HighwaterPatcher}
+
 # What a patcher carries beside its model; shared containers are taken over by reference, as core's clone does.
 PATCHER_STATE = (
     "patches", "patches_uuid", "object_patches", "weight_wrapper_patches", "model_options", "force_cast_weights",
@@ -48,10 +57,15 @@ PATCHER_STATE = (
 )  # fmt: skip
 
 
-def adopt(patcher: ModelPatcher, *, name: str, kind: str, request: Request) -> ModelPatcher:
-    """Return our patcher over the same model, with everything the other one carries. The other must not be used on.
+def adopt(
+    patcher: ModelPatcher, *, name: str, kind: str, request: Request, model: torch.nn.Module | None = None
+) -> ModelPatcher:
+    """Return our patcher over a model, with everything the other one carries.
 
-    A model of quantized tensors stays core's, on the device that was asked for, and the note says so.
+    A model that we cannot move stays core's, on the device that was asked for, and the note says why.
+
+    Args:
+        model: one of the same weights that was never loaded; by default the other's own, which must not be used on.
 
     Raises:
         InvalidInput: the request cannot be met here.
@@ -61,40 +75,36 @@ def adopt(patcher: ModelPatcher, *, name: str, kind: str, request: Request) -> M
     precision = parse_precision(request.precision)
     names = [found.name for found in list_devices()]
     parse_profile(request.profile, devices=names)
+    reason = why_unmanageable(patcher)
+    if reason is not None:
+        patcher.load_device = device
+        return annotate(patcher, f"not managed: {reason}")
     if is_cpu(device) and precision is Precision.FP8_SCALED:
         notes.append("fp8 scaled needs an accelerator: the weights stay as stored on the CPU")
-    if any(is_traceable_wrapper_subclass(parameter.data) for parameter in patcher.model.parameters()):
-        patcher.load_device = device
-        return annotate(patcher, "not managed: its weights are quantized tensors, which ComfyUI loads itself")
-    if patcher.loaded_size() > 0:
-        comfy.model_management.unload_model_and_clones(patcher, all_devices=True)
     hosted = Hosted(name, kind, request)
     hosted.notes = notes
     if not is_cpu(device):
-        hosted.planned_bytes(patcher.model, device)  # refuses a budget that no form of this model meets
-    previous = getattr(patcher.model, "highwater", None)
-    if previous is not None:
-        previous.release()
-    patcher.model.highwater = hosted
-    base = type(patcher)
-    ours: type[HighwaterPatcher] = HighwaterPatcher
-    if base is not ModelPatcher and not is_dynamic(patcher) and not issubclass(base, HighwaterPatcher):
-        ours = managed_class(base)
-    adopted = ours(patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
+        hosted.planned_bytes(model or patcher.model, device)  # refuses a budget that no form of this model meets
+    (model or patcher.model).highwater = hosted
+    adopted = HighwaterPatcher(model or patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
     for attribute in PATCHER_STATE:
         if hasattr(patcher, attribute):
             setattr(adopted, attribute, getattr(patcher, attribute))
+    if model is not None:
+        adopted.backup, adopted.backup_buffers, adopted.object_patches_backup = {}, {}, {}
+        adopted.hook_backup, adopted.pinned = {}, set()
     return adopted
 
 
-managed_classes: dict[type, type[HighwaterPatcher]] = {}
-
-
-def managed_class(base: type) -> type[HighwaterPatcher]:
-    """Return our class in front of another pack's patcher class, whose overrides stay in force."""
-    if base not in managed_classes:
-        managed_classes[base] = type(f"Managed{base.__name__}", (HighwaterPatcher, base), {})
-    return managed_classes[base]
+def why_unmanageable(patcher: ModelPatcher) -> str | None:
+    """Return why a model's weights cannot be moved as bytes, None if they can."""
+    if type(patcher) not in KNOWN_PATCHERS:
+        return f"{type(patcher).__name__} of another pack loads it in a way of its own"
+    for parameter in patcher.model.parameters():
+        kind = type(parameter.data)
+        if kind is not torch.Tensor and not is_traceable_wrapper_subclass(parameter.data):
+            return f"its weights are of the class {kind.__name__}, which does not say what it is made of"
+    return None
 
 
 def notes_for(managed: Any) -> list[str]:
@@ -189,7 +199,9 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
     if clip is not None:
         clip.patcher = adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request)
         clip.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 1)
-    if vae is not None:
+    if getattr(vae, "patcher", None) is None:  # core returns an empty shell for a file without one
+        vae = None
+    else:
         adopt_vae(vae, f"{name}/vae", request)
         vae.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 2)
     return model, clip, vae
@@ -211,7 +223,13 @@ def load_controlnet(path: str, request: Request) -> Any:
         raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI knows")
     wrapped = getattr(control, "control_model_wrapped", None)
     if wrapped is not None:
+        notes = []
+        if request.placement == "cpu" and not is_cpu(comfy.model_management.get_torch_device()):
+            notes.append("placement cpu: a ControlNet computes where the sampler does; it is placed there")
+            request = replace(request, placement="auto")
         adopted = adopt(wrapped, name=Path(path).stem, kind="control", request=request)
+        if isinstance(adopted, HighwaterPatcher):
+            adopted.hosted.notes += notes
         control.control_model_wrapped = adopted
         control.load_device = adopted.load_device
     else:
@@ -236,63 +254,65 @@ def load_clip_vision(path: str, request: Request) -> Any:
 
 
 def manage_model(model: ModelPatcher, request: Request) -> ModelPatcher:
-    """Return the model under management. A dynamic one is read again from its file: that costs its bytes in RAM."""
-    static = make_static(model)
-    if static is None:
-        return annotate(model.clone(), "not managed: its loader gives no way to read it again (cached_patcher_init)")
-    adopted = adopt(static, name=type(model.model).__name__, kind="diffusion", request=request)
-    return add_notes(adopted, static_note(model))
+    """Return a model of the same weights and patches under management; what came in stays as it is.
+
+    Core and the manager cannot both keep house in one model, so ours is read again from its file, or copied where its
+    loader does not say how to: that costs the model's bytes of RAM once more, and the node says so.
+    """
+    return manage_patcher(model, kind="diffusion", request=request)
 
 
 def manage_clip(clip: Any, request: Request) -> Any:
-    """Return the text encoder under management; as `manage_model`."""
+    """Return a text encoder under management; as `manage_model`."""
     managed = clip.clone()
-    static = make_static(clip.patcher)
-    if static is None:
-        annotate(managed.patcher, "not managed: its loader gives no way to read it again (cached_patcher_init)")
-        return managed
-    managed.patcher = adopt(static, name=type(static.model).__name__, kind="text", request=request)
+    managed.patcher = manage_patcher(clip.patcher, kind="text", request=request)
     managed.cond_stage_model = managed.patcher.model
-    add_notes(managed.patcher, static_note(clip.patcher))
     return managed
 
 
 def manage_vae(vae: Any, request: Request) -> Any:
-    """Return the VAE under management; as `manage_model`."""
+    """Return a VAE under management; as `manage_model`."""
     managed = copy.copy(vae)
-    static = make_static(vae.patcher)
-    if static is None:
-        annotate(managed.patcher, "not managed: its loader gives no way to read it again (cached_patcher_init)")
-        return managed
-    managed.patcher = static
-    managed.first_stage_model = static.model
-    adopt_vae(managed, type(static.model).__name__, request)
-    add_notes(managed.patcher, static_note(vae.patcher))
+    managed.patcher = manage_patcher(vae.patcher, kind="vae", request=request)
+    managed.first_stage_model = managed.patcher.model
+    managed.device = managed.patcher.load_device
     return managed
+
+
+def manage_patcher(patcher: ModelPatcher, *, kind: str, request: Request) -> ModelPatcher:
+    carried = patcher.clone()
+    reason = why_unmanageable(patcher)
+    source = getattr(patcher, "cached_patcher_init", None)
+    if reason is None and source is None and is_dynamic(patcher):
+        reason = "its loader gives no way to read it again (cached_patcher_init)"
+    if reason is not None:
+        return annotate(carried, f"not managed: {reason}")
+    if source is not None:
+        model, how = read_again(source).model, "read again from its file"
+    else:
+        comfy.model_management.free_memory(UNLIMITED_BYTES, patcher.load_device)  # unpatched, on the CPU
+        model, how = copy.deepcopy(patcher.model), "copied"
+    adopted = adopt(carried, name=type(model).__name__, kind=kind, request=request, model=model)
+    if source is not None:
+        adopted.cached_patcher_init = (reload_managed, (source, kind, request))
+    adopted.hosted.notes.append(f"{how}: the other loader's copy stays in RAM beside it; Highwater's loaders need one")
+    return adopted
+
+
+def read_again(source: Sequence[Any]) -> ModelPatcher:
+    """Return a new static patcher from what core keeps for that: a factory, its arguments, and perhaps an index."""
+    made = source[0](*source[1], disable_dynamic=True)
+    patcher: ModelPatcher = made[source[2]] if len(source) > 2 else made
+    return patcher
+
+
+def reload_managed(source: Sequence[Any], kind: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
+    fresh = read_again(source)
+    return adopt(fresh, name=type(fresh.model).__name__, kind=kind, request=request)
 
 
 def is_dynamic(patcher: ModelPatcher) -> bool:
     return hasattr(patcher, "is_dynamic") and patcher.is_dynamic()
-
-
-def make_static(patcher: ModelPatcher) -> ModelPatcher | None:
-    """Return a clone that is not dynamic; None for a dynamic one whose file is not known."""
-    if not is_dynamic(patcher):
-        return patcher.clone()
-    try:
-        return patcher.clone(disable_dynamic=True)
-    except RuntimeError:
-        return None
-
-
-def static_note(patcher: ModelPatcher) -> list[str]:
-    return ["read again from its file: dynamic VRAM keeps a copy of its own"] if is_dynamic(patcher) else []
-
-
-def add_notes(patcher: ModelPatcher, notes: Sequence[str]) -> ModelPatcher:
-    if isinstance(patcher, HighwaterPatcher):
-        patcher.hosted.notes += notes
-    return patcher
 
 
 def annotate(patcher: ModelPatcher, note: str) -> ModelPatcher:

@@ -5,7 +5,7 @@ with a number of bytes; the manager decides what that means. A component's maste
 hold the patches of the clone that was loaded last, computed by core's own ``patch_weight_to_device``; the originals are
 in ``backup``, as core expects. Core's cast-in-forward stays on as the safety net for whoever calls a layer outside its
 block. To core we report the device bytes that the plan takes, not the whole weight: it would clear room for bytes that
-never come. State hangs on the model, which all clones share.
+never come. State hangs on the model, which all clones share (`Hosted`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import collections
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -23,112 +22,16 @@ from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
 
 from ...memory import default_manager
-from ...memory.component import component_from_module
-from ...memory.devices import list_devices
-from ...memory.errors import DoesNotFit
 from ...memory.membership import Member
-from ...memory.placement import parse_placement
-from ...memory.plan import plan_components
-from ...memory.profile import parse_profile
-from ...memory.residency import Unit
-from ...memory.upcast import FP8, parse_precision
+from ...memory.upcast import FP8
+from .hosted import Hosted, Request, is_cpu, name_of
 
-__all__ = ["HighwaterPatcher", "Hosted", "Request", "is_cpu", "load_device_for"]
+__all__ = ["HighwaterPatcher", "load_device_for"]
 
 # The form in which core keeps the original of a patched weight.
 Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
 # Core says "everything" with this many bytes.
 UNLIMITED_BYTES = 1e30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """What a node asks for; texts as its widgets hold them."""
-
-    profile: str = "auto"
-    precision: str = "as stored"
-    placement: str = "auto"
-    node_id: str | None = None
-
-
-class Token:
-    """Held by every patcher of one model: when the last is dropped, the component is released."""
-
-
-class Hosted:
-    """What all clones of one model share: how it was asked for, and its membership once it was loaded."""
-
-    def __init__(self, name: str, kind: str, request: Request) -> None:
-        self.name = name
-        self.kind = kind
-        self.request = request
-        self.member: Member | None = None
-        self.patched: set[str] = set()
-        self.notes: list[str] = []
-        self.token_ref: Callable[[], Token | None] = lambda: None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hosted:
-        return Hosted(self.name, self.kind, self.request)  # streams and slabs are not copied
-
-    def token(self) -> Token:
-        token = self.token_ref()
-        if token is None:
-            token = Token()
-            self.token_ref = weakref.ref(token)
-            weakref.finalize(token, self.release).atexit = False
-        return token
-
-    def release(self) -> None:
-        """Leave every device and the books; the model's weights are ordinary tensors again."""
-        member, self.member = self.member, None
-        if member is not None:
-            default_manager().remove(member)
-
-    @property
-    def units(self) -> list[Unit]:
-        return [unit for share in self.member.attachment.shares for unit in share.units] if self.member else []
-
-    def join(self, model: torch.nn.Module, device: torch.device) -> Member:
-        """Take the model under management for a device, packed in host memory; again if the device changed."""
-        if self.member is not None and self.member.attachment.primary.torch_device != device:
-            self.release()
-        if self.member is None:
-            manager = default_manager()
-            names = [found.name for found in list_devices()]
-            (self.member,), _ = manager.add(
-                {self.name: model},
-                kinds={self.name: self.kind},
-                placement=parse_placement(self.placement_on(device), devices=names),
-                profile=parse_profile(self.request.profile, devices=names, components=[self.name]),
-                precision=parse_precision(self.request.precision),
-                name=None,
-                node_id=self.request.node_id,
-                is_hosted=True,
-            )
-        return self.member
-
-    def placement_on(self, device: torch.device) -> str:
-        """Return the placement in our grammar: what was asked for if it begins on this device, else the device."""
-        here = name_of(device)
-        asked = self.request.placement
-        return asked if asked.partition("&")[0] == here else here
-
-    def planned_bytes(self, model: torch.nn.Module, device: torch.device) -> int:
-        """Return the bytes that the component would take of a device now: of the free, its own and the idle ones."""
-        manager = default_manager()
-        names = [found.name for found in list_devices()]
-        part = component_from_module(model, name=self.name, kind=self.kind)
-        try:
-            plan = plan_components(
-                [part],
-                manager.machine(self.member),
-                placement=parse_placement(self.placement_on(device), devices=names),
-                profile=parse_profile(self.request.profile, devices=names, components=[self.name]),
-                precision=parse_precision(self.request.precision),
-            )
-        except DoesNotFit:
-            return part.weight_bytes
-        return plan[self.name].device_bytes.get(name_of(device), 0)
 
 
 class HighwaterPatcher(ModelPatcher):
@@ -173,10 +76,12 @@ class HighwaterPatcher(ModelPatcher):
         manager = default_manager()
         with self.use_ejected():
             self.unpatch_hooks()
+            if tell_core_of_eviction not in manager.recorder.listeners:
+                manager.subscribe(tell_core_of_eviction)
             member = self.hosted.join(self.model, torch.device(device_to))
             self.write_patches(torch.device(device_to))
             # Not `full_load`: core says so whenever its bytes exceed what we call our size, which is a plan's.
-            limited = 0 < lowvram_model_memory < UNLIMITED_BYTES
+            limited = 0 < lowvram_model_memory < UNLIMITED_BYTES  # 0.1 byte is core's word for as little as possible
             ceilings = {name_of(device_to): int(lowvram_model_memory)} if limited else None
             self.clear_other_devices(member)
             manager.bring(member, ceilings)
@@ -204,11 +109,13 @@ class HighwaterPatcher(ModelPatcher):
             return int(super().partially_unload(device_to, memory_to_free, force_patch_weights))
         with self.use_ejected():
             self.unpatch_hooks()
-            freed = default_manager().give_up(
-                name_of(self.load_device), int(memory_to_free), "ComfyUI asked for memory; idle longest"
+            return default_manager().give_up(
+                name_of(self.load_device),
+                int(memory_to_free),
+                "ComfyUI asked for memory; idle longest",
+                spare=[member for member in arriving() if member is not self.hosted.member],
+                whole=False,
             )
-            tell_core_of_all()
-            return freed
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights and self.hosted.member is not None:
@@ -220,15 +127,28 @@ class HighwaterPatcher(ModelPatcher):
             self.unmark_modules()
         super().unpatch_model(device_to, unpatch_weights)
 
+    # -- weight hooks: core writes into parameters between steps
+
     def patch_hooks(self, hooks: Any) -> None:
-        """Weight hooks write into parameters between steps; staged copies of old masters are seen by their version."""
         if self.hosted.member is not None and (hooks is not None or self.hook_backup):
             self.hosted.member.attachment.settle()
         super().patch_hooks(hooks)
 
+    def patch_hook_weight_to_device(
+        self, hooks: Any, combined_patches: Any, key: str, original_weights: Any, memory_counter: Any
+    ) -> None:
+        with self.hosted.widened(key):
+            super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
+
+    def patch_cached_hook_weights(self, cached_weights: Any, key: str, memory_counter: Any) -> None:
+        with self.hosted.widened(key):
+            super().patch_cached_hook_weights(cached_weights, key, memory_counter)
+
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         if self.hosted.member is not None and self.hook_backup:
             self.hosted.member.attachment.settle()
+            for key in self.hosted.cast_names & set(whitelist_keys_set or self.hook_backup) & set(self.hook_backup):
+                self.hosted.weights[key].unit.overwrite(key, self.hook_backup.pop(key)[0])
         super().unpatch_hooks(whitelist_keys_set)
 
     def cleanup(self) -> None:
@@ -241,32 +161,37 @@ class HighwaterPatcher(ModelPatcher):
 
     def write_patches(self, device: torch.device) -> None:
         """Make every patched weight the master's version, computed by core on the device; the original is kept."""
-        wanted = set(self.patches) - self.hosted.patched
-        for unit in self.hosted.units:
-            for entry in unit.entries:
-                key = entry.spec.name
-                if key not in wanted or entry.is_buffer:
-                    continue
-                original = unit.wide(key, torch.device("cpu"))
-                master = entry.held
-                entry.hold(torch.nn.Parameter(unit.wide(key, device), requires_grad=False))
-                try:
+        for key, weight in self.hosted.weights.items():
+            if key in self.patches and key not in self.hosted.patched:
+                original = weight.unit.wide(key, torch.device("cpu"))
+                with weight.held_on(device):
                     self.patch_weight_to_device(key, device_to=device)
-                    patched = entry.held.detach()
-                finally:
-                    entry.hold(master)
-                unit.overwrite(key, patched)
                 self.backup[key] = Backup(original, False)
                 self.hosted.patched.add(key)
 
     def write_originals(self) -> None:
         """Undo `write_patches`."""
-        for unit in self.hosted.units:
-            for entry in unit.entries:
-                key = entry.spec.name
-                if key in self.hosted.patched:
-                    unit.overwrite(key, self.backup.pop(key).weight)
+        for key in self.hosted.patched:
+            self.hosted.weights[key].unit.overwrite(key, self.backup.pop(key).weight)
         self.hosted.patched.clear()
+
+    def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
+        """Return what merging reads: the masters, which stay, and with them how eight-bit ones are widened."""
+        found: dict[str, Any] = super().get_key_patches(filter_prefix)
+        for key, weight in self.hosted.weights.items():
+            if key in found and key not in self.backup and key not in self.hook_backup:
+                scale = weight.entry.scale
+                convert = found[key][0][1] if scale is None else partial(multiply, scale)
+                found[key][0] = (weight.unit.masters[weight.unit.index_of(key)], convert)
+        return found
+
+    def model_state_dict_for_saving(self, model: torch.nn.Module | None = None, prefix: str = "") -> dict[str, Any]:
+        """Return the state with the patches in it; eight-bit weights are widened, which costs their wide bytes."""
+        state: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)
+        for key in self.hosted.cast_names:
+            if key.startswith(prefix) and key[len(prefix) :] in state:
+                state[key[len(prefix) :]] = self.hosted.weights[key].unit.wide(key, torch.device("cpu"))
+        return state
 
     def leave_host(self) -> None:
         """Give the weights back to core, unpatched: it loads them on the CPU itself."""
@@ -317,6 +242,11 @@ class HighwaterPatcher(ModelPatcher):
                 comfy.model_management.free_memory(missing, device)
 
 
+def multiply(scale: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    """A core conversion that widens an eight-bit weight which was cast without its scale."""
+    return weight * scale
+
+
 class Rescale:
     """A core weight function for eight-bit weights at rest: multiplies the scale back in where no block did."""
 
@@ -331,11 +261,11 @@ class Rescale:
         return weight * self.scale if at_rest else weight
 
 
-def hosted_models() -> Iterator[torch.nn.Module]:
-    """Yield every model that the manager holds for the host."""
-    for member in list(default_manager().members.values()):
-        if member.is_hosted:
-            yield member.attachment.module
+def arriving() -> list[Member]:
+    """Return the components that core is about to load: it takes them off its list before it asks others for room."""
+    listed = {id(loaded.model.model) for loaded in comfy.model_management.current_loaded_models if loaded.model}
+    hosted = [member for member in default_manager().members.values() if member.is_hosted]
+    return [member for member in hosted if id(member.attachment.module) not in listed]
 
 
 def tell_core_of(model: torch.nn.Module) -> None:
@@ -344,23 +274,11 @@ def tell_core_of(model: torch.nn.Module) -> None:
     model.model_loaded_weight_memory = held
 
 
-def tell_core_of_all() -> None:
-    """Update core's numbers of every hosted model: the manager may have chosen any of them."""
-    for model in hosted_models():
-        tell_core_of(model)
-
-
-# -- devices
-
-
-def is_cpu(device: Any) -> bool:
-    return torch.device(device).type == "cpu"
-
-
-def name_of(device: Any) -> str:
-    """Return a torch device in our words: ``cpu`` or ``gpu:N``."""
-    device = torch.device(device)
-    return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
+def tell_core_of_eviction(message: dict[str, Any]) -> None:
+    """Update core's number of a model that the manager has taken bytes from."""
+    member = default_manager().members.get(message.get("component", ""))
+    if member is not None and member.is_hosted and message.get("kind") == "evict":
+        tell_core_of(member.attachment.module)
 
 
 def load_device_for(placement: str, notes: list[str]) -> torch.device:

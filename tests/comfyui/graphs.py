@@ -255,6 +255,24 @@ def checkpoint(graph: Graph, loaders: Loaders) -> None:
     graph.keep(graph.add("VAEDecode", samples=latent, vae=vae))
 
 
+def lora_on_text(graph: Graph, loaders: Loaders) -> None:
+    """One LoRA for both models of a checkpoint, at different strengths; then the text encoder without it."""
+    model, clip, _ = loaders.checkpoint(graph)
+    node_id, _ = graph.add(
+        "LoraLoader",
+        model=model,
+        clip=clip,
+        lora_name="shallow_sd_lora.safetensors",
+        strength_model=1.0,
+        strength_clip=0.7,
+    )
+    positive, negative = sd_conditioning(graph, [node_id, 1])
+    latent = graph.add("EmptyLatentImage", width=32, height=32, batch_size=1)
+    graph.keep(graph.sampler([node_id, 0], positive, negative, latent, cfg=3.0, steps=1))
+    graph.keep(positive, "kept-text")
+    graph.keep(sd_conditioning(graph, clip)[0], "kept-plain-text")
+
+
 def controlnet(graph: Graph, loaders: Loaders) -> None:
     model, clip, _ = loaders.checkpoint(graph)
     positive, negative = sd_conditioning(graph, clip)
@@ -295,6 +313,7 @@ CASES: dict[str, Callable[[Graph, Loaders], None]] = {
         text,
         vision,
         checkpoint,
+        lora_on_text,
         controlnet,
     )
 }

@@ -30,7 +30,7 @@ import aiohttp
 import safetensors.torch
 import torch
 
-__all__ = ["HostFiles", "HostProcess", "PromptRefused", "PromptResult", "find_host"]
+__all__ = ["HostFiles", "HostProcess", "PromptRefused", "PromptResult", "bytecode_directory", "find_host"]
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -58,6 +58,12 @@ def find_host(variable: str = "COMFYUI_DIR", default: str | None = "~/comfy/Comf
     beside = directory.parent / "venv" / "bin" / "python"
     python = os.environ.get(variable.removesuffix("DIR") + "PYTHON") or (beside if beside.exists() else sys.executable)
     return HostFiles(directory=directory, python=Path(python))
+
+
+def bytecode_directory() -> Path:
+    """Return where bytecode goes: the host's folder stays as it is, and the next start takes a third of the time."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "highwater", "comfyui-bytecode")
 
 
 class PromptRefused(Exception):
@@ -170,13 +176,11 @@ class HostProcess:
         shutil.rmtree(self.base, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "NO_COLOR": "1",
-            # The host's folder stays as it is, and the next start takes a third of the time.
-            "PYTHONPYCACHEPREFIX": str(cache / "highwater" / "comfyui-bytecode"),
+            "PYTHONPYCACHEPREFIX": str(bytecode_directory()),
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.total_bytes:

@@ -154,10 +154,14 @@ def flux_lora(num_double: int, num_single: int, width: int = FLUX_WIDTH, rank: i
     """A LoRA on one matrix of every block."""
     matrices = {f"double_blocks.{index}.img_attn.qkv": (width, 3 * width) for index in range(num_double)}
     matrices |= {f"single_blocks.{index}.linear1": (width, 7 * width) for index in range(num_single)}
-    shapes = {}
+    return prefixed("diffusion_model.", lora(matrices, rank))
+
+
+def lora(matrices: Mapping[str, tuple[int, int]], rank: int) -> Shapes:
+    """Two thin matrices for each of these, given as inputs and outputs."""
+    shapes: Shapes = {}
     for name, (num_in, num_out) in matrices.items():
-        shapes[f"diffusion_model.{name}.lora_down.weight"] = (rank, num_in)
-        shapes[f"diffusion_model.{name}.lora_up.weight"] = (num_out, rank)
+        shapes |= {f"{name}.lora_down.weight": (rank, num_in), f"{name}.lora_up.weight": (num_out, rank)}
     return shapes
 
 
@@ -296,6 +300,20 @@ def sd_controlnet() -> Shapes:
     return shapes | convolution("middle_block_out.0", SD_WIDTH, SD_WIDTH, 1)
 
 
+def sd_lora(num_layers: int = 12, rank: int = 4) -> Shapes:
+    """A LoRA on the shallow SD 1.5 and on every layer of its text encoder, in the names of kohya's scripts."""
+    blocks = ("input_blocks_1_1", "middle_block_1", "output_blocks_0_1", "output_blocks_1_1")
+    matrices = {
+        f"lora_unet_{block}_transformer_blocks_0_attn1_to_{part}": (SD_WIDTH, SD_WIDTH)
+        for block in blocks
+        for part in ("q", "v")
+    }
+    for index in range(num_layers):
+        layer = f"lora_te_text_model_encoder_layers_{index}"
+        matrices |= {f"{layer}_self_attn_q_proj": (SD_TEXT, SD_TEXT), f"{layer}_mlp_fc1": (SD_TEXT, 4 * SD_TEXT)}
+    return lora(matrices, rank)
+
+
 # Path below ComfyUI's models folder -> what it holds, and the standard deviation of its matrices.
 MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "diffusion_models/tiny_flux.safetensors": lambda: (flux(4, 6), 0.05),
@@ -305,9 +323,11 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "diffusion_models/tiny_wan.safetensors": lambda: (wan(), 0.05),
     "loras/tiny_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/other_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
+    "loras/shallow_sd_lora.safetensors": lambda: (sd_lora(), 0.1),
     "vae/tiny_vae.safetensors": lambda: (taesd(16), 0.04),
     "text_encoders/clip_l.safetensors": lambda: (clip_l(), 0.03),
     "clip_vision/clip_vision.safetensors": lambda: (clip_vision(), 0.03),
     "checkpoints/shallow_sd.safetensors": lambda: (sd_checkpoint(), 0.03),
+    "checkpoints/only_sd.safetensors": lambda: (prefixed("model.diffusion_model.", sd_unet()), 0.03),
     "controlnet/shallow_sd_control.safetensors": lambda: (sd_controlnet(), 0.03),
 }

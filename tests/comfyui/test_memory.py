@@ -9,6 +9,7 @@ import pytest
 import torch
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, new_run, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
+from highwater.tests.comfyui.model_files import models_directory
 
 MIB, GIB = 1 << 20, 1 << 30
 # What core wants free for computing, whatever there is (its own rule in 0.33).
@@ -97,6 +98,35 @@ def test_two_models_take_turns_where_one_fits(gpu_host: HostProcess, occupy: Cal
     assert 0 < last_a["loads"] < first_a["loads"]  # a part of A had stayed
 
 
+def test_a_model_that_comes_back_takes_room_from_the_idle_one(gpu_host: HostProcess, occupy: Callable) -> None:
+    """Core asks for the room before it loads; of the two, the one that comes back is the one idle longest."""
+    occupy(12 * MIB)
+    for name in ("tiny_flux", "other_flux", "tiny_flux"):
+        num_events = len(gpu_host.report()["events"])
+        sample(gpu_host, Loaders(), f"{name}.safetensors", beside=Loaders())
+    evictions = [event for event in gpu_host.report()["events"][num_events:] if event["kind"] == "evict"]
+    assert {event["component"].partition("#")[0] for event in evictions} == {"other_flux"}
+    assert component(gpu_host, "tiny_flux")["tiers"]["gpu:0"] >= MODEL_BYTES
+
+
+@pytest.mark.parametrize("free_before", [None, 500 * MIB], ids=["cold", "loaded"])
+def test_a_model_runs_in_what_core_would_keep_free(
+    gpu_host: HostProcess, occupy: Callable, free_before: int | None
+) -> None:
+    """Less is free than core wants for computing, so it allows a tenth of a byte; 130 MiB are enough for our least."""
+    if free_before is not None:
+        sample(gpu_host, Loaders(), "tiny_flux.safetensors")
+    occupy(500 * MIB - KEPT_BY_CORE)
+    graph = Graph()
+    model = Loaders().diffusion_model(graph, "tiny_flux.safetensors")
+    graph.keep(sample_flux(graph, model))
+    for _ in range(2):
+        assert gpu_host.run(graph.nodes).outcome == "success"
+        entry = component(gpu_host, "tiny_flux")
+        assert entry["in_effect"]
+        assert 0 < entry["tiers"]["gpu:0"] <= 500 * MIB
+
+
 def test_the_results_of_models_that_take_turns_stay_equal(gpu_host: HostProcess, occupy: Callable) -> None:
     names = ("tiny_flux.safetensors", "other_flux.safetensors")
     expected = {name: sample(gpu_host, CORE, name).kept()["value.samples"] for name in names}
@@ -139,6 +169,18 @@ def test_eight_bits_take_half(gpu_host: HostProcess, occupy: Callable) -> None:
     """Half of the blocks, all of the rest (0.6 MiB), and room for the largest block (1.2) in 16 bits."""
     sample(gpu_host, Loaders(precision="fp8 scaled"), "tiny_flux.safetensors")
     assert 0.45 * MODEL_BYTES < component(gpu_host, "tiny_flux")["tiers"]["gpu:0"] < 0.7 * MODEL_BYTES
+
+
+@pytest.mark.parametrize("profile", ["auto", "3MiB"])
+def test_a_quantized_file_moves_as_the_bytes_that_it_has(gpu_host: HostProcess, occupy: Callable, profile: str) -> None:
+    """Core's tensors for it report the bytes of bf16, twice as many."""
+    file_bytes = (models_directory() / "diffusion_models/tiny_flux_fp8.safetensors").stat().st_size
+    sample(gpu_host, Loaders(profile=profile), "tiny_flux_fp8.safetensors")
+    (share,) = component(gpu_host, "tiny_flux_fp8")["plan"]["shares"]
+    assert (share["streamed_blocks"] > 0) == (profile != "auto")
+    held = gpu_host.ask_devices("read")["devices"][0]["used_bytes"]
+    assert component(gpu_host, "tiny_flux_fp8")["tiers"]["gpu:0"] <= (file_bytes if profile == "auto" else 3 * MIB)
+    assert share["device_bytes"] <= held < share["device_bytes"] + 0.1 * MIB
 
 
 def test_a_split_model_computes_on_both(gpu_host: HostProcess, occupy: Callable) -> None:

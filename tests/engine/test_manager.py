@@ -8,7 +8,10 @@ import pytest
 import torch
 from highwater.memory import DoesNotFit, InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
+from highwater.memory.placement import parse_placement
+from highwater.memory.profile import parse_profile
 from highwater.memory.units import MIB
+from highwater.memory.upcast import parse_precision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +93,34 @@ def test_a_leased_component_is_never_evicted(toys, machine) -> None:
         manager.begin_run("next", "next")
         nets["b"](X)  # and takes it all once the lease is over
         assert not managed[1].members[0].attachment.plan.shares[0].streamed
+
+
+@torch.no_grad()
+def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toys, machine) -> None:
+    """The host asks for memory before it loads: the component that is to have it may be the one idle longest."""
+    with machine(8) as manager:
+        nets = {name: toys.build_net(seed) for seed, name in enumerate("ab")}
+        members, _ = manager.add(
+            nets,
+            placement=parse_placement("gpu:0", devices=["gpu:0"]),
+            profile=parse_profile("auto", devices=["gpu:0"]),
+            precision=parse_precision("as stored"),
+            name=None,
+            node_id=None,
+            is_hosted=True,
+        )
+        coming, idle = members
+        for member in members:
+            manager.bring(member)
+        whole = used(manager, "a")
+        freed = manager.give_up("gpu:0", whole // 2, "the host asks", spare=[coming])
+        assert used(manager, "a") == whole
+        assert used(manager, "b") == whole - freed <= whole // 2
+        manager.leave(idle)
+        assert manager.give_up("gpu:0", 1, "the host asks", spare=[coming]) == 0
+        assert used(manager, "a") == whole
+        manager.bring(idle)
+        assert manager.give_up("gpu:0", 1, "the host asks") == whole - used(manager, "a") > 0  # idle longest
 
 
 @torch.no_grad()

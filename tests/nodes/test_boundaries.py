@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from highwater.headless.comfy_api import install as install_stand_ins
-from highwater.memory import managed
+from highwater.memory import default, existing_manager
 from highwater.nodes import boundaries
-from highwater.nodes.boundaries import Boundaries, existing_manager, names_our_node
+from highwater.nodes.boundaries import Boundaries, names_our_node
 
 OURS = {"1": {"class_type": "HighwaterMemoryReport", "inputs": {}}}
 CORE = {
@@ -60,7 +60,7 @@ class FakeGraph:
 @pytest.fixture(autouse=True)
 def no_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins in a process in which nothing has asked for the manager yet."""
-    monkeypatch.setattr(managed, "default", [])
+    monkeypatch.setattr(default, "made", [])
     monkeypatch.setattr(boundaries, "installed", [])
 
 

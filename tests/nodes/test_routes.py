@@ -11,15 +11,14 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from highwater.memory import managed
-from highwater.nodes.boundaries import existing_manager
+from highwater.memory import default, default_manager, existing_manager, manage
 from highwater.nodes.routes import add_routes
 
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any]]:
     """Ask a server of its own, whose process has no manager yet: (method, path) -> (status, JSON)."""
-    monkeypatch.setattr(managed, "default", [])
+    monkeypatch.setattr(default, "made", [])
     queue = SimpleNamespace(get_current_queue_volatile=lambda: (running, []))
     server = SimpleNamespace(routes=web.RouteTableDef(), prompt_queue=queue)
     running: list[Any] = []
@@ -51,7 +50,7 @@ def test_the_page_may_ask_before_anything_is_managed(ask: Callable[..., tuple[in
 
 
 def test_only_gives_the_named_parts_and_the_version(ask: Callable[..., tuple[int, Any]]) -> None:
-    managed.default_manager()
+    default_manager()
     status, report = ask("GET", "/highwater/report?only=devices,in_effect")
     assert status == 200
     assert list(report) == ["devices", "version", "in_effect"]
@@ -67,9 +66,9 @@ def test_an_unknown_part_is_refused_by_name(ask: Callable[..., tuple[int, Any]],
 
 
 def test_nothing_is_freed_while_a_prompt_runs(ask: Callable[..., tuple[int, Any]], sim: Any) -> None:
-    manager = managed.default_manager()
+    manager = default_manager()
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    with managed.manage({"model": model}, manager=manager, placement="gpu:0"), torch.no_grad():
+    with manage({"model": model}, manager=manager, placement="gpu:0"), torch.no_grad():
         model(torch.ones(1, 64, device=manager.devices["gpu:0"].torch_device))
         held = manager.ledger.used("gpu:0")
         assert held

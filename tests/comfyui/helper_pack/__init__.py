@@ -12,6 +12,7 @@ import types
 from typing import Any
 
 import comfy.model_management as model_management
+import comfy.model_patcher as model_patcher
 import folder_paths
 import safetensors.torch
 import torch
@@ -130,6 +131,32 @@ def make_trouble(kind: str, device: torch.device) -> None:
     raise RuntimeError("nobody interrupted")
 
 
+class PackedTensor(torch.Tensor):
+    """As other packs keep quantized weights: bytes that only their own patcher knows to unpack."""
+
+
+class PackedPatcher(model_patcher.ModelPatcher):
+    """As the patcher of another pack."""
+
+
+class TestForeign:
+    """Makes of a model what packs with a format of their own make: weights, or a patcher, of their own class."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",), "kind": (["weights", "patcher"],)}})
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, model: Any, kind: str) -> tuple[Any]:
+        foreign = model.clone()
+        if kind == "patcher":
+            foreign.__class__ = PackedPatcher
+        else:
+            layer = foreign.model.diffusion_model.final_layer.linear
+            layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(PackedTensor), requires_grad=False)
+        return (foreign,)
+
+
 class TestHold:
     """Takes anything and does nothing: what made it stays in the host's cache as long as prompts name it."""
 
@@ -223,6 +250,7 @@ async def send_functions(request: web.Request) -> web.Response:
 
 NODE_CLASS_MAPPINGS = {
     "TestConditioning": TestConditioning,
+    "TestForeign": TestForeign,
     "TestHold": TestHold,
     "TestKeep": TestKeep,
     "TestOccupy": TestOccupy,
