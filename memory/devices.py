@@ -6,6 +6,7 @@ and on the simulated devices. People write ``gpu:N`` whatever the backend is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +17,104 @@ import torch
 from .errors import InvalidInput, allowed_values
 from .placement import canonical_device
 
-__all__ = ["CPU", "Device", "find_device", "list_devices"]
+__all__ = ["CPU", "Device", "HostMemory", "find_device", "list_devices"]
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CGROUP_USED = Path("/sys/fs/cgroup/memory.current")
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """The RAM that this process may use: the machine's, or its containers' where that is less."""
+
+    total_bytes: int
+    free_bytes: int
+    """What can be allocated now without swapping; memory that only caches files counts as free."""
+
+    @classmethod
+    def now(cls, root: Path = Path("/")) -> HostMemory:
+        """Read the machine's numbers (psutil, which knows no containers) and the limits of every cgroup around us.
+
+        Args:
+            root: where ``proc`` and ``sys`` are.
+        """
+        machine = psutil.virtual_memory()
+        total, free = int(machine.total), int(machine.available)
+        for limit, used in read_cgroups(root, below=total):
+            total, free = min(total, limit), min(free, limit - used)
+        return cls(total_bytes=total, free_bytes=max(0, free))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CgroupFiles:
+    """The names of one cgroup version's memory files: the kernel's ``admin-guide/cgroup-v2`` and ``cgroup-v1/memory``.
+
+    Above ``memory.high`` a group is throttled until enough is reclaimed, which page-locked memory cannot be, so it
+    is a limit too.
+    """
+
+    mount: str
+    limits: tuple[str, ...]
+    used: str
+    caches: tuple[str, ...]
+    """The lines of ``memory.stat`` that tell what reclaiming can give back: the two lists of file pages."""
+
+
+CGROUP_V1 = CgroupFiles(
+    mount="sys/fs/cgroup/memory",
+    limits=("memory.limit_in_bytes",),
+    used="memory.usage_in_bytes",
+    caches=("total_active_file", "total_inactive_file"),
+)
+CGROUP_V2 = CgroupFiles(
+    mount="sys/fs/cgroup",
+    limits=("memory.max", "memory.high"),
+    used="memory.current",
+    caches=("active_file", "inactive_file"),
+)
+
+
+def read_cgroups(root: Path, *, below: int) -> Iterator[tuple[int, int]]:
+    """Yield the limit and the used bytes of this process's memory cgroups, its own and those around it.
+
+    Used are the bytes that cannot be had by dropping cached files, as in ``MemAvailable``. Groups without a limit
+    below so many bytes are left out.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
+            continue
+        files = CGROUP_V1 if controllers else CGROUP_V2
+        mount = root / files.mount
+        # A container without a cgroup namespace reads its path on the host, and finds its own group at the mount.
+        group = mount / path.lstrip("/") if ".." not in path.split("/") else mount
+        for folder in (group, *group.parents):
+            limit = min(
+                (found for name in files.limits if (found := read_bytes(folder / name)) is not None), default=below
+            )
+            if limit < below:
+                used = read_bytes(folder / files.used) or 0
+                yield limit, max(0, used - read_cached(folder / "memory.stat", files.caches))
+            if folder == mount:
+                break
+
+
+def read_bytes(path: Path) -> int | None:
+    """Return a cgroup file's number, or None where there is none (``max``, or no such file)."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def read_cached(path: Path, names: tuple[str, ...]) -> int:
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+    except OSError:
+        return 0
+    return sum(int(number) for name, number in pairs if name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +137,13 @@ class Device:
     def total_bytes(self) -> int:
         """Return the device's memory in bytes; for the CPU the RAM, or the container's limit if smaller."""
         if self.is_cpu:
-            total = int(psutil.virtual_memory().total)
-            return min(total, read_cgroup(CGROUP_LIMIT) or total)
+            return HostMemory.now().total_bytes
         return int(self.module.mem_get_info(self.torch_device)[1])
 
     def free_bytes(self) -> int:
         """Return bytes that an allocation can get now: the driver's free and the allocator's cached ones."""
         if self.is_cpu:
-            limit = read_cgroup(CGROUP_LIMIT)
-            available = int(psutil.virtual_memory().available)
-            return available if limit is None else min(available, limit - (read_cgroup(CGROUP_USED) or 0))
+            return HostMemory.now().free_bytes
         driver_free = int(self.module.mem_get_info(self.torch_device)[0])
         reserved = int(self.module.memory_reserved(self.torch_device))
         return driver_free + reserved - self.allocated_bytes()
@@ -73,15 +165,6 @@ class Device:
 
 
 CPU = Device("cpu", torch.device("cpu"))
-
-
-def read_cgroup(path: Path) -> int | None:
-    """Return the container's number of bytes, or None where there is none (``max``, or no cgroup v2)."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def list_devices() -> tuple[Device, ...]:

@@ -3,8 +3,8 @@
 `install` compiles and registers the backend; afterwards ``torch.device("sim:0")``, `torch.Stream`, `torch.Event`,
 `torch.accelerator` and ``pin_memory()`` work as on a real one. This module sets up the hardware (`cluster`,
 `configure`), reads its books (`stats`, `pinned`, `clock_s`, `races`) and breaks it on purpose (`fail_alloc`,
-`fail_copy`). Bytes are exact and seconds are virtual: no wall clock is read. How it works, and what it leaves
-out, stands in ``simdevice.cpp``.
+`fail_copy`, `fail_registration`). Bytes are exact and seconds are virtual: no wall clock is read. How it works, and
+what it leaves out, stands in ``simdevice.cpp``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "default_build_directory",
     "fail_alloc",
     "fail_copy",
+    "fail_registration",
     "install",
     "installed",
     "name",
@@ -49,6 +50,7 @@ UNLIMITED_BYTES = 1 << 60
 
 _ops = torch.ops.highwater_simdevice
 _name: str | None = None
+_specs: list[SimDeviceSpec] = []
 _strict = {"defer_copies": False, "check_races": False}
 
 
@@ -118,10 +120,14 @@ class DeviceStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedStats:
-    """Pinned host memory, each allocation counted as the power of two that torch rounds it up to."""
+    """Pinned host memory: an allocation counts as the power of two that torch rounds it up to, a registered range
+    exactly. ``registered_bytes`` is the part of ``used_bytes`` in the ``num_registered`` ranges of ``cudart()``.
+    """
 
     used_bytes: int
     peak_bytes: int
+    registered_bytes: int
+    num_registered: int
 
 
 def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str | None = None) -> None:
@@ -139,7 +145,7 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
     from .module import create_module
 
     torch.utils.rename_privateuse1_backend(name)
-    torch._register_device_module(name, create_module(name))
+    torch._register_device_module(name, create_module(name, lambda index: repr(_specs[index])))
     torch.utils.generate_methods_for_privateuse1_backend()
     _name = name
     configure([SimDeviceSpec(total_bytes=1 << 40)] * num_devices)
@@ -169,6 +175,7 @@ def configure(specs: Sequence[SimDeviceSpec], pinned_bytes: int | None = None) -
         [float(rate) for spec in specs for rate in spec._rates],
         UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
     )
+    _specs[:] = specs
     reset_stats()
 
 
@@ -183,8 +190,9 @@ def cluster(
     """Hardware for the body of a ``with``: configured, clocks and counters at zero, strict.
 
     When the body ends without an exception, raises `AssertionError` if a device or pinned memory still holds
-    bytes that the body allocated, or if there were races. What was left before the body, by a test that failed
-    and is still held by its traceback, is taken off the books first, with a warning.
+    bytes that the body allocated or registered, if nobody read the error of a refused registration, or if there
+    were races. What was left before the body, by a test that failed and is still held by its traceback, is taken
+    off the books first, with a warning.
     """
     _collect_garbage_that_holds_bytes()
     abandoned = _ops.abandon()
@@ -193,6 +201,7 @@ def cluster(
     configure(specs, pinned_bytes)
     reset_clock()
     races()
+    _ops.take_last_error()
     before = dict(_strict)
     strict(defer_copies=defer_copies, check_races=check_races)
     try:
@@ -203,6 +212,8 @@ def cluster(
         _ops.finish_everything()
         races()
         strict(**before)
+        _ops.take_last_error()
+        fail_registration(0)
         for index in range(_ops.num_devices()):
             fail_alloc(index, 0)
             fail_copy(index, 0)
@@ -225,7 +236,11 @@ def _assert_clean() -> None:
         for i in _devices_in_use()
     ]
     if pinned().used_bytes:
-        problems.append(f"{pinned().used_bytes} bytes are still pinned")
+        registered = f", {pinned().num_registered} registered ranges among them" if pinned().num_registered else ""
+        problems.append(f"{pinned().used_bytes} bytes are still pinned{registered}")
+    error = _ops.take_last_error()
+    if error:
+        problems.append(f"error {error} of a refused registration was never read: the next kernel would raise it")
     found = races()
     if found:
         problems.append(f"{len(found)} races, the first: {found[0]}")
@@ -241,7 +256,8 @@ def stats(index: int) -> DeviceStats:
 def pinned() -> PinnedStats:
     """The books of pinned host memory. Bytes of a copy in flight stay until it is done."""
     used, peak = _ops.pinned()
-    return PinnedStats(used_bytes=used, peak_bytes=peak)
+    registered, num_registered = _ops.registered()
+    return PinnedStats(used_bytes=used, peak_bytes=peak, registered_bytes=registered, num_registered=num_registered)
 
 
 def reset_stats() -> None:
@@ -302,3 +318,8 @@ def fail_alloc(index: int, nth: int) -> None:
 def fail_copy(index: int, nth: int) -> None:
     """Make the ``nth`` copy to, from or between this device and another raise `RuntimeError` (1: the next, 0: none)."""
     _ops.fail_copy(index, nth)
+
+
+def fail_registration(nth: int) -> None:
+    """Make the ``nth`` host registration from now return error 2, out of memory (1: the next, 0: none)."""
+    _ops.fail_registration(nth)

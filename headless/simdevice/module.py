@@ -7,6 +7,7 @@ look up on a device module.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ _ops = torch.ops.highwater_simdevice
 _accelerator = torch.accelerator
 
 
-def create_module(name: str) -> types.ModuleType:
-    """Return the module for a backend called ``name``; registers nothing."""
+def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType:
+    """Return the module for a backend called ``name``; registers nothing.
+
+    Args:
+        describe: the hardware of a device in words. It is the device's ``uuid``: as configured, no other is equal.
+    """
 
     def index_of(device: Any = None) -> int:
         if device is None:
@@ -47,10 +52,14 @@ def create_module(name: str) -> types.ModuleType:
 
     def get_device_properties(device: Any = None) -> types.SimpleNamespace:
         total = _accelerator.get_memory_info(index_of(device))[1]
-        return types.SimpleNamespace(name=get_device_name(device), total_memory=total)
+        uuid = f"{get_device_name(device)}, {describe(index_of(device))}"
+        return types.SimpleNamespace(name=get_device_name(device), total_memory=total, uuid=uuid)
 
     def get_device_name(device: Any = None) -> str:
         return f"simulated accelerator {index_of(device)}"
+
+    # The runtime's own calls, by the names that torch gives them on CUDA and ROCm alike.
+    cudart = types.SimpleNamespace(cudaHostRegister=_ops.host_register, cudaHostUnregister=_ops.host_unregister)
 
     module = types.ModuleType(f"torch.{name}", __doc__)
     functions = {
@@ -68,6 +77,7 @@ def create_module(name: str) -> types.ModuleType:
         "synchronize": lambda device=None: _accelerator.synchronize(index_of(device)),
         "empty_cache": _accelerator.empty_cache,
         "ipc_collect": lambda: None,
+        "cudart": lambda: cudart,
         "Stream": torch.Stream,
         "Event": torch.Event,
         "stream": lambda stream: stream,  # a torch.Stream is its own context manager

@@ -21,10 +21,21 @@
 // pinned buffer that was overwritten too early sends the wrong bytes, as on real hardware. Reuse of a slot that
 // is still being read is invisible to this (the reader has run already); the order book reports it.
 //
+// [Note: registered memory]
+// Host memory is pinned by torch's allocator, which rounds to powers of two, or by registering an exact range of
+// somebody else's memory, as cudaHostRegister does. Its bytes are never ours: the caller unregisters before it
+// frees. Four rules of the driver are kept: a range that shares a page with a registered one is refused; a copy
+// lies in one pinned range or touches none (else CUDA_ERROR_INVALID_VALUE, CUDA driver API, "API synchronization
+// behavior"); only the base address unregisters; and a refusal stays the thread's last error until somebody reads
+// it, which torch does after every kernel it launches (C10_CUDA_KERNEL_LAUNCH_CHECK), so the next operator raises
+// what it has nothing to do with. One is stricter: unregistering under a copy that the host has not waited for is
+// a race, because no document promises that the driver waits.
+//
 // [Note: what is left out]
 // Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, recurrent
 // cells, graphs. Memory traffic counts every argument once, launches cost the same for all kernels, links are
-// not shared between devices. A strided tensor is one byte range to the order book, its gaps included.
+// not shared between devices, pinning takes no time. A strided tensor is one byte range to the order book, its gaps
+// included.
 //
 // [Note: one lock, and never the GIL under it]
 // `state_mutex` guards all of this file's state. A thread may hold the GIL when it asks for the mutex, so
@@ -41,6 +52,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
 #include <torch/library.h>
+#include <unistd.h>
 
 #include <array>
 #include <cstdlib>
@@ -82,6 +94,10 @@ constexpr int kStreams = 1 + kPoolStreams;
 constexpr size_t kAlignment = 512;
 // From here on memory is mapped without reserving it: a model of 40 GB fits as long as nobody touches its bytes.
 constexpr size_t kMappedBytes = size_t(64) << 20;
+// As in driver_types.h.
+constexpr int kErrorInvalidValue = 1, kErrorMemoryAllocation = 2;
+constexpr int kErrorHostMemoryAlreadyRegistered = 712, kErrorHostMemoryNotRegistered = 713;
+constexpr int64_t kHostRegisterFlags = 0xF;  // portable, mapped, I/O memory, read-only
 // What one look at an unfinished event costs the host; without it a polling loop would never end.
 constexpr double kPollSeconds = 1e-6;
 
@@ -153,6 +169,7 @@ struct Allocation {
   size_t num_bytes = 0;       // as asked for
   int64_t charged_bytes = 0;  // as accounted for
   int device = -1;            // -1: pinned host memory
+  bool registered = false;    // pinned, but not ours: `memory` is null
   int64_t epoch = 0;
   int home_stream = -1;  // where the caching allocator would hand the bytes out again
   std::vector<int> recorded_streams;
@@ -216,7 +233,8 @@ struct Simulator {
   bool defer_copies = false, check_races = false;
   std::vector<std::string> races;
   int64_t pinned_cap = int64_t(1) << 60, pinned_used = 0, pinned_peak = 0;
-  std::map<const char*, Allocation*> pinned;  // live pinned allocations by address
+  std::map<const char*, Allocation*> pinned;  // live pinned allocations and registered ranges by address
+  int64_t registrations_until_failure = 0;    // 0: none
   int64_t epoch = 0;                          // allocations of an earlier epoch are no longer on the books
 
   Simulator() {
@@ -239,6 +257,7 @@ auto locked(Function function) {
 
 thread_local DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kMaxDevices> current_streams{};
+thread_local int last_error = 0;  // of a refused registration, until it is read: see [Note: registered memory]
 
 SimDevice& device_at(int index) {
   TORCH_CHECK(index >= 0 && index < sim.num_devices, "invalid device ordinal ", Device(kSim, index).str(), ": ",
@@ -338,10 +357,13 @@ Allocation* pinned_allocation_at(const void* address) {
   return static_cast<const char*>(address) < begin + allocation->num_bytes ? allocation : nullptr;
 }
 
+const char* first_byte(const Tensor& tensor) {
+  return static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * tensor.element_size();
+}
+
 // Null for pageable memory and for memory that somebody else brought.
 Allocation* allocation_behind(const Tensor& tensor) {
-  const Storage& storage = tensor.storage();
-  return tensor.is_cpu() ? pinned_allocation_at(storage.data()) : allocation_of(storage.data_ptr());
+  return tensor.is_cpu() ? pinned_allocation_at(first_byte(tensor)) : allocation_of(tensor.storage().data_ptr());
 }
 
 void report_race(std::string text) {
@@ -374,8 +396,7 @@ void touch(const Tensor& tensor, const SimStream& stream, bool writes, const cha
   if (!allocation) return;
   int64_t last_element = 0;
   for (int64_t d = 0; d < tensor.dim(); d++) last_element += (tensor.size(d) - 1) * tensor.stride(d);
-  const char* begin =
-      static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * tensor.element_size();
+  const char* begin = first_byte(tensor);
   const char* end = begin + (last_element + 1) * static_cast<int64_t>(tensor.element_size());
   record_access(*allocation, {begin, end, stream.number, stream.last_operation, writes, name}, stream.clock);
 }
@@ -407,6 +428,7 @@ int64_t charge(int index, size_t num_bytes) {
   const bool injected = device.allocs_until_failure > 0 && --device.allocs_until_failure == 0;
   if (injected || charged > device.free_bytes()) {
     device.counters.ooms++;
+    last_error = 0;  // as CUDACachingAllocator, which reads the error before it frees what it caches and tries again
     TORCH_CHECK_WITH(OutOfMemoryError, false, Device(kSim, index).str(), " out of memory",
                      injected ? " (injected)" : "", ". Tried to allocate ", charged, " bytes: ", device.free_bytes(),
                      " free of ", device.total_bytes, ", ", device.used_bytes, " in use, ", device.reserve_bytes,
@@ -548,6 +570,86 @@ struct PinnedMemory final : at::HostAllocator {
 
 PinnedMemory pinned_memory;
 REGISTER_HOST_ALLOCATOR(kSim, &pinned_memory);
+
+int refuse(int error) { return last_error = error; }
+
+// Run the copies that still read or write these bytes.
+void run_deferred_in(const char* begin, const char* end) {
+  const auto overlaps = [&](const char* first, size_t num_bytes) { return first < end && begin < first + num_bytes; };
+  for (auto& device : sim.devices)
+    for (auto& stream : device.streams) {
+      int64_t must_run = 0;
+      for (const DeferredCopy& copy : stream.deferred)
+        if (overlaps(copy.source, copy.num_bytes) || overlaps(copy.destination, copy.num_bytes))
+          must_run = copy.operation;
+      run_deferred(stream, must_run);
+    }
+}
+
+// Take a registered range off the books.
+void forget_registered(std::map<const char*, Allocation*>::iterator found) {
+  const std::unique_ptr<Allocation> allocation(found->second);
+  sim.pinned.erase(found);
+  if (allocation->epoch == sim.epoch) sim.pinned_used -= allocation->charged_bytes;
+}
+
+// As cudaHostRegister and cudaHostUnregister: return 0 or the error's code. See [Note: registered memory].
+int64_t host_register(int64_t address, int64_t num_bytes, int64_t flags) {
+  at::globalContext().lazyInitDevice(kSim);  // as torch's cudart(); before it, torch calls no memory pinned
+  Lock lock(state_mutex);
+  if (!address || num_bytes <= 0 || (flags & ~kHostRegisterFlags)) return refuse(kErrorInvalidValue);
+  const bool injected = sim.registrations_until_failure > 0 && --sim.registrations_until_failure == 0;
+  if (injected || sim.pinned_used + num_bytes > sim.pinned_cap) return refuse(kErrorMemoryAllocation);
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  const auto first_page = [&](const char* byte) { return reinterpret_cast<int64_t>(byte) / page; };
+  const char* begin = reinterpret_cast<const char*>(address);
+  for (auto other = sim.pinned.begin(); other != sim.pinned.end();) {
+    const auto here = other++;
+    const char* last = here->first + here->second->num_bytes - 1;
+    if (first_page(last) < first_page(begin) || first_page(begin + num_bytes - 1) < first_page(here->first)) continue;
+    // A range that a failed test left, whose memory may be long gone.
+    if (here->second->registered && here->second->epoch != sim.epoch)
+      forget_registered(here);
+    else if (here->second->registered || (here->first < begin + num_bytes && begin <= last))
+      return refuse(kErrorHostMemoryAlreadyRegistered);
+  }
+  auto allocation = std::make_unique<Allocation>();
+  allocation->registered = true;
+  allocation->num_bytes = num_bytes;
+  allocation->charged_bytes = num_bytes;
+  allocation->epoch = sim.epoch;
+  sim.pinned_used += num_bytes;
+  sim.pinned_peak = std::max(sim.pinned_peak, sim.pinned_used);
+  sim.pinned[begin] = allocation.release();
+  return 0;
+}
+
+int64_t host_unregister(int64_t address) {
+  Lock lock(state_mutex);
+  const auto found = sim.pinned.find(reinterpret_cast<const char*>(address));
+  if (found == sim.pinned.end() || !found->second->registered) return refuse(kErrorHostMemoryNotRegistered);
+  for (const Access& access : found->second->accesses)
+    if (!sim.host_clock.knows(access.stream, access.operation)) {
+      report_race(std::string("host memory was unregistered while ") + access.name + " on " +
+                  stream_name(access.stream) + " may still use it (the host has not waited)");
+      break;
+    }
+  run_deferred_in(found->first, found->first + found->second->num_bytes);
+  forget_registered(found);
+  return 0;
+}
+
+// The bytes of registered ranges, and how many there are.
+std::vector<int64_t> registered() {
+  Lock lock(state_mutex);
+  std::vector<int64_t> total{0, 0};
+  for (const auto& [begin, allocation] : sim.pinned)
+    if (allocation->registered && allocation->epoch == sim.epoch) {
+      total[0] += allocation->charged_bytes;
+      total[1]++;
+    }
+  return total;
+}
 
 // ----------------------------------------------------------------------- Streams, events, generators
 
@@ -1031,6 +1133,11 @@ class Call {
     for (const Alias& alias : aliases_) touch(alias.on_sim, stream, alias.writes, traits_.name.c_str());
     for (const Tensor& result : results_) touch(result, stream, true, traits_.name.c_str());
     if (traits_.host_reads_result) host_waits(stream);
+    if (const int error = std::exchange(last_error, 0))
+      throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, error,
+                                  "error " + std::to_string(error) +
+                                      " of an earlier host registration, which nobody has read, raised by " +
+                                      traits_.name);
   }
 
   const c10::OperatorHandle& op_;
@@ -1073,7 +1180,23 @@ bool is_one_transfer(const Tensor& from, const Tensor& to) {
          (from.strides() == to.strides() && from.is_non_overlapping_and_dense());
 }
 
-char* first_byte(const Tensor& tensor) {
+// Whether the bytes of a transfer lie in pinned memory. Raises for those that only partly do: see [Note: registered
+// memory].
+bool lies_in_pinned(const Tensor& on_host) {
+  const char* begin = first_byte(on_host);
+  const char* end = begin + on_host.nbytes();
+  const Allocation* allocation = pinned_allocation_at(begin);
+  const auto next = sim.pinned.upper_bound(begin);
+  const bool leaves = allocation && end > std::prev(next)->first + allocation->num_bytes;
+  const bool enters = !allocation && next != sim.pinned.end() && next->first < end;
+  if (leaves || enters)
+    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kErrorInvalidValue,
+                                "invalid argument: a copy of " + std::to_string(on_host.nbytes()) +
+                                    " bytes of host memory lies in more than one pinned range, or partly in one");
+  return allocation != nullptr;
+}
+
+char* first_byte_to_write(const Tensor& tensor) {
   return static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * tensor.element_size();
 }
 
@@ -1083,7 +1206,7 @@ void defer_copy(SimStream& stream, const Tensor& from, const Tensor& to) {
   DeferredCopy copy;
   copy.operation = stream.last_operation;
   copy.source_memory = memory_of(from), copy.source = first_byte(from);
-  copy.destination_memory = memory_of(to), copy.destination = first_byte(to);
+  copy.destination_memory = memory_of(to), copy.destination = first_byte_to_write(to);
   copy.num_bytes = to.nbytes();
   // The poison must not overtake an earlier copy of this stream that still reads the destination.
   int64_t must_run = 0;
@@ -1109,14 +1232,13 @@ void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
     SimDevice& device = device_at(index);
     SimStream& stream = current_stream(index);
     count_down_to_failure(index, name);
+    const bool asynchronous = one_transfer && lies_in_pinned(on_host) && non_blocking;
     if (!one_transfer && !on_device.is_contiguous()) refund(index, charge(index, num_bytes));  // the temporary
     (to_device ? device.counters.h2d : device.counters.d2h)++;
     (to_device ? device.counters.h2d_bytes : device.counters.d2h_bytes) += num_bytes;
     const double rate = to_device ? device.rates.h2d_bytes_per_s : device.rates.d2h_bytes_per_s;
     double& link = to_device ? device.h2d_free_at_s : device.d2h_free_at_s;
 
-    const bool pinned = pinned_allocation_at(on_host.storage().data()) != nullptr;
-    const bool asynchronous = non_blocking && pinned && one_transfer;
     const bool deferred = asynchronous && sim.defer_copies;
     if (!deferred) run_deferred(stream);
     enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate, {&link});
@@ -1317,6 +1439,7 @@ void configure(std::vector<int64_t> sizes, std::vector<double> rates, int64_t pi
   }
   sim.num_devices = num_devices;
   sim.pinned_cap = pinned_cap;
+  sim.registrations_until_failure = 0;
   if (current_device >= num_devices) current_device = 0;
 }
 
@@ -1406,6 +1529,11 @@ TORCH_LIBRARY(highwater_simdevice, library) {
               [](int64_t index, int64_t nth) { locked([&] { device_at(index).allocs_until_failure = nth; }); });
   library.def("fail_copy",
               [](int64_t index, int64_t nth) { locked([&] { device_at(index).copies_until_failure = nth; }); });
+  library.def("fail_registration", [](int64_t nth) { locked([&] { sim.registrations_until_failure = nth; }); });
+  library.def("host_register", &host_register);
+  library.def("host_unregister", &host_unregister);
+  library.def("registered", &registered);
+  library.def("take_last_error", [] { return static_cast<int64_t>(std::exchange(last_error, 0)); });
   library.def("default_generator",
               [](int64_t index) { return hooks.getDefaultGenerator(static_cast<DeviceIndex>(index)); });
 }

@@ -1,0 +1,86 @@
+"""How fast weights reach a device: measured once, remembered beside the device's identity."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .devices import Device
+
+__all__ = ["cache_directory", "describe_link", "link_bytes_per_s"]
+
+
+def cache_directory() -> Path:
+    """Return the folder of measured links, one file each, in the user's cache; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "highwater", "links")
+
+
+def describe_link(device: Device) -> dict[str, str]:
+    """Return what a measurement of a device's link depends on: the card, its slot, the driver and torch.
+
+    Two equal cards may sit in unequal slots, so a card is known by its uuid and its bus number where torch tells them.
+    """
+    properties = device.module.get_device_properties(device.torch_device)
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "")  # no device module offers it
+    return {
+        "name": str(properties.name),
+        "uuid": str(getattr(properties, "uuid", device.name)),
+        "bus": ":".join(str(getattr(properties, f"pci_{part}_id", "")) for part in ("domain", "bus", "device")),
+        "driver": str(getattr(properties, "driver_version", "") or driver()),
+        "torch": torch.__version__,
+    }
+
+
+def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory: Path | None = None) -> float:
+    """Return the bytes per second that reach a device from pinned memory.
+
+    Calls ``measure`` unless this link was measured before; what it returns is remembered if the user's cache can be
+    written. A file that is damaged, or about another link, is as good as none.
+
+    Raises:
+        ValueError: the measured speed is not positive and finite.
+    """
+    link = describe_link(device)
+    key = hashlib.sha256(json.dumps(link, sort_keys=True).encode()).hexdigest()[:16]
+    path = (directory or cache_directory()) / f"{key}.json"
+    known = read_speed(path, link)
+    if known is not None:
+        return known
+    speed = measure()
+    if not is_speed(speed):
+        raise ValueError(f"the link to {device} cannot move {speed!r} bytes per second; the measurement is wrong")
+    write_speed(path, link, speed)
+    return speed
+
+
+def is_speed(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0 and math.isfinite(value)
+
+
+def read_speed(path: Path, link: dict[str, str]) -> float | None:
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError):  # none, or not JSON, or not text
+        return None
+    if not isinstance(stored, dict) or stored.get("link") != link or not is_speed(stored.get("bytes_per_s")):
+        return None
+    return float(stored["bytes_per_s"])
+
+
+def write_speed(path: Path, link: dict[str, str], speed: float) -> None:
+    # Moved into place in one step: nobody reads half a file. A cache that cannot be written costs a measurement per
+    # process and nothing else.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as workspace:
+            finished = Path(workspace, path.name)
+            finished.write_text(json.dumps({"link": link, "bytes_per_s": speed}, indent=1))
+            os.replace(finished, path)
