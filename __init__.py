@@ -10,11 +10,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .memory import Managed, MemoryManager, default_manager, manage
+    from .memory import (
+        Managed,
+        MemoryManager,
+        default_manager,
+        discover_components,
+        load_model,
+        load_weights,
+        manage,
+    )
     from .nodes.extension import HighwaterExtension
 
 __version__ = "0.1.0"
-__all__ = ["Managed", "MemoryManager", "default_manager", "manage"]
+__all__ = [
+    "Managed",
+    "MemoryManager",
+    "default_manager",
+    "discover_components",
+    "load_model",
+    "load_weights",
+    "manage",
+]
 
 WEB_DIRECTORY = "./web"
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+PROFILE_HELP = (
+    "auto, 1 to 5 or a name of highwater profiles, a budget such as 6GiB, or a profile and what to change in it, "
+    "such as 4,diffusion=2GiB,prefetch=2 (files only)"
+)
 DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 
 
@@ -66,9 +70,10 @@ def build_parser() -> Parser:
     run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where images go")
     plan = add("plan", run_plan, "print where everything would live; reads headers only, moves nothing")
     plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
-    plan.add_argument("--profile", default="auto", help="auto, or a budget such as 6GiB (files only)")
+    plan.add_argument("--profile", default="auto", metavar="TEXT", help=PROFILE_HELP)
     plan.add_argument("--placement", default="auto", help="such as gpu:0&gpu:1 (files only)")
-    plan.add_argument("--precision", default="as stored", help="as stored, or fp8 scaled (files only)")
+    plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
+    add("profiles", run_profiles, "list the profiles with every value")
     devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
     doctor = add("doctor", run_doctor, "say whether the pack is in effect in ComfyUI, and what stands in its way")
     doctor.add_argument(
@@ -152,6 +157,18 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     for name, plan in plans.items():
         print(plan.text() if name == "files" else f"{name}\n{plan.text()}")
+    return 0
+
+
+def run_profiles(options: argparse.Namespace) -> int:
+    from ..memory.profile import PROFILES
+    from .console import Console
+
+    profiles = [profile.to_json() for profile in PROFILES.values()]
+    if options.json:
+        print(json.dumps({"profiles": profiles}))
+    else:
+        Console().show_profiles(profiles)
     return 0
 
 

@@ -7,12 +7,23 @@ from typing import Any
 
 import rich.box
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
+from ..memory.budget import exact_size
 from ..memory.units import KIB, format_bytes
 
 __all__ = ["Console"]
+
+
+class DoneColumn(MofNCompleteColumn):
+    """Steps of how many, or bytes of how many where a task's total is ``in_bytes``."""
+
+    def render(self, task: Task) -> Text:
+        if not task.fields.get("in_bytes"):
+            return super().render(task)
+        return Text(f"{format_bytes(int(task.completed))} of {format_bytes(int(task.total or 0))}")
 
 
 class Console:
@@ -22,6 +33,11 @@ class Console:
         self.out = RichConsole(quiet=quiet, highlight=False)
         if not self.out.is_terminal:
             self.out = RichConsole(quiet=quiet, highlight=False, width=120)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody looks on: bars that come and go would only fill a file."""
+        return self.out.is_terminal and not self.out.quiet
 
     def say(self, text: str) -> None:
         self.out.print(text, markup=False, soft_wrap=True)
@@ -34,7 +50,7 @@ class Console:
         return Progress(
             TextColumn("  {task.description}"),
             BarColumn(bar_width=30),
-            MofNCompleteColumn(),
+            DoneColumn(),
             TimeElapsedColumn(),
             console=self.out,
         )
@@ -110,6 +126,33 @@ class Console:
             self.say(f"{name}={value!r} decides which devices torch can see")
         if len(devices) == 1:
             self.say("no accelerator here; --devices simulates one")
+
+    def show_profiles(self, profiles: list[dict[str, Any]]) -> None:
+        """Print the profiles, a row each."""
+        columns = ("RAM", "VRAM", "budgets", "pinned", "quantize", "prefetch", "disk", "reserve", "compile")
+        table = self.table("profile", *columns)
+        for profile in profiles:
+            budgets = [f"{target}={size}" for target, size in profile["budgets"].items()]
+            reserve = [f"{target}={size}" for target, size in profile["reserve"].items()]
+            table.add_row(
+                "\n".join(dict.fromkeys([profile["name"], profile["title"]])),
+                exact_size(profile["ram_bytes"]) if profile["ram_bytes"] else "any",
+                exact_size(profile["vram_bytes"]) if profile["vram_bytes"] else "any",
+                "\n".join(budgets) or "all that is free",
+                profile["pinned"].replace("&", "\n"),
+                profile["quantize"].replace("&", "\n"),
+                str(profile["prefetch_blocks"] or "auto"),
+                profile["on_demand"].replace("&", "\n"),
+                "\n".join(reserve) or "none",
+                "on" if profile["compile"] else "off",
+            )
+        self.out.print(table)
+        self.say(
+            "RAM and VRAM are what a profile was made for; it works on any machine: its budgets rise to what a model "
+            "needs at least.\nEvery value can be changed, such as 4,diffusion=2GiB,prefetch=2,reserve=1GiB; budgets "
+            "that you write do not rise.\nquantize: eight bits at rest, where no precision is set; language are text "
+            "encoders such as T5 and Llama, not CLIP."
+        )
 
     def show_findings(self, answer: Mapping[str, Any]) -> None:
         """Print what the doctor found, a warning's remedy below it, and the features that are in effect."""

@@ -316,11 +316,12 @@ def check_pinning() -> list[Finding]:
     """Say how much host memory there is to pin, and try to pin some where that is of use."""
     import torch
 
-    from ..memory.devices import CPU
-    from ..memory.manager import PINNED_SHARE
+    from ..memory.devices import HostMemory
+    from ..memory.pinning import pin_limit_bytes
 
-    total, free = CPU.total_bytes(), CPU.free_bytes()
-    text = f"up to {format_bytes(int(free * PINNED_SHARE))} of {format_bytes(total)} host memory may be pinned now"
+    memory = HostMemory.now()
+    limit_bytes = format_bytes(pin_limit_bytes(memory))
+    text = f"up to {limit_bytes} of {format_bytes(memory.total_bytes)} host memory may be pinned now"
     limit = locked_limit()
     if limit is not None:
         text += f"; ulimit -l is {format_bytes(limit)}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..memory.devices import HostMemory
 from ..memory.errors import InvalidInput
-from ..memory.manager import PINNED_SHARE
 from ..memory.membership import default_watermark
+from ..memory.pinning import pin_limit_bytes
 from ..memory.placement import INTEGER, Scanner
 from ..memory.plan import DeviceCapacity, Machine
 from ..memory.units import GIB, format_bytes, parse_bytes
@@ -46,7 +47,8 @@ class Hardware:
 
     @property
     def pinned_bytes(self) -> int:
-        return int(self.host_bytes * PINNED_SHARE)
+        memory = HostMemory(total_bytes=self.host_bytes, free_bytes=self.host_bytes)
+        return pin_limit_bytes(memory, used_bytes=0)
 
     def machine(self) -> Machine:
         """Return the numbers that a plan is made from: everything free but what the default watermark keeps."""
@@ -59,6 +61,7 @@ class Hardware:
                     total_bytes=device.total_bytes,
                     available_bytes=device.total_bytes - low,
                     kept_free_bytes=low,
+                    link_bytes_per_s=device.link_bytes_per_s,
                 )
             )
         return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes)

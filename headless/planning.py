@@ -28,7 +28,9 @@ def machine_for(hardware: Hardware | None) -> Machine:
     return hardware.machine() if hardware else default_manager().machine(None)
 
 
-def plan_parts(parts: Sequence[Component], machine: Machine, *, profile: str, placement: str, precision: str) -> Plan:
+def plan_parts(
+    parts: Sequence[Component], machine: Machine, *, profile: str, placement: str, precision: str | None
+) -> Plan:
     devices = [device.name for device in machine.devices]
     names = [part.name for part in parts]
     return plan_components(
@@ -41,9 +43,9 @@ def plan_parts(parts: Sequence[Component], machine: Machine, *, profile: str, pl
 
 
 def plan_files(
-    paths: Sequence[Path], hardware: Hardware | None, *, profile: str, placement: str, precision: str
+    paths: Sequence[Path], hardware: Hardware | None, *, profile: str, placement: str, precision: str | None
 ) -> Plan:
-    """Plan single-file models as if one workflow used them all.
+    """Plan single-file models as if one workflow used them all; precision None is what the profile says.
 
     Raises:
         InvalidInput, DoesNotFit: as `plan_components`, and for a bad header.
@@ -57,7 +59,7 @@ def plan_files(
 
 def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[str, Plan]:
     """Plan every pipeline that a workflow loads, with the loader's own settings; keyed by file and node."""
-    from ..nodes.pipeline_folders import check_pipeline, find_pipeline
+    from ..nodes.pipeline_folders import check_pipeline, find_pipeline, weights_files
     from . import folder_paths
     from .comfy_api import install
     from .workflow import load_workflow
@@ -75,7 +77,9 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[s
             continue
         folder = find_pipeline(value_of(path, node, "pipeline"))
         parts = [
-            component_from_files(sorted((folder / name).glob("*.safetensors")), name=name)
+            component_from_files(
+                weights_files(folder / name) or sorted((folder / name).glob("*.safetensors")), name=name
+            )
             for name in check_pipeline(folder)
         ]
         plans[f"{path.name}: {node.label}"] = plan_parts(

@@ -285,7 +285,7 @@ class PromptQueue:
                 names = {"node": node_id, "display_node": node_id, "prompt_id": job.id}
                 self.publish("executing", names, job.client_id)
                 self.publish_progress(job, node_id, 0, 1, "running")
-            case "progress", (node_id, value, maximum):
+            case ("progress", (node_id, value, maximum)) | ("loading", (node_id, _, value, maximum)):
                 data = {"node": node_id, "prompt_id": job.id, "value": value, "max": maximum}
                 self.publish("progress", data, job.client_id)
                 self.publish_progress(job, node_id, value, maximum, "running")

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["InterruptedRun", "NodeFailed", "RunResult", "WorkflowRunner"]
 
 # ("executing", node_id), ("cached", [node_ids]), ("progress", node_id, value, max), ("executed", node_id, ui),
-# ("error", node_id, exception)
+# ("loading", node_id, component, bytes done, bytes in all), ("error", node_id, exception)
 Listener = Callable[..., None]
 
 
@@ -82,7 +83,7 @@ class WorkflowRunner:
         self.stop = threading.Event()
 
     def interrupt(self) -> None:
-        """Make the current run stop at its next step or node; from any thread; nothing when none runs."""
+        """Make the current run stop at its next step, node or loaded block; from any thread; nothing when none runs."""
         self.stop.set()
 
     def run(
@@ -191,9 +192,11 @@ class Run:
             }
             hidden = HiddenHolder(unique_id=node.id, prompt=self.workflow.prompt, extra_pnginfo=self.extra_pnginfo)
             manager.begin_node(node.id, node.title, workflow_id=self.name)
+            end_watching = manager.watch_loading(partial(self.loading, node.id))
             try:
                 output = node.node_class.with_hidden(hidden).execute(**inputs)
             finally:
+                end_watching()
                 manager.end_node()
             return make_entry(node, output)
 
@@ -202,6 +205,11 @@ class Run:
         self.tell("progress", node_id, value, maximum)
         if self.runner.on_progress is not None:
             self.runner.on_progress(node_id, value, maximum)
+        self.check_interrupt()
+
+    def loading(self, node_id: str, component: str, done_bytes: int, total_bytes: int) -> None:
+        """Pass on that a block of a component has been loaded, and cancel the loading when the run was interrupted."""
+        self.tell("loading", node_id, component, done_bytes, total_bytes)
         self.check_interrupt()
 
     def check_interrupt(self) -> None:

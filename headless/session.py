@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager
 from .console import Console
-from .runner import WorkflowRunner
+from .runner import InterruptedRun, WorkflowRunner
 
 if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
     from .workflow import Workflow
 
 __all__ = ["make_runner", "run_workflow"]
@@ -22,10 +27,11 @@ def make_runner(models: Path, out: Path) -> WorkflowRunner:
 
 
 def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console: Console) -> None:
-    """Run a workflow; prints the plan of what it loads and the progress of its nodes.
+    """Run a workflow; prints the plan of what it loads and the progress of its nodes and loadings.
 
     Raises:
-        InvalidInput, NodeFailed, InterruptedRun: as `WorkflowRunner.run`.
+        InvalidInput, NodeFailed: as `WorkflowRunner.run`.
+        KeyboardInterrupt: also for an interrupt of the runner.
     """
     manager = runner.manager
     planned = set(manager.members)
@@ -37,27 +43,89 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
                 console.say(member.attachment.plan.text())
 
     with console.progress() as progress:
+        bars = Bars(progress, console)
 
         def show(event: str, *details: Any) -> None:
             if event == "cached" and details[0]:
                 console.say(f"cached: {', '.join(workflow.nodes[id].title for id in details[0])}")
             elif event == "executing":
-                finish_bars()
-                progress.add_task(workflow.nodes[details[0]].title, total=1)
+                bars.begin_node(workflow.nodes[details[0]].title)
             elif event == "progress":
-                _, value, maximum = details
-                progress.update(progress.task_ids[-1], completed=value, total=maximum)
-
-        def finish_bars() -> None:
-            for task in progress.tasks:
-                progress.update(task.id, completed=task.total)
+                bars.step(*details[1:])
+            elif event == "loading":
+                bars.load(*details[1:])
 
         unsubscribe = manager.subscribe(show_plan)
         try:
-            runner.run(workflow, name=name, listener=show)
-            finish_bars()
+            with waiting_for_blocks(runner):
+                runner.run(workflow, name=name, listener=show)
+            bars.finish()
+        except InterruptedRun as stopped:
+            raise KeyboardInterrupt from stopped
         finally:
+            bars.end_loading()
             unsubscribe()
+
+
+class Bars:
+    """A bar per node, and on a terminal one below them while a component is loaded."""
+
+    def __init__(self, progress: Progress, console: Console) -> None:
+        self.progress = progress
+        self.console = console
+        self.node: TaskID | None = None
+        self.loading: TaskID | None = None
+
+    def begin_node(self, title: str) -> None:
+        self.finish()
+        self.node = self.progress.add_task(title, total=1)
+
+    def step(self, value: float, maximum: float) -> None:
+        if self.node is not None:
+            self.progress.update(self.node, completed=value, total=maximum)
+
+    def load(self, component: str, done_bytes: int, total_bytes: int) -> None:
+        if not self.console.is_live:
+            return
+        if self.loading is None:
+            self.loading = self.progress.add_task(f"loading {component}", total=total_bytes, in_bytes=True)
+        self.progress.update(self.loading, completed=done_bytes, total=total_bytes)
+        if done_bytes >= total_bytes:
+            self.end_loading()
+
+    def end_loading(self) -> None:
+        if self.loading is not None:
+            self.progress.remove_task(self.loading)
+            self.loading = None
+
+    def finish(self) -> None:
+        """Fill the bars of nodes that have ended: not every node reports steps."""
+        self.end_loading()
+        for task in self.progress.tasks:
+            self.progress.update(task.id, completed=task.total)
+
+
+@contextmanager
+def waiting_for_blocks(runner: WorkflowRunner) -> Iterator[None]:
+    """While the manager works, let Ctrl-C wait for the block that is being loaded; a second one does not wait.
+
+    An exception in the middle of a block would leave bytes on a device that no book has.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # signals go elsewhere, or the shell has told this process to ignore this one
+        return
+
+    def interrupt(*_: Any) -> None:
+        if runner.stop.is_set() or not runner.manager.depth:
+            raise KeyboardInterrupt
+        runner.interrupt()
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def load_workflows(paths: Sequence[Path]) -> list[tuple[str, Workflow]]:

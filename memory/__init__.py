@@ -12,6 +12,7 @@ from .default import default_manager, existing_manager
 from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
+    from .building import load_model, load_weights
     from .managed import Managed, discover_components, manage
     from .manager import MemoryManager
     from .membership import Watermark
@@ -25,10 +26,17 @@ __all__ = [
     "default_manager",
     "discover_components",
     "existing_manager",
+    "load_model",
+    "load_weights",
     "manage",
 ]
 
-LAZY = {"MemoryManager": "manager", "Watermark": "membership"}
+LAZY = {
+    "MemoryManager": "manager",
+    "Watermark": "membership",
+    "load_model": "building",
+    "load_weights": "building",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,20 +23,30 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .blocks import has_skips
+from .compiling import CompiledBlocks
 from .component import Component, is_callable
 from .devices import Device
-from .errors import UnsafeState
+from .entries import find_entries
+from .errors import InvalidInput, UnsafeState
 from .footprint import fixed_tensors
 from .ledger import Kind, Ledger
+from .masters import FileMaster
+from .pinning import PAGE_BYTES
 from .plan import ComponentPlan
-from .residency import Unit, find_entries
+from .residency import Unit
 from .share import Share
+from .source import WeightsSource
 from .split import Hops
+from .tiers import BOUNCE_BUFFER_BYTES
+from .transfer import allocate_slabs
 
-__all__ = ["Attachment"]
+__all__ = ["Attachment", "refuse_managed"]
 
 # The kinds of components whose blocks run one after the other on one stream of hidden states.
 CHAINS = ("diffusion", "text", "vision")
+
+attached: WeakSet[Attachment] = WeakSet()
+"""All that have hooks in place, of every manager."""
 
 
 class Attachment:
@@ -46,6 +57,8 @@ class Attachment:
         give_back: called when the outermost entry is left, also by an exception.
         guards_state: make ``state_dict()`` wide and refuse loading while weights rest in eight bits; a host that
             reads and writes single weights does without.
+        source: the files that the weights may rest in.
+        compiles: whether the repeated blocks are compiled.
     """
 
     def __init__(
@@ -60,6 +73,8 @@ class Attachment:
         acquire: Callable[[], None],
         give_back: Callable[[], None],
         guards_state: bool = True,
+        source: WeightsSource | None = None,
+        compiles: bool = False,
     ) -> None:
         self.owner = owner
         self.module = module
@@ -75,7 +90,13 @@ class Attachment:
         """Held from the outermost entry to its exit."""
         self.thread_id = 0
         self.handles: list[RemovableHandle] = []
-        self.host_tier = "host"
+        self.source = source
+        self.compiles = compiles
+        self.compiled: CompiledBlocks | None = None
+        self.host_bytes = Counter[str]()
+        """What the masters take of host memory, by tier."""
+        self.was_refused = False
+        """Whether the driver would not page-lock all that the plan wanted."""
         self.is_loaded = False
         self.shares = self.build_shares(devices)
         self.share_of = {number: share for share in self.shares for number in share.blocks}
@@ -104,59 +125,127 @@ class Attachment:
                 )
                 for number in part.blocks
             }
-            fixed_unit = Unit("fixed", [entries[tensor.name] for tensor in fixed], cast=frozenset())
+            fixed_unit = Unit("", [entries[tensor.name] for tensor in fixed], cast=frozenset())
             shares.append(Share(self.owner, devices[part.device], fixed_unit, units, self.ledger))
         return shares
 
     # -- host memory and hooks
 
+    def measure(self) -> None:
+        """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
+        for share in self.shares:
+            for unit in share.units:
+                unit.measure()
+
     def attach(self) -> None:
         """Pack the masters and put the hooks in place; on failure the module is as it was.
 
-        Holds, beside the masters, one block's slab at a time. Raises `InvalidInput` for weights that cannot be cast.
+        Holds, beside the masters, one arena of slabs at a time. The caller measured all that it attaches, before any
+        weight loses a bit.
         """
-        units = [unit for share in self.shares for unit in share.units]
-        for unit in units:
-            unit.measure()  # all of it before any weight loses a bit
-        pinned = self.plan.tier == "pinned"
         packed: list[Unit] = []
         try:
             for share in self.shares:
-                for unit in share.units:
-                    if share.device.is_cpu and not unit.cast_names:
-                        continue  # computes in place, in the memory it came in
-                    packed.append(unit)
-                    pinned = unit.pack(pinned=pinned) and pinned  # after the first refusal no more is asked for
+                if self.plan.tier == "disk":
+                    self.leave_in_file(share, packed)
+                else:
+                    self.pack(share, packed)
         except BaseException:
             for unit in packed:
-                unit.unpack()
+                unit.unpack(taken_back=True)
             raise
-        self.host_tier = "pinned" if pinned else "host"
-        self.host_bytes = Counter[str]()
-        for unit in units:
-            self.host_bytes.update(unit.host_bytes)
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
-        self.hook()
+        for unit in packed:
+            unit.charge_host = self.charge_host
+        try:
+            self.hook()
+            if self.compiles:
+                blocks = [self.module.get_submodule(block.name) for block in self.component.blocks]
+                self.compiled = CompiledBlocks(blocks, self.primary.torch_device)
+        except BaseException:
+            self.detach()
+            raise
 
-    def detach(self) -> None:
-        """Leave every device, remove every hook, give the module ordinary tensors again. Idempotent."""
+    def pack(self, share: Share, packed: list[Unit]) -> None:
+        """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
+        if share.copies is None:  # others compute in place, in the memory they came in
+            units = [unit for unit in share.units if unit.cast_names]
+            for unit in share.units:
+                if unit not in units:
+                    unit.fill(self.source)
+        else:
+            units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
+        self.host_bytes["host"] += sum(unit.slab_bytes for unit in share.units if unit not in units)
+        locked = [unit.slab_bytes for unit in units if unit.name in self.plan.pinned]
+        streams = [share.copies] if share.copies is not None else []
+        # What an arena rounds up is less than its last page.
+        slabs = allocate_slabs(
+            [unit.slab_bytes for unit in units],
+            pinned_bytes=sum(locked) + len(locked) * PAGE_BYTES,
+            streams=streams,
+        )
+        for unit, slab in zip(units, slabs, strict=True):
+            packed.append(unit)
+            unit.pack(slab, self.source)
+            if not slab.is_pinned():
+                self.host_bytes["host"] += unit.slab_bytes
+        self.host_bytes["pinned"] += slabs.locked_bytes
+        self.was_refused = self.was_refused or slabs.was_refused
+
+    def leave_in_file(self, share: Share, packed: list[Unit]) -> None:
+        """Let a share's masters rest in their file; they pass through buffers as wide as a block."""
+        assert self.source is not None and share.bounce is not None
+        for unit in share.units:
+            packed.append(unit)
+            unit.rest_in_file(self.source, share.bounce)
+            assert isinstance(unit.master, FileMaster)
+            self.host_bytes["host"] += unit.master.kept_bytes
+        largest = max((unit.slab_bytes for unit in share.blocks.values()), default=0)
+        share.bounce_bytes = largest or min(share.fixed.slab_bytes, BOUNCE_BUFFER_BYTES)
+
+    def charge_host(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.host_bytes["host"] += num_bytes
+            self.ledger.charge("host", self.owner, Kind.WEIGHTS, num_bytes)
+
+    def detach(self, *, restores: bool = True) -> None:
+        """Leave every device, remove every hook, give the module ordinary tensors again. Idempotent.
+
+        Args:
+            restores: without it the module ends without memory, and nothing is copied or read.
+
+        Raises:
+            InvalidInput: weights rest in a file that is not what it was; they stay without memory.
+        """
         for handle in self.handles:
             handle.remove()
         if not self.handles:
             return
         self.handles = []
+        attached.discard(self)
         self.heal_for(None)
+        if self.compiled is not None:
+            self.compiled.release()
         self.unload()
+        error: InvalidInput | None = None
         for share in self.shares:
             for unit in share.units:
-                if unit.host_slab is not None:
-                    unit.unpack()
+                if unit.master is not None:
+                    unit.charge_host = lambda num_bytes: None
+                    try:
+                        unit.unpack() if restores else unit.discard()
+                    except InvalidInput as problem:
+                        error = error or problem
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         self.acquire = self.give_back = refuse_released  # they refer to the manager's member, and it to us
+        if error is not None:
+            raise error
 
     def hook(self) -> None:
+        attached.add(self)
+
         def on(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
@@ -210,14 +299,15 @@ class Attachment:
         del self.entered[self.entered.index(module) :]
         if self.entered:
             return None
+        completed = output is not None  # an always-called hook has none after an exception
         output = self.hops.move(output, self.primary.torch_device) if len(self.shares) > 1 else None
-        self.finish_pass()
+        self.finish_pass(completed=completed)
         return output
 
-    def finish_pass(self) -> None:
+    def finish_pass(self, *, completed: bool) -> None:
         try:
             for share in self.shares:
-                share.end_pass()
+                share.end_pass(completed=completed)
         finally:
             self.hops.forget()
             self.give_back()
@@ -241,9 +331,13 @@ class Attachment:
             frame = frame.f_back
         return True
 
+    def is_busy_elsewhere(self) -> bool:
+        """Whether another thread is in the middle of a pass."""
+        return bool(self.entered) and self.thread_id != threading.get_ident() and not self.is_abandoned()
+
     def end_open_pass(self) -> None:
         self.entered.clear()
-        self.finish_pass()
+        self.finish_pass(completed=False)
 
     def heal_for(self, module: nn.Module | None) -> None:
         """End a pass that an interrupt left open, if an entry into the module cannot be nested in it.
@@ -281,7 +375,7 @@ class Attachment:
         returns = share is not self.shares[0] and (number == max(share.blocks) or not is_chain)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            changes_hands = share.leave(number)
+            changes_hands = share.leave(number, prefetches=output is not None)
             if changes_hands and torch.is_grad_enabled():
                 refuse_backward(output, f"{self.owner}: block {module_name}")
             if returns and output is not None:
@@ -322,13 +416,16 @@ class Attachment:
 
     # -- devices
 
-    def load(self, plan: ComponentPlan) -> int:
-        """Bring every device to the plan; returns the bytes queued. On out-of-memory nothing stays anywhere."""
+    def load(self, plan: ComponentPlan, progress: Callable[[int], None] | None = None) -> int:
+        """Bring every device to the plan; returns the bytes queued. On any failure nothing stays anywhere.
+
+        ``progress`` is called with the bytes of each block that was queued; what it raises cancels the loading.
+        """
         queued = 0
         try:
             for share, part in zip(self.shares, plan.shares, strict=True):
-                queued += share.load(part)
-        except torch.OutOfMemoryError:
+                queued += share.load(part, progress)
+        except BaseException:
             self.unload()
             raise
         self.plan, self.is_loaded = plan, True
@@ -359,6 +456,18 @@ def refuse_backward(output: Any, block: str) -> None:
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
     raise UnsafeState(f"{type(module).__name__} rests in eight bits: release it before loading other weights into it")
+
+
+def refuse_managed(module: nn.Module) -> None:
+    """Refuse to touch the weights of a module where they are: those of a managed one move, and may rest in eight bits.
+
+    Raises:
+        UnsafeState: any of them is managed.
+    """
+    weights = {id(parameter) for parameter in module.parameters()}
+    for attachment in list(attached):
+        if any(id(parameter) in weights for parameter in attachment.module.parameters()):
+            raise UnsafeState(f"{attachment.owner} is managed: release it before loading other weights into it")
 
 
 def refuse_released() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +15,15 @@ from torch import nn
 from .blocks import find_blocks
 from .leaves import leaves_of
 from .placement import KINDS
-from .weights import DTYPE_BITS, TensorHeader, read_header
+from .weights import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
 
 __all__ = ["Block", "Component", "TensorSpec", "component_from_files", "component_from_module", "guess_kind"]
 
 CASTABLE_CLASSES = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
-SAFETENSORS_NAMES = {
-    "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.float64": "F64",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2", "torch.float8_e8m0fnu": "F8_E8M0",
-    "torch.float8_e4m3fnuz": "F8_E4M3FNUZ", "torch.float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "torch.int8": "I8", "torch.uint8": "U8",
-    "torch.int16": "I16", "torch.int32": "I32", "torch.int64": "I64", "torch.bool": "BOOL",
-    "torch.complex64": "C64", "torch.uint16": "U16", "torch.uint32": "U32", "torch.uint64": "U64",
-    "torch.complex128": "C128",
-}  # fmt: skip
+SAFETENSORS_NAMES = {f"torch.{name}": word for word, name in TORCH_NAMES.items()} | {"torch.complex128": "C128"}
+
+# Files that are called t5xxl, umt5_xxl or ae: words too short to be looked for inside of others.
+SHORT_NAMES = {"text": re.compile(r"(?<![a-z])u?m?t5"), "vae": re.compile(r"(?<![a-z])ae(?![a-z])")}
 
 
 # What a module may hold beyond what a safetensors file may.
@@ -47,6 +43,8 @@ class TensorSpec:
     shape: tuple[int, ...]
     castable: bool = False
     leaves: tuple[int, ...] = ()
+    other_names: tuple[str, ...] = ()
+    """Those of a tied weight."""
 
     @property
     def num_elements(self) -> int:
@@ -83,6 +81,8 @@ class Component:
     blocks: tuple[Block, ...]
     rest: Block
     buffers: tuple[TensorSpec, ...] = ()
+    has_file: bool = False
+    """Whether all weights can be read from files as they are."""
 
     @property
     def weight_bytes(self) -> int:
@@ -98,7 +98,8 @@ def component_from_files(paths: Sequence[str | Path], *, name: str | None = None
     headers = [read_header(path) for path in paths]
     name = name or headers[0].path.stem
     tensors = [spec_from_header(tensor) for header in headers for tensor in header.tensors]
-    return group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
+    component = group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
+    return replace(component, has_file=True)
 
 
 def spec_from_header(tensor: TensorHeader) -> TensorSpec:
@@ -137,6 +138,7 @@ def component_from_module(
                 dtype=SAFETENSORS_NAMES[str(parameter.dtype)],
                 shape=tuple(parameter.shape),
                 leaves=leaves,
+                other_names=tuple(aliases[1:]),
                 castable=(
                     len(aliases) == 1
                     and not leaves
@@ -218,5 +220,7 @@ def guess_kind(name: str) -> str:
     lowered = name.lower().replace("-", "_")
     for kind in ("vision", "control", "vae", "text", "diffusion"):
         if any(alias in lowered for alias in KINDS[kind] if len(alias) > 2):
+            return kind
+        if kind in SHORT_NAMES and SHORT_NAMES[kind].search(lowered):
             return kind
     return "diffusion"

@@ -15,7 +15,7 @@ import torch
 
 from .devices import Device
 
-__all__ = ["cache_directory", "describe_link", "link_bytes_per_s"]
+__all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s"]
 
 
 def cache_directory() -> Path:
@@ -39,6 +39,12 @@ def describe_link(device: Device) -> dict[str, str]:
     }
 
 
+def known_link(device: Device) -> float | None:
+    """Return the bytes per second of a link that was measured before, None for one that was not."""
+    link = describe_link(device)
+    return read_speed(path_of(link, None), link)
+
+
 def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory: Path | None = None) -> float:
     """Return the bytes per second that reach a device from pinned memory.
 
@@ -49,8 +55,7 @@ def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory:
         ValueError: the measured speed is not positive and finite.
     """
     link = describe_link(device)
-    key = hashlib.sha256(json.dumps(link, sort_keys=True).encode()).hexdigest()[:16]
-    path = (directory or cache_directory()) / f"{key}.json"
+    path = path_of(link, directory)
     known = read_speed(path, link)
     if known is not None:
         return known
@@ -59,6 +64,11 @@ def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory:
         raise ValueError(f"the link to {device} cannot move {speed!r} bytes per second; the measurement is wrong")
     write_speed(path, link, speed)
     return speed
+
+
+def path_of(link: dict[str, str], directory: Path | None) -> Path:
+    key = hashlib.sha256(json.dumps(link, sort_keys=True).encode()).hexdigest()[:16]
+    return (directory or cache_directory()) / f"{key}.json"
 
 
 def is_speed(value: object) -> bool:

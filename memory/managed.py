@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .building import source_of
 from .default import default_manager
 from .devices import list_devices
-from .errors import InvalidInput
+from .errors import InvalidInput, UnsafeState
 from .manager import MemoryManager
 from .membership import Member
 from .placement import parse_placement
 from .plan import Plan
-from .profile import parse_profile
+from .profile import OffloadProfile, build_profile
+from .source import WeightsSource
 from .upcast import parse_precision
 
 __all__ = ["Managed", "discover_components", "manage"]
 
 
 def discover_components(target: Any) -> dict[str, nn.Module]:
-    """Return the modules of a target by name: a module itself, a dict's, or those of a pipeline's ``components``.
+    """Return the modules of a target by name.
+
+    Those are a module itself, a dict's, those of a pipeline's ``components``, or the attributes of any other object.
 
     Raises:
-        InvalidInput: the target is none of these, or holds no module.
+        InvalidInput: the target holds no module.
     """
     if isinstance(target, nn.Module):
         return {"model": target}
     parts = target if isinstance(target, dict) else getattr(target, "components", None)
     if not isinstance(parts, dict):
-        raise InvalidInput(
-            f"cannot manage a {type(target).__name__}; allowed: a torch module, a dict of modules, a diffusers pipeline"
-        )
+        parts = getattr(target, "__dict__", {})
     modules = {str(name): part for name, part in parts.items() if isinstance(part, nn.Module)}
     if not modules:
-        raise InvalidInput(f"nothing to manage: the {type(target).__name__} holds no torch module")
+        raise InvalidInput(
+            f"nothing to manage: the {type(target).__name__} holds no torch module; "
+            "allowed: a module, a dict of modules, a diffusers pipeline, an object with modules as attributes"
+        )
     return modules
 
 
@@ -67,16 +74,66 @@ class Managed:
             for member in self.members:
                 member.attachment.module._hf_hook = SimpleNamespace(execution_device=self.device)  # type: ignore[assignment]
 
+    def unmark_execution_device(self) -> bool:
+        """Remove what `mark_execution_device` left; returns whether it was there."""
+        marked = [m.attachment.module for m in self.members if "_hf_hook" in vars(m.attachment.module)]
+        if self.pipeline is None or not marked:
+            return False
+        for module in marked:
+            del module._hf_hook
+        return True
+
     def report(self) -> dict[str, Any]:
         """Return the manager's report, which these components are part of."""
         return self.manager.report()
 
+    def keep(self, kept: bool = True) -> Managed:
+        """Let these components leave a device only when nothing else is left to leave; returns the handle."""
+        for member in self.members:
+            member.is_kept = kept
+        return self
+
+    def reprofile(
+        self,
+        profile: str | int | OffloadProfile = "auto",
+        *,
+        placement: str = "auto",
+        precision: str | None = None,
+        **overrides: Any,
+    ) -> Plan:
+        """Give the components another profile in place; as in `manage`. They leave their devices until they are used.
+
+        Raises:
+            InvalidInput, DoesNotFit: nothing has changed.
+            UnsafeState: one of them computes, or was released.
+        """
+        choices = read_choices(profile, placement, precision, self.components, overrides)
+        was_marked = self.unmark_execution_device()  # the manager takes no module that has accelerate's hooks
+        try:
+            self.plan = self.manager.replace(self.members, **choices)
+        finally:
+            if was_marked:
+                self.mark_execution_device()
+        return self.plan
+
     def release(self) -> None:
-        """Leave every device and hook. Weights that rested in eight bits come back widened. Idempotent."""
+        """Leave every device and hook. Weights that rested in eight bits come back widened. Idempotent.
+
+        Raises:
+            UnsafeState: another thread computes with them.
+        """
+        busy = [member.id for member in self.members if member.attachment.is_busy_elsewhere()]
+        if busy:
+            raise UnsafeState(f"{', '.join(busy)}: another thread computes with it; release it after that")
+        self.unmark_execution_device()
         for member in self.members:
             self.manager.remove(member)
-            if self.pipeline is not None and "_hf_hook" in vars(member.attachment.module):
-                del member.attachment.module._hf_hook
+
+    def discard(self) -> None:
+        """Release modules that nobody uses any more: they keep no weights, so nothing is copied or read from files."""
+        for member in self.members:
+            member.restores = False
+        self.release()
 
     def __enter__(self) -> Managed:
         return self
@@ -89,13 +146,16 @@ class Managed:
 
 def manage(
     target: Any,
+    profile: str | int | OffloadProfile = "auto",
     *,
-    profile: str = "auto",
     placement: str = "auto",
-    precision: str = "as stored",
+    precision: str | None = None,
+    files: Mapping[str, Sequence[str | Path] | WeightsSource] | None = None,
+    blocks: Mapping[str, str] | None = None,
     manager: MemoryManager | None = None,
     name: str | None = None,
     node_id: str | None = None,
+    **overrides: Any,
 ) -> Managed:
     """Take modules under management; they move when they compute, and leave when others need the memory.
 
@@ -103,28 +163,55 @@ def manage(
     and their parameter objects, stay the ones they were.
 
     Args:
-        target: a module, a dict of modules, or a diffusers pipeline.
-        profile: ``auto`` fills what is free; a budget such as ``6GiB`` or ``gpu:0=80%`` limits the weights.
+        target: a module, a dict of modules, a diffusers pipeline, or an object that has modules as attributes.
+        profile: ``auto`` fills what is free; ``1`` to ``5`` or their names as in mmgp; a budget such as ``6GiB`` or
+            ``gpu:0=80%`` limits the weights. `highwater profiles` prints them all.
         placement: where each component computes and rests, in the placement grammar.
-        precision: ``as stored``, or ``fp8 scaled`` for the blocks' weights.
+        precision: ``as stored``, or ``fp8 scaled`` for the blocks' weights; None, or ``by profile``,
+            is what the profile says.
+        files: the safetensors files of components by name; those may rest on disk, at tier ``disk`` or where RAM is
+            short, and their modules may be on the meta device. What `load_model` built knows its own.
+        blocks: what moves together, by component, as a glob of module paths such as ``layers.*``, where the structure
+            does not tell.
         manager: the manager to join; by default the process-wide one.
         name: a prefix for the components' ids; ``node_id`` the node that loads them, for the report.
+        overrides: fields of the profile: ``budgets``, ``pinned``, ``prefetch_blocks``, ``quantize``, ``on_demand``,
+            ``reserve``, ``compile``.
 
     Raises:
         InvalidInput: one line naming the value and what is allowed; the target is as it was.
         DoesNotFit: a component's least form exceeds its device; the target is as it was.
     """
     modules = discover_components(target)
-    devices = [device.name for device in list_devices()]
-    components = list(modules)
     manager = manager or default_manager()
+    sources = {component: source for component, module in modules.items() if (source := source_of(module)) is not None}
     members, plan = manager.add(
         modules,
-        placement=parse_placement(placement, devices=devices, components=components),
-        profile=parse_profile(profile, devices=devices, components=components),
-        precision=parse_precision(precision),
+        **read_choices(profile, placement, precision, list(modules), overrides),
+        sources=sources
+        | {
+            component: paths if isinstance(paths, WeightsSource) else WeightsSource(paths)
+            for component, paths in (files or {}).items()
+        },
+        patterns=blocks,
         name=name,
         node_id=node_id,
     )
     is_pipeline = not isinstance(target, nn.Module | dict)
     return Managed(manager, members, plan, target if is_pipeline else None)
+
+
+def read_choices(
+    profile: str | int | OffloadProfile,
+    placement: str,
+    precision: str | None,
+    components: Sequence[str],
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what the user chose, parsed for this machine. Raises `InvalidInput`."""
+    devices = [device.name for device in list_devices()]
+    return {
+        "placement": parse_placement(placement, devices=devices, components=components),
+        "profile": build_profile(profile, devices=devices, components=components, **overrides),
+        "precision": parse_precision(precision),
+    }

@@ -9,12 +9,12 @@ is free. Between the marks nobody moves. A component that computes holds a lease
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,24 +22,27 @@ from torch import nn
 
 from .attachment import Attachment
 from .books import Recorder
-from .component import Component, component_from_module, guess_kind
-from .devices import CPU, Device, list_devices
+from .component import Component
+from .devices import Device, HostMemory, list_devices
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
 from .footprint import least_bytes
 from .ledger import Ledger
+from .link import known_link, link_bytes_per_s
+from .machine import DeviceCapacity, Machine
 from .membership import Member, Watermark, default_watermark, refuse_shared_split, refuse_unsuitable
+from .modules import bytes_in_ram, plan_modules
+from .pinning import pin_limit_bytes
 from .placement import Placement, canonical_device
-from .plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components, replan
+from .plan import ComponentPlan, Plan, replan
 from .policy import EvictionPolicy, LeastRecentlyUsed, Victim
 from .profile import OffloadProfile
-from .report import ComponentReport, DeviceReport, Report
+from .report import DeviceReport, Report
+from .reporting import component_report, device_report
+from .source import WeightsSource
 from .units import format_bytes
 from .upcast import Precision
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
-
-# Of the free host memory, the part that may be page-locked: the rest of the machine needs pageable memory too.
-PINNED_SHARE = 0.5
 
 
 class MemoryManager:
@@ -53,8 +56,15 @@ class MemoryManager:
         self.ledger = Ledger()
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
         self.watermarks: dict[str, Watermark] = {}
+        self.links = {
+            name: speed
+            for name, device in self.devices.items()
+            if not device.is_cpu and (speed := known_link(device)) is not None
+        }
+        """Bytes per second from page-locked memory, as far as they were ever measured."""
         self.members: dict[str, Member] = {}
         self.moved_by_released = 0
+        self.watchers: list[Callable[[str, int, int], None]] = []
         self.recorder = Recorder(list(self.devices.values()), self.ledger, self.bytes_moved)
         # Counts changes of what there is to share; a plan of an older epoch is looked at again.
         self.epoch = 0
@@ -127,32 +137,51 @@ class MemoryManager:
         *,
         placement: Placement,
         profile: OffloadProfile,
-        precision: Precision,
+        precision: Precision | None,
         name: str | None,
         node_id: str | None,
         kinds: Mapping[str, str] | None = None,
+        sources: Mapping[str, WeightsSource] | None = None,
+        patterns: Mapping[str, str] | None = None,
         is_hosted: bool = False,
     ) -> tuple[list[Member], Plan]:
         """Take modules under management: plan, pack in host memory, hook. All of them or none.
 
         Args:
             kinds: component kinds by name, where they are known; names suggest the others.
+            sources: the files of components by name: those may rest on disk.
+            patterns: what a block is, by component (`find_blocks`), where structure does not tell.
             is_hosted: a host decides when they come (`bring`) and go (`leave`).
         """
+        unknown = sorted(set(sources or {}) - set(modules))
+        if unknown:
+            raise InvalidInput(
+                f"files of {unknown[0]!r}: no such component; {allowed_values(unknown[0], list(modules))}"
+            )
         with self.exclusive():
-            components, plan = self.plan(
-                modules, placement=placement, profile=profile, precision=precision, kinds=kinds or {}
+            components, plan = plan_modules(
+                modules,
+                self.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values()))),
+                placement=placement,
+                profile=profile,
+                precision=precision,
+                kinds=kinds or {},
+                sources=sources or {},
+                patterns=patterns,
             )
             prefix = f"{self.free_name(name)}/" if name else ""
             workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
             members: list[Member] = []
+            for component, module in zip(components, modules.values(), strict=True):
+                member_id = self.free_name(prefix + component.name)
+                member = Member(member_id, component.name, node_id, workflow_id, profile)
+                member.is_hosted = is_hosted
+                member.patterns = patterns
+                members.append(member)
+                self.prepare(member, module, component, plan[component.name], (sources or {}).get(component.name))
             try:
-                for component, module in zip(components, modules.values(), strict=True):
-                    member_id = self.free_name(prefix + component.name)
-                    member = Member(member_id, component.name, node_id, workflow_id, profile)
-                    member.is_hosted = is_hosted
-                    self.attach(member, module, component, plan[component.name])
-                    members.append(member)
+                for member in members:
+                    self.attach(member)
             except BaseException:
                 for member in members:
                     self.detach(member)
@@ -160,42 +189,72 @@ class MemoryManager:
             self.epoch += 1
             return members, plan
 
-    def plan(
+    def replace(
         self,
-        modules: Mapping[str, nn.Module],
+        members: Sequence[Member],
         *,
         placement: Placement,
         profile: OffloadProfile,
-        precision: Precision,
-        kinds: Mapping[str, str],
-    ) -> tuple[list[Component], Plan]:
-        """Return the components and the plan that `add` would make of modules now; moves nothing.
+        precision: Precision | None,
+    ) -> Plan:
+        """Give components another profile, placement or precision, where they are; on failure they have the old ones.
 
-        Where a block is too large for its device the blocks inside it are planned with. Raises as `plan_components`.
+        They leave their devices and come back as they are used. What rests in eight bits was widened in between: the
+        bits that it lost stay lost.
         """
-        largest_bytes: int | None = None
-        coarser: list[Component] = []
-        while True:
-            components = []
-            for name, module in modules.items():
-                kind = kinds.get(name) or guess_kind(name)
-                is_split = len(placement.item_for(name, kind).devices) > 1  # the blocks of a split are not cut
-                limit = sys.maxsize if is_split else largest_bytes
-                components.append(component_from_module(module, name=name, kind=kind, largest_bytes=limit))
+        with self.exclusive():
+            self.heal_abandoned(None)
+            busy = [member.id for member in members if member.leases or member.id not in self.members]
+            if busy:
+                raise UnsafeState(f"{', '.join(busy)}: computes or was released; profiles change between passes")
+            modules = {member.name: member.attachment.module for member in members}
+            sources = {m.name: m.attachment.source for m in members if m.attachment.source is not None}
+            kinds = {member.name: member.attachment.component.kind for member in members}
+            locked = sum(member.attachment.host_bytes["pinned"] for member in members)
+            components, plan = plan_modules(
+                modules,
+                self.machine(None, freed_bytes=locked),
+                placement=placement,
+                profile=profile,
+                precision=precision,
+                kinds=kinds,
+                sources=sources,
+                patterns=next((member.patterns for member in members), None),
+            )
+            before = [(member, member.attachment, member.profile) for member in members]
             try:
-                machine = self.machine(None)
-                return components, plan_components(
-                    components, machine, placement=placement, profile=profile, precision=precision
-                )
-            except (DoesNotFit, InvalidInput):
-                if components == coarser:
-                    raise
-            coarser = components
-            largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
+                for member, component in zip(members, components, strict=True):
+                    self.detach(member)
+                    self.give(member, profile)
+                    source = sources.get(component.name)
+                    self.prepare(member, modules[member.name], component, plan[component.name], source)
+                    self.attach(member)
+            except BaseException:
+                for member, attachment, old_profile in before:
+                    if member.attachment is not attachment or member.id not in self.members:
+                        self.detach(member)
+                        self.give(member, old_profile)
+                        old = attachment.component, attachment.plan, attachment.source
+                        self.prepare(member, attachment.module, *old)
+                        self.attach(member)
+                raise
+            self.epoch += 1
+            return plan
 
-    def attach(self, member: Member, module: nn.Module, component: Component, plan: ComponentPlan) -> None:
+    def give(self, member: Member, profile: OffloadProfile) -> None:
+        member.profile, member.block_seconds, member.planned_in_epoch = profile, None, -1
+
+    def prepare(
+        self,
+        member: Member,
+        module: nn.Module,
+        component: Component,
+        plan: ComponentPlan,
+        source: WeightsSource | None,
+    ) -> None:
+        """Build a component's attachment, and refuse what cannot be attached; changes nothing."""
         if not member.is_hosted:
-            refuse_unsuitable(module, component.name, self.members.values())
+            refuse_unsuitable(module, component.name, self.members.values(), has_file=component.has_file)
         refuse_shared_split(module, component, plan)
         member.attachment = Attachment(
             member.id,
@@ -207,13 +266,22 @@ class MemoryManager:
             acquire=lambda: self.acquire(member),
             give_back=lambda: self.give_back(member),
             guards_state=not member.is_hosted,
+            source=source,
+            compiles=member.profile.compile,
         )
-        member.attachment.attach()
+        member.attachment.measure()
+
+    def attach(self, member: Member) -> None:
+        attachment, plan = member.attachment, member.attachment.plan
+        if not member.is_hosted:  # once more: parts that were prepared together may share weights
+            has_file = attachment.component.has_file
+            refuse_unsuitable(attachment.module, member.name, self.members.values(), has_file=has_file)
+        attachment.attach()
         self.members[member.id] = member
         for reason in plan.reasons:
             self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
-        if plan.tier == "pinned" != member.attachment.host_tier:
-            reason = "page-locked memory ran out: the rest is pageable, its copies block the host"
+        if member.attachment.was_refused:
+            reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
 
     def free_name(self, wanted: str) -> str:
@@ -224,20 +292,29 @@ class MemoryManager:
 
     def remove(self, member: Member) -> None:
         """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent."""
-        with self.exclusive():
-            self.released.append(member)
+        self.released.append(member)
+        # Whoever holds the lock may be waiting for the very thread in which a garbage collection brought us here: it
+        # removes the component when it lets go.
+        if self.lock.acquire(blocking=False):
+            try:
+                with self.exclusive():
+                    pass
+            finally:
+                self.lock.release()
 
     def detach(self, member: Member) -> None:
         if self.members.get(member.id) is not member:
             return
         freed = self.ledger.places(member.id)
-        member.attachment.detach()
-        self.moved_by_released += member.attachment.bytes_moved
         del self.members[member.id]
         self.epoch += 1
-        for place, num_bytes in freed.items():
-            self.recorder.note("release", member.id, num_bytes, place, "released")
-        self.recorder.sample()
+        try:
+            member.attachment.detach(restores=member.restores)
+        finally:
+            self.moved_by_released += member.attachment.bytes_moved
+            for place, num_bytes in freed.items():
+                self.recorder.note("release", member.id, num_bytes, place, "released")
+            self.recorder.sample()
         assert not self.ledger.places(member.id), self.ledger.places(member.id)
 
     def release_all(self) -> None:
@@ -269,7 +346,7 @@ class MemoryManager:
                 member.leases -= 1
                 raise
 
-    def heal_abandoned(self, newcomer: Member) -> None:
+    def heal_abandoned(self, newcomer: Member | None) -> None:
         """End passes that interrupts left open: their leases would keep memory that nobody computes with."""
         for member in self.members.values():
             if member is not newcomer and member.leases and member.attachment.is_abandoned():
@@ -286,6 +363,23 @@ class MemoryManager:
                 self.recorder.needed_by_node(device, activation_bytes)
 
             self.recorder.sample(learn)
+            if not member.leases:
+                self.learn_times(member)
+
+    def learn_times(self, member: Member) -> None:
+        """Take what was timed of a component's passes; a streamed one is planned again with it."""
+        shares = member.attachment.shares
+        times = [share.take_times() for share in shares]
+        seconds: dict[int, float] = {}
+        for share, timed in zip(shares, times, strict=True):
+            if timed is not None:
+                computes, link = timed
+                seconds |= computes
+                if link is not None:
+                    self.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
+        if seconds.keys() == member.attachment.share_of.keys():
+            member.block_seconds = [seconds[number] for number in sorted(seconds)]
+            member.planned_in_epoch = -1
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
@@ -306,13 +400,13 @@ class MemoryManager:
         """
         attachment = member.attachment
         machine = self.machine(member, self.computable(member, ceilings or {}))
-        plan = replan(attachment.component, attachment.plan, machine, member.profile)
+        plan = replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
         for share in plan.shares:
             if share.device != "cpu":
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
                 self.make_room(self.devices[share.device], need_bytes, member)
         try:
-            queued = attachment.load(plan)
+            queued = attachment.load(plan, self.show_loading(member, plan))
         except torch.OutOfMemoryError as error:
             self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
             raise
@@ -325,14 +419,39 @@ class MemoryManager:
             reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}"
             self.recorder.note("load", member.id, queued, where, reason)
 
+    def watch_loading(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
+        """Call the watcher with component, bytes done and bytes in all after each block of a loading.
+
+        What it raises cancels the loading and comes out of the forward that needed it. Returns what ends that.
+        """
+        self.watchers.append(watcher)
+        return lambda: self.watchers.remove(watcher)
+
+    def show_loading(self, member: Member, plan: ComponentPlan) -> Callable[[int], None]:
+        total = sum(share.to_load(part) for share, part in zip(member.attachment.shares, plan.shares, strict=True))
+        done = 0
+
+        def show(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            for watcher in list(self.watchers):
+                watcher(member.id, done, total)
+
+        return show
+
     def kept_free(self, device: str, member: Member | None) -> tuple[int, int]:
         """Return the low and high mark, raised to what the member's forwards were seen to need."""
         mark = self.watermark(device)
         needed = max(member.activation_bytes[device], member.activation_before[device]) if member else 0
         return max(mark.low_bytes, needed), max(mark.high_bytes, needed)
 
-    def machine(self, member: Member | None, ceilings: Mapping[str, int] | None = None) -> Machine:
-        """Return what a member (or a newcomer) may plan with, in live numbers."""
+    def machine(
+        self, member: Member | None, ceilings: Mapping[str, int] | None = None, *, freed_bytes: int = 0
+    ) -> Machine:
+        """Return what a member (or a newcomer) may plan with, in live numbers.
+
+        ``freed_bytes``: the host memory that a newcomer's weights take now, and give back as they are packed.
+        """
         capacities = []
         for device in self.devices.values():
             low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
@@ -345,11 +464,13 @@ class MemoryManager:
                     total_bytes=device.total_bytes(),
                     available_bytes=max(0, min(available, (ceilings or {}).get(device.name, available))),
                     kept_free_bytes=low,
+                    link_bytes_per_s=self.links.get(device.name),
                 )
             )
-        pinned = int(CPU.free_bytes() * PINNED_SHARE) if len(self.devices) > 1 else 0
-        if member is not None:  # its masters rest where they are
-            pinned = CPU.total_bytes() if member.attachment.host_tier == "pinned" else 0
+        # What a member keeps in host memory is decided when it is added.
+        pinned = 0
+        if member is None and len(self.devices) > 1:
+            pinned = pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
         return Machine(devices=tuple(capacities), pinned_bytes=pinned)
 
     # -- eviction
@@ -357,7 +478,7 @@ class MemoryManager:
     def victims(self, device: Device, member: Member | None) -> list[Victim]:
         """Return the idle components with bytes on a device, other than the member."""
         return [
-            Victim(component=other.id, device_bytes=held, last_use=other.last_use)
+            Victim(component=other.id, device_bytes=held, last_use=other.last_use, is_kept=other.is_kept)
             for other in self.members.values()
             if other is not member and not other.leases and (held := self.ledger.held(other.id, device.name))
         ]
@@ -378,6 +499,8 @@ class MemoryManager:
                 f"{need}, {format_bytes(device.free_bytes())} are free of which {format_bytes(low)} are kept; "
                 f"idle longest, {idle_s:.1f} s"
             )
+            if other.is_kept:
+                reason += "; it was to be kept, but nothing else is left"
             left += self.evict(other, device, high - left, reason)
 
     def bring(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
@@ -395,7 +518,7 @@ class MemoryManager:
             attachment = member.attachment
             try:
                 plan = replan(attachment.component, attachment.plan, self.machine(member), member.profile)
-            except DoesNotFit:
+            except (DoesNotFit, InvalidInput):
                 return attachment.component.weight_bytes
             return plan.device_bytes.get(device, 0)
 
@@ -522,26 +645,16 @@ class MemoryManager:
         return lambda: self.recorder.listeners.remove(listener)
 
     def device_reports(self) -> list[DeviceReport]:
-        reports = []
-        for device in self.devices.values():
-            mark = Watermark(low_bytes=0, high_bytes=0) if device.is_cpu else self.watermark(device.name)
-            total, free, reserved = device.total_bytes(), device.free_bytes(), self.ledger.used(device.name)
-            reports.append(
-                DeviceReport(
-                    name=device.name,
-                    total_bytes=total,
-                    free_bytes=free,
-                    watermark={"low_bytes": mark.low_bytes, "high_bytes": mark.high_bytes},
-                    reserved_bytes=reserved,
-                    other_bytes=max(0, total - free - reserved),
-                )
-            )
-        return reports
+        none = Watermark(low_bytes=0, high_bytes=0)
+        return [
+            device_report(device, none if device.is_cpu else self.watermark(name), self.ledger)
+            for name, device in self.devices.items()
+        ]
 
     def report(self) -> dict[str, Any]:
         """Return the versioned report of everything so far, JSON-able."""
         with self.exclusive():
-            components = [self.component_report(member) for member in self.members.values()]
+            components = [component_report(member, self.ledger) for member in self.members.values()]
             recorder = self.recorder
             return Report(
                 devices=self.device_reports(),
@@ -551,22 +664,3 @@ class MemoryManager:
                 events=list(recorder.events),
                 samples=list(recorder.samples),
             ).to_json()
-
-    def component_report(self, member: Member) -> ComponentReport:
-        attachment = member.attachment
-        planned = {share.device: share.device_bytes for share in attachment.plan.shares if share.device != "cpu"}
-        held = {share.device: self.ledger.held(member.id, share.device) for share in attachment.plan.shares}
-        return ComponentReport(
-            id=member.id,
-            name=member.name,
-            kind=attachment.component.kind,
-            node_id=member.node_id,
-            workflow_id=member.workflow_id,
-            tiers=self.ledger.places(member.id),
-            precision=attachment.plan.precision.value,
-            in_effect=all(held[device] == num_bytes for device, num_bytes in planned.items()),
-            leased=bool(member.leases),
-            last_use_s=member.last_use_s,
-            bytes_moved=attachment.bytes_moved,
-            plan=attachment.plan.to_json(),
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -53,6 +53,11 @@ class Member:
         self.attachment: Attachment
         self.is_hosted = False
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
+        self.patterns: Mapping[str, str] | None = None
+        self.is_kept = False
+        """It leaves a device only when nothing else is left to leave."""
+        self.restores = True
+        """Its module gets ordinary weights when it is released; not where nobody uses that any more."""
         self.leases = 0
         self.last_use = 0
         self.last_use_s: float | None = None
@@ -61,9 +66,11 @@ class Member:
         """What its forwards needed of a device beside what was there, in this run and the last."""
         self.activation_before: Counter[str] = Counter()
         self.allocated_at_entry: dict[str, int] = {}
+        self.block_seconds: list[float] | None = None
+        """What each block was seen to take to compute."""
 
 
-def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member]) -> None:
+def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member], *, has_file: bool) -> None:
     """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
     owners = {id(parameter): other.id for other in members for parameter in other.attachment.module.parameters()}
     if hasattr(module, "_hf_hook"):
@@ -72,7 +79,7 @@ def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member]) -
         if id(parameter) in owners:
             owner = owners[id(parameter)]
             raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and not (parameter.is_meta and has_file):
             raise InvalidInput(
                 f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
             )

@@ -166,8 +166,11 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
     return PlacementItem(component=component, devices=shares, tier=tier)
 
 
-def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int) -> str:
-    """Return the component name or kind that a word means: exact, alias, or an unambiguous prefix."""
+def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int, *, others: Sequence[str] = ()) -> str:
+    """Return the component name or kind that a word means: exact, alias, or an unambiguous prefix.
+
+    ``others`` are words that are allowed there too, for the complaint.
+    """
     if word == "*" or word in components:
         return word
     lowered = word.lower()
@@ -180,7 +183,7 @@ def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int
         return meanings.pop()
     if meanings:
         scanner.fail(f"component {word!r} is ambiguous: {', '.join(sorted(meanings))}", at=at)
-    scanner.fail(f"component {word!r} is unknown; {allowed_values(word, ['*', *KINDS, *components])}", at=at)
+    scanner.fail(f"component {word!r} is unknown; {allowed_values(word, ['*', *KINDS, *components, *others])}", at=at)
 
 
 def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[DeviceShare, ...]:

@@ -1,24 +1,22 @@
-"""The plan: which blocks of a component rest where, decided in whole bytes before anything moves.
-
-[Note: budgets] A device holds, for one component: the *fixed* tensors (the rest, and the buffers of the blocks
-there), the *resident* blocks, the *staging* slots through which the other blocks stream, and the *scratch* into
-which eight-bit weights are widened. The four sum to `SharePlan.device_bytes`, and the engine allocates exactly
-that. Residents are spread evenly through the execution order, so that every copy has compute to hide behind:
-at 25% streamed and copies twice as slow as compute that runs like all-resident, a leading prefix 1.21x slower.
-"""
+"""The plan: which blocks of a component rest where, decided in whole bytes before anything moves."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .budget import BudgetItem
 from .component import Component
-from .errors import DoesNotFit, InvalidInput, allowed_values
-from .footprint import all_resident_bytes, block_bytes, fixed_tensors, resting_bytes, wide_bytes
+from .errors import DoesNotFit, InvalidInput
+from .footprint import all_resident_bytes, block_bytes
+from .machine import DeviceCapacity, Machine
 from .placement import DeviceShare, Placement, PlacementItem
-from .profile import BudgetItem, OffloadProfile
-from .schedule import cut_runs, spread_residents
+from .profile import LANGUAGE, TITLES, OffloadProfile, covers
+from .schedule import cut_runs
+from .share_plan import SharePlan, plan_share
+from .tiers import Masters, choose_tiers, lock_pages
 from .units import format_bytes
 from .upcast import Precision, cast_tensors
 
@@ -28,64 +26,13 @@ __all__ = [
     "Machine",
     "Plan",
     "SharePlan",
-    "plan_component",
     "plan_components",
     "replan",
 ]
 
-# One slot computes while the other fills; a third would only help where copies and computes vary a lot.
-NUM_SLOTS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceCapacity:
-    """What one component may take of a device: bytes free now, its own, and those of idle components."""
-
-    name: str
-    total_bytes: int
-    available_bytes: int
-    kept_free_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """The numbers a plan is made from; ``pinned_bytes`` is how much host memory may be page-locked."""
-
-    devices: tuple[DeviceCapacity, ...]
-    pinned_bytes: int = 0
-
-    def device(self, name: str) -> DeviceCapacity:
-        return next(device for device in self.devices if device.name == name)
-
-    @property
-    def accelerators(self) -> tuple[DeviceCapacity, ...]:
-        return tuple(device for device in self.devices if device.name != "cpu")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SharePlan:
-    """One device's part of a component; block numbers are positions in `Component.blocks`."""
-
-    device: str
-    blocks: tuple[int, ...]
-    resident: frozenset[int]
-    fixed_bytes: int
-    resident_bytes: int
-    num_slots: int = 0
-    slot_bytes: int = 0
-    scratch_bytes: int = 0
-
-    @property
-    def streamed(self) -> tuple[int, ...]:
-        return tuple(block for block in self.blocks if block not in self.resident)
-
-    @property
-    def staging_bytes(self) -> int:
-        return self.num_slots * self.slot_bytes
-
-    @property
-    def device_bytes(self) -> int:
-        return self.fixed_bytes + self.resident_bytes + self.staging_bytes + self.scratch_bytes
+# T5, Llama and their like, by their names or by those of their layers; mmgp looks for the same in module paths.
+LANGUAGE_MODELS = re.compile(r"t5|llama|llm|qwen|gemma|mistral", re.IGNORECASE)
+LANGUAGE_LAYERS = re.compile(r"\.SelfAttention\.|\.gate_proj\.|\.ffn\.gate\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +47,13 @@ class ComponentPlan:
     precision: Precision
     cast: frozenset[str]
     placement: PlacementItem
-    reasons: tuple[str, ...] = ()
+    pinned: frozenset[str] = frozenset()
+    """The blocks whose masters are page-locked, by name, and ``""`` for the rest and the buffers."""
+    host_bytes: int = 0
+    """The bytes of RAM, page-locked or not: the masters', or those of the buffers through which a file is read."""
+    pinned_bytes: int = 0
+    choices: tuple[str, ...] = ()
+    """Why precision, device, tier and split are what they are; the shares say why blocks stream."""
 
     @property
     def num_blocks(self) -> int:
@@ -110,11 +63,22 @@ class ComponentPlan:
     def device_bytes(self) -> dict[str, int]:
         return {share.device: share.device_bytes for share in self.shares}
 
+    @property
+    def streams(self) -> bool:
+        return any(share.num_slots for share in self.shares)
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return (*self.choices, *(reason for share in self.shares for reason in share.reasons))
+
     def text(self) -> str:
         """Return the decision as lines for people, the reasons last."""
-        form = f"{format_bytes(self.weight_bytes)} {self.precision.value}, rests in {self.tier}"
+        rests = "on disk" if self.tier == "disk" else f"in {self.tier}"
+        form = f"{format_bytes(self.weight_bytes)} {self.precision.value}, rests {rests}"
+        if self.tier == "pinned" and self.pinned_bytes < self.host_bytes:
+            form += f" ({format_bytes(self.pinned_bytes)} of it)"
         lines = [f"{self.component}: {form}"]
-        lines += [f"  {describe_share(share)}" for share in self.shares]
+        lines += [f"  {share.text()}" for share in self.shares]
         lines += [f"  - {reason}" for reason in self.reasons]
         return "\n".join(lines)
 
@@ -125,21 +89,10 @@ class ComponentPlan:
             "weight_bytes": self.weight_bytes,
             "precision": self.precision.value,
             "tier": self.tier,
+            "host_bytes": self.host_bytes,
+            "pinned_bytes": self.pinned_bytes,
             "placement": str(self.placement),
-            "shares": [
-                {
-                    "device": share.device,
-                    "blocks": len(share.blocks),
-                    "resident_blocks": len(share.resident),
-                    "streamed_blocks": len(share.streamed),
-                    "fixed_bytes": share.fixed_bytes,
-                    "resident_bytes": share.resident_bytes,
-                    "staging_bytes": share.staging_bytes,
-                    "scratch_bytes": share.scratch_bytes,
-                    "device_bytes": share.device_bytes,
-                }
-                for share in self.shares
-            ],
+            "shares": [share.to_json() for share in self.shares],
             "reasons": list(self.reasons),
         }
 
@@ -159,29 +112,74 @@ class Plan:
         """The plan as one placement text: ``auto`` replaced by what it chose."""
         return str(Placement(items=tuple(plan.placement for plan in self.components)))
 
+    @property
+    def like(self) -> str:
+        """The number of the profile whose machine this plan is like; empty where nothing is on an accelerator."""
+        plans = [plan for plan in self.components if plan.shares[0].device != "cpu"]
+        if not plans:
+            return ""
+        streams = any(plan.streams for plan in plans)
+        if all(plan.pinned_bytes == plan.host_bytes and plan.tier == "pinned" for plan in plans):
+            return "2" if streams else "1"
+        if not streams:
+            return "3"
+        return "4" if max(plans, key=lambda plan: plan.weight_bytes).pinned else "5"
+
+    @property
+    def explicit_profile(self) -> str:
+        """The plan as one profile text, in which nothing is left to ``auto``."""
+        budgets = []
+        for plan in self.components:
+            limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
+            budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))
+        pinned = tuple(plan.component for plan in self.components if plan.pinned)
+        on_demand = tuple(plan.component for plan in self.components if plan.tier == "disk")
+        return str(replace(self.profile, budgets=tuple(budgets), pinned=pinned, on_demand=on_demand))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What ``auto`` made of this machine and these components."""
+        if self.profile.name != "auto" or not self.like:
+            return ()
+        streaming = [plan.component for plan in self.components if plan.streams]
+        verb = "streams" if len(streaming) == 1 else "stream"
+        form = f"{', '.join(streaming)} {verb}" if streaming else "everything is resident while it computes"
+        host_bytes, pinned_bytes = (
+            sum(getattr(plan, name) for plan in self.components) for name in ("host_bytes", "pinned_bytes")
+        )
+        on_disk = [plan.component for plan in self.components if plan.tier == "disk"]
+        rest = f", {', '.join(on_disk)} on disk" if on_disk else ""
+        return (
+            f"like profile {self.like} ({TITLES[self.like]}), but nothing is quantized: {form}, "
+            f"{format_bytes(pinned_bytes)} of {format_bytes(host_bytes)} in RAM page-locked{rest}",
+            f"the same as text: {self.explicit_profile}",
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {
             "placement": self.placement,
+            "profile": {
+                "name": self.profile.name,
+                "title": self.profile.title,
+                "text": str(self.profile),
+                "like": self.like,
+                "explicit": self.explicit_profile,
+                "reasons": list(self.reasons),
+            },
             "components": [plan.to_json() for plan in self.components],
         }
 
     def text(self) -> str:
-        """Return the plan as lines for people: a component each, its reasons below, the placement at the end."""
-        return "\n".join([*(plan.text() for plan in self.components), f"placement: {self.placement}"])
-
-
-def describe_share(share: SharePlan) -> str:
-    parts = [f"{format_bytes(share.fixed_bytes)} fixed"]
-    if share.blocks:
-        parts.append(
-            f"{len(share.resident)} of {len(share.blocks)} blocks resident {format_bytes(share.resident_bytes)}"
+        """Return the plan as lines for people: a component each with its reasons, then profile and placement."""
+        title = f" ({self.profile.title})" if self.profile.title != self.profile.name else ""
+        return "\n".join(
+            [
+                *(plan.text() for plan in self.components),
+                f"profile: {self.profile}{title}",
+                *(f"  - {reason}" for reason in self.reasons),
+                f"placement: {self.placement}",
+            ]
         )
-    if share.num_slots:
-        slots = f"{share.num_slots} slot{'s' if share.num_slots > 1 else ''} of {format_bytes(share.slot_bytes)}"
-        parts.append(f"{len(share.streamed)} streamed through {slots}")
-    if share.scratch_bytes:
-        parts.append(f"{format_bytes(share.scratch_bytes)} scratch")
-    return f"{share.device}: {format_bytes(share.device_bytes)} = {', '.join(parts)}"
 
 
 def plan_components(
@@ -190,80 +188,119 @@ def plan_components(
     *,
     placement: Placement,
     profile: OffloadProfile,
-    precision: Precision,
+    precision: Precision | None = None,
+    block_seconds: Mapping[str, Sequence[float]] | None = None,
 ) -> Plan:
-    """Plan every component as if it were alone: they compute one after another and evict each other.
+    """Plan all components: on the devices each as if it were alone, in host memory side by side.
+
+    On a device they compute one after another and evict each other; their masters rest all at once.
+
+    Args:
+        precision: None is what the profile says.
+        block_seconds: by component, what each of its blocks was measured to compute.
 
     Raises:
         InvalidInput: a budget or tier that cannot be met as written.
         DoesNotFit: a component whose least form exceeds what its device can have.
     """
-    plans = tuple(
-        plan_component(
-            component,
-            machine,
-            item=placement.item_for(component.name, component.kind),
-            profile=profile,
-            precision=precision,
+    drafts = [draft(component, machine, placement, profile, precision) for component in components]
+    masters = choose_tiers([masters for masters, _, _ in drafts], machine, profile)
+    shared = []
+    for part, (_, devices, reasons) in zip(masters, drafts, strict=True):
+        seconds = (block_seconds or {}).get(part.component.name)
+        groups = split_blocks(part.component, devices, machine, part.cast, reasons)
+        shares = tuple(
+            plan_share(
+                part.component, share.device, group, machine, profile, part.cast,
+                first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
+            )
+            for index, (share, group) in enumerate(zip(devices, groups, strict=True))
+        )  # fmt: skip
+        refuse_streaming_at_tier_device(part.component, part.tier, shares, part.cast)
+        shared.append(replace(part, shares=shares))
+    plans = []
+    for part, (_, devices, reasons) in zip(lock_pages(shared, machine, profile), drafts, strict=True):
+        assert part.tier is not None
+        if part.cast and part.cast_by_profile:
+            reasons.append(f"rests in eight bits: profile {profile.name} says so, no precision was asked for")
+        plans.append(
+            ComponentPlan(
+                component=part.component.name,
+                kind=part.component.kind,
+                weight_bytes=part.ram_bytes,
+                shares=part.shares,
+                tier=part.tier,
+                precision=Precision.FP8_SCALED if part.cast else Precision.AS_STORED,
+                cast=part.cast,
+                placement=replace(part.item, component=part.component.name, devices=tuple(devices), tier=part.tier),
+                pinned=part.pinned,
+                host_bytes=part.host_bytes,
+                pinned_bytes=part.pinned_bytes,
+                choices=(*reasons, *part.reasons),
+            )
         )
-        for component in components
-    )
-    return Plan(components=plans, profile=profile)
+    return Plan(components=tuple(plans), profile=profile)
 
 
-def plan_component(
-    component: Component,
-    machine: Machine,
-    *,
-    item: PlacementItem,
-    profile: OffloadProfile,
-    precision: Precision,
-) -> ComponentPlan:
-    """Decide for one component; arithmetic on ints, moves nothing. Raises as `plan_components`."""
+def draft(
+    component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
+) -> tuple[Masters, Sequence[DeviceShare], list[str]]:
+    """Return what is known before tiers and shares are: form and devices, with their reasons."""
     reasons: list[str] = []
-    cast = cast_tensors(component, precision)
+    item = placement.item_for(component.name, component.kind)
     devices = item.devices or choose_device(machine, reasons)
-    tier = choose_tier(component, item, devices, machine, cast, reasons)
-    groups = split_blocks(component, devices, machine, cast, reasons)
-    shares = tuple(
-        plan_share(component, share.device, group, machine, profile, cast, first=index == 0, reasons=reasons)
-        for index, (share, group) in enumerate(zip(devices, groups, strict=True))
-    )
-    refuse_streaming_at_tier_device(component, tier, shares, cast)
-    if precision is Precision.FP8_SCALED and not cast:
+    by_profile = precision is None and wants_eight_bits(component, profile)
+    cast = cast_tensors(component, Precision.FP8_SCALED if by_profile else precision or Precision.AS_STORED)
+    if not cast and (by_profile or precision is Precision.FP8_SCALED):
         reasons.append("no block has weights that can be cast: everything stays as stored")
-    return ComponentPlan(
-        component=component.name,
-        kind=component.kind,
-        weight_bytes=all_resident_bytes(component, cast),
-        shares=shares,
-        tier=tier,
-        precision=precision,
+    masters = Masters(
+        component=component,
+        item=item,
         cast=cast,
-        placement=replace(item, component=component.name, devices=devices, tier=tier),
-        reasons=tuple(reasons),
+        cast_by_profile=by_profile,
+        num_devices=len(devices),
+        on_cpu=devices[0].device == "cpu",
     )
+    return masters, devices, reasons
 
 
-def replan(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> ComponentPlan:
-    """Decide anew what is resident, with the memory there is now; devices, split and precision stay.
+def wants_eight_bits(component: Component, profile: OffloadProfile) -> bool:
+    """Whether the profile says that a component rests in eight bits."""
+    kinds = [component.kind]
+    if component.kind == "text" and is_language_model(component):
+        kinds.append(LANGUAGE)
+    return covers(profile.quantize, component.name, *kinds)
 
-    Raises as `plan_components`.
+
+def is_language_model(component: Component) -> bool:
+    names = (tensor.name for block in component.blocks for tensor in block.tensors)
+    return bool(LANGUAGE_MODELS.search(component.name)) or any(LANGUAGE_LAYERS.search(name) for name in names)
+
+
+def replan(
+    component: Component,
+    plan: ComponentPlan,
+    machine: Machine,
+    profile: OffloadProfile,
+    block_seconds: Sequence[float] | None = None,
+) -> ComponentPlan:
+    """Decide anew what is resident, with the memory there is now; devices, split, tier and precision stay.
+
+    What is resident now stays so where that is about as good. Raises as `plan_components`.
     """
-    # The reasons of what stays (device, tier, split) are kept; those about room are found again.
-    reasons = [reason for reason in plan.reasons if " stream, " not in reason and "staging slot" not in reason]
     shares = tuple(
         plan_share(
-            component, share.device, share.blocks, machine, profile, plan.cast, first=index == 0, reasons=reasons
+            component, share.device, share.blocks, machine, profile, plan.cast,
+            first=index == 0, from_disk=plan.tier == "disk", block_seconds=block_seconds, current=share,
         )
         for index, share in enumerate(plan.shares)
-    )
+    )  # fmt: skip
     refuse_streaming_at_tier_device(component, plan.tier, shares, plan.cast)
-    return replace(plan, shares=shares, reasons=tuple(reasons))
+    return replace(plan, shares=shares)
 
 
 def refuse_streaming_at_tier_device(
-    component: Component, tier: str, shares: Sequence[SharePlan], cast: frozenset[str]
+    component: Component, tier: str | None, shares: Sequence[SharePlan], cast: frozenset[str]
 ) -> None:
     if tier == "device" and any(share.num_slots for share in shares):
         raise DoesNotFit(
@@ -273,44 +310,14 @@ def refuse_streaming_at_tier_device(
 
 
 def choose_device(machine: Machine, reasons: list[str]) -> tuple[DeviceShare, ...]:
-    """Return where ``auto`` computes: the accelerator that can give most, else the CPU."""
+    """Return where ``auto`` computes: the accelerator that can give most, of equals the fastest to reach."""
     if not machine.accelerators:
         reasons.append("auto: no accelerator here, computes on the CPU")
         return (DeviceShare(device="cpu"),)
-    best = max(machine.accelerators, key=lambda device: device.available_bytes)
+    best = max(machine.accelerators, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
     if len(machine.accelerators) > 1:
         reasons.append(f"auto: {best.name} can give most, {format_bytes(best.available_bytes)}")
     return (DeviceShare(device=best.name),)
-
-
-def choose_tier(
-    component: Component,
-    item: PlacementItem,
-    devices: Sequence[DeviceShare],
-    machine: Machine,
-    cast: frozenset[str],
-    reasons: list[str],
-) -> str:
-    """Return where the weights rest while they are not resident."""
-    on_cpu = devices[0].device == "cpu"
-    if item.tier is not None:
-        allowed = ["host"] if on_cpu else ["device", "pinned", "host"]
-        if item.tier not in allowed:
-            raise InvalidInput(
-                f"placement {str(item)!r}: tier {item.tier!r} is not available for {component.name} on "
-                f"{devices[0].device}; {allowed_values(item.tier, allowed)}"
-            )
-        return item.tier
-    if on_cpu:
-        return "host"
-    host_bytes = all_resident_bytes(component, cast)
-    if host_bytes <= machine.pinned_bytes:
-        return "pinned"
-    reasons.append(
-        f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned, "
-        f"{format_bytes(host_bytes)} would be needed; copies block the host"
-    )
-    return "host"
 
 
 def split_blocks(
@@ -339,83 +346,3 @@ def split_blocks(
     for share, run, ratio in zip(devices, runs, ratios, strict=True):
         reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
     return runs
-
-
-def plan_share(
-    component: Component,
-    device: str,
-    blocks: tuple[int, ...],
-    machine: Machine,
-    profile: OffloadProfile,
-    cast: frozenset[str],
-    *,
-    first: bool,
-    reasons: list[str],
-) -> SharePlan:
-    """Decide what of these blocks is resident on one device and what streams."""
-    capacity = machine.device(device)
-    sizes = {number: block_bytes(component.blocks[number], cast) for number in blocks}
-    fixed = resting_bytes(fixed_tensors(component, blocks, first=first))
-    scratch = max((wide_bytes(component.blocks[number], cast) for number in blocks), default=0)
-    whole = SharePlan(
-        device=device,
-        blocks=blocks,
-        resident=frozenset(blocks),
-        fixed_bytes=fixed,
-        resident_bytes=sum(sizes.values()),
-        scratch_bytes=scratch,
-    )
-    if device == "cpu":
-        return whole
-    budget = profile.budget_for(device, component.name, component.kind)
-    limit = capacity.available_bytes
-    if budget is not None:
-        limit = budget.limit(capacity.total_bytes, capacity.available_bytes)
-    if whole.device_bytes <= limit:
-        return whole
-    largest = max(sizes.values(), default=0)
-    room = limit - fixed - scratch
-    num_slots = NUM_SLOTS if room >= NUM_SLOTS * largest else 1
-    if room < largest or not blocks:
-        refuse_budget(component, capacity, budget, limit, fixed, scratch, largest)
-    resident = spread_residents([sizes[number] for number in blocks], room - num_slots * largest)
-    resident_numbers = frozenset(blocks[position] for position in resident)
-    streamed = [sizes[number] for number in blocks if number not in resident_numbers]
-    source = f"budget {budget}" if budget is not None else f"{capacity.name} can give {format_bytes(limit)}"
-    reasons.append(f"{source}: {len(streamed)} of {len(blocks)} blocks stream, {format_bytes(sum(streamed))} per pass")
-    if num_slots == 1:
-        reasons.append("one staging slot only: copies wait for computes; a larger budget would overlap them")
-    return SharePlan(
-        device=device,
-        blocks=blocks,
-        resident=resident_numbers,
-        fixed_bytes=fixed,
-        resident_bytes=sum(sizes[number] for number in resident_numbers),
-        num_slots=min(num_slots, len(streamed)),
-        slot_bytes=max(streamed),
-        scratch_bytes=scratch,
-    )
-
-
-def refuse_budget(
-    component: Component,
-    capacity: DeviceCapacity,
-    budget: BudgetItem | None,
-    limit: int,
-    fixed_bytes: int,
-    scratch_bytes: int,
-    largest_block_bytes: int,
-) -> None:
-    """Raise the error of a component whose least form does not fit: the user's budget, or the device."""
-    least = fixed_bytes + scratch_bytes + largest_block_bytes
-    form = (
-        f"at least {format_bytes(least)} ({format_bytes(fixed_bytes)} fixed, "
-        f"{format_bytes(largest_block_bytes)} for the largest block, {format_bytes(scratch_bytes)} scratch)"
-    )
-    if budget is not None and limit < capacity.available_bytes:
-        raise InvalidInput(f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}")
-    raise DoesNotFit(
-        f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} can be had of "
-        f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} kept free; "
-        "lower the watermark, choose 'fp8 scaled', or place it on another device"
-    )

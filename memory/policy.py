@@ -16,6 +16,8 @@ class Victim:
     component: str
     device_bytes: int
     last_use: int
+    is_kept: bool = False
+    """Whoever loaded it asked to keep it: it leaves only when nothing else is left."""
 
 
 class EvictionPolicy(Protocol):
@@ -27,7 +29,7 @@ class EvictionPolicy(Protocol):
 
 
 class LeastRecentlyUsed:
-    """The component that computed longest ago leaves first; of two never used, the larger."""
+    """The component that computed longest ago leaves first; of two never used, the larger. Kept ones are last."""
 
     def order(self, victims: Iterable[Victim]) -> list[Victim]:
-        return sorted(victims, key=lambda victim: (victim.last_use, -victim.device_bytes))
+        return sorted(victims, key=lambda victim: (victim.is_kept, victim.last_use, -victim.device_bytes))

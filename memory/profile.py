@@ -1,142 +1,354 @@
-"""What the user chose: a frozen profile whose budgets say how many bytes the weights may take.
+"""What the user chose: a frozen profile that says how much memory of which sort the weights may take.
 
-budget = bitem { "," bitem }
-bitem  = [ ( device | component | "*" ) "=" ] size
-size   = number unit | number "%" | "-" number unit (leave that much free) | "unlimited"
-unit   = "GiB" | "MiB" | "GB" | "MB"
+profile = [ base ] { "," item }                  a base alone, items alone ("auto" is then the base), or both
+base    = "auto" | "1" to "5" | a profile's name, such as "LowRAM_LowVRAM"
+item    = bitem | setting                        bitem: a budget, see budget.py
+setting = "pinned=" names | "prefetch=" ( "1" to "4" | "auto" ) | "quantize=" names | "disk=" names
+        | "reserve" [ ":" ( device | component ) ] "=" amount | "compile=" ( "on" | "off" )
+names   = "all" | "none" | component { "&" component }
+
+Profiles 1 to 5 have the names and the meaning of mmgp's. Where mmgp says "transformer", they say ``diffusion``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from .errors import InvalidInput
-from .placement import INTEGER, WORD, Scanner, canonical_device, names_device, resolve_kind
-from .units import UNITS, format_bytes, parse_bytes
+from .budget import (
+    BudgetItem,
+    as_left_free,
+    parse_budget_item,
+    parse_size,
+    parse_target,
+    read_mmgp_budgets,
+)
+from .errors import InvalidInput, allowed_values
+from .placement import WORD, Scanner, resolve_kind
+from .units import GIB, MIB
 
-__all__ = ["BudgetItem", "OffloadProfile", "parse_profile"]
+__all__ = [
+    "LANGUAGE",
+    "PROFILES",
+    "TITLES",
+    "BudgetItem",
+    "OffloadProfile",
+    "build_profile",
+    "parse_profile",
+]
 
-SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetItem:
-    """A limit for a device, a component or everything (``*``); exactly one of the three numbers is set.
-
-    ``limit_bytes`` caps the device bytes of the weights, ``leave_bytes`` keeps that much of the device free,
-    ``share`` is a part of the device's total. All three None means unlimited.
-    """
-
-    target: str
-    limit_bytes: int | None = None
-    leave_bytes: int | None = None
-    share: float | None = None
-
-    def limit(self, total_bytes: int, available_bytes: int) -> int:
-        """Return the most bytes that weights may take on a device with these bytes in all and to have."""
-        if self.limit_bytes is not None:
-            return min(self.limit_bytes, available_bytes)
-        if self.leave_bytes is not None:
-            return max(0, available_bytes - self.leave_bytes)
-        if self.share is not None:
-            return min(int(total_bytes * self.share), available_bytes)
-        return available_bytes
-
-    def __str__(self) -> str:
-        target = "" if self.target == "*" else f"{self.target}="
-        if self.limit_bytes is not None:
-            return target + format_bytes(self.limit_bytes)
-        if self.leave_bytes is not None:
-            return f"{target}-{format_bytes(self.leave_bytes)}"
-        return target + (f"{self.share:.0%}" if self.share is not None else "unlimited")
+AUTO = "auto"
+TITLES = {
+    "1": "HighRAM_HighVRAM",
+    "2": "HighRAM_LowVRAM",
+    "3": "LowRAM_HighVRAM",
+    "4": "LowRAM_LowVRAM",
+    "5": "VerylowRAM_LowVRAM",
+}
+# The RAM and VRAM in GiB that mmgp made each of them for; they work on any machine.
+MADE_FOR = {"1": (48, 24), "2": (48, 12), "3": (32, 24), "4": (32, 12), "5": (24, 10)}
+EVERYTHING = ("*",)
+# Among the text encoders, those that are language models (T5, Llama and their like); CLIP is not one.
+LANGUAGE = "language"
+LARGEST_PREFETCH = 4
+SETTINGS = ("pinned", "prefetch", "quantize", "disk", "reserve", "compile")
+NUMBER = re.compile(r"\d+(?=\s*(,|$))")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadProfile:
-    """``auto`` fills what is free; budgets narrow that per device or component."""
+    """How much memory the weights may take, and how they rest; ``auto`` fills what is free.
 
-    name: str = "auto"
+    ``pinned``, ``quantize`` and ``on_demand`` name components or kinds; ``("*",)`` means all, ``()`` none.
+    """
+
+    name: str = AUTO
     budgets: tuple[BudgetItem, ...] = ()
+    pinned: tuple[str, ...] = EVERYTHING
+    """Whose weights are page-locked, as far as the machine allows."""
+    prefetch_blocks: int | None = None
+    """How many blocks are copied ahead of the one that computes, 1 to 4; None is chosen by the schedule."""
+    quantize: tuple[str, ...] = ()
+    """What rests in eight bits where the caller set no precision; may name ``language``."""
+    on_demand: tuple[str, ...] = ()
+    """What is not kept in RAM, where it has a file to be read from."""
+    reserve: tuple[BudgetItem, ...] = ()
+    """Bytes of a device that stay free whatever the budgets say; what is kept free anyway counts towards them."""
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in (AUTO, *TITLES):
+            raise InvalidInput(f"profile {self.name!r} is unknown; {allowed_values(self.name, [AUTO, *TITLES])}")
+        if self.prefetch_blocks is not None and not 1 <= self.prefetch_blocks <= LARGEST_PREFETCH:
+            raise InvalidInput(f"prefetch {self.prefetch_blocks!r}: allowed is 1 to {LARGEST_PREFETCH}, or auto")
+
+    @property
+    def title(self) -> str:
+        """The profile's name in words, such as ``LowRAM_LowVRAM``."""
+        return TITLES.get(self.name, self.name)
 
     def budget_for(self, device: str, component: str, kind: str) -> BudgetItem | None:
-        """Return the most specific budget: component name, kind, device, then ``*``."""
-        by_target = {item.target: item for item in self.budgets}
-        for key in (component, kind, device, "*"):
-            if key in by_target:
-                return by_target[key]
-        return None
+        """Return the most specific budget: component name, kind, device, then ``*``; the user's before a profile's."""
+        own = [item for item in self.budgets if not item.from_profile]
+        brought = [item for item in self.budgets if item.from_profile]
+        return find_item(own, device, component, kind) or find_item(brought, device, component, kind)
+
+    def reserve_for(self, device: str, component: str, kind: str, total_bytes: int) -> int:
+        """Return the bytes of a device that have to stay free beside a component."""
+        item = find_item(self.reserve, device, component, kind)
+        return item.left_free(total_bytes) if item else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every value, and what it was made for."""
+        ram, vram = MADE_FOR.get(self.name, (None, None))
+        return {
+            "name": self.name,
+            "title": self.title,
+            "ram_bytes": ram and ram * GIB,
+            "vram_bytes": vram and vram * GIB,
+            "budgets": {item.target: item.size for item in self.budgets},
+            "pinned": names_text(self.pinned),
+            "prefetch_blocks": self.prefetch_blocks,
+            "quantize": names_text(self.quantize),
+            "on_demand": names_text(self.on_demand),
+            "reserve": {item.target: item.size.removeprefix("-") for item in self.reserve},
+            "compile": self.compile,
+        }
+
+    def __str__(self) -> str:
+        """The profile as text that `parse_profile` takes: its name, and what differs from it."""
+        base = PROFILES[self.name]
+        own = [item for item in self.budgets if not item.from_profile]
+        targets = {item.target for item in self.budgets}
+        items = [str(item) for item in own]
+        items += [f"{item.target}=unlimited" for item in base.budgets if item.target not in targets]
+        for word, field in (("pinned", "pinned"), ("quantize", "quantize"), ("disk", "on_demand")):
+            names = getattr(self, field)
+            if names != getattr(base, field):
+                items.append(f"{word}={names_text(names)}")
+        if self.prefetch_blocks != base.prefetch_blocks:
+            items.append(f"prefetch={self.prefetch_blocks or AUTO}")
+        for item in self.reserve:
+            target = "" if item.target == "*" else f":{item.target}"
+            items.append(f"reserve{target}={item.size.removeprefix('-')}")
+        if self.compile != base.compile:
+            items.append(f"compile={'on' if self.compile else 'off'}")
+        return ",".join(items if items and self.name == AUTO else [self.name, *items])
+
+
+def find_item(items: Sequence[BudgetItem], device: str, component: str, kind: str) -> BudgetItem | None:
+    by_target = {item.target: item for item in items}
+    return next((by_target[key] for key in (component, kind, device, "*") if key in by_target), None)
+
+
+def covers(names: Collection[str], component: str, *kinds: str) -> bool:
+    """Whether the names mean this component, itself or by one of its kinds."""
+    return any(name in names for name in ("*", component, *kinds))
+
+
+def names_text(names: Sequence[str]) -> str:
+    return "all" if "*" in names else "&".join(names) or "none"
+
+
+def brought(**megabytes: int) -> tuple[BudgetItem, ...]:
+    """Return a profile's budgets; ``others`` stands for all that are not named."""
+    return tuple(
+        BudgetItem(target="*" if target == "others" else target, limit_bytes=number * MIB, from_profile=True)
+        for target, number in megabytes.items()
+    )
+
+
+# mmgp 3.8.2, `profile()`: the same five rows. It prefetches one block; here the schedule chooses how many.
+PROFILES: dict[str, OffloadProfile] = {
+    AUTO: OffloadProfile(),
+    "1": OffloadProfile(name="1", quantize=("diffusion",)),
+    "2": OffloadProfile(name="2", quantize=("diffusion",), budgets=brought(diffusion=1200, others=3000)),
+    "3": OffloadProfile(name="3", pinned=("diffusion",), quantize=("diffusion", LANGUAGE)),
+    "4": OffloadProfile(
+        name="4",
+        pinned=("diffusion",),
+        quantize=("diffusion", LANGUAGE),
+        budgets=brought(diffusion=1200, others=3000),
+    ),
+    "5": OffloadProfile(
+        name="5", pinned=(), quantize=("diffusion", LANGUAGE), budgets=brought(diffusion=400, others=3000)
+    ),
+}
+ALLOWED = f"allowed: auto, 1 to 5, {', '.join(TITLES.values())}, or a budget such as 6GiB, 80%, -1GiB, unlimited"
 
 
 def parse_profile(text: str, *, devices: Collection[str], components: Sequence[str] = ()) -> OffloadProfile:
-    """Parse ``auto`` or a budget such as ``6GiB``, ``80%``, ``gpu:0=8GiB,vae=unlimited``.
+    """Parse ``auto``, ``4``, ``LowRAM_LowVRAM``, ``6GiB``, ``4,diffusion=2GiB`` or ``auto,reserve=2GiB``.
 
     Raises:
-        InvalidInput: an unknown profile, component, device or unit, or a bare number; names the column.
+        InvalidInput: an unknown profile, component, device, unit or setting, or a bare number; names the column.
     """
-    if text.strip() == "auto":
-        return OffloadProfile()
-    if re.fullmatch(r"\s*[A-Za-z_]*\s*", text) and text.strip() != "unlimited":
-        raise InvalidInput(
-            f"profile {text!r} is unknown; allowed: auto, or a budget such as 6GiB, 80%, -1GiB, unlimited"
-        )
-    scanner = Scanner(text, what="budget")
-    items: list[BudgetItem] = []
+    scanner = Scanner(text, what="profile")
+    profile = PROFILES[parse_base(scanner) or AUTO]
+    if scanner.position and scanner.at_end:
+        return profile
+    if scanner.position and not scanner.take(","):
+        scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',' or the end")
+    budgets: list[BudgetItem] = []
+    settings: dict[str, Any] = {}
+    reserve: list[BudgetItem] = []
     while True:
         scanner.skip_blanks()
         begin = scanner.position
-        item = parse_budget_item(scanner, devices, components)
-        if any(item.target == other.target for other in items):
-            scanner.fail(f"{item.target!r} has two budgets", at=begin)
-        items.append(item)
+        setting = parse_setting(scanner, devices, components)
+        if setting is None:
+            item = parse_budget_item(scanner, devices, components, others=SETTINGS)
+            add_item(scanner, begin, budgets, item, "budgets")
+        elif setting[0] == "reserve":
+            add_item(scanner, begin, reserve, setting[1], "reserves")
+        elif setting[0] in settings:
+            scanner.fail(f"{setting[0]!r} is set twice", at=begin)
+        else:
+            settings[setting[0]] = setting[1]
         if scanner.at_end:
-            return OffloadProfile(name="budget", budgets=tuple(items))
+            break
         if not scanner.take(","):
             scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',' or the end")
+    named = {item.target for item in budgets}
+    kept = [item for item in profile.budgets if item.target not in named]
+    return replace(profile, budgets=(*budgets, *kept), reserve=tuple(reserve), **settings)
 
 
-def parse_budget_item(scanner: Scanner, devices: Collection[str], components: Sequence[str]) -> BudgetItem:
-    target = "*"
-    begin = scanner.position
-    match = scanner.match(WORD)
-    if match and match[0] != "unlimited":
-        word = match[0]
-        if scanner.take(":"):
-            number = scanner.match(INTEGER)
-            word += f":{number[0]}" if number else ":"
-        if names_device(word):
-            target = canonical_device(word)
-            if target not in devices:
-                scanner.fail(f"device {word!r} is not here; allowed: {', '.join(devices)}", at=begin)
-        else:
-            target = resolve_kind(scanner, word, components, begin)
-        if not scanner.take("="):
-            scanner.fail("'=' and a size must follow; allowed: 6GiB, 80%, -1GiB or unlimited")
-    else:
-        scanner.position = begin
-    return parse_size(scanner, target)
+def add_item(scanner: Scanner, at: int, items: list[BudgetItem], item: BudgetItem, what: str) -> None:
+    if any(item.target == other.target for other in items):
+        scanner.fail(f"{item.target!r} has two {what}", at=at)
+    items.append(item)
 
 
-def parse_size(scanner: Scanner, target: str) -> BudgetItem:
+def parse_base(scanner: Scanner) -> str | None:
+    """Consume the name or number of a profile if the text begins with one."""
     scanner.skip_blanks()
     begin = scanner.position
+    number = scanner.match(NUMBER)
+    if number:
+        if number[0] not in TITLES:
+            scanner.fail(f"{number[0]!r} has no unit; allowed: GiB, MiB, GB, MB or %, or a profile 1 to 5", at=begin)
+        return number[0]
     word = scanner.match(WORD)
-    if word and word[0] == "unlimited":
-        return BudgetItem(target=target)
-    scanner.position = begin
-    match = scanner.match(SIZE)
-    if match is None:
-        scanner.fail("a size is missing; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)
-    minus, number, unit = match.groups()
-    if unit == "%":
-        if minus or not 0 < float(number) <= 100:
-            scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% to 100%", at=begin)
-        return BudgetItem(target=target, share=float(number) / 100)
-    if unit not in UNITS:
-        problem = "has no unit" if not unit else f"has the unknown unit {unit!r}"
-        scanner.fail(f"{match[0].strip()!r} {problem}; allowed: {', '.join(UNITS)} or %", at=begin)
-    num_bytes = parse_bytes(number + unit)
-    return (
-        BudgetItem(target=target, leave_bytes=num_bytes) if minus else BudgetItem(target=target, limit_bytes=num_bytes)
-    )
+    if word is None or word[0] == "unlimited" or scanner.peek("=") or scanner.peek(":"):
+        scanner.position = 0
+        return None
+    lowered = word[0].lower()
+    if lowered == AUTO:
+        return AUTO
+    titles = {number: title for number, title in TITLES.items() if title.lower().startswith(lowered)}
+    exact = [number for number, title in titles.items() if title.lower() == lowered]
+    if len(titles) == 1 or exact:
+        return (exact or list(titles))[0]
+    if titles:
+        scanner.fail(f"{word[0]!r} is ambiguous: {', '.join(titles.values())}", at=begin)
+    scanner.fail(f"{word[0]!r} is unknown; {ALLOWED}", at=begin)
+
+
+def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequence[str]) -> tuple[str, Any] | None:
+    """Consume a setting and return its field and value; None if a budget comes next."""
+    begin = scanner.position
+    match = scanner.match(WORD)
+    word = match[0] if match else ""
+    if word not in SETTINGS or word in components:
+        scanner.position = begin
+        return None
+    target = "*"
+    if word == "reserve" and scanner.take(":"):
+        target = parse_target(scanner, devices, components)
+    if not scanner.take("="):
+        scanner.fail(f"'=' must follow {word!r}")
+    if word == "reserve":
+        return word, as_left_free(parse_size(scanner, target))
+    if word == "prefetch":
+        return "prefetch_blocks", parse_choice(scanner, word, {AUTO: None, "1": 1, "2": 2, "3": 3, "4": 4})
+    if word == "compile":
+        return word, parse_choice(scanner, word, {"on": True, "off": False})
+    return {"disk": "on_demand"}.get(word, word), parse_names(scanner, components, with_language=word == "quantize")
+
+
+def parse_choice(scanner: Scanner, word: str, choices: dict[str, Any]) -> Any:
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(re.compile(r"\w+"))
+    value = match[0] if match else ""
+    if value not in choices:
+        scanner.fail(f"{word} {value!r} is unknown; {allowed_values(value, choices)}", at=begin)
+    return choices[value]
+
+
+def parse_names(scanner: Scanner, components: Sequence[str], *, with_language: bool) -> tuple[str, ...]:
+    """Consume ``all``, ``none``, or components joined by ``&``."""
+    names: list[str] = []
+    while not names or scanner.take("&"):
+        scanner.skip_blanks()
+        begin = scanner.position
+        match = scanner.match(WORD)
+        if match is None:
+            scanner.fail("a component is missing; allowed: all, none, or components joined by '&'", at=begin)
+        if not names and match[0] in ("all", "none", "*"):
+            return () if match[0] == "none" else EVERYTHING
+        is_plain = match[0] == LANGUAGE and with_language
+        names.append(match[0] if is_plain else resolve_kind(scanner, match[0], components, begin))
+    return tuple(dict.fromkeys(names))
+
+
+# -- from Python
+
+
+def build_profile(
+    profile: str | int | OffloadProfile,
+    *,
+    devices: Collection[str],
+    components: Sequence[str] = (),
+    **overrides: Any,
+) -> OffloadProfile:
+    """Return the profile that Python code names, with its fields replaced by those overrides that are not None.
+
+    Args:
+        profile: a text, the number of a profile, or a profile.
+        overrides: any field. ``budgets`` and ``reserve`` in mmgp's form (`read_mmgp_budgets`); ``pinned``,
+            ``quantize`` and ``on_demand`` as a bool, a component or a sequence of them.
+
+    Raises:
+        InvalidInput: naming the value and what is allowed.
+    """
+    if not isinstance(profile, OffloadProfile):
+        profile = parse_profile(str(profile), devices=devices, components=components)
+    allowed = [field.name for field in fields(OffloadProfile) if field.name != "name"]
+    changes: dict[str, Any] = {}
+    for name, value in overrides.items():
+        if name not in allowed:
+            raise InvalidInput(f"profile field {name!r} is unknown; {allowed_values(name, allowed)}")
+        if value is None:
+            continue
+        if name in ("budgets", "reserve"):
+            value = read_mmgp_budgets(value, devices=devices, components=components, what=name)
+            if name == "reserve":
+                value = tuple(as_left_free(item) for item in value)
+        elif name in ("pinned", "quantize", "on_demand"):
+            value = read_names(value, components, name)
+        elif name == "prefetch_blocks" and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidInput(f"prefetch_blocks {value!r}: allowed is 1 to {LARGEST_PREFETCH}, or None")
+        elif name == "compile" and not isinstance(value, bool):
+            raise InvalidInput(f"compile {value!r}: allowed is True or False")
+        changes[name] = value
+    return replace(profile, **changes)
+
+
+def read_names(value: Any, components: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return the components that a bool, a name or a sequence of names means."""
+    if isinstance(value, bool):
+        return EVERYTHING if value else ()
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(f"{what} {value!r}: allowed is True, False, a component, or a list of them")
+    if not names:
+        return ()
+    scanner = Scanner("&".join(names), what=what)
+    parsed = parse_names(scanner, components, with_language=what == "quantize")
+    if not scanner.at_end:
+        scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: names of components")
+    return parsed

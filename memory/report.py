@@ -47,7 +47,10 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentReport:
-    """A component now; ``in_effect``: what is on its devices is what its plan says. The node loaded it."""
+    """A component now; ``in_effect``: what is on its devices is what its plan says. The node loaded it.
+
+    ``num_compiles``: how many graphs its blocks were compiled into; None where they are not compiled.
+    """
 
     id: str
     name: str
@@ -61,6 +64,7 @@ class ComponentReport:
     last_use_s: float | None
     bytes_moved: int
     plan: dict[str, Any]
+    num_compiles: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
-from .component import TensorSpec
-from .leaves import Wrapper, leaves_of
-from .transfer import CopyStream, SlabLayout, allocate_host
-from .units import pinned_bytes
+from .entries import Entry, as_held, assemble, copy_leaves, read_weight, repoint
+from .leaves import leaves_of
+from .masters import FileMaster, HostMaster
+from .source import WeightsSource
+from .transfer import Bounce, CopyStream, SlabLayout, Stopwatch
+from .units import MIB
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 
-__all__ = ["BlockState", "Entry", "Unit", "find_entries"]
+__all__ = ["BlockState", "Unit"]
+
+
+# The copy of fewer bytes says more of launching it than of the link.
+TELLING_BYTES = 2 * MIB
 
 
 class BlockState(enum.Enum):
@@ -28,77 +32,6 @@ class BlockState(enum.Enum):
     """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
     COMPUTING = "computing"
     """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
-
-
-EMPTY = torch.empty(0)
-
-
-@dataclass(slots=True)
-class Entry:
-    """One weight and every place in the module tree that holds it (tied weights have several)."""
-
-    spec: TensorSpec
-    owners: list[tuple[nn.Module, str]]
-    is_buffer: bool
-    scale: float | None = None
-    """The power of two of a weight that rests in eight bits."""
-    wrapper: Wrapper | None = None
-    """How a quantized weight is made of its leaves."""
-
-    @property
-    def held(self) -> torch.Tensor:
-        if not self.owners:  # a buffer that the module has replaced by one of its own
-            return EMPTY
-        module, name = self.owners[0]
-        tensor = (module._buffers if self.is_buffer else module._parameters)[name]
-        assert tensor is not None
-        return tensor
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
-        for module, name in self.owners:
-            if self.is_buffer:
-                module._buffers[name] = tensor
-            else:
-                assert isinstance(tensor, nn.Parameter)
-                module._parameters[name] = tensor
-
-
-def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Entry]:
-    """Return an entry per described weight of a module, by name."""
-    by_identity: dict[int, list[str]] = {}
-    tensors: dict[str, tuple[torch.Tensor, bool]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        tensors[name] = parameter, False
-        by_identity.setdefault(id(parameter), []).append(name)
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        tensors[name] = buffer, True
-        by_identity.setdefault(id(buffer), []).append(name)
-    entries = {}
-    for spec in specs:
-        tensor, is_buffer = tensors[spec.name]
-        owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
-        entries[spec.name] = Entry(spec, owners, is_buffer, wrapper=Wrapper.of(tensor))
-    return entries
-
-
-def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return module.get_submodule(path), attribute
-
-
-def as_held(leaves: Iterator[torch.Tensor], entry: Entry) -> torch.Tensor:
-    """Return what the module holds for a weight whose next leaves these are."""
-    # A wrapper made outside of inference mode cannot be used inside it, one made inside can be used in both.
-    with torch.inference_mode(entry.wrapper is not None):
-        tensor = assemble(leaves, entry.wrapper)
-        if entry.is_buffer:
-            return tensor
-        if entry.wrapper is not None:
-            tensor._is_param = True  # what nn.Parameter() does after a detach(), in which some wrappers copy
-            return tensor
-        # Weights are read-only at inference: device copies never ask for a gradient.
-        return nn.Parameter(tensor, requires_grad=False)
 
 
 class Unit:
@@ -119,13 +52,17 @@ class Unit:
         cast_entries = [entry for entry in self.entries if entry.spec.name in self.cast_names]
         self.wide_layout = SlabLayout.of([(entry.held.shape, entry.held.dtype) for entry in cast_entries])
         self.masters: list[torch.Tensor] = []
-        self.host_slab: torch.Tensor | None = None
+        self.charge_host: Callable[[int], None] = lambda num_bytes: None
+        """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
+        self.master: HostMaster | FileMaster | None = None
         self.device_slab: torch.Tensor | None = None
         self.device_views: list[torch.Tensor] = []
         self.loaded_version = 0
         self.ready: torch.Event | None = None
         self.awaited: set[int] = set()
         """The streams that already wait for the copy."""
+        self.bare: set[str] = set()
+        """The weights that came without memory."""
         self.state = BlockState.HOST
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
@@ -140,36 +77,82 @@ class Unit:
         return self.layout.slab_bytes
 
     @property
-    def host_bytes(self) -> dict[str, int]:
-        """The bytes of the masters by tier: page-locked ones as the allocator rounds them."""
-        if self.host_slab is not None and self.host_slab.is_pinned():
-            return {"pinned": pinned_bytes(self.slab_bytes)}
-        return {"host": self.slab_bytes}
+    def host_slab(self) -> torch.Tensor | None:
+        """The masters in host memory, if they are there."""
+        return self.master.slab if isinstance(self.master, HostMaster) else None
 
     # -- the master in host memory
 
     def measure(self) -> None:
-        """Find the scales of the cast weights; one pass over them, changes nothing.
+        """Find the scales of the cast weights that are in memory; one pass over them, changes nothing.
 
         Raises:
             InvalidInput: a weight holds NaN or infinity.
         """
         for entry in self.entries:
-            if entry.spec.name in self.cast_names:
+            if entry.spec.name in self.cast_names and not entry.held.is_meta:
                 entry.scale = find_scale(entry.held, name=entry.spec.name)
 
-    def pack(self, *, pinned: bool) -> bool:
-        """Move the masters into one host slab, cast weights in eight bits; returns whether it is as asked.
+    def pack(self, slab: torch.Tensor, source: WeightsSource | None = None) -> None:
+        """Move the masters into a slab of host memory, cast weights in eight bits.
 
-        Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects.
+        Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
+        on the meta device is read from the source, straight into the slab where it is not cast.
         """
-        slab = self.host_slab = allocate_host(self.slab_bytes, pinned=pinned)
+        self.master = HostMaster(slab)
+        to_read = []
+        self.bare = {entry.spec.name for entry in self.entries if entry.held.is_meta}
         for entry, views in zip(self.entries, self.leaf_views(slab), strict=True):
-            source = entry.held if entry.scale is None else quantize_fp8(entry.held.detach(), entry.scale)
-            copy_leaves(views, source)
+            weight = entry.held
+            is_cast = entry.spec.name in self.cast_names
+            if weight.is_meta and is_cast:
+                weight = read_weight(entry, source)
+                entry.scale = find_scale(weight, name=entry.spec.name)
+            if weight.is_meta:
+                to_read.append((entry.spec.name, views[0]))
+            else:
+                copy_leaves(views, weight if entry.scale is None else quantize_fp8(weight.detach(), entry.scale))
             self.masters.append(repoint(entry, views))
+        if to_read:
+            assert source is not None
+            source.read_into(to_read)
         self.placed = list(self.masters)
-        return slab.is_pinned() or not (pinned and slab.numel())
+
+    def fill(self, source: WeightsSource | None) -> None:
+        """Read weights that the module has on the meta device into memory of their own."""
+        for entry in self.entries:
+            if entry.held.is_meta:
+                repoint(entry, [read_weight(entry, source)])
+
+    def rest_in_file(self, source: WeightsSource, bounce: Bounce) -> None:
+        """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory."""
+        names: list[str | None] = []
+        kept = {}
+        for entry in self.entries:
+            if not entry.is_buffer and source.holds(entry.spec):
+                names.append(entry.spec.name)
+                shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
+                entry.hold(as_held(iter([shape]), entry))
+            else:
+                for leaf in leaves_of(entry.held):
+                    kept[len(names)] = leaf.detach()
+                    names.append(None)
+            self.masters.append(entry.held)
+        self.master = FileMaster(self.layout, names, kept, source, bounce)
+        self.placed = list(self.masters)
+
+    def materialize(self) -> int:
+        """Take weights that rest in their file into host memory for good; returns what that costs, 0 if there."""
+        if not isinstance(self.master, FileMaster):
+            return 0
+        with torch.inference_mode(False):
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
+        self.master.read_into(slab)
+        freed = self.master.kept_bytes
+        self.master, self.masters = HostMaster(slab), self.held_views(slab)
+        if self.state is BlockState.HOST:
+            self.put(self.masters, BlockState.HOST)
+        return self.slab_bytes - freed
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the views into a slab that make each weight."""
@@ -194,6 +177,7 @@ class Unit:
         """
         index = self.index_of(name)
         entry = self.entries[index]
+        self.charge_host(self.materialize())
         slab = self.host_slab if self.device_slab is None else self.device_slab
         assert slab is not None
         with torch.no_grad():
@@ -204,6 +188,7 @@ class Unit:
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
+        self.charge_host(self.materialize())
         index = self.index_of(name)
         entry, leaves = self.entries[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
@@ -213,28 +198,54 @@ class Unit:
             upcast_into(copy, leaves[0].to(device), entry.scale)
             return copy
 
-    def unpack(self) -> None:
-        """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened."""
+    def unpack(self, *, taken_back: bool = False) -> None:
+        """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened.
+
+        Weights that rest in their file are read from it.
+
+        Args:
+            taken_back: packing failed somewhere; what came without memory goes without.
+
+        Raises:
+            InvalidInput: a file is not what it was.
+        """
+        self.materialize()
         for entry, master in zip(self.entries, self.masters, strict=False):  # fewer where packing failed half way
+            if taken_back and entry.spec.name in self.bare:
+                repoint(entry, [torch.empty(master.shape, dtype=self.wide_dtypes[entry.spec.name], device="meta")])
+                continue
             own = leaves_of(self.wide(entry.spec.name, torch.device("cpu")))
             entry.scale = None
             if entry.owners:
                 entry.hold(master)
-                repoint(entry, own)
-        self.masters, self.host_slab, self.placed, self.view_cache = [], None, [], {}
+                repoint(entry, own, lasting=True)
+        self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
+
+    def discard(self) -> None:
+        """Drop the masters, and let the module hold shapes without memory: nobody uses it any more. Reads nothing."""
+        for entry in self.entries:
+            entry.wrapper = None
+            repoint(entry, [torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")])
+        self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
 
     # -- copies on a device
 
-    def load(self, copies: CopyStream) -> None:
-        """Become resident: allocate a slab on the device and queue its copy.
+    def load(self, copies: CopyStream, watch: Stopwatch | None = None) -> None:
+        """Become resident: allocate a slab on the device and queue its copy, timed if it tells the link's speed.
 
         Raises:
             torch.OutOfMemoryError: nothing changed.
         """
-        assert self.host_slab is not None and self.device_slab is None
-        slab = copies.allocate(self.slab_bytes)
+        assert self.master is not None and self.device_slab is None
+        slab, ready = copies.allocate(self.slab_bytes), copies.event()
+        telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
+        if watch is not None and telling:
+            watch.start(self.slab_bytes, copies.stream)  # behind whatever the copy has to wait for
+        self.master.copy_to(slab, copies, ready)
+        if watch is not None and telling:
+            watch.stop(self.slab_bytes, copies.stream)
         self.device_views = self.held_views(slab)
-        self.device_slab, self.ready, self.awaited = slab, copies.copy(slab, self.host_slab), set()
+        self.device_slab, self.ready, self.awaited = slab, ready, set()
         self.loaded_version = self.device_slab._version  # views share the counter: any write to one shows here
         self.put(self.device_views, BlockState.RESIDENT)
 
@@ -252,10 +263,16 @@ class Unit:
 
         Weights are read-only at inference, so almost always there is nothing, and nothing is copied back.
         """
-        if self.newest_slab is self.device_slab:
-            assert self.host_slab is not None
-            with torch.no_grad():
+        assert self.device_slab is not None
+        if self.device_slab._version == self.loaded_version:
+            return
+        with torch.no_grad():
+            if self.host_slab is not None:
                 self.host_slab.copy_(self.device_slab)
+            elif isinstance(self.master, FileMaster):  # what was written over weights that have a file is lost
+                views = self.layout.views(self.device_slab)
+                for place, leaf in self.master.kept.items():
+                    leaf.copy_(views[place])
 
     def await_copy(self, copies: CopyStream) -> None:
         """Let the compute stream wait for this unit's own copy, each stream once."""
@@ -320,29 +337,3 @@ class Unit:
                 tensor.copy_(replaced)
         else:
             entry.owners = []
-
-
-def assemble(leaves: Iterator[torch.Tensor], wrapper: Wrapper | None) -> torch.Tensor:
-    return wrapper.assemble(leaves) if wrapper else next(leaves)
-
-
-def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
-    """Write a weight into views, leaf by leaf."""
-    with torch.no_grad():
-        for target, leaf in zip(targets, leaves_of(weight), strict=True):
-            target.copy_(leaf.detach())
-
-
-def repoint(entry: Entry, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Let the held tensor object show other memory, and return it.
-
-    The object stays the same for whoever else refers to it. Inference tensors cannot be repointed outside
-    inference mode, and quantized weights not at all: those are replaced.
-    """
-    held = entry.held
-    if held.is_inference() or entry.wrapper:
-        held = as_held(iter(leaves), entry)
-        entry.hold(held)
-    else:
-        (held.data,) = leaves
-    return held

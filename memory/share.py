@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -11,9 +11,15 @@ from .ledger import Kind, Ledger
 from .plan import SharePlan
 from .residency import BlockState, Unit
 from .streaming import Streamer
-from .transfer import CopyStream, StagingSlot, allocate_device
+from .transfer import Bounce, CopyStream, StagingSlot, Stopwatch, allocate_device
 
 __all__ = ["Share"]
+
+TIMED_PASS = 2
+
+
+def ignore(num_bytes: int) -> None:
+    """Watch no loading."""
 
 
 class Share:
@@ -29,9 +35,16 @@ class Share:
         self.blocks = dict(blocks)
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
+        self.bounce = None if self.copies is None else Bounce(self.copies)
+        self.passes = 0
+        self.computes: Stopwatch | None = None
+        self.loading = None if self.copies is None else Stopwatch(self.copies)
+        self.bounce_bytes = 0
+        """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
         self.scratch: torch.Tensor | None = None
         self.streamer: Streamer | None = None
         self.computing: dict[int, StagingSlot | None] = {}
+        self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
         self.past_streamed_bytes = 0
 
@@ -48,28 +61,70 @@ class Share:
         """Bytes of weights copied to the device so far."""
         return self.loaded_bytes + self.past_streamed_bytes + (self.streamer.bytes_moved if self.streamer else 0)
 
+    # -- what it takes
+    #
+    # Timed once after each loading, in the first pass that is not the first: that one warms up.
+
+    def begin_timing(self) -> None:
+        """Time the pass that begins, if it is the one to time."""
+        self.passes += 1
+        if self.copies is not None and self.streamer is not None and self.passes == TIMED_PASS:
+            self.computes = Stopwatch(self.copies)
+
+    def take_times(self) -> tuple[dict[int, float], float | None] | None:
+        """Return the seconds of each block's computing and the bytes per second of the link, once, when they are known.
+
+        The link's is that of its fastest copy; None where none was large enough to tell, or from page-locked memory.
+        """
+        if self.computes is None or self.passes <= TIMED_PASS:
+            return None
+        computes = self.computes.read()
+        if computes is None:
+            return None
+        self.computes = None
+        return (computes, self.link_speed()) if computes.keys() == self.blocks.keys() else None  # blocks were skipped
+
+    def link_speed(self) -> float | None:
+        assert self.loading is not None
+        copied = self.loading.read() or {}
+        self.loading.stretches.clear()
+        return max((num_bytes / seconds for num_bytes, seconds in copied.items() if seconds), default=None)
+
     # -- being brought to a plan
 
-    def load(self, plan: SharePlan) -> int:
+    def to_load(self, plan: SharePlan) -> int:
+        """Return the bytes that `load` would queue copies of."""
+        if self.copies is None:
+            return 0
+        units = [self.fixed, *(self.blocks[number] for number in plan.resident)]
+        return sum(unit.slab_bytes for unit in units if unit.device_slab is None)
+
+    def load(self, plan: SharePlan, progress: Callable[[int], None] | None = None) -> int:
         """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
 
         Raises:
-            torch.OutOfMemoryError: the share was unloaded; the books are back at zero.
+            torch.OutOfMemoryError: or whatever ``progress`` raises: the share was unloaded, its books are at zero.
         """
         self.heal()
         before = self.loaded_bytes
+        self.progress = progress or ignore
         try:
             self.drop_blocks(number for number, unit in self.blocks.items() if number not in plan.resident)
             self.fit_scratch(plan.scratch_bytes)
             if self.copies is None:
                 return 0
+            self.open_bounce()
             self.load_unit(self.fixed)
             self.fit_slots(plan)
             for number in sorted(plan.resident):
                 self.load_unit(self.blocks[number])
+            if self.loaded_bytes != before:  # another form: its passes take other times
+                self.passes = 0
+            if not plan.num_slots:
+                self.close_bounce()
             # A host may read buffers (noise schedules) before any entry of ours; the blocks are waited for one by one.
             self.fixed.await_copy(self.copies)
-        except torch.OutOfMemoryError:
+        except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
             self.unload()
             raise
         return self.loaded_bytes - before
@@ -77,9 +132,21 @@ class Share:
     def load_unit(self, unit: Unit) -> None:
         if unit.device_slab is None:
             assert self.copies is not None
-            unit.load(self.copies)
+            unit.load(self.copies, self.loading)
             self.ledger.charge(self.device.name, self.owner, Kind.WEIGHTS, unit.slab_bytes)
             self.loaded_bytes += unit.slab_bytes
+            self.progress(unit.slab_bytes)
+
+    def open_bounce(self) -> None:
+        if self.bounce is not None and self.bounce_bytes and not self.bounce.buffers:
+            self.bounce.open(self.bounce_bytes)
+            self.ledger.charge(self.bounce.tier, self.owner, Kind.STAGING, 2 * self.bounce_bytes)
+
+    def close_bounce(self) -> None:
+        if self.bounce is not None and self.bounce.buffers:
+            tier = self.bounce.tier
+            self.bounce.close()
+            self.ledger.credit(tier, self.owner, Kind.STAGING, 2 * self.bounce_bytes)
 
     def fit_scratch(self, num_bytes: int) -> None:
         have = self.scratch.numel() if self.scratch is not None else 0
@@ -131,6 +198,7 @@ class Share:
         self.free_scratch()
         if self.fixed.device_slab is not None:
             self.drop_unit(self.fixed)
+        self.close_bounce()
         return before - self.held_bytes()
 
     def drop_blocks(self, numbers: Iterable[int]) -> None:
@@ -172,16 +240,18 @@ class Share:
     def begin_pass(self) -> None:
         """A forward begins: the first streamed blocks are queued."""
         self.heal()
+        self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
             self.fixed.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
 
-    def end_pass(self) -> None:
+    def end_pass(self, *, completed: bool) -> None:
+        """A forward has ended, by its return or by an exception."""
         self.heal()
         if self.streamer is not None:
-            self.streamer.end_pass()
+            self.streamer.end_pass(completed=completed)
 
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
@@ -201,8 +271,10 @@ class Share:
             slot = self.streamer.acquire(number)
             self.computing[number] = slot
             unit.compute_from(slot.slab, self.scratch)
+        if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
+            self.computes.start(number, self.copies.compute_stream)
 
-    def leave(self, number: int) -> bool:
+    def leave(self, number: int, *, prefetches: bool = True) -> bool:
         """The block has computed, or failed: its module holds what it rests on, its slot may be refilled.
 
         Returns whether the memory that it computed from is used for other weights after it.
@@ -211,14 +283,16 @@ class Share:
             return False
         slot = self.computing.pop(number)
         unit = self.blocks[number]
+        if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
+            self.computes.stop(number, self.copies.compute_stream)
         if unit.state is BlockState.COMPUTING:
             unit.rest()
         if slot is not None:
             assert self.streamer is not None
-            self.streamer.give_back(slot)
+            self.streamer.give_back(slot, prefetches=prefetches)
         return slot is not None or bool(unit.cast_names)
 
     def heal(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""
         for number in list(self.computing):
-            self.leave(number)
+            self.leave(number, prefetches=False)

@@ -32,12 +32,13 @@ class Streamer:
         self.trace = []
         self.prefetch()
 
-    def end_pass(self) -> None:
-        """Adopt the order that the finished pass ran, and queue the first blocks of the next one."""
-        if self.trace:
+    def end_pass(self, *, completed: bool) -> None:
+        """Adopt the order that a completed pass ran, and queue the first blocks of the next one."""
+        if self.trace and completed:
             self.order = self.trace
         self.trace, self.position = [], 0
-        self.prefetch()
+        if completed:
+            self.prefetch()
 
     def acquire(self, block: int) -> StagingSlot:
         """Return the slot that holds the block, queuing its copy if no prefetch did; lets the compute stream wait."""
@@ -52,10 +53,11 @@ class Streamer:
         self.copies.await_on_compute(slot.ready)
         return slot
 
-    def give_back(self, slot: StagingSlot) -> None:
+    def give_back(self, slot: StagingSlot, *, prefetches: bool) -> None:
         """The block has computed: its slot may be refilled once the compute stream gets there."""
         self.copies.mark_free(slot)
-        self.prefetch()
+        if prefetches:
+            self.prefetch()
 
     def prefetch(self) -> None:
         """Queue copies of the next blocks into slots that do not compute, the nearest first."""
@@ -74,10 +76,13 @@ class Streamer:
             slot.block = None
 
     def refill(self, slot: StagingSlot, block: int) -> None:
-        source = self.units[block].host_slab
-        assert source is not None
-        self.copies.refill(slot, block, source)
-        self.bytes_moved += source.numel()
+        unit = self.units[block]
+        assert unit.master is not None
+        self.copies.await_slot(slot)
+        slot.block = None  # until the copy is queued: reading a file may fail
+        unit.master.copy_to(slot.slab[: unit.slab_bytes], self.copies, slot.ready)
+        slot.block, slot.version = block, unit.master.version
+        self.bytes_moved += unit.slab_bytes
 
     def upcoming(self) -> Iterator[int]:
         """Yield the next distinct blocks, as many as there are slots, wrapping round to the next pass."""
@@ -99,9 +104,9 @@ class Streamer:
         return self.position
 
     def slot_of(self, block: int) -> StagingSlot | None:
-        source = self.units[block].host_slab
-        assert source is not None
-        return next((slot for slot in self.slots if slot.holds(block, source)), None)
+        master = self.units[block].master
+        assert master is not None
+        return next((slot for slot in self.slots if slot.holds(block, master.version)), None)
 
     def choose_slot(self, keep: Sequence[int]) -> StagingSlot | None:
         """Return a slot that neither computes nor holds a block to keep; of several, the one needed last."""

@@ -20,9 +20,18 @@ from dataclasses import dataclass
 import torch
 
 from .devices import Device
+from .pinning import Slabs
 from .units import slab_offsets
 
-__all__ = ["CopyStream", "SlabLayout", "StagingSlot", "allocate_device", "allocate_host"]
+__all__ = [
+    "Bounce",
+    "CopyStream",
+    "SlabLayout",
+    "StagingSlot",
+    "Stopwatch",
+    "allocate_device",
+    "allocate_slabs",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +49,23 @@ class SlabLayout:
         shapes, dtypes = tuple(shape for shape, _ in tensors), tuple(dtype for _, dtype in tensors)
         return cls(shapes, dtypes, tuple(offsets), slab_bytes)
 
-    def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
+    def end_of(self, place: int) -> int:
+        """Return where a tensor ends in the slab."""
+        return self.offsets[place] + self.shapes[place].numel() * self.dtypes[place].itemsize
+
+    def views(self, slab: torch.Tensor, first: int = 0, last: int | None = None) -> list[torch.Tensor]:
         """Return the tensors as views into a slab of uint8; allocates nothing.
 
-        Detached ones: they share the slab's version but, unlike views, do not keep its first owner alive once
-        they are pointed elsewhere.
+        ``first`` to ``last``: only these, in a slab that begins with them. Detached ones: they share the slab's
+        version but, unlike views, do not keep its first owner alive once they are pointed elsewhere.
         """
         with torch.inference_mode(False), torch.no_grad():
+            begin = self.offsets[first] if self.offsets else 0
             return [
-                slab[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape).detach()
-                for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
+                slab[offset - begin : offset - begin + shape.numel() * dtype.itemsize].view(dtype).view(shape).detach()
+                for shape, dtype, offset in zip(
+                    self.shapes[first:last], self.dtypes[first:last], self.offsets[first:last], strict=True
+                )
             ]
 
 
@@ -66,17 +82,6 @@ def allocate_device(num_bytes: int, device: Device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
 
 
-def allocate_host(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate a slab of host bytes, page-locked if asked and possible; `Tensor.is_pinned` tells which."""
-    with torch.inference_mode(False):
-        if pinned:
-            try:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:  # the driver's limit; torch.OutOfMemoryError is one too
-                pass
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-
 class StagingSlot:
     """Device memory through which streamed blocks pass, one at a time."""
 
@@ -89,9 +94,9 @@ class StagingSlot:
         self.ready = torch.Event(device=copies.device.torch_device)
         self.free = torch.Event(device=copies.device.torch_device)
 
-    def holds(self, block: int, source: torch.Tensor) -> bool:
+    def holds(self, block: int, version: int) -> bool:
         """Whether the slot has this block as its master now is."""
-        return self.block == block and self.version == source._version
+        return self.block == block and self.version == version
 
 
 class CopyStream:
@@ -121,20 +126,20 @@ class CopyStream:
             compute.wait_stream(self.last_compute)
             self.last_compute = compute
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event:
-        """Queue a copy of a host slab to the device; returns its ready event. Blocks the host if not pinned."""
-        ready = torch.Event(device=self.device.torch_device)
-        self.copy_and_record(target, source, ready)
-        return ready
+    def event(self) -> torch.Event:
+        return torch.Event(device=self.device.torch_device)
 
-    def refill(self, slot: StagingSlot, block: int, source: torch.Tensor) -> None:
-        """Queue a block's copy into a slot once its last use is over (rule 3)."""
+    def await_slot(self, slot: StagingSlot) -> None:
+        """Let the next copy wait for the last use of a slot (rule 3), and the host for the copy before that one.
+
+        The host is then at most a copy and a block ahead of each slot, and hears of an interrupt that soon.
+        """
         assert not slot.in_use, f"slot refilled while block {slot.block} computes"
+        slot.ready.synchronize()
         self.stream.wait_event(slot.free)
-        self.copy_and_record(slot.slab[: source.numel()], source, slot.ready)
-        slot.block, slot.version = block, source._version
 
     def copy_and_record(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event) -> None:
+        """Queue a copy of host memory to the device, and an event behind it. Blocks the host if not pinned."""
         with self.stream, torch.no_grad():
             target.copy_(source, non_blocking=True)
             ready.record(self.stream)
@@ -159,3 +164,90 @@ class CopyStream:
         for used in (self.last_compute, self.compute_stream):
             if used != self.home:
                 self.home.wait_stream(used)
+
+    def wait(self) -> None:
+        """Wait on the host until every queued copy is done. Not for a step."""
+        self.stream.synchronize()
+
+
+class Bounce:
+    """Two page-locked buffers through which what is read from a file reaches one device; open while that is loaded.
+
+    One is filled by the host while the other is copied.
+    """
+
+    def __init__(self, copies: CopyStream) -> None:
+        self.copies = copies
+        self.buffers: list[torch.Tensor] = []
+        self.done = [copies.event(), copies.event()]
+        self.turn = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.buffers[0].numel() if self.buffers else 0
+
+    @property
+    def tier(self) -> str:
+        """What the buffers are taken from: page-locked memory, or what there was instead."""
+        return "pinned" if all(buffer.is_pinned() for buffer in self.buffers) else "host"
+
+    def open(self, num_bytes: int) -> None:
+        """Allocate both buffers, page-locked if the driver agrees."""
+        if self.buffer_bytes < num_bytes:
+            self.close()
+            self.buffers = list(allocate_slabs([num_bytes] * 2, pinned_bytes=4 * num_bytes, streams=[self.copies]))
+
+    def close(self) -> None:
+        """Give both buffers back once nothing is copied from them."""
+        self.copies.wait()
+        self.buffers = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return the buffer whose turn it is, when its last copy is done; one of its own for more than it holds."""
+        self.turn = 1 - self.turn
+        self.done[self.turn].synchronize()
+        if num_bytes > self.buffer_bytes:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        return self.buffers[self.turn]
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue the copy of what was read into the buffer that was taken last."""
+        self.copies.copy_and_record(target, source, self.done[self.turn])
+
+
+def allocate_slabs(sizes: Sequence[int], *, pinned_bytes: int, streams: Sequence[CopyStream]) -> Slabs:
+    """Return host slabs, at most so many bytes of them page-locked, that outlive the copies of these streams."""
+    copies = list(streams)
+
+    def wait_for_copies() -> None:
+        for stream in copies:
+            stream.wait()
+
+    return Slabs(sizes, pinned_bytes=pinned_bytes, before_unlock=wait_for_copies)
+
+
+class Stopwatch:
+    """Seconds of named stretches of a stream, taken by events and read when they are over; nobody waits for them."""
+
+    def __init__(self, copies: CopyStream) -> None:
+        self.copies = copies
+        self.stretches: dict[int, list[torch.Event]] = {}
+
+    def start(self, key: int, stream: torch.Stream) -> None:
+        self.stretches[key] = [self.mark(stream)]
+
+    def stop(self, key: int, stream: torch.Stream) -> None:
+        if key in self.stretches:
+            self.stretches[key].append(self.mark(stream))
+
+    def mark(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(device=self.copies.device.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def read(self) -> dict[int, float] | None:
+        """Return the seconds of each stretch that was stopped; None while one of them is not over."""
+        stopped = {key: events for key, events in self.stretches.items() if len(events) == 2}
+        if not all(event.query() for events in stopped.values() for event in events):
+            return None
+        return {key: start.elapsed_time(stop) / 1000 for key, (start, stop) in stopped.items()}

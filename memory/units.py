@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .errors import InvalidInput
 
-__all__ = ["GIB", "KIB", "MIB", "align_up", "format_bytes", "parse_bytes", "pinned_bytes", "slab_offsets"]
+__all__ = ["GIB", "KIB", "MIB", "align_up", "format_bytes", "parse_bytes", "slab_offsets"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -57,11 +57,3 @@ def slab_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += align_up(size, SLAB_ALIGNMENT)
     return offsets, end
-
-
-def pinned_bytes(num_bytes: int) -> int:
-    """Return what page-locking so many bytes really takes: torch's host allocator rounds up to a power of two.
-
-    Source: ``c10/core/CachingHostAllocator``; pytorch issues 95823 and 150517.
-    """
-    return 1 << (num_bytes - 1).bit_length() if num_bytes > 0 else 0

@@ -16,10 +16,12 @@ import torch
 from .component import Component, TensorSpec
 from .errors import InvalidInput, allowed_values
 
-__all__ = ["Precision", "cast_tensors", "find_scale", "parse_precision", "quantize_fp8", "upcast_into"]
+__all__ = ["BY_PROFILE", "Precision", "cast_tensors", "find_scale", "parse_precision", "quantize_fp8", "upcast_into"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# The word for no precision of one's own.
+BY_PROFILE = "by profile"
 WIDE_DTYPES = {"F32", "F16", "BF16"}
 # Layers that place tokens: an error there moves the whole picture.
 SKIPPED_NAMES = re.compile(r"pos_?emb|position_embed|patch_embed|rope|relative_attention_bias")
@@ -34,16 +36,18 @@ class Precision(enum.Enum):
     """Block weights as float8_e4m3fn with one power-of-two scale each: half the bytes of bf16."""
 
 
-def parse_precision(text: str) -> Precision:
-    """Return the precision that a widget names.
+def parse_precision(text: str | None) -> Precision | None:
+    """Return the precision that a text names; None, for `BY_PROFILE` and for no text, is what the profile says.
 
     Raises:
         InvalidInput: an unknown precision; lists the known ones.
     """
+    if text is None or text == BY_PROFILE:
+        return None
     try:
         return Precision(text)
     except ValueError:
-        names = [precision.value for precision in Precision]
+        names = [*(precision.value for precision in Precision), BY_PROFILE]
         raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}") from None
 
 

@@ -1,21 +1,23 @@
-"""Safetensors files: a strict header, and tensors read one by one.
+"""The headers of safetensors files, checked in full.
 
-The header is checked in full before any tensor is touched, because its numbers become the plan: a file that
-lies about its size would be half loaded before anyone noticed. Format: eight bytes little-endian header
-length, a JSON object, then the data (https://huggingface.co/docs/safetensors/index#format).
+The header is checked before any tensor is touched, because its numbers become the plan: a file that lies about its
+size would be half loaded before anyone noticed. Format: eight bytes little-endian header length, a JSON object, then
+the data (https://huggingface.co/docs/safetensors/index#format).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import InvalidInput
 
-__all__ = ["DTYPE_BITS", "TensorHeader", "WeightsHeader", "read_header"]
+__all__ = ["DTYPE_BITS", "TORCH_NAMES", "FileVersion", "TensorHeader", "WeightsHeader", "read_header"]
 
 # The limit of the reference reader; a longer header is a damaged or hostile file.
 MAX_HEADER_BYTES = 100_000_000
@@ -26,6 +28,43 @@ DTYPE_BITS = {
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+
+# What torch calls them; it has no tensor with an element of its own for each number of four or six bits.
+TORCH_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+
+# The clock that stamps a file ticks every 1 to 10 ms on Linux before 6.13: two writes in one tick look like one.
+CLOCK_TICK_NS = 10_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileVersion:
+    """Which file a path named, and when it was last written: what has the same version has the same bytes.
+
+    Its ctime says less: a chmod changes it, too, and on Windows it is the time of creation, which no write changes.
+    """
+
+    file_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> FileVersion:
+        stat = os.fstat(descriptor)
+        return cls(file_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+
+    def describe_change(self, now: FileVersion) -> str:
+        """Return in words what tells two versions apart."""
+        if self.file_bytes != now.file_bytes:
+            return f"was planned with {self.file_bytes} bytes, now has {now.file_bytes}"
+        if self.inode != now.inode:
+            return f"was replaced by another file of {now.file_bytes} bytes since it was planned"
+        seconds = (now.mtime_ns - self.mtime_ns) / 1e9
+        return f"was written to since it was planned: its time moved by {seconds:+.6g} s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +89,8 @@ class WeightsHeader:
     path: Path
     tensors: tuple[TensorHeader, ...]
     metadata: dict[str, str]
-    file_bytes: int
+    version: FileVersion
+    """Of the file that this is the header of; the path may name another one by now."""
 
     @property
     def weight_bytes(self) -> int:
@@ -60,6 +100,8 @@ class WeightsHeader:
 def read_header(path: str | Path) -> WeightsHeader:
     """Read and check the header of a safetensors file; costs one small read, touches no tensor.
 
+    Of a file that was written just now, up to 10 ms are waited for its next change to show in its version.
+
     Raises:
         InvalidInput: no such file, a pickle, or a header that is truncated, malformed, overlapping, has gaps,
             or claims another size than the file has.
@@ -67,13 +109,14 @@ def read_header(path: str | Path) -> WeightsHeader:
     path = Path(path)
     if not path.is_file():
         raise InvalidInput(f"{path}: no such file; expected a .safetensors file")
-    file_bytes = path.stat().st_size
     with path.open("rb") as file:
-        prefix = file.read(8)
+        version = settled_version(file.fileno())
+        file_bytes = version.file_bytes
+        prefix = file.read(9)
         reject_pickle(path, prefix)
         if len(prefix) < 8:
             raise InvalidInput(f"{path}: {file_bytes} bytes is too short for a safetensors file; download it again")
-        header_bytes = int.from_bytes(prefix, "little")
+        header_bytes = int.from_bytes(prefix[:8], "little")
         if header_bytes > MAX_HEADER_BYTES:
             raise InvalidInput(
                 f"{path}: claims a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are allowed; "
@@ -84,6 +127,7 @@ def read_header(path: str | Path) -> WeightsHeader:
                 f"{path}: truncated: the header ends at byte {8 + header_bytes}, the file at {file_bytes}; "
                 "download it again"
             )
+        file.seek(8)
         raw = file.read(header_bytes)
     try:
         entries = json.loads(raw)
@@ -102,12 +146,23 @@ def read_header(path: str | Path) -> WeightsHeader:
         key=lambda tensor: (tensor.begin, tensor.end),
     )
     check_coverage(path, tensors, data_begin, file_bytes)
-    return WeightsHeader(path=path, tensors=tuple(tensors), metadata=metadata, file_bytes=file_bytes)
+    return WeightsHeader(path=path, tensors=tuple(tensors), metadata=metadata, version=version)
+
+
+def settled_version(descriptor: int) -> FileVersion:
+    """Return the version of an open file, once no later write can have the same time."""
+    age_ns = time.time_ns() - FileVersion.of(descriptor).mtime_ns
+    if 0 <= age_ns < CLOCK_TICK_NS:
+        time.sleep((CLOCK_TICK_NS - age_ns) / 1e9)
+    return FileVersion.of(descriptor)
 
 
 def reject_pickle(path: Path, prefix: bytes) -> None:
-    """Refuse what would have to be unpickled: loading it may run any code."""
-    if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
+    """Refuse what would have to be unpickled: loading it may run any code.
+
+    A header of 640 bytes begins like a pickle, too, with its length; but then comes its brace.
+    """
+    if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") and prefix[8:] != b"{":
         raise InvalidInput(f"{path}: is a pickle, which may run code when loaded; convert it to .safetensors")
 
 

@@ -26,6 +26,15 @@ TIERS = {
 outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_links_remembered() -> Iterator[None]:
+    """Links that were measured in an earlier session, or by another test, would change plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("highwater.memory.manager.known_link", lambda device: None)
+        patch.setattr("highwater.memory.manager.link_bytes_per_s", lambda device, measure: measure())
+        yield
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when != "call" and report.outcome == "passed":
         return

@@ -198,6 +198,7 @@ def cluster(
     abandoned = _ops.abandon()
     if abandoned:
         warnings.warn(f"{abandoned} bytes from before this cluster are still allocated; not counted", stacklevel=3)
+    specs_before = list(_specs)
     configure(specs, pinned_bytes)
     reset_clock()
     races()
@@ -212,6 +213,8 @@ def cluster(
         _ops.finish_everything()
         races()
         strict(**before)
+        if not _devices_in_use():
+            configure(specs_before)
         _ops.take_last_error()
         fail_registration(0)
         for index in range(_ops.num_devices()):

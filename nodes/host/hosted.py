@@ -13,11 +13,13 @@ import torch
 from ...memory import default_manager
 from ...memory.component import component_from_module
 from ...memory.devices import list_devices
+from ...memory.entries import Entry
 from ...memory.errors import DoesNotFit
 from ...memory.membership import Member
+from ...memory.modules import plan_modules
 from ...memory.placement import parse_placement
 from ...memory.profile import parse_profile
-from ...memory.residency import Entry, Unit
+from ...memory.residency import Unit
 from ...memory.upcast import parse_precision
 
 __all__ = ["Hosted", "Request", "Weight", "is_cpu", "name_of"]
@@ -156,12 +158,14 @@ class Hosted:
             return manager.planned_bytes(self.member, name_of(device))
         names = [found.name for found in list_devices()]
         try:
-            _, plan = manager.plan(
+            _, plan = plan_modules(
                 {self.name: model},
+                manager.machine(None),
                 placement=parse_placement(self.placement_on(device), devices=names),
                 profile=parse_profile(self.request.profile, devices=names, components=[self.name]),
                 precision=parse_precision(self.request.precision),
                 kinds={self.name: self.kind},
+                sources={},
             )
         except DoesNotFit:
             return component_from_module(model, name=self.name, kind=self.kind).weight_bytes

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...memory.devices import list_devices
 from ...memory.errors import InvalidInput
-from ...memory.profile import parse_profile
+from ...memory.profile import covers, parse_profile
 from ...memory.upcast import Precision, parse_precision
 from ...memory.weights import read_header
 from .hosted import Hosted, Request, is_cpu
@@ -74,13 +74,15 @@ def adopt(
     device = load_device_for(request.placement, notes)
     precision = parse_precision(request.precision)
     names = [found.name for found in list_devices()]
-    parse_profile(request.profile, devices=names)
+    profile = parse_profile(request.profile, devices=names)
     reason = why_unmanageable(patcher)
     if reason is not None:
         patcher.load_device = device
         return annotate(patcher, f"not managed: {reason}")
     if is_cpu(device) and precision is Precision.FP8_SCALED:
         notes.append("fp8 scaled needs an accelerator: the weights stay as stored on the CPU")
+    if is_cpu(device) and precision is None and covers(profile.quantize, name, kind):
+        notes.append(f"profile {profile.name}'s eight bits need an accelerator: the weights stay as stored on the CPU")
     hosted = Hosted(name, kind, request)
     hosted.notes = notes
     if not is_cpu(device):
@@ -90,10 +92,19 @@ def adopt(
     for attribute in PATCHER_STATE:
         if hasattr(patcher, attribute):
             setattr(adopted, attribute, getattr(patcher, attribute))
+    if kind == "diffusion" and device != patcher.load_device:
+        compute_here(adopted, device)
     if model is not None:
         adopted.backup, adopted.backup_buffers, adopted.object_patches_backup = {}, {}, {}
         adopted.hook_backup, adopted.pinned = {}, set()
     return adopted
+
+
+def compute_here(patcher: ModelPatcher, device: torch.device) -> None:
+    """Let a model compute in the dtype that its device is good at, as core's Select Model Device does."""
+    compute_dtype = comfy.model_management.unet_manual_cast(patcher.model_dtype(), device)
+    if compute_dtype is not None:
+        patcher.set_model_compute_dtype(compute_dtype)
 
 
 def why_unmanageable(patcher: ModelPatcher) -> str | None:

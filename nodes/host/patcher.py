@@ -13,10 +13,13 @@ from __future__ import annotations
 import collections
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import comfy.model_management
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
@@ -84,7 +87,8 @@ class HighwaterPatcher(ModelPatcher):
             limited = 0 < lowvram_model_memory < UNLIMITED_BYTES  # 0.1 byte is core's word for as little as possible
             ceilings = {name_of(device_to): int(lowvram_model_memory)} if limited else None
             self.clear_other_devices(member)
-            manager.bring(member, ceilings)
+            with loading_bar():
+                manager.bring(member, ceilings)
             self.mark_modules()
             self.tell_core(device_to)
             self.model.current_weight_patches_uuid = self.patches_uuid
@@ -240,6 +244,22 @@ class HighwaterPatcher(ModelPatcher):
             if missing > 0:
                 device = default_manager().devices[share.device].torch_device
                 comfy.model_management.free_memory(missing, device)
+
+
+@contextmanager
+def loading_bar() -> Iterator[None]:
+    """Show core's progress bar on the node while a model is copied; core's interrupt cancels within one block."""
+    bar = comfy.utils.ProgressBar(1)
+
+    def show(component: str, done_bytes: int, total_bytes: int) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        bar.update_absolute(done_bytes, total_bytes)
+
+    end = default_manager().watch_loading(show)
+    try:
+        yield
+    finally:
+        end()
 
 
 def multiply(scale: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:

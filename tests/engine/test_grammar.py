@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from highwater.memory.budget import BudgetItem, exact_size
 from highwater.memory.errors import InvalidInput
 from highwater.memory.placement import KINDS, TIERS, DeviceShare, PlacementItem, parse_placement
 from highwater.memory.profile import parse_profile
@@ -131,7 +132,18 @@ def test_the_most_specific_item_wins() -> None:
         ("6GiB", 6 * GIB),
         ("50%", 8 * GIB),
         ("-1GiB", 9 * GIB),
+        ("-25%", 6 * GIB),
         ("unlimited", 10 * GIB),
+        (" 4 ", 1200 * MIB),
+        ("LOWRAM_lowvram", 1200 * MIB),
+        ("verylow", 400 * MIB),
+        ("1", None),
+        ("4,6GiB", 6 * GIB),
+        ("4,vae=6GiB", 1200 * MIB),
+        ("4, gpu:0=5GiB", 5 * GIB),
+        ("4,diffusion=unlimited", 10 * GIB),
+        ("auto,3GiB", 3 * GIB),
+        ("auto,pinned=none", None),
         ("gpu:1=1GiB", None),
         ("gpu:0=2GiB,vae=unlimited", 2 * GIB),
         ("dit=3GiB,gpu:0=2GiB", 3 * GIB),
@@ -142,21 +154,87 @@ def test_every_form_of_budget(text: str, limits: int | None) -> None:
     assert (item.limit(16 * GIB, 10 * GIB) if item else None) == limits
 
 
+def test_what_is_kept_free_anyway_counts_towards_what_a_budget_leaves() -> None:
+    item = parse_profile("-3GiB", devices=DEVICES).budget_for("gpu:0", "transformer", "diffusion")
+    assert item is not None
+    assert item.limit(16 * GIB, 10 * GIB, kept_free_bytes=2 * GIB) == 9 * GIB
+    assert item.limit(16 * GIB, 10 * GIB, kept_free_bytes=4 * GIB) == 10 * GIB
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "field", "value"),
     [
-        ("12", "column 1: '12' has no unit"),
-        ("fast", "profile 'fast' is unknown; allowed: auto"),
-        ("6GiB,7GiB", "column 6"),
-        ("gpu:9=1GiB", "device 'gpu:9' is not here"),
-        ("120%", "more than 0% to 100%"),
-        ("vae=", "column 5: a size is missing"),
+        ("4", "name", "4"),
+        ("highram_highvram", "name", "1"),
+        ("4,pinned=all", "pinned", ("*",)),
+        ("auto,pinned=none", "pinned", ()),
+        ("pinned=dit&text_encoder_2", "pinned", ("diffusion", "text_encoder_2")),
+        ("2,quantize=language&unet", "quantize", ("language", "diffusion")),
+        ("disk=te", "on_demand", ("text",)),
+        ("prefetch=3", "prefetch_blocks", 3),
+        ("prefetch=auto", "prefetch_blocks", None),
+        ("compile=on", "compile", True),
+        ("reserve=2GiB", "reserve", (BudgetItem(target="*", leave_bytes=2 * GIB),)),
+        ("reserve:vae=10%,reserve=1GiB", "reserve", (BudgetItem(target="vae", leave_share=0.1),
+                                                    BudgetItem(target="*", leave_bytes=GIB))),
+    ],
+)  # fmt: skip
+def test_every_setting_of_a_profile(text: str, field: str, value: object) -> None:
+    assert getattr(parse_profile(text, devices=DEVICES, components=PARTS), field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "words"),
+    [
+        ("12", 1, "'12' has no unit; allowed: GiB, MiB, GB, MB or %, or a profile 1 to 5"),
+        ("4,12", 3, "'12' has no unit"),
+        ("4,4", 3, "'4' has no unit"),
+        ("fast", 1, "'fast' is unknown; allowed: auto, 1 to 5, HighRAM_HighVRAM"),
+        ("high", 1, "'high' is ambiguous: HighRAM_HighVRAM, HighRAM_LowVRAM"),
+        ("4 vae=1GiB", 1, "unknown unit 'vae'"),
+        ("auto vae=1GiB", 6, "'v' is unexpected; allowed: ','"),
+        ("4,", 3, "a size is missing"),
+        ("4,auto", 7, "'=' and a size must follow"),
+        ("4,prefetsh=2", 3, "component 'prefetsh' is unknown; did you mean 'prefetch'? allowed: *, diffusion"),
+        ("6GiB,7GiB", 6, "'*' has two budgets"),
+        ("gpu:9=1GiB", 1, "device 'gpu:9' is not here"),
+        ("120%", 1, "more than 0% to 100%"),
+        ("-100%", 1, "more than 0% to 100%"),
+        ("vae=", 5, "a size is missing"),
+        ("vae:1GiB", 4, "'=' and a size must follow"),
+        ("prefetch=5", 10, "prefetch '5' is unknown; allowed: auto, 1, 2, 3, 4"),
+        ("prefetch=1,prefetch=2", 12, "'prefetch_blocks' is set twice"),
+        ("compile=yes", 9, "compile 'yes' is unknown; allowed: on, off"),
+        ("pinned", 1, "'pinned' is unknown"),
+        ("pinned=", 8, "a component is missing; allowed: all, none"),
+        ("pinned=vae&fast", 12, "component 'fast' is unknown"),
+        ("pinned=language", 8, "component 'language' is unknown"),
+        ("reserve=much", 9, "a size is missing"),
+        ("reserve=1GiB,reserve=2GiB", 14, "'*' has two reserves"),
+        ("reserve:=1GiB", 9, "a device or a component is missing"),
     ],
 )
-def test_a_wrong_budget_names_column_and_choices(text: str, words: str) -> None:
+def test_a_wrong_profile_names_column_and_choices(text: str, column: int, words: str) -> None:
     with pytest.raises(InvalidInput) as error:
         parse_profile(text, devices=DEVICES)
+    assert f"column {column}:" in str(error.value)
     assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@given(st.text("14auto,=&:%-GiBpinedrsvlgu0 ", max_size=16))
+def test_any_profile_is_parsed_or_refused_with_a_column(text: str) -> None:
+    try:
+        profile = parse_profile(text, devices=DEVICES)
+    except InvalidInput as error:
+        assert "column" in str(error) and "\n" not in str(error)
+    else:
+        assert parse_profile(str(profile), devices=DEVICES) == profile
+
+
+@given(st.integers(0, 1 << 50))
+def test_an_exact_size_parses_back_to_the_byte(num_bytes: int) -> None:
+    assert parse_bytes(exact_size(num_bytes)) == num_bytes
 
 
 def test_unknown_precision_lists_the_known() -> None:

@@ -70,6 +70,9 @@ def test_equal_to_unmanaged(toys, machine, sim, place: str, qtype: str, mode) ->
                 assert manager.ledger.used(f"gpu:{index}") == sim.stats(index).used_bytes
             share = managed.report()["components"][0]["plan"]["shares"][0]
             assert (share["streamed_blocks"] == 0) == (place in ("resident", "cpu"))
-        again = quantized_net(toys, qtype)
+    again = quantized_net(toys, qtype)
+    with torch.no_grad():
         assert torch.equal(net(x), again(x))
-        assert type(net.doubles[0].up.weight.data) is type(again.doubles[0].up.weight.data)
+    given_back = net.doubles[0].up.weight
+    assert type(given_back) is type(again.doubles[0].up.weight)
+    assert not given_back.is_inference()

@@ -300,12 +300,13 @@ def test_what_cannot_be_managed_is_named(target) -> None:
 def test_a_model_of_nothing_but_blocks_is_pinned_and_overlaps(machine, sim) -> None:
     with machine(8) as manager, torch.no_grad():
         net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
-        with manage(net, profile="0.06MiB", placement="gpu:0", manager=manager) as managed:
-            assert managed.members[0].attachment.host_tier == "pinned"
+        with manage(net, profile="0.06MiB", placement="gpu:0", manager=manager):
+            assert manager.ledger.used("pinned")
             assert sim.pinned().used_bytes >= manager.ledger.used("pinned") > 0
 
 
-def test_when_pinning_fails_the_rest_is_pageable_and_said_once(toys, sim) -> None:
+def test_when_pinning_fails_the_rest_is_pageable_and_said_once(toys, sim, monkeypatch) -> None:
+    monkeypatch.setattr("highwater.memory.pinning.ARENA_BYTES", 256 << 10)
     x = torch.randn(1, 3, 64)
     with sim.cluster([sim.SimDeviceSpec(total_bytes=8 << 20)], pinned_bytes=512 * 1024), torch.no_grad():
         manager = MemoryManager()
@@ -316,3 +317,24 @@ def test_when_pinning_fails_the_rest_is_pageable_and_said_once(toys, sim) -> Non
             said = [event for event in manager.report()["events"] if "page-locked" in event["reason"]]
             assert len(said) == 1
             assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+
+
+def test_the_host_runs_at_most_a_few_blocks_ahead(machine, sim) -> None:
+    """Else an interrupt would be heard only when everything that was queued is done."""
+    with machine(64, flops_per_s=1e9, launch_s=1e-7) as manager, torch.no_grad():
+        net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
+        x = torch.randn(64, 512)
+        with manage(net, profile="5MiB", manager=manager) as managed:
+            share = managed.members[0].attachment.shares[0]
+            leads = []
+            for block in net:
+                block.register_forward_hook(
+                    lambda *_: leads.append(sim.stream_time_s(torch.accelerator.current_stream()) - sim.clock_s())
+                )
+            for _ in range(4):
+                net(x)
+            streamed = len(share.streamer.units)
+            assert streamed > 6
+            block_s = 2 * 64 * 512 * 512 / 1e9
+            # Beside those in slots, the residents that stand between two streamed blocks.
+            assert max(leads[12:]) < (len(share.slots) + 3) * block_s

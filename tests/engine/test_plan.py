@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from highwater.memory.component import (
@@ -15,9 +18,8 @@ from highwater.memory.component import (
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.footprint import all_resident_bytes, block_bytes, wide_bytes
 from highwater.memory.placement import parse_placement
-from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components
+from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, replan
 from highwater.memory.profile import parse_profile
-from highwater.memory.schedule import spread_residents
 from highwater.memory.units import MIB
 from highwater.memory.upcast import Precision
 from hypothesis import assume, given
@@ -27,7 +29,18 @@ from safetensors.torch import save_file
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 
 
-def component(sizes: list[int], rest: int = 1000) -> Component:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileComponent(Component):
+    """A component that can be read from its file again."""
+
+    has_file: bool = True
+
+
+def from_file(part: Component) -> FileComponent:
+    return FileComponent(name=part.name, kind=part.kind, blocks=part.blocks, rest=part.rest)
+
+
+def component(sizes: Sequence[int], rest: int = 1000) -> Component:
     def block(name: str, num_bytes: int) -> Block:
         spec = TensorSpec(name=f"{name}.weight", dtype="BF16", shape=(num_bytes // 2, 1), castable=True)
         return Block(name=name, tensors=(spec,))
@@ -51,36 +64,30 @@ def machine(first: int = 100 * MIB, second: int = 50 * MIB, pinned: int = 1 << 4
     )
 
 
-def plan(part: Component, *, placement: str = "gpu:0", profile: str = "auto", on: Machine | None = None,
-         precision: Precision = Precision.AS_STORED) -> Plan:  # fmt: skip
+def plan(*parts: Component, placement: str = "gpu:0", profile: str = "auto", on: Machine | None = None,
+         precision: Precision | None = None, seconds: Mapping[str, Sequence[float]] | None = None) -> Plan:  # fmt: skip
+    names = [part.name for part in parts]
     return plan_components(
-        [part],
+        parts,
         on or machine(),
-        placement=parse_placement(placement, devices=DEVICES),
-        profile=parse_profile(profile, devices=DEVICES),
+        placement=parse_placement(placement, devices=DEVICES, components=names),
+        profile=parse_profile(profile, devices=DEVICES, components=names),
         precision=precision,
+        block_seconds=seconds,
     )
 
 
+def linked(on: Machine, bytes_per_s: float) -> Machine:
+    """Return the machine with links of this speed."""
+    return replace(on, devices=tuple(replace(device, link_bytes_per_s=bytes_per_s) for device in on.devices))
+
+
+def with_ram(on: Machine, num_bytes: int) -> Machine:
+    cpu, *others = on.devices
+    return replace(on, devices=(replace(cpu, available_bytes=num_bytes), *others))
+
+
 sizes_of_blocks = st.lists(st.integers(1, 4000).map(lambda n: n * 512), min_size=1, max_size=60)
-
-
-@given(sizes_of_blocks, st.integers(0, 60 * 4000 * 512))
-def test_residents_fit_the_budget_and_no_other_block_would(sizes: list[int], budget: int) -> None:
-    resident = spread_residents(sizes, budget)
-    left = budget - sum(sizes[position] for position in resident)
-    assert left >= 0
-    assert all(sizes[position] > left for position in range(len(sizes)) if position not in resident)
-
-
-@given(st.integers(2, 80), st.data())
-def test_equal_blocks_are_spread_evenly(count: int, data) -> None:
-    kept = data.draw(st.integers(0, count))
-    streamed = sorted(set(range(count)) - spread_residents([10] * count, 10 * kept))
-    assert len(streamed) == count - kept
-    if streamed:
-        gaps = [after - before for before, after in zip(streamed, [*streamed[1:], streamed[0] + count], strict=True)]
-        assert max(gaps) - min(gaps) <= 1
 
 
 @given(sizes_of_blocks, st.integers(1, 200 * MIB), st.sampled_from(list(Precision)))
@@ -121,14 +128,90 @@ def test_the_printed_placement_gives_the_same_plan_again() -> None:
     assert first["transformer"].shares == again["transformer"].shares
 
 
+# -- prefetching and measured times
+
+
+@pytest.mark.parametrize(("depth", "slots"), [(1, 2), (2, 3), (3, 4), (4, 5)])
+def test_prefetch_fixes_the_number_of_slots(depth: int, slots: int) -> None:
+    (share,) = plan(component([MIB] * 20), profile=f"10MiB,prefetch={depth}")["transformer"].shares
+    assert (share.num_slots, len(share.resident)) == (slots, 9 - slots)  # a MiB goes to what does not stream
+    assert share.device_bytes <= 10 * MIB
+
+
+def test_prefetch_takes_what_slots_there_is_room_for_and_says_so() -> None:
+    decided = plan(component([MIB] * 20), profile="3.5MiB,prefetch=4")["transformer"]
+    assert decided.shares[0].num_slots == 3
+    assert "prefetch 4 was asked for, there is room for 2" in decided.reasons
+
+
+def test_measured_times_choose_the_depth() -> None:
+    # Each long compute is followed by short ones: with two slots the copies wait for it.
+    part, here = component([MIB] * 24), machine(first=13 * MIB)
+    computes = {"even": [0.02] * 24, "bursts": [0.16 if number % 8 == 0 else 0.0 for number in range(24)]}
+    slots = {}
+    for name, seconds in computes.items():
+        decided = plan(part, on=linked(here, MIB / 0.04), seconds={"transformer": seconds})["transformer"]
+        slots[name] = decided.shares[0].num_slots
+        assert decided.shares[0].pass_s is not None
+    assert slots["even"] == 2 < slots["bursts"]
+    for room in range(4, 24):  # without times a third slot would be a guess
+        (unmeasured,) = plan(part, on=linked(machine(first=room * MIB), MIB / 0.04))["transformer"].shares
+        assert (unmeasured.num_slots, unmeasured.pass_s) == (2, None)
+
+
+def test_what_is_in_place_stays_while_it_fits_and_is_as_good() -> None:
+    part, profile = component([MIB] * 40), parse_profile("auto", devices=DEVICES)
+    decided = plan(part, on=machine(first=20 * MIB))["transformer"]
+    assert replan(part, decided, machine(first=20 * MIB + 1000), profile).shares == decided.shares
+    more = replan(part, decided, machine(first=24 * MIB), profile)
+    assert len(more.shares[0].resident) == len(decided.shares[0].resident) + 4
+    less = replan(part, decided, machine(first=18 * MIB), profile)
+    assert less.device_bytes["gpu:0"] <= 18 * MIB
+    here = linked(machine(first=20 * MIB), MIB / 0.1)
+    even = replan(part, decided, here, profile, block_seconds=[0.1] * 40)
+    assert even.shares[0].resident == decided.shares[0].resident
+    # Evenly spread is wrong once the blocks are known to differ.
+    moved = replan(part, decided, here, profile, block_seconds=[0.0] * 20 + [0.1] * 20)
+    assert moved.shares[0].resident != decided.shares[0].resident
+    # Free memory is filled, also where computes hide every copy already.
+    slow = linked(machine(first=24 * MIB), MIB / 0.1)
+    filled = replan(part, decided, slow, profile, block_seconds=[10.0] * 40)
+    assert len(filled.shares[0].resident) >= len(decided.shares[0].resident) + 4
+
+
+def test_reasons_about_room_are_found_again_and_the_others_stay() -> None:
+    part, profile = component([MIB] * 8), parse_profile("auto", devices=DEVICES)
+    decided = plan(part, placement="auto", on=machine(first=5 * MIB, second=MIB, pinned=1000))["transformer"]
+    roomy = replan(part, decided, machine(pinned=1000), profile)
+    assert not any("stream" in reason for reason in roomy.reasons)
+    assert roomy.choices == decided.choices and any("pageable" in reason for reason in roomy.reasons)
+
+
+# -- budgets and reserves
+
+
 def test_a_budget_below_the_largest_block_is_the_users_error() -> None:
-    with pytest.raises(InvalidInput, match=r"budget '1\.50MiB' is too small: transformer needs at least 2\.00MiB"):
+    with pytest.raises(InvalidInput, match=r"budget '1\.5MiB' is too small: transformer needs at least 2\.00MiB"):
         plan(component([MIB, 2 * MIB]), profile="1.5MiB")
 
 
 def test_a_device_below_the_least_form_does_not_fit_and_names_the_remedy() -> None:
     with pytest.raises(DoesNotFit, match=r"2\.00MiB for the largest block.*lower the watermark"):
         plan(component([MIB, 2 * MIB]), on=machine(first=MIB))
+
+
+def test_a_reserve_stays_free_and_what_is_kept_free_counts_towards_it() -> None:
+    part, here = component([MIB] * 200), machine()  # a MiB is kept free already
+    texts = ["auto", "reserve=1MiB", "reserve=9MiB", "90MiB,reserve=9MiB", "reserve:gpu:1=50MiB", "reserve=4.5%"]
+    used = {text: plan(part, on=here, profile=text)["transformer"].device_bytes["gpu:0"] for text in texts}
+    assert used["auto"] == used["reserve=1MiB"] == used["reserve:gpu:1=50MiB"] > 99 * MIB
+    assert 91 * MIB < used["reserve=9MiB"] == used["reserve=4.5%"] <= 92 * MIB
+    assert 89 * MIB < used["90MiB,reserve=9MiB"] <= 90 * MIB
+
+
+def test_a_reserve_that_leaves_too_little_is_the_users_error() -> None:
+    with pytest.raises(InvalidInput, match=r"a reserve of 100MiB leaves 1\.00MiB of gpu:0: transformer needs at least"):
+        plan(component([MIB] * 8), profile="reserve=100MiB")
 
 
 def test_fp8_halves_what_streams_and_needs_scratch() -> None:
@@ -140,9 +223,119 @@ def test_fp8_halves_what_streams_and_needs_scratch() -> None:
 
 
 def test_pageable_memory_is_chosen_and_said_when_pinning_is_not_allowed() -> None:
-    decided = plan(component([MIB] * 8), on=machine(pinned=MIB))["transformer"]
+    decided = plan(component([MIB] * 8), on=machine(pinned=1000))["transformer"]
     assert decided.tier == "host"
+    assert not decided.pinned
     assert any("pageable" in reason for reason in decided.reasons)
+
+
+def pinned_bytes_by_name(part: Component, cast: frozenset[str]) -> dict[str, int]:
+    blocks = {block.name: block_bytes(block, cast) for block in part.blocks}
+    return blocks | {"": all_resident_bytes(part, cast) - sum(blocks.values())}
+
+
+@given(sizes_of_blocks, st.floats(0, 1.1), st.floats(0, 1.1))
+def test_streamed_blocks_are_page_locked_first_within_the_limit(sizes: list[int], locked: float, room: float) -> None:
+    part, limit = component(sizes), int(locked * sum(sizes))
+    decided = plan(part, on=machine(first=int(2048 + max(sizes) + room * sum(sizes)), pinned=limit))["transformer"]
+    units = pinned_bytes_by_name(part, decided.cast)
+    assert decided.pinned_bytes == sum(units[name] for name in decided.pinned) <= limit
+    assert decided.host_bytes == sum(units.values())
+    assert decided.tier == ("pinned" if decided.pinned else "host")
+    streamed = {part.blocks[number].name for share in decided.shares for number in share.streamed}
+    left = limit - sum(units[name] for name in decided.pinned & streamed)
+    assert all(units[name] > left for name in streamed - decided.pinned)
+    if sum(units.values()) <= limit:
+        assert decided.pinned == set(units)
+    elif decided.pinned:
+        (reason,) = [reason for reason in decided.reasons if "page-locked" in reason]
+        assert ("streamed blocks first" in reason) == bool(streamed)
+
+
+def test_components_share_what_may_be_page_locked() -> None:
+    unet = component([MIB] * 8)
+    text = replace(unet, name="text", kind="text")
+    # Given in this order, and yet what streams in every step is page-locked first.
+    decided = plan(text, unet, on=machine(first=5 * MIB, pinned=10 * MIB), profile="auto")
+    assert sum(part.pinned_bytes for part in decided.components) <= 10 * MIB
+    assert decided["transformer"].pinned_bytes > decided["text"].pinned_bytes > 0
+    streamed = {unet.blocks[number].name for number in decided["transformer"].shares[0].streamed}
+    assert streamed <= decided["transformer"].pinned
+
+
+def test_a_split_components_units_are_page_locked_like_others() -> None:
+    decided = plan(component([MIB] * 8), placement="gpu:0&gpu:1")["transformer"]
+    assert decided.pinned_bytes == decided.host_bytes
+    assert "" in decided.pinned and len(decided.pinned) == 9
+
+
+def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
+    part, here = component([MIB] * 400, rest=MIB), with_ram(machine(), 200 * MIB)
+    on_disk = plan(from_file(part), on=here)["transformer"]
+    assert on_disk.tier == "disk" and not on_disk.pinned
+    assert on_disk.host_bytes == 2 * on_disk.shares[0].slot_bytes
+    assert any("rests on disk: 401MiB would be needed of RAM" in reason for reason in on_disk.reasons)
+    assert str(on_disk.placement) == "transformer=gpu:0:disk"
+    assert plan(part, on=here)["transformer"].tier == "pinned"  # it is in RAM already
+    assert plan(from_file(part), on=machine())["transformer"].tier == "pinned"
+
+
+def test_the_diffusion_model_gets_the_ram_first() -> None:
+    unet = component([MIB] * 300)
+    text = replace(unet, name="text", kind="text")
+    decided = plan(from_file(text), from_file(unet), on=with_ram(machine(), 500 * MIB))
+    assert (decided["transformer"].tier, decided["text"].tier) == ("pinned", "disk")
+    assert sum(part.host_bytes for part in decided.components) <= 500 * MIB
+    # What computes on the CPU has to be in RAM.
+    there = with_ram(machine(), 500 * MIB)
+    decided = plan(from_file(text), from_file(unet), on=there, placement="text=cpu,transformer=gpu:0")
+    assert (decided["transformer"].tier, decided["text"].tier) == ("disk", "host")
+
+
+def test_the_buffers_through_which_files_are_read_have_their_part_of_what_may_be_page_locked() -> None:
+    text = replace(component([MIB] * 8), name="text", kind="text")
+    here, parts = machine(first=5 * MIB, pinned=10 * MIB), (from_file(component([MIB] * 200)), text)
+    decided = plan(*parts, on=here, profile="auto,disk=diffusion")
+    assert decided["transformer"].host_bytes == 2 * MIB
+    assert 6 * MIB < decided["text"].pinned_bytes <= 8 * MIB
+
+
+def test_on_demand_rests_on_disk_where_there_is_a_file_and_says_so_where_not() -> None:
+    part = component([MIB] * 8)
+    assert plan(from_file(part), profile="auto,disk=diffusion")["transformer"].tier == "disk"
+    assert plan(from_file(part), profile="auto,disk=text")["transformer"].tier == "pinned"
+    kept = plan(part, profile="auto,disk=diffusion")["transformer"]
+    assert kept.tier == "pinned"
+    assert "on demand: has no file to be read from, stays in RAM" in kept.reasons
+
+
+def test_tier_disk_can_be_asked_for_where_there_is_a_file() -> None:
+    part = component([MIB] * 8)
+    assert plan(from_file(part), placement="gpu:0:disk")["transformer"].tier == "disk"
+    with pytest.raises(InvalidInput, match="allowed: device, pinned, host"):
+        plan(from_file(part), placement="gpu:0:disk", precision=Precision.FP8_SCALED)
+    with pytest.raises(InvalidInput, match="allowed: host"):
+        plan(from_file(part), placement="cpu:disk")
+
+
+def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> None:
+    part, here = from_file(component([MIB] * 300)), with_ram(machine(), 140 * MIB)
+    by_profile = plan(part, on=here, profile="1")["transformer"]
+    assert (by_profile.tier, by_profile.precision) == ("disk", Precision.AS_STORED)
+    assert "stays as stored: profile 1's eight bits are made in RAM" in by_profile.reasons
+    by_user = plan(part, on=here, precision=Precision.FP8_SCALED)["transformer"]
+    assert (by_user.tier, by_user.precision) == ("pinned", Precision.FP8_SCALED)
+
+
+def test_a_link_does_not_tell_how_fast_a_file_is_read() -> None:
+    part, here = from_file(component([MIB] * 8)), linked(machine(first=5 * MIB), 25e9)
+    told = {tier: plan(part, on=here, placement=f"gpu:0:{tier}", seconds={"transformer": [1.0] * 8})["transformer"]
+            for tier in ("disk", "pinned")}  # fmt: skip
+    again = replan(part, told["disk"], here, parse_profile("auto", devices=DEVICES), block_seconds=[1.0] * 8)
+    assert told["pinned"].shares[0].pass_s is not None
+    for on_disk in (told["disk"], again):
+        assert on_disk.shares[0].pass_s is None
+        assert not any("GB/s" in reason for reason in on_disk.reasons)
 
 
 @pytest.mark.parametrize("placement", ["cpu:pinned", "gpu:0:disk", "gpu:0:gpu:1"])

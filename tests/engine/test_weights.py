@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from highwater.memory.errors import InvalidInput
-from highwater.memory.weights import read_header
+from highwater.memory.weights import CLOCK_TICK_NS, read_header
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -107,6 +108,23 @@ def test_missing_file_and_pickles_are_named(tmp_path: Path) -> None:
         read_header(tmp_path / "old.ckpt")
 
 
+@pytest.mark.parametrize("start", [b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"])
+def test_a_header_whose_length_looks_like_a_pickle_is_read(tmp_path: Path, start: bytes) -> None:
+    header = json.dumps({"a": entry(0, 2)}).encode().ljust(int.from_bytes(start, "little"))
+    path = write_raw(tmp_path / "m.safetensors", header, b"12")
+    assert path.read_bytes().startswith(start)
+    assert [tensor.name for tensor in read_header(path).tensors] == ["a"]
+
+
 def test_tensors_come_in_the_order_of_their_offsets(tmp_path: Path) -> None:
     path = write_raw(tmp_path / "m.safetensors", {"late": entry(4, 6), "early": entry(0, 4)}, b"123456")
     assert [tensor.name for tensor in read_header(path).tensors] == ["early", "late"]
+
+
+def test_a_write_after_the_header_was_read_cannot_have_the_time_of_the_one_before(tmp_path: Path) -> None:
+    path = write_raw(tmp_path / "m.safetensors", {"a": entry(0, 1)}, b"1")
+    before = read_header(path).version
+    assert time.time_ns() - before.mtime_ns >= CLOCK_TICK_NS
+    assert read_header(path).version == before
+    write_raw(path, {"a": entry(0, 1)}, b"2")
+    assert read_header(path).version != before

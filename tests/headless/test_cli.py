@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 from highwater.headless.cli import main
 from highwater.headless.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
+from highwater.memory.profile import OffloadProfile
 from highwater.memory.units import GIB
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,7 +67,8 @@ def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
     ("arguments", "words"),
     [
         (["plan", "none.safetensors"], "none.safetensors: no such file"),
-        (["plan", "MODEL", "--profile", "fast"], "profile 'fast' is unknown; allowed: auto"),
+        (["plan", "MODEL", "--profile", "fast"], "profile 'fast', column 1: 'fast' is unknown; allowed: auto, 1 to 5"),
+        (["plan", "MODEL", "--profile", "7"], "profile '7', column 1: '7' has no unit; allowed: GiB"),
         (["plan", "MODEL", "--placement", "gpu:7", "--devices", TWO], "column 1: device 'gpu:7' is not here"),
         (["plan", "MODEL", "--precision", "int3"], "precision 'int3' is unknown; allowed: as stored, fp8 scaled"),
         (["plan", "MODEL", "--profile", "0.1MiB", "--devices", TWO], "is too small: model needs at least"),
@@ -111,6 +114,62 @@ def test_a_workflow_is_planned_under_its_own_watermark(capsys) -> None:
     # demo_flux keeps 8 MiB free: what is left of 40 MiB does not hold its 34 MiB.
     (share,) = plan_demo("demo_flux", "gpu:0=40MiB", capsys)["transformer"]["shares"]
     assert share["streamed_blocks"] > 0 and share["device_bytes"] <= 32 << 20
+
+
+def test_profiles_lists_every_value_of_every_profile(capsys) -> None:
+    assert main(["profiles", "--json"]) == 0
+    profiles = {profile["name"]: profile for profile in json.loads(capsys.readouterr().out)["profiles"]}
+    assert list(profiles) == ["auto", "1", "2", "3", "4", "5"]
+    assert profiles["4"]["budgets"] == {"diffusion": "1200MiB", "*": "3000MiB"}
+    fields = {field.name for field in dataclasses.fields(OffloadProfile)}
+    assert all(fields <= profile.keys() for profile in profiles.values())
+    assert main(["profiles"]) == 0
+    printed = capsys.readouterr().out
+    for profile in profiles.values():
+        for value in (profile["title"], *profile["budgets"].values(), profile["pinned"]):
+            assert value in printed
+
+
+def test_a_plan_shows_the_choice_of_profile(model_file: Path, capsys) -> None:
+    assert main(["plan", str(model_file), "--devices", TWO, "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)["files"]["profile"]
+    assert (chosen["name"], chosen["like"]) == ("auto", "1")
+    assert chosen["explicit"] == "model=unlimited,pinned=model"
+    assert main(["plan", str(model_file), "--devices", TWO, "--profile", "lowram_low"]) == 0
+    assert "\nprofile: 4 (LowRAM_LowVRAM)\n" in capsys.readouterr().out
+
+
+def test_a_profile_quantizes_unless_a_precision_is_given(model_file: Path, capsys) -> None:
+    precisions = []
+    chosen = (["--profile", "4", "--precision", name] for name in ("by profile", "as stored"))
+    for options in ([], ["--profile", "4"], *chosen):
+        assert main(["plan", str(model_file), "--devices", TWO, *options, "--json"]) == 0
+        precisions.append(json.loads(capsys.readouterr().out)["files"]["components"][0]["precision"])
+    assert precisions == ["as stored", "fp8 scaled", "fp8 scaled", "as stored"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("flux1-dev", "diffusion"),
+        ("t5xxl_fp16", "text"),
+        ("umt5_xxl_fp8_e4m3fn_scaled", "text"),
+        ("clip_l", "text"),
+        ("ae", "vae"),
+        ("wan_2.1_vae", "vae"),
+        ("aether", "diffusion"),
+    ],
+)
+def test_a_file_is_of_the_kind_that_its_name_says(model_file: Path, name: str, kind: str, capsys) -> None:
+    path = model_file.rename(model_file.with_name(f"{name}.safetensors"))
+    assert main(["plan", str(path), "--devices", TWO, "--json"]) == 0
+    (component,) = json.loads(capsys.readouterr().out)["files"]["components"]
+    assert component["kind"] == kind
+
+
+def test_the_described_link_speed_is_in_the_plan(model_file: Path, capsys) -> None:
+    assert main(["plan", str(model_file), "--devices", "gpu:0=2MiB@7GB/s"]) == 0
+    assert "at 7 GB/s" in capsys.readouterr().out
 
 
 def test_a_truncated_file_is_bad_input(model_file: Path, capsys) -> None:

@@ -1,0 +1,233 @@
+"""How many bytes of a device the weights may take, or have to leave.
+
+budget = bitem { "," bitem }
+bitem  = [ ( device | component | "*" ) "=" ] size
+size   = amount | "-" amount (leave that much free) | "unlimited"
+amount = number unit | number "%"
+unit   = "GiB" | "MiB" | "GB" | "MB"
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import InvalidInput
+from .placement import INTEGER, WORD, Scanner, canonical_device, names_device, resolve_kind
+from .units import MIB, UNITS, parse_bytes
+
+__all__ = [
+    "BudgetItem",
+    "as_left_free",
+    "exact_size",
+    "parse_budget_item",
+    "parse_size",
+    "parse_target",
+    "read_mmgp_budgets",
+]
+
+SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetItem:
+    """A limit for a device, a component or everything (``*``); at most one of the four numbers is set.
+
+    ``limit_bytes`` caps the device bytes of the weights, ``share`` does so as a part of the device's total.
+    ``leave_bytes`` and ``leave_share`` keep that much of the device free. All None means unlimited.
+    """
+
+    target: str
+    limit_bytes: int | None = None
+    share: float | None = None
+    leave_bytes: int | None = None
+    leave_share: float | None = None
+    from_profile: bool = False
+    """A profile brought it, not the user: it rises to what a component needs at least."""
+
+    def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
+        """Return the most bytes that weights may take on a device with these bytes in all and to have.
+
+        What is kept free anyway counts towards what is to be left.
+        """
+        if self.limit_bytes is not None:
+            return min(self.limit_bytes, available_bytes)
+        if self.share is not None:
+            return min(int(total_bytes * self.share), available_bytes)
+        return max(0, available_bytes - max(0, self.left_free(total_bytes) - kept_free_bytes))
+
+    def left_free(self, total_bytes: int) -> int:
+        """Return the bytes of a device that have to stay free."""
+        if self.leave_bytes is not None:
+            return self.leave_bytes
+        return int(total_bytes * (self.leave_share or 0.0))
+
+    @property
+    def size(self) -> str:
+        """The amount in the grammar, exact to the byte."""
+        if self.limit_bytes is not None:
+            return exact_size(self.limit_bytes)
+        if self.leave_bytes is not None:
+            return f"-{exact_size(self.leave_bytes)}"
+        if self.share is not None:
+            return percent(self.share)
+        return f"-{percent(self.leave_share)}" if self.leave_share is not None else "unlimited"
+
+    def __str__(self) -> str:
+        return self.size if self.target == "*" else f"{self.target}={self.size}"
+
+
+def exact_size(num_bytes: int) -> str:
+    """Return bytes in the largest unit that divides them, such as ``1200MiB``; `parse_bytes` gives them back."""
+    for name in ("GiB", "GB", "MiB", "MB"):
+        if num_bytes and num_bytes % UNITS[name] == 0:
+            return f"{num_bytes // UNITS[name]}{name}"
+    # A byte is 2**-20 MiB, so twenty decimals are all there are; most need few to mean the same byte.
+    texts = (f"{num_bytes / MIB:.{decimals}f}MiB" for decimals in range(21))
+    return next(text for text in texts if parse_bytes(text) == num_bytes)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.10g}%"
+
+
+# -- the grammar
+
+
+def parse_budget_item(
+    scanner: Scanner, devices: Collection[str], components: Sequence[str], *, others: Sequence[str] = ()
+) -> BudgetItem:
+    """Consume ``6GiB``, ``gpu:0=80%`` or ``vae=unlimited``. Raises `InvalidInput` with the column.
+
+    ``others`` are words that are allowed there too, for the complaint.
+    """
+    target = "*"
+    begin = scanner.position
+    match = scanner.match(WORD)
+    scanner.position = begin
+    if match and match[0] != "unlimited":
+        target = parse_target(scanner, devices, components, others=others)
+        if not scanner.take("="):
+            scanner.fail("'=' and a size must follow; allowed: 6GiB, 80%, -1GiB or unlimited")
+    return parse_size(scanner, target)
+
+
+def parse_target(
+    scanner: Scanner, devices: Collection[str], components: Sequence[str], *, others: Sequence[str] = ()
+) -> str:
+    """Consume a device, a component, a kind or ``*``, and return its plain name."""
+    scanner.skip_blanks()
+    begin = scanner.position
+    match = scanner.match(WORD)
+    if match is None:
+        scanner.fail("a device or a component is missing", at=begin)
+    word = match[0]
+    if names_device(word):
+        if scanner.take(":"):
+            number = scanner.match(INTEGER)
+            word += f":{number[0]}" if number else ":"
+        target = canonical_device(word)
+        if target not in devices:
+            scanner.fail(f"device {word!r} is not here; allowed: {', '.join(devices)}", at=begin)
+        return target
+    return resolve_kind(scanner, word, components, begin, others=others)
+
+
+def parse_size(scanner: Scanner, target: str) -> BudgetItem:
+    """Consume a size and return it as the target's. Raises `InvalidInput` with the column."""
+    scanner.skip_blanks()
+    begin = scanner.position
+    word = scanner.match(WORD)
+    if word and word[0] == "unlimited":
+        return BudgetItem(target=target)
+    scanner.position = begin
+    match = scanner.match(SIZE)
+    if match is None:
+        scanner.fail("a size is missing; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)
+    minus, number, unit = match.groups()
+    if unit == "%":
+        share = float(number) / 100
+        if not 0 < share <= 1 or (minus and share == 1):
+            scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% to 100%", at=begin)
+        return BudgetItem(target=target, leave_share=share) if minus else BudgetItem(target=target, share=share)
+    if unit not in UNITS:
+        problem = "has no unit" if not unit else f"has the unknown unit {unit!r}"
+        scanner.fail(f"{match[0].strip()!r} {problem}; allowed: {', '.join(UNITS)} or %", at=begin)
+    num_bytes = parse_bytes(number + unit)
+    return (
+        BudgetItem(target=target, leave_bytes=num_bytes) if minus else BudgetItem(target=target, limit_bytes=num_bytes)
+    )
+
+
+# -- mmgp's form
+
+
+def read_mmgp_budgets(
+    budgets: Any, *, devices: Collection[str], components: Sequence[str] = (), what: str = "budgets"
+) -> tuple[BudgetItem, ...]:
+    """Return budgets that Python code wrote in mmgp's form, which this project takes in Python only.
+
+    A number is in MB of 2**20 bytes, 0 is unlimited, ``"30%"`` is a part of the device's total; a dict has one of
+    these per component, ``"*"`` for all others. A text may be anything that the budget grammar knows.
+
+    Raises:
+        InvalidInput: naming the value and what is allowed.
+    """
+    if isinstance(budgets, Mapping):
+        items: dict[str, BudgetItem] = {}
+        for name, value in budgets.items():
+            scanner = Scanner(str(name), what=what)
+            target = parse_target(scanner, devices, components)
+            if not scanner.at_end:
+                scanner.fail("allowed is the name of one component or device")
+            if target in items:
+                scanner.fail(f"{target!r} has two {what}")
+            items[target] = read_mmgp_size(value, target, what)
+        return tuple(items.values())
+    if isinstance(budgets, str) and not is_size(budgets):
+        scanner = Scanner(budgets, what=what)
+        parsed: list[BudgetItem] = []
+        while not parsed or scanner.take(","):
+            scanner.skip_blanks()
+            begin = scanner.position
+            item = parse_budget_item(scanner, devices, components)
+            if any(item.target == other.target for other in parsed):
+                scanner.fail(f"{item.target!r} has two {what}", at=begin)
+            parsed.append(item)
+        if not scanner.at_end:
+            scanner.fail(f"{budgets[scanner.position]!r} is unexpected; allowed: ',' or the end")
+        return tuple(parsed)
+    return (read_mmgp_size(budgets, "*", what),)
+
+
+def is_size(text: str) -> bool:
+    return bool(SIZE.fullmatch(text.strip()))
+
+
+def read_mmgp_size(value: Any, target: str, what: str) -> BudgetItem:
+    if isinstance(value, str):
+        scanner = Scanner(value, what=what)
+        item = parse_size(scanner, target)
+        if not scanner.at_end:
+            scanner.fail(f"{value[scanner.position]!r} is unexpected; allowed: one size")
+        return item
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidInput(
+            f"{what} {value!r}: allowed is a number of MB from 0 (unlimited), a text such as '30%' or '6GiB', "
+            "or a dict of these by component"
+        )
+    return BudgetItem(target=target, limit_bytes=int(value * MIB)) if value else BudgetItem(target=target)
+
+
+def as_left_free(item: BudgetItem) -> BudgetItem:
+    """Return the item's amount as one to leave free."""
+    return replace(
+        item,
+        limit_bytes=None,
+        share=None,
+        leave_bytes=item.limit_bytes if item.limit_bytes is not None else item.leave_bytes,
+        leave_share=item.share if item.share is not None else item.leave_share,
+    )

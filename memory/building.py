@@ -1,0 +1,356 @@
+"""Whole models from their files: the class and its config, a module without memory, and weights read where they belong.
+
+[Note: bare modules] What `load_model` returns has its weights on the meta device and knows its file. Nothing is read
+until somebody wants the weights: `manage` reads them straight into its slabs, or leaves them on disk, `load_weights`
+into memory of the module's own. Only parameters are bare. Buffers that a constructor computes, such as the tables of
+rotary embeddings, stand in no file: they are real from the start.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .attachment import refuse_managed
+from .entries import split_owner
+from .errors import InvalidInput
+from .leaves import Wrapper
+from .reading import torch_dtype
+from .source import WeightsSource
+from .weights import TensorHeader, read_header
+
+__all__ = ["load_model", "load_weights", "source_of"]
+
+Paths = str | Path | Sequence[str | Path]
+
+SHARD_NUMBER = re.compile(r"-\d{5}-of-(\d{5})(?=\.safetensors$)")
+# How many names an error lists of each kind.
+NUM_LISTED = 3
+
+sources: WeakKeyDictionary[nn.Module, WeightsSource] = WeakKeyDictionary()
+"""Where the weights of bare modules are."""
+
+
+def load_model(
+    path: Paths,
+    model_class: Callable[..., nn.Module] | None = None,
+    *,
+    config: Mapping[str, Any] | str | Path | None = None,
+    prefix: str = "",
+    ignore_unexpected: bool = False,
+) -> nn.Module:
+    """Return the model of a file, in eval mode, with its weights still in the file ([Note: bare modules]).
+
+    Costs the header and the buffers. Each weight gets the dtype that it is stored in.
+
+    Args:
+        path: a safetensors file; one of the shards of a model, which stands for all; or a list of files.
+        model_class: a class of diffusers or transformers, or what returns a module when it is called with the config's
+            items; by default the class that the config names under ``_class_name`` or ``architectures``.
+        config: a dict or a JSON file; by default the metadata's ``config`` or ``config_base64``, else the
+            ``config.json`` beside the file.
+        prefix: what the names in the file have before those of the module; names without it do not count.
+        ignore_unexpected: let the file have weights that the module lacks.
+
+    Raises:
+        InvalidInput: the file, the config or the class is not there or not usable, or the names and shapes of file and
+            module differ. What the class raises for its config comes through.
+    """
+    paths = find_shards(path)
+    source = WeightsSource(paths, prefix=prefix)
+    known = read_config(paths[0], config)
+    module = build_bare(model_class or find_class(known, paths[0]), known or {})
+    to_read = []
+    for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
+        with torch.inference_mode(False):
+            device = "cpu" if weight.is_buffer else "meta"
+            tensor = torch.empty(weight.header.shape, dtype=weight.dtype, device=device)
+        weight.replace_in(module, tensor)
+        if weight.is_buffer:
+            to_read.append((weight.stored_name, tensor))
+        for name in weight.names:
+            source.alias(name, weight.stored_name)
+    source.read_into(to_read)
+    bare = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if bare:
+        raise InvalidInput(
+            f"{type(module).__name__}: its buffer {bare[0]!r} is computed from weights, which are not there yet; "
+            "build the module yourself, then use load_weights"
+        )
+    sources[module] = source
+    return module.eval()
+
+
+def load_weights(
+    module: nn.Module, path: Paths | None = None, *, prefix: str = "", ignore_unexpected: bool = False
+) -> None:
+    """Read all weights and saved buffers of a module from a file, straight into the memory that they have.
+
+    What is on the meta device gets memory, in the dtype of the file; what has memory keeps it and its dtype. Beside
+    that it costs at most the largest weight whose dtype differs.
+
+    Args:
+        path: as in `load_model`; by default the file that `load_model` built the module from.
+        prefix, ignore_unexpected: as in `load_model`.
+
+    Raises:
+        InvalidInput: the names or shapes of file and module differ, or weights are quantized or on a device: the module
+            is as it was. The file cannot be read: weights that had memory may hold anything.
+        UnsafeState: the module is managed.
+    """
+    refuse_managed(module)
+    if path is None:
+        known = sources.get(module)
+        if known is None:
+            raise InvalidInput(f"{type(module).__name__} did not come from load_model; name the file of its weights")
+        source, place = known, next(file.path for file, _ in known.files.values())
+        ignore_unexpected = True  # looked at when it was built
+    else:
+        paths = find_shards(path)
+        source, place = WeightsSource(paths, prefix=prefix), paths[0]
+    weights = match_names(module, source, place, ignore_unexpected=ignore_unexpected)
+    for weight in weights:
+        held = weight.held
+        if Wrapper.of(held) or held.device.type not in ("cpu", "meta"):
+            what = "quantized" if Wrapper.of(held) else f"on {held.device}"
+            raise InvalidInput(f"{type(module).__name__}: {weight.names[0]!r} is {what}; allowed: plain weights on cpu")
+    read_weights(module, weights, source)
+
+
+def source_of(module: nn.Module) -> WeightsSource | None:
+    """Return where the weights of a bare module are; None once any of them has memory, which may differ by then."""
+    is_bare = all(parameter.is_meta for parameter in module.parameters())
+    return sources.get(module) if is_bare else None
+
+
+# -- what stands beside the weights
+
+
+def find_shards(path: Paths) -> list[Path]:
+    """Return the files of a model: those given, or all shards of the numbering that one belongs to."""
+    if not isinstance(path, str | Path):
+        if not path:
+            raise InvalidInput("no file is named; expected one .safetensors file or more")
+        return [Path(part) for part in path]
+    path = Path(path)
+    number = SHARD_NUMBER.search(path.name)
+    if number is None:
+        return [path]
+    total = number[1]
+    return [path.with_name(SHARD_NUMBER.sub(f"-{n:05}-of-{total}", path.name)) for n in range(1, int(total) + 1)]
+
+
+def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
+    """Return the config of a model: the one given, else the one inside its file, else the one beside it, else None.
+
+    Raises:
+        InvalidInput: it is not a JSON object; names where it stands.
+    """
+    if isinstance(given, Mapping):
+        return dict(given)
+    if given is not None:
+        return parse_config(read_text(Path(given)), str(given))
+    metadata = read_header(path).metadata
+    if "config_base64" in metadata:  # as mmgp writes it
+        where = f"{path}: config_base64 in its metadata"
+        try:
+            return parse_config(base64.b64decode(metadata["config_base64"], validate=True), where)
+        except ValueError as error:
+            raise error if isinstance(error, InvalidInput) else InvalidInput(f"{where} is not base64") from None
+    if "config" in metadata:
+        return parse_config(metadata["config"], f"{path}: config in its metadata")
+    beside = path.with_name("config.json")
+    return parse_config(read_text(beside), str(beside)) if beside.is_file() else None
+
+
+def read_text(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{path}: {error.strerror}; expected the JSON file of a config") from None
+
+
+def parse_config(text: str | bytes, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{where} is not valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{where} is a JSON {type(config).__name__}, expected an object")
+    return config
+
+
+def find_class(config: Mapping[str, Any] | None, path: Path) -> Callable[..., nn.Module]:
+    """Return the class that a config names, of diffusers or transformers; imports that library now.
+
+    No other library is asked, whatever the file says: a name in a file must not choose what code runs.
+    """
+    if config is None:
+        raise InvalidInput(f"{path}: has no config in its metadata nor a config.json beside it; pass one, or a class")
+    if isinstance(config.get("_class_name"), str):
+        library, name = "diffusers", config["_class_name"]
+    elif isinstance(config.get("architectures"), list) and config["architectures"]:
+        library, name = "transformers", str(config["architectures"][0])
+    else:
+        raise InvalidInput(f"{path}: its config names no class under '_class_name' or 'architectures'; pass a class")
+    try:
+        found = getattr(import_module(library), name, None)
+    except ModuleNotFoundError as error:
+        raise InvalidInput(f"{path}: is a {name}: {error.name} is not installed, pip install {library}") from None
+    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise InvalidInput(f"{path}: its config names the class {name!r}, which {library} does not have; pass a class")
+    return found
+
+
+# -- bare modules
+
+
+def build_bare(model_class: Callable[..., nn.Module], config: dict[str, Any]) -> nn.Module:
+    """Return a module whose parameters have no memory; its buffers are on the CPU. Leaves torch's random state."""
+    with bare_parameters(), torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        if hasattr(model_class, "config_class"):  # transformers
+            return model_class(model_class.config_class.from_dict(config))
+        if hasattr(model_class, "from_config"):  # diffusers
+            built: nn.Module = model_class.from_config(config)
+            return built
+        return model_class(**config)
+
+
+@contextmanager
+def bare_parameters() -> Iterator[None]:
+    """Let parameters lose their memory as this thread's modules take them; tied ones stay one object.
+
+    Initialising them is free from then on. torch.empty gave them addresses only: no page of them was ever touched.
+    torch knows the hook for all threads; in others it does nothing.
+    """
+    thread_id = threading.get_ident()
+    bare = WeakTensorKeyDictionary()
+
+    def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != thread_id:
+            return None
+        if parameter not in bare:
+            bare[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        stripped: nn.Parameter = bare[parameter]
+        return stripped
+
+    handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]  # what it returns counts
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# -- names
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """One weight or saved buffer of a module, by all names that the module has for it, and where it is stored."""
+
+    names: list[str]
+    held: torch.Tensor
+    is_buffer: bool
+    stored_name: str
+    header: TensorHeader
+    dtype: torch.dtype
+
+    def replace_in(self, module: nn.Module, tensor: torch.Tensor) -> None:
+        """Put another tensor at every place that holds this one; weights from a file ask for no gradients."""
+        held = tensor if self.is_buffer else nn.Parameter(tensor, requires_grad=False)
+        for name in self.names:
+            owner, attribute = split_owner(module, name)
+            (owner._buffers if self.is_buffer else owner._parameters)[attribute] = held  # type: ignore[assignment]
+
+
+def match_names(module: nn.Module, source: WeightsSource, path: Path, *, ignore_unexpected: bool) -> list[StoredWeight]:
+    """Find every weight and saved buffer of a module in its files; a tied one by any of its names.
+
+    Raises:
+        InvalidInput: one line with the first names that are missing, unexpected, or have another shape.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    saved = parameters.keys() | module.state_dict(keep_vars=True).keys()
+    tensors: dict[str, torch.Tensor] = {**parameters, **buffers}
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if name in saved:
+            names.setdefault(id(tensor), []).append(name)
+    weights, missing, misshapen = [], [], []
+    for aliases in names.values():
+        held = tensors[aliases[0]]
+        stored_name = next((name for name in aliases if name in source.files), None)
+        if stored_name is None:
+            missing.append(aliases[0])
+            continue
+        header = source.files[stored_name][1]
+        dtype = torch_dtype(header.dtype)
+        if header.shape != tuple(held.shape) or dtype is None:
+            misshapen.append(f"{stored_name} is {header.dtype} {list(header.shape)}, not {list(held.shape)}")
+        else:
+            weights.append(StoredWeight(aliases, held, aliases[0] in buffers, stored_name, header, dtype))
+    # What a class of transformers or diffusers declares to be in its files without being in the model.
+    ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unexpected = [
+        name
+        for name in source.files
+        if name not in tensors and not ignore_unexpected and not any(pattern.search(name) for pattern in ignored)
+    ]
+    wrong = [
+        f"{len(found)} {kind} ({', '.join(found[:NUM_LISTED])}{', ...' if len(found) > NUM_LISTED else ''})"
+        for kind, found in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if found
+    ]
+    if wrong:
+        raise InvalidInput(
+            f"{path}: its weights do not fit {type(module).__name__}: {'; '.join(wrong)}"
+            f"{suggest_prefix(missing, list(source.files))}"
+        )
+    return weights
+
+
+def suggest_prefix(missing: Sequence[str], stored: Sequence[str]) -> str:
+    """Return the end of an error line: the one prefix under which the file has a missing weight."""
+    for name in missing:
+        prefixes = {other.removesuffix(name) for other in stored if other.endswith(f".{name}")}
+        if len(prefixes) == 1:
+            return f"; did you mean prefix={prefixes.pop()!r}?"
+    return ""
+
+
+@torch.inference_mode(False)
+def read_weights(module: nn.Module, weights: Sequence[StoredWeight], source: WeightsSource) -> None:
+    """Fill weights from their files: in place where dtype and layout allow, into new memory where there is none."""
+    in_place, new, cast = [], [], []
+    for weight in weights:
+        held = weight.held
+        if held.is_meta:
+            new.append((weight, torch.empty(held.shape, dtype=weight.dtype)))
+        elif held.dtype == weight.dtype and held.is_contiguous() and not held.is_inference():
+            in_place.append((weight.stored_name, held.detach()))
+        else:
+            cast.append(weight)
+    source.read_into([*in_place, *((weight.stored_name, tensor) for weight, tensor in new)])
+    for weight, tensor in new:
+        weight.replace_in(module, tensor)
+    for weight in cast:
+        tensor = torch.empty(weight.header.shape, dtype=weight.dtype)
+        source.read_into([(weight.stored_name, tensor)])
+        with torch.inference_mode(weight.held.is_inference()), torch.no_grad():
+            weight.held.copy_(tensor)

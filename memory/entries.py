@@ -1,0 +1,123 @@
+"""One weight of a module: every place in the module tree that holds it, and putting other tensors there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .component import TensorSpec
+from .leaves import Wrapper, leaves_of
+from .source import WeightsSource
+
+__all__ = ["Entry", "as_held", "assemble", "copy_leaves", "find_entries", "read_weight", "repoint", "split_owner"]
+
+EMPTY = torch.empty(0)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One weight and every place in the module tree that holds it (tied weights have several)."""
+
+    spec: TensorSpec
+    owners: list[tuple[nn.Module, str]]
+    is_buffer: bool
+    scale: float | None = None
+    """The power of two of a weight that rests in eight bits."""
+    wrapper: Wrapper | None = None
+    """How a quantized weight is made of its leaves."""
+    is_inference: bool = False
+    """Whether it was made in inference mode."""
+
+    @property
+    def held(self) -> torch.Tensor:
+        if not self.owners:  # a buffer that the module has replaced by one of its own
+            return EMPTY
+        module, name = self.owners[0]
+        tensor = (module._buffers if self.is_buffer else module._parameters)[name]
+        assert tensor is not None
+        return tensor
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
+        for module, name in self.owners:
+            if self.is_buffer:
+                module._buffers[name] = tensor
+            else:
+                assert isinstance(tensor, nn.Parameter)
+                module._parameters[name] = tensor
+
+
+def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Entry]:
+    """Return an entry per described weight of a module, by name."""
+    by_identity: dict[int, list[str]] = {}
+    tensors: dict[str, tuple[torch.Tensor, bool]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tensors[name] = parameter, False
+        by_identity.setdefault(id(parameter), []).append(name)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        tensors[name] = buffer, True
+        by_identity.setdefault(id(buffer), []).append(name)
+    entries = {}
+    for spec in specs:
+        tensor, is_buffer = tensors[spec.name]
+        owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
+        entries[spec.name] = Entry(
+            spec, owners, is_buffer, wrapper=Wrapper.of(tensor), is_inference=tensor.is_inference()
+        )
+    return entries
+
+
+def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def as_held(leaves: Iterator[torch.Tensor], entry: Entry, *, lasting: bool = False) -> torch.Tensor:
+    """Return what the module holds for a weight whose next leaves these are; ``lasting``: as it came."""
+    # A wrapper made outside of inference mode cannot be used inside it, one made inside can compute in both.
+    with torch.inference_mode(entry.wrapper is not None and (entry.is_inference or not lasting)):
+        tensor = assemble(leaves, entry.wrapper)
+        if entry.is_buffer:
+            return tensor
+        if entry.wrapper is not None:
+            tensor._is_param = True  # what nn.Parameter() does after a detach(), in which some wrappers copy
+            return tensor
+        # Weights are read-only at inference: device copies never ask for a gradient.
+        return nn.Parameter(tensor, requires_grad=False)
+
+
+def assemble(leaves: Iterator[torch.Tensor], wrapper: Wrapper | None) -> torch.Tensor:
+    return wrapper.assemble(leaves) if wrapper else next(leaves)
+
+
+def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
+    """Write a weight into views, leaf by leaf."""
+    with torch.no_grad():
+        for target, leaf in zip(targets, leaves_of(weight), strict=True):
+            target.copy_(leaf.detach())
+
+
+def read_weight(entry: Entry, source: WeightsSource | None) -> torch.Tensor:
+    assert source is not None
+    with torch.inference_mode(False):
+        weight = torch.empty(entry.held.shape, dtype=entry.held.dtype)
+    source.read_into([(entry.spec.name, weight)])
+    return weight
+
+
+def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
+    """Let the held tensor object show other memory, and return it.
+
+    The object stays the same for whoever else refers to it. Inference tensors cannot be repointed outside
+    inference mode, quantized weights and those without memory not at all: these are replaced.
+    """
+    held = entry.held
+    if held.is_inference() or entry.wrapper or held.is_meta or leaves[0].is_meta:
+        held = as_held(iter(leaves), entry, lasting=lasting)
+        entry.hold(held)
+    else:
+        (held.data,) = leaves
+    return held

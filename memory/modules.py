@@ -1,0 +1,88 @@
+"""Modules as components with a plan, in blocks as small as their devices ask for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from .component import Component, component_from_module, guess_kind
+from .errors import DoesNotFit, InvalidInput
+from .leaves import leaves_of
+from .machine import Machine
+from .placement import Placement
+from .plan import Plan, plan_components
+from .profile import OffloadProfile, covers
+from .source import WeightsSource
+from .upcast import Precision
+
+__all__ = ["bytes_in_ram", "plan_modules"]
+
+
+def plan_modules(
+    modules: Mapping[str, nn.Module],
+    machine: Machine,
+    *,
+    placement: Placement,
+    profile: OffloadProfile,
+    precision: Precision | None,
+    kinds: Mapping[str, str],
+    sources: Mapping[str, WeightsSource],
+    patterns: Mapping[str, str] | None = None,
+) -> tuple[list[Component], Plan]:
+    """Return the components that modules are and their plan; moves nothing.
+
+    Where two blocks, or one, are too large for their device the blocks inside them are planned with. Raises as
+    `plan_components`.
+
+    Args:
+        kinds: component kinds by name, where they are known; names suggest the others.
+        sources: the files of components by name.
+        patterns: what a block is, by component, as in `find_blocks`; those are not cut.
+    """
+    largest_bytes: int | None = None
+    coarser: list[Component] = []
+    found: tuple[list[Component], Plan] | None = None
+    while True:
+        components = []
+        for name, module in modules.items():
+            kind = kinds.get(name) or guess_kind(name)
+            is_split = len(placement.item_for(name, kind).devices) > 1  # the blocks of a split are not cut
+            limit = sys.maxsize if is_split else largest_bytes
+            pattern = (patterns or {}).get(name)
+            component = component_from_module(module, name=name, kind=kind, largest_bytes=limit, pattern=pattern)
+            if pattern is not None and not component.blocks:
+                raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
+            # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
+            asked = placement.item_for(name, kind).tier == "disk" or covers(profile.on_demand, name, kind)
+            bare = any(parameter.is_meta for parameter in module.parameters())
+            has_file = name in sources and (asked or bare) and sources[name].covers(component)
+            components.append(replace(component, has_file=has_file))
+        if components == coarser and found is not None:
+            return found
+        try:
+            plan = plan_components(components, machine, placement=placement, profile=profile, precision=precision)
+        except (DoesNotFit, InvalidInput):
+            if found is not None:
+                return found
+            if components == coarser:
+                raise
+        else:
+            found = components, plan
+            if not is_tight(plan):
+                return found
+        coarser = components
+        largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
+
+
+def is_tight(plan: Plan) -> bool:
+    """Whether there is room for one slot only somewhere: copies would wait for computes."""
+    return any(share.num_slots == 1 and len(share.streamed) > 1 for part in plan.components for share in part.shares)
+
+
+def bytes_in_ram(module: nn.Module) -> int:
+    """Return the bytes of a module's weights that are in host memory now."""
+    weights = {id(weight): weight for weight in module.parameters() if weight.device.type == "cpu"}
+    return sum(leaf.numel() * leaf.element_size() for weight in weights.values() for leaf in leaves_of(weight))

@@ -1,0 +1,165 @@
+"""Weights from their file straight into memory that is there already: no copy in between, nothing read twice.
+
+A mapping would be shorter. But its pages stay in RAM beside the slab they are copied to, they come in one by one as
+they are touched, and where the file was cut short the process dies. Here a read fills many tensors at once, wherever
+they lie, and whatever is wrong with the file is an error that names it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from io import FileIO
+
+import torch
+
+from .errors import InvalidInput
+from .units import MIB, align_up
+from .weights import TORCH_NAMES, FileVersion, WeightsHeader
+
+__all__ = ["WeightsFile", "torch_dtype"]
+
+# Where in a file one read begins and the next ends. With two threads the fastest of 1 to 32 MiB where the system reads
+# 8 MiB ahead (there more threads and longer reads run out of its window) and where it reads 128 KiB ahead.
+CHUNK_BYTES = 4 * MIB
+NUM_THREADS = 2
+# Linux and macOS take no more in one call.
+MAX_BUFFERS = 1024
+
+Chunk = tuple[int, list[memoryview]]
+"""Where in the file a read begins, and what it fills, in this order."""
+
+
+class WeightsFile:
+    """A safetensors file as it was when its header was read: any other is refused. Holds no descriptor."""
+
+    def __init__(self, header: WeightsHeader) -> None:
+        self.path = header.path
+        self.version = header.version
+        self.tensors = {tensor.name: tensor for tensor in header.tensors}
+
+    def read_into(
+        self,
+        targets: Iterable[tuple[str, torch.Tensor]],
+        *,
+        progress: Callable[[int], None] | None = None,
+        drop_pages: bool = False,
+    ) -> None:
+        """Fill CPU tensors with the bytes of named tensors, in the order of the file; returns when all are there.
+
+        A target is contiguous and has exactly the tensor's bytes, in whatever dtype; the bytes come as they are stored.
+        Takes no memory beside the targets. Counts as a write to each of them.
+
+        ``progress`` is called in this thread with the bytes done so far, every 4 MiB or sooner. What it raises stops
+        the reading and is raised here, after the reads that have begun. ``drop_pages`` takes what was read out of the
+        system's page cache, in whole pages: for files that are read again and again and would push out all others.
+
+        Raises:
+            InvalidInput: the file is gone, cannot be read, has changed since its header was read, or has no such
+                tensor. The targets may then hold anything, as after an exception of ``progress``.
+        """
+        targets = list(targets)
+        chunks = cut_chunks(self.locate(targets))
+        num_threads = NUM_THREADS if hasattr(os, "preadv") else 1  # without it they would share one position
+        num_done = 0
+        try:
+            with self.open() as file, ThreadPoolExecutor(num_threads, "highwater-read") as pool:
+                self.check_unchanged(file)
+                advise(file, "POSIX_FADV_SEQUENTIAL", 0, 0)
+                # An exception in this loop takes back the reads that have not begun.
+                for num_read in pool.map(partial(self.read_chunk, file, drop_pages=drop_pages), chunks):
+                    num_done += num_read
+                    if progress is not None:
+                        progress(num_done)
+                self.check_unchanged(file)
+        finally:
+            torch.autograd.graph.increment_version([tensor for _, tensor in targets])
+
+    def locate(self, targets: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[int, memoryview]]:
+        """Return where the bytes of each target begin in the file, and its memory, in the order of the file."""
+        parts = []
+        for name, target in targets:
+            if name not in self.tensors:
+                raise InvalidInput(f"{self.path}: has no tensor {name!r} among its {len(self.tensors)}")
+            tensor, memory = self.tensors[name], bytes_of(target)
+            assert len(memory) == tensor.weight_bytes, f"{name}: {tensor.weight_bytes} bytes into {len(memory)}"
+            parts.append((tensor.begin, memory))
+        return sorted(parts, key=lambda part: (part[0], len(part[1])))
+
+    def open(self) -> FileIO:
+        try:
+            return FileIO(self.path)
+        except OSError as error:
+            raise InvalidInput(f"{self.path}: was planned, but cannot be opened now: {error.strerror}") from error
+
+    def check_unchanged(self, file: FileIO) -> None:
+        now = FileVersion.of(file.fileno())
+        if now != self.version:
+            raise InvalidInput(f"{self.path}: {self.version.describe_change(now)}; load it again")
+
+    def read_chunk(self, file: FileIO, chunk: Chunk, *, drop_pages: bool) -> int:
+        """Fill the buffers of one chunk, in as many reads as the system takes for it; returns their bytes."""
+        begin, buffers = chunk
+        position = begin
+        while buffers:
+            try:
+                num_read = read_once(file, position, buffers)
+            except OSError as error:
+                raise InvalidInput(f"{self.path}: cannot be read at byte {position}: {error.strerror}") from error
+            if num_read == 0:
+                planned = self.version.file_bytes
+                raise InvalidInput(f"{self.path}: was planned with {planned} bytes, now has {position}; load it again")
+            position += num_read
+            while buffers and num_read >= len(buffers[0]):
+                num_read -= len(buffers.pop(0))
+            if num_read:
+                buffers[0] = buffers[0][num_read:]
+        if drop_pages:
+            first, end = align_up(begin, mmap.PAGESIZE), position // mmap.PAGESIZE * mmap.PAGESIZE
+            if first < end:  # no bytes would mean all to the end of the file
+                advise(file, "POSIX_FADV_DONTNEED", first, end - first)
+        return position - begin
+
+
+def cut_chunks(parts: Iterable[tuple[int, memoryview]]) -> list[Chunk]:
+    """Cut parts of a file into reads: neighbours join, and no read crosses a multiple of `CHUNK_BYTES`."""
+    chunks: list[Chunk] = []
+    position = 0
+    for begin, memory in parts:
+        assert begin >= position, "two targets for one tensor"
+        while memory:
+            if begin != position or begin % CHUNK_BYTES == 0 or len(chunks[-1][1]) == MAX_BUFFERS:
+                chunks.append((begin, []))
+            piece = memory[: CHUNK_BYTES - begin % CHUNK_BYTES]
+            chunks[-1][1].append(piece)
+            memory = memory[len(piece) :]
+            begin = position = begin + len(piece)
+    return chunks
+
+
+def read_once(file: FileIO, position: int, buffers: list[memoryview]) -> int:
+    """Fill buffers as far as one system call does; returns the bytes, 0 at the end of the file."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), buffers, position)
+    file.seek(position)
+    return file.readinto(buffers[0])
+
+
+def advise(file: FileIO, advice: str, begin: int, num_bytes: int) -> None:
+    """Tell the system how the file is read, where it takes such advice."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, num_bytes, getattr(os, advice))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """Return torch's dtype for a name in a header; None where this torch has none, or none with whole elements."""
+    return getattr(torch, TORCH_NAMES.get(name, ""), None)

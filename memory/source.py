@@ -1,0 +1,69 @@
+"""A component's weights in its files, found by the names that its module gives them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from .component import Component, TensorSpec
+from .reading import WeightsFile
+from .weights import TensorHeader, read_header
+
+__all__ = ["WeightsSource"]
+
+
+class WeightsSource:
+    """The safetensors files of one model, or the shards of one: reads weights from where they lie. Holds headers only.
+
+    Args:
+        prefix: what the files' names have before those of the module.
+
+    Raises:
+        InvalidInput: as `read_header`.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], *, prefix: str = "") -> None:
+        self.files: dict[str, tuple[WeightsFile, TensorHeader]] = {}
+        for path in paths:
+            header = read_header(path)
+            file = WeightsFile(header)
+            for tensor in header.tensors:
+                if tensor.name.startswith(prefix):
+                    self.files[tensor.name[len(prefix) :]] = file, tensor
+
+    def alias(self, name: str, stored_name: str) -> None:
+        """Let a weight be found by another name, too."""
+        self.files[name] = self.files[stored_name]
+
+    def holds(self, spec: TensorSpec) -> bool:
+        """Whether a file has a weight as it is, to the byte, under any name of a tied one."""
+        for name in spec.other_names:
+            if spec.name not in self.files and name in self.files:
+                self.files[spec.name] = self.files[name]
+        if spec.leaves or spec.name not in self.files:
+            return False
+        tensor = self.files[spec.name][1]
+        return (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
+
+    def covers(self, component: Component) -> bool:
+        """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""
+        return all(self.holds(spec) for block in [*component.blocks, component.rest] for spec in block.tensors)
+
+    def read_into(
+        self,
+        targets: Iterable[tuple[str, torch.Tensor]],
+        *,
+        progress: Callable[[int], None] | None = None,
+        drop_pages: bool = False,
+    ) -> None:
+        """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`."""
+        by_file: dict[Path, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        for name, target in targets:
+            file, tensor = self.files[name]
+            by_file[file.path].append((tensor.name, target))
+        files = {file.path: file for file, _ in self.files.values()}
+        for path, pairs in by_file.items():
+            files[path].read_into(pairs, progress=progress, drop_pages=drop_pages)

@@ -1,0 +1,200 @@
+"""Where weights rest while they are not on a device: page-locked RAM, pageable RAM, or their file.
+
+[Note: host memory] Unlike the bytes of a device, which components take in turns, those of the host are taken by all
+components at once. So one decision is made for all of them: who is in RAM, the diffusion model first, because it is
+read in every step; and which units are page-locked, streamed blocks first, because those are copied in every pass.
+A component at tier ``disk`` costs bounce buffers, through which its file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .component import Component
+from .errors import InvalidInput, allowed_values
+from .footprint import all_resident_bytes, block_bytes, fixed_tensors, resting_bytes
+from .machine import Machine
+from .placement import PlacementItem
+from .profile import OffloadProfile, covers
+from .share_plan import SharePlan
+from .units import MIB, format_bytes
+
+__all__ = ["Masters", "choose_tiers", "lock_pages"]
+
+# In which order components get the RAM: what is read most often first.
+KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
+# Two per device: the file is read into one while the other is copied. As wide as a slot, or else so wide.
+NUM_BOUNCE_BUFFERS = 2
+BOUNCE_BUFFER_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Masters:
+    """What one component keeps off its devices, filled in as it is decided.
+
+    ``tier`` None is RAM, of which sort is still open. ``pinned`` has the names of the blocks whose masters are
+    page-locked, and ``""`` for the rest and the buffers.
+    """
+
+    component: Component
+    item: PlacementItem
+    cast: frozenset[str]
+    cast_by_profile: bool
+    num_devices: int
+    on_cpu: bool
+    shares: tuple[SharePlan, ...] = ()
+    tier: str | None = None
+    pinned: frozenset[str] = frozenset()
+    pinned_bytes: int = 0
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def has_file(self) -> bool:
+        return bool(getattr(self.component, "has_file", False))
+
+    @property
+    def can_rest_on_disk(self) -> bool:
+        """Whether a file has what rests; eight-bit weights are made from it, but a profile's wish for them can wait."""
+        return self.has_file and not self.on_cpu and (not self.cast or self.cast_by_profile)
+
+    @property
+    def ram_bytes(self) -> int:
+        """The bytes of all masters."""
+        return all_resident_bytes(self.component, self.cast)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of RAM, page-locked or not."""
+        return self.bounce_bytes if self.tier == "disk" else self.ram_bytes
+
+    @property
+    def bounce_bytes(self) -> int:
+        """The bytes of the buffers through which a file is read; the most there can be until the shares are known."""
+        largest = max((block_bytes(block, frozenset()) for block in self.component.blocks), default=0)
+        widths = [share.slot_bytes or BOUNCE_BUFFER_BYTES for share in self.shares]
+        widths = widths or [max(largest, BOUNCE_BUFFER_BYTES)] * self.num_devices
+        return NUM_BOUNCE_BUFFERS * sum(widths)
+
+    @property
+    def rank(self) -> int:
+        kind = self.component.kind
+        return KINDS_BY_USE.index(kind) if kind in KINDS_BY_USE else 0
+
+    def units(self) -> list[tuple[str, int, bool]]:
+        """Return what can be page-locked by itself: its name, its bytes, and whether it streams."""
+        streamed = {number for share in self.shares for number in share.streamed}
+        fixed = [fixed_tensors(self.component, s.blocks, first=index == 0) for index, s in enumerate(self.shares)]
+        blocks = enumerate(self.component.blocks)
+        return [
+            *((block.name, block_bytes(block, self.cast), number in streamed) for number, block in blocks),
+            ("", sum(map(resting_bytes, fixed)), False),
+        ]
+
+
+def choose_tiers(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:
+    """Return the masters with the tier that was asked for, or ``disk`` where that was asked for or RAM is short.
+
+    Raises:
+        InvalidInput: a tier that cannot be had; lists those that can.
+    """
+    decided = [replace(part, tier=asked_tier(part)) for part in masters]
+    # What has no file is in RAM already, and the bytes that are free do not count it.
+    open_parts = [index for index, part in enumerate(decided) if part.can_rest_on_disk]
+    left = machine.host_bytes - sum(
+        part.bounce_bytes if part.can_rest_on_disk else part.ram_bytes for part in decided if part.has_file
+    )
+    for index in sorted(open_parts, key=lambda index: (decided[index].tier is None, decided[index].rank)):
+        part = decided[index]
+        reason = ""
+        if part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind):
+            reason = "on demand: rests on disk until it is used"
+        elif part.tier is None and part.ram_bytes > left + part.bounce_bytes:
+            have = format_bytes(max(0, left + part.bounce_bytes))
+            reason = f"rests on disk: {format_bytes(part.ram_bytes)} would be needed of RAM, which has {have} for it"
+        if reason:
+            part = replace(part, tier="disk", reasons=(reason,))
+        if part.tier != "disk":
+            left -= part.ram_bytes - part.bounce_bytes
+        elif part.cast:
+            reason = f"stays as stored: profile {profile.name}'s eight bits are made in RAM"
+            part = replace(part, cast=frozenset(), reasons=(*part.reasons, reason))
+        decided[index] = part
+    return [
+        replace(part, reasons=("on demand: has no file to be read from, stays in RAM",))
+        if not part.can_rest_on_disk and covers(profile.on_demand, part.component.name, part.component.kind)
+        else part
+        for part in decided
+    ]
+
+
+def asked_tier(part: Masters) -> str | None:
+    allowed = ["host"] if part.on_cpu else ["device", "pinned", "host"]
+    if part.can_rest_on_disk:
+        allowed.append("disk")
+    if part.item.tier is not None and part.item.tier not in allowed:
+        raise InvalidInput(
+            f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}; "
+            f"{allowed_values(part.item.tier, allowed)}"
+        )
+    return part.item.tier
+
+
+def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:
+    """Return the masters in RAM with the units that are page-locked: as many as may be, streamed blocks first.
+
+    What the user placed in page-locked memory comes before all others.
+    """
+    left = machine.pinned_bytes
+    left -= min(left, sum(part.bounce_bytes for part in masters if part.tier == "disk"))
+    pinned: list[dict[str, int]] = [{} for _ in masters]
+    candidates = [
+        (part.tier is None, not streams, part.rank, index, name, num_bytes)
+        for index, part in enumerate(masters)
+        if may_be_pinned(part, profile)
+        for name, num_bytes, streams in part.units()
+        if num_bytes
+    ]
+    for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
+        if num_bytes <= left:
+            pinned[index][name] = num_bytes
+            left -= num_bytes
+    return [finish(part, names, machine, profile) for part, names in zip(masters, pinned, strict=True)]
+
+
+def may_be_pinned(part: Masters, profile: OffloadProfile) -> bool:
+    if part.tier is None:
+        return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
+    return part.tier == "pinned"
+
+
+def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> Masters:
+    """Return the masters with their tier settled, and why it is not page-locked RAM for all of them."""
+    if part.tier is not None and part.tier != "pinned":
+        return part
+    pinned_bytes = sum(pinned.values())
+    reasons = list(part.reasons)
+    if not part.on_cpu and pinned_bytes < part.ram_bytes:
+        if not may_be_pinned(part, profile):
+            reasons.append(f"rests in pageable RAM: profile {profile.name} page-locks others; copies block the host")
+        elif not pinned:
+            reasons.append(
+                f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned by all components, "
+                f"{format_bytes(part.ram_bytes)} would be needed; copies block the host"
+            )
+        else:
+            streamed = [name for name, _, streams in part.units() if streams]
+            first = (
+                f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
+            )
+            reasons.append(
+                f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
+                f"{format_bytes(machine.pinned_bytes)} may be by all components; copies of the others block the host"
+            )
+    return replace(
+        part,
+        tier=part.tier or ("pinned" if pinned else "host"),
+        pinned=frozenset(pinned),
+        pinned_bytes=pinned_bytes,
+        reasons=tuple(reasons),
+    )

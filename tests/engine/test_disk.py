@@ -1,0 +1,198 @@
+"""Weights that rest in their file: no RAM while they are idle, the same results, and nobody fooled by another file."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from highwater.memory import InvalidInput, MemoryManager, manage
+from highwater.memory.source import WeightsSource
+from safetensors.torch import save_file
+
+TIGHT = "0.45MiB"
+
+
+def bare_net(toys):
+    """The toy network without memory for its weights; buffers are real."""
+    net = toys.build_net()
+    gains = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    net.to("meta")
+    for name, gain in gains.items():
+        owner, _, attribute = name.rpartition(".")
+        net.get_submodule(owner).register_buffer(attribute, gain)
+    net.out.weight = net.embed.weight
+    return net
+
+
+@pytest.fixture
+def files(toys, tmp_path):
+    """The toy network in two shards, in an order of its own."""
+    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if "gain" not in name}
+    del state["out.weight"]  # tied
+    names = sorted(state, key=lambda name: name[::-1])
+    paths = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path, part in zip(paths, (names[:20], names[20:]), strict=True):
+        save_file({name: state[name].contiguous() for name in part}, path)
+    return paths
+
+
+def on_disk(net, files, manager, profile: str = "auto"):
+    return manage({"net": net}, placement="gpu:0:disk", profile=profile, files={"net": files}, manager=manager)
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT, "0.8MiB"])
+def test_computes_alike_and_costs_no_ram_while_idle(toys, machine, files, profile: str) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        net = toys.build_net()
+        buffer_bytes = sum(buffer.nbytes for buffer in net.buffers())
+        with on_disk(net, files, manager, profile) as managed:
+            (member,) = managed.members
+            idle = manager.ledger.places("net")
+            assert idle == {"host": buffer_bytes}
+            assert all(parameter.is_meta for parameter in net.parameters())
+            for _ in range(3):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
+            held = manager.ledger.places("net")
+            assert held["gpu:0"]
+            assert ("pinned" in held) == (profile != "auto")  # buffers to read through, while anything streams
+            member.attachment.unload()
+            assert manager.ledger.places("net") == idle
+            assert torch.equal(net(x).cpu(), want)
+        assert torch.allclose(net(x), toys.build_net()(x))
+        assert not any(parameter.is_meta for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned", "gpu:0:host", "gpu:0&gpu:1", "cpu"])
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+def test_a_module_without_memory_is_filled_by_managing_it(toys, machine, files, placement: str, precision: str) -> None:
+    if placement.endswith("disk") and precision != "as stored":
+        pytest.skip("what the user wants in eight bits does not rest in its file")
+    x = torch.randn(2, 5, 64)
+    net = bare_net(toys)
+    with machine(8, 8) as manager, torch.no_grad():
+        elsewhere = placement.removesuffix(":disk")
+        from_memory = manage(toys.build_net(), placement=elsewhere, precision=precision, manager=MemoryManager())
+        want = from_memory.members[0].attachment.module(x).cpu()
+        from_memory.release()
+        with manage({"net": net}, placement=placement, precision=precision, files={"net": files}, manager=manager):
+            assert torch.equal(net(x).cpu(), want)
+
+
+def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, TIGHT) as managed:
+        net(torch.randn(2, 5, 64))
+        net.doubles[0].gain.mul_(2.0)
+        managed.members[0].attachment.unload()
+        assert torch.equal(net.doubles[0].gain, torch.ones(64))
+
+
+def test_a_file_that_changed_is_refused_by_name(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        saved = files[0].read_bytes()
+        files[0].write_bytes(saved[:-4] + b"abcd")
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
+            net(torch.randn(2, 5, 64))
+        assert not manager.ledger.used("gpu:0")
+        assert not managed.members[0].leases
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
+            managed.release()
+        assert not manager.members
+        manager.ledger.check()
+
+
+def test_files_of_another_model_do_not_count(toys, machine, files) -> None:
+    with machine(8) as manager, pytest.raises(InvalidInput, match="tier 'disk' is not available"):
+        on_disk(toys.build_net(dim=32), files, manager)
+
+
+def test_ram_that_is_short_puts_weights_on_disk(toys, machine, files, monkeypatch) -> None:
+    from highwater.memory.devices import HostMemory
+
+    tiny = HostMemory(total_bytes=64 << 20, free_bytes=1 << 16)
+    monkeypatch.setattr(HostMemory, "now", classmethod(lambda cls, *args: tiny))
+    in_ram, bare = toys.build_net(), bare_net(toys)
+    with machine(8) as manager:
+        for net, tier in ((bare, "disk"), (in_ram, "pinned")):  # what is in RAM may differ from the file by now
+            with manage({"net": net}, profile=TIGHT, files={"net": files}, manager=manager) as managed:
+                assert managed.report()["components"][0]["plan"]["tier"] == tier
+
+
+def test_a_failed_reading_leaves_no_memory_that_looks_like_weights(toys, machine, files, monkeypatch) -> None:
+    read_into, calls = WeightsSource.read_into, itertools.count(1)
+
+    def fail_third(self, *args, **options) -> None:
+        if next(calls) == 3:
+            raise InvalidInput("the disk is gone")
+        read_into(self, *args, **options)
+
+    net = bare_net(toys)
+    with machine(8) as manager, torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightsSource, "read_into", fail_third)
+            with pytest.raises(InvalidInput, match="gone"):
+                manage({"net": net}, placement="gpu:0:host", files={"net": files}, manager=manager)
+        assert not manager.ledger.used("host")
+        x = torch.randn(2, 5, 64)
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with manage({"net": net}, placement="gpu:0:host", files={"net": files}, manager=manager):
+            assert torch.equal(net(x).cpu(), want)
+
+
+def test_what_is_released_while_a_file_is_read_waits_for_nobody(toys, machine, files, monkeypatch) -> None:
+    """A garbage collection may release a component in the reading thread, for which the loading one waits."""
+    read_into = WeightsSource.read_into
+    with machine(8) as manager, torch.no_grad():
+        other = manage({"other": toys.build_net()}, manager=manager)
+
+        def release_meanwhile(self, *args, **options) -> None:
+            thread = threading.Thread(target=other.release, daemon=True)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+            read_into(self, *args, **options)
+
+        monkeypatch.setattr(WeightsSource, "read_into", release_meanwhile)
+        net = toys.build_net()
+        with on_disk(net, files, manager):
+            net(torch.randn(2, 5, 64))
+            assert "other" not in manager.members
+
+
+def test_a_tied_weight_is_found_under_its_other_name(toys, machine, tmp_path) -> None:
+    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if "gain" not in name}
+    del state["embed.weight"]
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "net.safetensors")
+    with machine(8) as manager, on_disk(toys.build_net(), [tmp_path / "net.safetensors"], manager) as managed:
+        assert managed.report()["components"][0]["plan"]["tier"] == "disk"
+
+
+def test_nothing_is_read_after_an_exception(toys, machine, files, monkeypatch) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, TIGHT):
+        net(torch.randn(2, 5, 64))
+        reads = []
+        read_into = WeightsSource.read_into
+        monkeypatch.setattr(WeightsSource, "read_into", lambda *args, **o: reads.append(1) or read_into(*args, **o))
+
+        def fail(*_: object) -> None:
+            reads.clear()
+            raise RuntimeError("trouble")
+
+        handle = net.doubles[1].norm.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="trouble"):
+            net(torch.randn(2, 5, 64))
+        assert not reads
+        handle.remove()
+        assert torch.isfinite(net(torch.randn(2, 5, 64))).all()
+
+
+def test_files_of_no_component_are_refused(toys, machine, files) -> None:
+    with machine(8) as manager, pytest.raises(InvalidInput, match=r"files of 'unet'.*allowed: net"):
+        manage({"net": toys.build_net()}, files={"unet": files}, manager=manager)

@@ -1,0 +1,56 @@
+"""What the engine learns from its passes: how long blocks compute, how fast the link is, and a better plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from highwater.memory import manage
+from highwater.memory.link import known_link, link_bytes_per_s
+
+LINK = 8e9
+
+
+def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("highwater.memory.link.cache_directory", lambda: tmp_path)
+    monkeypatch.setattr("highwater.memory.manager.known_link", known_link)
+    monkeypatch.setattr("highwater.memory.manager.link_bytes_per_s", link_bytes_per_s)
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))  # 48 MiB
+    with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        assert known_link(manager.devices["gpu:0"]) is None
+        with manage(net, profile="40MiB", manager=manager) as managed:
+            for _ in range(4):
+                net(torch.randn(4, 1024))
+            assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+            assert known_link(manager.devices["gpu:0"]) == manager.links["gpu:0"]
+            seconds = managed.members[0].block_seconds
+            assert len(seconds) == 12 and all(value > 0 for value in seconds)
+        assert type(manager)().links["gpu:0"] == manager.links["gpu:0"]
+
+
+def test_times_are_taken_once_and_cost_nothing_after(toys, machine, sim) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, profile="0.45MiB", manager=manager) as managed:
+            share = managed.members[0].attachment.shares[0]
+            for _ in range(4):
+                net(torch.randn(2, 5, 64))
+            seconds = managed.members[0].block_seconds
+            assert seconds is not None
+            for _ in range(9):
+                net(torch.randn(2, 5, 64))
+                assert share.computes is None
+            assert managed.members[0].block_seconds is seconds
+
+
+def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None:
+    """As an encoder does while the first blocks of the transformer behind it are queued."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with machine(128, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        other = torch.randn(2048, 2048, device="sim:0")
+        with manage(net, profile="40MiB", manager=manager):
+            for _ in range(4):
+                for _ in range(3):
+                    other = other @ other
+                net(torch.randn(4, 1024))
+        del other
+        assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)

@@ -1,0 +1,93 @@
+"""Running from a terminal: the bar of a loading, and Ctrl-C while weights move."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from highwater.headless.console import Console
+from highwater.headless.session import run_workflow
+from highwater.memory.units import MIB
+from rich.console import Console as RichConsole
+
+WORKFLOW = Path(__file__).parents[2] / "headless" / "workflows" / "demo_flux.json"
+
+
+class Runner:
+    """Stands for a runner whose one node loads a component in three blocks."""
+
+    def __init__(self) -> None:
+        self.manager = SimpleNamespace(members={}, subscribe=lambda listener: lambda: None, depth=0)
+
+    def run(self, workflow: Any, *, name: str, listener: Any) -> None:
+        listener("executing", "1")
+        for block in (1, 2, 3):
+            listener("loading", "1", "tiny/unet", block * MIB, 3 * MIB)
+            listener("progress", "1", block, 3)
+
+
+@pytest.mark.parametrize(("terminal", "quiet"), [(True, False), (False, False), (True, True)])
+def test_a_loading_has_a_bar_on_a_terminal_only(terminal: bool, quiet: bool) -> None:
+    printed = io.StringIO()
+    console = Console()
+    console.out = RichConsole(file=printed, force_terminal=terminal, quiet=quiet, width=100)
+    workflow = SimpleNamespace(nodes={"1": SimpleNamespace(title="Sample")})
+    runner = Runner()
+    listen = runner.run
+
+    def run_and_draw(workflow: Any, *, name: str, listener: Any) -> None:
+        listen(workflow, name=name, listener=lambda *event: (listener(*event), drawn.refresh()))
+
+    runner.run = run_and_draw  # type: ignore[method-assign]
+    drawn = console.progress()
+    console.progress = lambda: drawn  # type: ignore[method-assign]
+    run_workflow(runner, "test", workflow, console)  # type: ignore[arg-type]
+    text = printed.getvalue()
+    assert ("loading tiny/unet" in text) == ("1.00MiB of 3.00MiB" in text) == (terminal and not quiet)
+    assert ("Sample" in text) == (not quiet)
+    assert [task.description for task in drawn.tasks] == ["Sample"], "the bar of the loading is gone"
+
+
+SCRIPT = """
+import json, os, signal, sys
+from types import SimpleNamespace
+from highwater.headless.cli import main
+from highwater.headless.demo import choose_hardware
+from highwater.memory import default_manager
+from highwater.memory.residency import Unit
+
+where, out, workflow = sys.argv[1:]
+choose_hardware().simulate()
+manager = default_manager()
+blocks = []
+
+def interrupt(*_):
+    blocks.append(None)
+    if len(blocks) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+
+if where == "between blocks":
+    manager.watch_loading(interrupt)
+else:
+    load = Unit.load
+    Unit.load = lambda self, *args: (load(self, *args), interrupt())[0]
+code = main(["run", workflow, "--out", out])
+manager.ledger.check()
+print(json.dumps({"code": code, "blocks": len(blocks), "used": manager.ledger.used("gpu:0")}))
+"""
+
+
+@pytest.mark.parametrize("where", ["between blocks", "within a block"])
+def test_ctrl_c_ends_a_loading_after_its_block(sim, tmp_path: Path, where: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, where, str(tmp_path / "out"), str(WORKFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "highwater: interrupted\n"
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told == {"code": 130, "blocks": 3, "used": 0}
