@@ -17,15 +17,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .pipeline_folders import MODEL_INDEX, check_pipeline, read_json
+from .pipeline_folders import MODEL_INDEX, check_pipeline, read_json, weights_files
 
 if TYPE_CHECKING:
     import torch
 
     from ..memory import Managed
+    from ..memory.source import WeightsSource
     from .watermark import Watermark
 
-__all__ = ["LoadedPipeline", "Sampling", "import_diffusers", "load_pipeline", "quiet_libraries", "sample_images"]
+__all__ = [
+    "LoadedPipeline",
+    "Sampling",
+    "find_sources",
+    "import_diffusers",
+    "load_pipeline",
+    "quiet_libraries",
+    "sample_images",
+]
 
 # Pixels per latent (8) times latents per patch (2): what every supported pipeline can cut.
 PIXEL_STEP = 16
@@ -46,7 +55,7 @@ class LoadedPipeline:
 
     def __post_init__(self) -> None:
         # A host has no call for "this output was dropped". At interpreter exit the process frees everything.
-        weakref.finalize(self, self.managed.release).atexit = False
+        weakref.finalize(self, self.managed.discard).atexit = False
 
     def sample(self, sampling: Sampling, *, on_step: Callable[[int, int], None]) -> torch.Tensor:
         """Make images as `sample_images` does, under the watermark of this pipeline's own workflow.
@@ -96,6 +105,28 @@ def load_pipeline(folder: Path) -> Any:
         raise InvalidInput(f"{folder}: diffusers cannot load it: {one_line(error)}") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def find_sources(pipe: Any, folder: Path) -> dict[str, WeightsSource]:
+    """Return the files of a loaded pipeline's components, in which they may rest; reads their headers."""
+    from torch import nn
+
+    return {
+        name: find_source(model, paths)
+        for name, model in pipe.components.items()
+        if isinstance(model, nn.Module) and (paths := weights_files(folder / name))
+    }
+
+
+def find_source(model: Any, paths: Sequence[Path]) -> WeightsSource:
+    from ..memory.source import WeightsSource
+
+    source = WeightsSource(paths)
+    if any(name in source.files for name, _ in model.named_parameters()):
+        return source
+    # transformers 5 drops a word that all names begin with, such as the text_model of CLIP.
+    words = {name.partition(".")[0] for name in source.files}
+    return WeightsSource(paths, prefix=f"{words.pop()}.") if len(words) == 1 else source
 
 
 def find_pipeline_class(diffusers: Any, class_name: str, named_by: Path) -> Any:

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .model_request import (
-    AUTO,
-    DEFAULT,
-    ModelNode,
-    answer,
-    find_model_file,
-    list_model_files,
-    read_request,
-    request_inputs,
-)
+from .device_choices import DEFAULT
+from .model_files import check_text_encoders, find_model_file, list_model_files, named_as
+from .model_request import AUTO_PROFILE, ModelNode, answer, read_request, request_inputs
 from .pipeline import PRECISIONS
 from .schema import make_schema
+from .watermark import Watermark
 
 __all__ = [
     "HighwaterLoadCLIPVision",
@@ -62,12 +56,15 @@ class HighwaterLoadDiffusionModel(ModelNode):
         )  # fmt: skip
 
     @classmethod
-    def execute(cls, unet_name: str, profile: str, precision: str, placement: str) -> io.NodeOutput:
+    def execute(
+        cls, unet_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+    ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement)
-        model = host.load_diffusion_model(find_model_file("diffusion_models", unet_name), request)
-        return answer(model, notes=notes)
+        request, notes = read_request(cls, profile, precision, placement, watermark)
+        path = find_model_file("diffusion_models", unet_name)
+        with named_as(path, "a diffusion model"):
+            return answer(host.load_diffusion_model(path, request), notes=notes)
 
 
 class HighwaterLoadTextEncoder(ModelNode):
@@ -116,15 +113,17 @@ class HighwaterLoadTextEncoder(ModelNode):
         clip_name2: str = NO_FILE,
         clip_name3: str = NO_FILE,
         clip_name4: str = NO_FILE,
-        profile: str = AUTO,
+        profile: str = AUTO_PROFILE,
         precision: str = PRECISIONS[0],
         placement: str = DEFAULT,
+        watermark: Watermark | None = None,
     ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement)
+        request, notes = read_request(cls, profile, precision, placement, watermark)
         names = [clip_name1, *(name for name in (clip_name2, clip_name3, clip_name4) if name != NO_FILE)]
         paths = [find_model_file("text_encoders", name) for name in names]
+        check_text_encoders(paths, type)
         return answer(host.load_text_encoder(paths, CLIP_TYPE_WORDS.get(type, type), request), notes=notes)
 
 
@@ -146,11 +145,15 @@ class HighwaterLoadVAE(ModelNode):
         )
 
     @classmethod
-    def execute(cls, vae_name: str, profile: str, precision: str, placement: str) -> io.NodeOutput:
+    def execute(
+        cls, vae_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+    ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement)
-        return answer(host.load_vae(find_model_file("vae", vae_name), request), notes=notes)
+        request, notes = read_request(cls, profile, precision, placement, watermark)
+        path = find_model_file("vae", vae_name)
+        with named_as(path, "a VAE"):
+            return answer(host.load_vae(path, request), notes=notes)
 
 
 class HighwaterLoadCheckpoint(ModelNode):
@@ -177,11 +180,15 @@ class HighwaterLoadCheckpoint(ModelNode):
         )  # fmt: skip
 
     @classmethod
-    def execute(cls, ckpt_name: str, profile: str, precision: str, placement: str) -> io.NodeOutput:
+    def execute(
+        cls, ckpt_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+    ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement)
-        model, clip, vae = host.load_checkpoint(find_model_file("checkpoints", ckpt_name), request)
+        request, notes = read_request(cls, profile, precision, placement, watermark)
+        path = find_model_file("checkpoints", ckpt_name)
+        with named_as(path, "a checkpoint"):
+            model, clip, vae = host.load_checkpoint(path, request)
         notes += [
             f"{ckpt_name} holds no {part}"
             for part, loaded in (("text encoder", clip), ("VAE", vae))
@@ -214,10 +221,12 @@ class HighwaterLoadControlNet(ModelNode):
         )
 
     @classmethod
-    def execute(cls, control_net_name: str, profile: str, precision: str, placement: str) -> io.NodeOutput:
+    def execute(
+        cls, control_net_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+    ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement)
+        request, notes = read_request(cls, profile, precision, placement, watermark)
         return answer(host.load_controlnet(find_model_file("controlnet", control_net_name), request), notes=notes)
 
 
@@ -245,8 +254,10 @@ class HighwaterLoadCLIPVision(ModelNode):
         )
 
     @classmethod
-    def execute(cls, clip_name: str, profile: str, precision: str, placement: str) -> io.NodeOutput:
+    def execute(
+        cls, clip_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+    ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement)
+        request, notes = read_request(cls, profile, precision, placement, watermark)
         return answer(host.load_clip_vision(find_model_file("clip_vision", clip_name), request), notes=notes)

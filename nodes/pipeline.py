@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "PipelineType"]
 
 PipelineType = io.Custom("HIGHWATER_PIPELINE")
-PRECISIONS = ["as stored", "fp8 scaled"]
+PRECISIONS = ["as stored", "fp8 scaled", "by profile"]
+PROFILE_TOOLTIP = (
+    "How much memory the weights may take. auto uses what is free; 1 to 5 are ready-made, from much RAM and VRAM (1) "
+    "to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leave that free). Or a profile and what to "
+    "change in it: 4,diffusion=2GiB,prefetch=2."
+)
+PRECISION_TOOLTIP = (
+    "as stored changes nothing. fp8 scaled halves the bytes of 16-bit block weights, with a scale per tensor. "
+    "by profile is what the profile says: 1 to 5 choose eight bits for the diffusion model, auto does not."
+)
 
 
 class HighwaterLoadPipeline(io.ComfyNode):
@@ -41,22 +50,20 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 io.String.Input(
                     "profile",
                     default="auto",
-                    tooltip=(
-                        "auto uses what is free. Or a budget for the weights: 6GiB, 80%, -1GiB (leave that "
-                        "free), unlimited; per device or part: gpu:0=8GiB,vae=unlimited."
-                    ),
+                    tooltip=PROFILE_TOOLTIP,
                 ),
                 io.Combo.Input(
                     "precision",
                     options=PRECISIONS,
                     default=PRECISIONS[0],
-                    tooltip="fp8 scaled halves the bytes of 16-bit diffusion weights, with a scale per tensor.",
+                    tooltip=PRECISION_TOOLTIP,
                 ),
                 io.String.Input(
                     "placement",
                     default="auto",
                     tooltip=(
-                        "auto, or a device per part: diffusion=gpu:0,text=gpu:1. Split over two: diffusion=gpu:0&gpu:1."
+                        "auto, or a device per part: diffusion=gpu:0,text=gpu:1. Split over two: "
+                        "diffusion=gpu:0&gpu:1. In its file until it is used, at no cost of RAM: text=gpu:0:disk."
                     ),
                 ),
                 WatermarkType.Input(
@@ -98,15 +105,17 @@ class HighwaterLoadPipeline(io.ComfyNode):
         cls, pipeline: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
     ) -> io.NodeOutput:
         from ..memory import manage
-        from .diffusers_pipelines import LoadedPipeline, load_pipeline
+        from .diffusers_pipelines import LoadedPipeline, find_sources, load_pipeline
         from .pipeline_folders import find_pipeline
 
-        pipe = load_pipeline(find_pipeline(pipeline))
+        folder = find_pipeline(pipeline)
+        pipe = load_pipeline(folder)
         managed = manage(
             pipe,
             profile=profile,
             placement=placement,
             precision=precision,
+            files=find_sources(pipe, folder),
             name=pipeline,
             node_id=cls.hidden.unique_id,
         )

@@ -18,12 +18,15 @@ __all__ = [
     "find_pipeline",
     "list_pipelines",
     "read_json",
+    "weights_files",
     "weights_fingerprint",
 ]
 
 MODEL_INDEX = "model_index.json"
 # Tokenizers, schedulers and image processors have no config.json: they hold no weights.
 MODEL_CONFIG = "config.json"
+# How diffusers and transformers name the weights that they load; with another word inside it is another variant.
+WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 SEARCH_DEPTH = 3
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -128,6 +131,21 @@ def check_weights(place: Path) -> str:
         for tensor in read_header(shard).tensors:
             dtype_bytes[TORCH_DTYPES.get(tensor.dtype, "bfloat16")] += tensor.weight_bytes
     return dtype_bytes.most_common(1)[0][0] if dtype_bytes else "float32"
+
+
+def weights_files(place: Path) -> list[Path]:
+    """Return the safetensors files that the libraries load for one component of a checked folder: one, or its shards.
+
+    Empty where that is not plain: another variant has weights of the same names and shapes.
+    """
+    found = []
+    for name in WEIGHTS_NAMES:
+        if (place / name).is_file():
+            found.append([place / name])
+        if (place / f"{name}.index.json").is_file():
+            shards = read_json(place / f"{name}.index.json")["weight_map"].values()
+            found.append(sorted({place / str(shard) for shard in shards}))
+    return found[0] if len(found) == 1 else []
 
 
 def read_json(path: Path) -> dict[str, Any]:

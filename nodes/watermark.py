@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from comfy_api.latest import io
 
+from .device_choices import ALL, resolve_watermark_device, watermark_choices
 from .schema import make_schema
 
 __all__ = ["HighwaterWatermark", "Watermark", "WatermarkType"]
@@ -29,9 +30,8 @@ class Watermark:
             InvalidInput: not a size, or low above high.
         """
         from ..memory.errors import InvalidInput
-        from ..memory.units import parse_bytes
 
-        low_bytes, high_bytes = parse_bytes(low, what="low"), parse_bytes(high, what="high")
+        low_bytes, high_bytes = parse_mark("low", low), parse_mark("high", high)
         if low_bytes > high_bytes:
             raise InvalidInput(f"low {low!r} is above high {high!r}; allowed: at most {high}")
         return cls(device=device.strip(), low_bytes=low_bytes, high_bytes=high_bytes)
@@ -40,7 +40,7 @@ class Watermark:
         """Set it on the shared manager; idle models leave at once if less than the low mark is free.
 
         Raises:
-            InvalidInput: the device is not here.
+            InvalidInput: the device is not here, or smaller than the high mark.
         """
         from ..memory import default_manager
 
@@ -62,10 +62,11 @@ class HighwaterWatermark(io.ComfyNode):
             ),
             search_aliases=["vram watermark", "keep free", "reserve vram", "evict"],
             inputs=[
-                io.String.Input(
+                io.Combo.Input(
                     "device",
-                    default="*",
-                    tooltip="The device: gpu:0, gpu:1, ... or * for every one.",
+                    options=watermark_choices(),
+                    default=ALL,
+                    tooltip="The device, or * for every one. One that is not here means *, and the node says so.",
                 ),
                 io.String.Input(
                     "low",
@@ -81,26 +82,58 @@ class HighwaterWatermark(io.ComfyNode):
             outputs=[
                 WatermarkType.Output(
                     display_name="watermark",
-                    tooltip="Link it to Load Pipeline, so that it is set before anything is loaded.",
+                    tooltip="Link it to a loader or a Manage node, so that it is set before that model is loaded.",
                 )
             ],
             is_output_node=True,
         )
 
     @classmethod
-    def validate_inputs(cls, device: str | None = None, low: str | None = None, high: str | None = None) -> bool | str:
+    def validate_inputs(cls, low: str | None = None, high: str | None = None) -> bool | str:
+        """Check the marks against each other and against the largest device: which one is meant is not known here.
+
+        Not naming ``device`` leaves it to the host's check of combos. The host marks both marks whichever is wrong; the
+        message says which one is meant.
+        """
         from ..memory.errors import InvalidInput
 
-        if device is None or low is None or high is None:
-            return True  # linked: known when the node runs
         try:
-            Watermark.parse(device, low, high)
+            check_marks(low, high)
         except InvalidInput as error:
             return str(error)
         return True
 
     @classmethod
     def execute(cls, device: str, low: str, high: str) -> io.NodeOutput:
-        watermark = Watermark.parse(device, low, high)
+        resolved, notes = resolve_watermark_device(device)
+        watermark = Watermark.parse(resolved, low, high)
         watermark.apply()
-        return io.NodeOutput(watermark)
+        return io.NodeOutput(watermark, ui={"text": notes})
+
+
+def check_marks(low: str | None, high: str | None) -> None:
+    """Check what is known of two marks; None is a linked one, known when the node runs.
+
+    Raises:
+        InvalidInput: not a size, low above high, or more than any device has.
+    """
+    from ..memory.devices import list_devices
+    from ..memory.errors import InvalidInput
+    from ..memory.units import format_bytes
+
+    if low is not None and high is not None:
+        Watermark.parse(ALL, low, high)
+    accelerators = [device for device in list_devices() if not device.is_cpu]
+    largest = max(accelerators, key=lambda device: device.total_bytes(), default=None)
+    for name, text in (("low", low), ("high", high)):
+        num_bytes = 0 if text is None else parse_mark(name, text)
+        if largest is not None and num_bytes > largest.total_bytes():
+            has = f"{format_bytes(largest.total_bytes())}, which {largest} has"
+            raise InvalidInput(f"{name} {text!r} is more than any device has; allowed: up to {has}")
+
+
+def parse_mark(name: str, text: object) -> int:
+    """Return the bytes of one mark; a number without a unit is no size either. Raises `InvalidInput`."""
+    from ..memory.units import parse_bytes
+
+    return parse_bytes(str(text), what=name)

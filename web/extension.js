@@ -4,6 +4,7 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, keysOf, makeTextBox, noticeOfEvent, noticeOfFailure, precisionOf, tiersOf } from "./readout.js";
+import { makeAsker, makeSoon } from "./report.js";
 
 /** @typedef {import("./readout.js").NodeReport} NodeReport */
 /** @typedef {import("./readout.js").ComponentReport} ComponentReport */
@@ -15,7 +16,7 @@ const NOTICE_MS = 20_000;
 const ASK_MS = 200;
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
-const MODEL_NODE = /^Highwater(Load|Manage)[A-Z]/;
+const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|Watermark$)/;
 
 /**
  * Badge texts by key. Made before any badge reads it, and read back from the store: what is assigned is the plain
@@ -52,25 +53,32 @@ function showNodes() {
   app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
 }
 
-let isAsking = false;
-
 /**
- * Ask what is loaded and show it, once for all nodes that end meanwhile. A loader's own report does not know:
- * ComfyUI loads a model when another node needs it.
+ * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer.
+ * @param {{ components: ComponentReport[], nodes?: NodeReport[] }} report
  */
-async function askComponents() {
-  if (isAsking) return;
-  isAsking = true;
-  await new Promise((resolve) => setTimeout(resolve, ASK_MS));
-  isAsking = false;
-  components = (await fetchReport("components")).components;
+function take(report) {
+  components = report.components;
+  const isNews = (/** @type {NodeReport} */ node) => !reports.get(node.workflow_id ?? "")?.has(node.node_id);
+  (report.nodes ?? []).filter(isNews).forEach(keep);
   showNodes();
 }
+
+/** @param {unknown} error */
+function tellFailure(error) {
+  console.warn("highwater: the report could not be read:", error);
+  const reason = error instanceof Error ? error.message : String(error);
+  notify({ severity: "warn", summary: "Memory badges may be out of date", detail: `No report from the server: ${reason}` });
+}
+
+const ask = makeAsker(fetchReport, { show: take, fail: tellFailure });
+// A loader's own report does not know what is loaded: ComfyUI loads a model when another node needs it.
+const askComponents = makeSoon(() => void ask("components"), ASK_MS);
 
 /** @param {string} parts comma-separated names of the report's parts */
 async function fetchReport(parts) {
   const response = await api.fetchApi(`/highwater/report?only=${parts}`);
-  if (!response.ok) throw new Error(`highwater: the report could not be read (${response.status})`);
+  if (!response.ok) throw new Error(`it answers ${response.status}`);
   return response.json();
 }
 
@@ -87,7 +95,7 @@ app.registerExtension({
       return badge;
     });
     if (node.comfyClass === "HighwaterMemoryReport") addTextBox(node);
-    if (MODEL_NODE.test(node.comfyClass ?? "")) addNotes(node);
+    if (TELLING_NODE.test(node.comfyClass ?? "")) addNotes(node);
   },
 
   afterConfigureGraph() {
@@ -99,20 +107,17 @@ app.registerExtension({
       if (detail.type === "node") {
         keep(detail);
         showNodes();
-        void askComponents();
+        askComponents();
       }
       notify(noticeOfEvent(detail));
     });
     api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, components.length > 0)));
     // Events are not repeated after a reload.
-    const report = await fetchReport("nodes,components");
-    components = report.components;
-    report.nodes.forEach(keep);
-    showNodes();
+    await ask("nodes,components");
   },
 });
 
-/** @param {ReturnType<typeof noticeOfEvent> | ReturnType<typeof noticeOfFailure>} notice */
+/** @param {{ severity: "warn" | "error", summary: string, detail: string } | null} notice */
 function notify(notice) {
   if (notice) app.extensionManager.toast.add({ ...notice, life: NOTICE_MS });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +20,20 @@ DEVICE_BYTES = 1844 * MIB
 NO_HOST = "NOT TESTED: no ComfyUI at ~/comfy/ComfyUI; name one in COMFYUI_DIR, its Python in COMFYUI_PYTHON"
 Tensors = dict[str, torch.Tensor]
 
-TIERS = {"cpu_host": "comfyui_cpu", "gpu_host": "comfyui_gpus", "plain_host": "comfyui_cpu", "old_host": "comfyui_old"}
+NO_OLD_HOST = (
+    "NOT TESTED: no ComfyUI 0.8.0 at ~/comfy/ComfyUI-0.8.0; name one in COMFYUI_OLD_DIR, its Python in "
+    "COMFYUI_OLD_PYTHON"
+)
+NO_COMPILER = "NOT TESTED: simulated GPUs need a C++ compiler; install g++, or name one in CXX"
+
+# What each kind of host stands for in the last line of a run.
+TIERS = {
+    "cpu_host": "comfyui_cpu",
+    "gpu_host": "comfyui_gpus",
+    "start_gpu_host": "comfyui_gpus",
+    "plain_host": "comfyui_cpu",
+    "old_host": "comfyui_old",
+}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,12 +83,16 @@ def plain_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
 
 
 @pytest.fixture(scope="session")
-def gpu_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
-    """The host on two simulated GPUs, which defer copies and look for races."""
+def start_gpu_host(host_files: HostFiles, models: Path) -> Callable[..., HostProcess]:
+    """Return a function that makes a host on two simulated GPUs, which defer copies and look for races."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++")):
-        message = "NOT TESTED: simulated GPUs need a C++ compiler; install g++, or name one in CXX"
-        pytest.fail(message) if os.environ.get("CI") == "true" else pytest.skip(message)
-    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES]) as host:
+        pytest.fail(NO_COMPILER) if os.environ.get("CI") == "true" else pytest.skip(NO_COMPILER)
+    return functools.partial(HostProcess, host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES])
+
+
+@pytest.fixture(scope="session")
+def gpu_host(start_gpu_host: Callable[..., HostProcess]) -> Iterator[HostProcess]:
+    with start_gpu_host() as host:
         kinds = [device["type"] for device in host.get("/system_stats")["devices"]]
         assert "npu" in kinds, f"ComfyUI did not take the simulated GPUs but {kinds}:\n{host.log()[-4000:]}"
         yield host
@@ -82,9 +100,9 @@ def gpu_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
 
 @pytest.fixture(scope="session")
 def old_host(models: Path) -> Iterator[HostProcess]:
-    files = find_host("COMFYUI_OLD_DIR", default=None)
+    files = find_host("COMFYUI_OLD_DIR", default="~/comfy/ComfyUI-0.8.0")
     if files is None:
-        pytest.skip("NOT TESTED: no ComfyUI 0.8.0; name one in COMFYUI_OLD_DIR, its Python in COMFYUI_OLD_PYTHON")
+        pytest.skip(NO_OLD_HOST)
     with HostProcess(files, models=models) as host:
         yield host
 

@@ -314,6 +314,37 @@ def sd_lora(num_layers: int = 12, rank: int = 4) -> Shapes:
     return lora(matrices, rank)
 
 
+def sd_differences(layers: Mapping[str, tuple[int, ...]]) -> Shapes:
+    """Whole differences of weights, and of the biases beside them, in the names of kohya's scripts."""
+    named = {f"lora_unet_{layer.replace('.', '_')}": shape for layer, shape in layers.items()}
+    shapes: Shapes = {f"{name}.diff": shape for name, shape in named.items()}
+    return shapes | {f"{name}.diff_b": (SD_WIDTH,) for name in named}
+
+
+def sd_norm_differences() -> Shapes:
+    """On norms of a block in the middle and of the last one."""
+    blocks = ("middle_block.1", "output_blocks.1.1")
+    return sd_differences({f"{block}.transformer_blocks.0.norm{n}": (SD_WIDTH,) for block in blocks for n in (1, 3)})
+
+
+def sd_convolution_differences() -> Shapes:
+    """On convolutions inside the blocks, and on the first of all, which is outside."""
+    inside = ("middle_block.0.in_layers.2", "output_blocks.1.0.out_layers.3")
+    kernels = dict.fromkeys(inside, (SD_WIDTH, SD_WIDTH, 3, 3))
+    return sd_differences({**kernels, "input_blocks.0.0": (SD_WIDTH, 4, 3, 3)})
+
+
+def sd_convolution_lora(rank: int = 4) -> Shapes:
+    """A LoRA on convolutions of 3x3 and 1x1, beside layers that no model has."""
+    shapes: Shapes = {"lora_unet_no_such_block_3.lora_up.weight": (SD_WIDTH, rank), "of_another_program": (3,)}
+    kernels = {"middle_block_0_in_layers_2": 3, "output_blocks_1_0_out_layers_3": 3, "middle_block_1_proj_in": 1}
+    for layer, size in kernels.items():
+        name = f"lora_unet_{layer}"
+        shapes[f"{name}.lora_down.weight"] = (rank, SD_WIDTH, size, size)
+        shapes[f"{name}.lora_up.weight"] = (SD_WIDTH, rank, 1, 1)
+    return shapes
+
+
 # Path below ComfyUI's models folder -> what it holds, and the standard deviation of its matrices.
 MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "diffusion_models/tiny_flux.safetensors": lambda: (flux(4, 6), 0.05),
@@ -324,6 +355,9 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "loras/tiny_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/other_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/shallow_sd_lora.safetensors": lambda: (sd_lora(), 0.1),
+    "loras/sd_norm_differences.safetensors": lambda: (sd_norm_differences(), 0.1),
+    "loras/sd_convolution_differences.safetensors": lambda: (sd_convolution_differences(), 0.01),
+    "loras/sd_convolution_lora.safetensors": lambda: (sd_convolution_lora(), 0.1),
     "vae/tiny_vae.safetensors": lambda: (taesd(16), 0.04),
     "text_encoders/clip_l.safetensors": lambda: (clip_l(), 0.03),
     "clip_vision/clip_vision.safetensors": lambda: (clip_vision(), 0.03),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 
 # In a process of its own: the tests' own may have simulated devices, which would be offered as placements.
@@ -46,24 +46,53 @@ def test_devices_are_offered_as_the_host_calls_them(gpu_host: HostProcess) -> No
     assert [option for option in expected if "&" not in option] == core_options
 
 
+def assert_same_functions(with_pack: HostProcess, without: HostProcess) -> None:
+    """Function by function: name, place and code, of every module that both hosts have loaded by now."""
+    found, expected = (host.get("/highwater_test/functions") for host in (with_pack, without))
+    shared = {name.partition(":")[0] for name in found} & {name.partition(":")[0] for name in expected}
+    assert {"comfy.model_patcher", "comfy.model_management", "execution", "torch.nn.modules.module"} <= shared
+    assert len(shared) > 300
+    changed = {name for name, _ in found.items() ^ expected.items() if name.partition(":")[0] in shared}
+    assert changed == set()
+
+
 def test_no_function_of_the_host_or_of_torch_is_replaced(
     cpu_host: HostProcess, plain_host: HostProcess, ours: Callable
 ) -> None:
-    """Function by function: name, place and code, after the pack has loaded, sampled, streamed and reported."""
+    """After the pack has loaded, sampled and reported."""
     for case in ("images", "lora_at_1"):
         ours(cpu_host, case, Loaders())
-        ours(plain_host, case, Loaders(kind="core"))
-    with_pack, without = (host.get("/highwater_test/functions") for host in (cpu_host, plain_host))
-    modules_with, modules_without = ({name.partition(":")[0] for name in found} for found in (with_pack, without))
-    shared = modules_with & modules_without
-    assert {"comfy.model_patcher", "comfy.model_management", "execution", "torch.nn.modules.module"} <= shared
-    assert len(shared) > 300
+        ours(plain_host, case, CORE)
+    assert_same_functions(cpu_host, plain_host)
 
-    def of_shared(found: dict[str, str]) -> dict[str, str]:
-        return {name: what for name, what in found.items() if name.partition(":")[0] in shared}
 
-    changed = dict(of_shared(with_pack).items() ^ of_shared(without).items())
-    assert changed == {}
+def test_no_function_is_replaced_while_a_model_streams(
+    start_gpu_host: Callable[..., HostProcess], gpu_host: HostProcess, ours: Callable
+) -> None:
+    """With the streamed and split models still there, whose blocks have hooks."""
+    for case, loaders in (("lora_at_1", Loaders(profile="4MiB")), ("images", Loaders(placement="gpu:0&gpu:1"))):
+        ours(gpu_host, case, loaders)
+    (component,) = (entry for entry in gpu_host.report()["components"] if entry["kind"] == "diffusion")
+    assert component["in_effect"] and len(component["plan"]["shares"]) == 2
+    with start_gpu_host(with_pack=False) as without:
+        for case in ("lora_at_1", "images"):
+            ours(without, case, CORE)
+        assert_same_functions(gpu_host, without)
+
+
+def test_a_linked_watermark_is_set_before_the_model_is_loaded(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    num_events = len(gpu_host.report()["events"])
+    graph = Graph()
+    # The default of a device this small, so that nothing else changes: 10 and 15%.
+    mark = graph.add("HighwaterWatermark", device="gpu:0", low="184.4MiB", high="276.7MiB")
+    model = graph.add(
+        "HighwaterLoadDiffusionModel", unet_name="tiny_flux.safetensors", **Loaders().request, watermark=mark
+    )
+    graph.keep(sample_flux(graph, model))
+    assert gpu_host.run(graph.nodes).outcome == "success"
+    kinds = [event["kind"] for event in gpu_host.report()["events"][num_events:]]
+    assert kinds.index("watermark") < kinds.index("load")
 
 
 def test_the_pack_is_imported_without_an_error(host: HostProcess) -> None:
@@ -96,7 +125,7 @@ def test_runs_nodes_and_events_carry_their_ids(gpu_host: HostProcess) -> None:
 
 def test_the_comparison_is_with_a_host_that_has_no_pack(plain_host: HostProcess, ours: Callable) -> None:
     assert our_schemas(plain_host) == {}
-    assert ours(plain_host, "plain", Loaders(kind="core"))
+    assert ours(plain_host, "plain", CORE)
 
 
 def test_an_old_host_loads_the_pack_and_samples(old_host: HostProcess, reference: Callable, ours: Callable) -> None:

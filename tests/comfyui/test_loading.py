@@ -16,6 +16,7 @@ def told(result: PromptResult) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["weights", "patcher"])
 def test_a_model_in_another_packs_format_is_left_to_it(gpu_host: HostProcess, kind: str) -> None:
+    gpu_host.forget()
     graph = Graph()
     foreign = graph.add("TestForeign", model=CORE.diffusion_model(graph, "other_flux.safetensors"), kind=kind)
     managed = graph.add(
@@ -32,6 +33,7 @@ def test_a_model_in_another_packs_format_is_left_to_it(gpu_host: HostProcess, ki
 
 
 def test_a_checkpoint_of_a_diffusion_model_alone(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
     graph = Graph()
     node_id, _ = graph.add("HighwaterLoadCheckpoint", ckpt_name="only_sd.safetensors", **Loaders().request)
     graph.add("TestHold", value=[node_id, 0])

@@ -165,9 +165,10 @@ def test_a_streamed_model_is_copied_every_step_and_takes_what_its_plan_says(
     assert gpu_host.ask_devices("read")["devices"][0]["used_bytes"] - held < MIB
 
 
-def test_eight_bits_take_half(gpu_host: HostProcess, occupy: Callable) -> None:
+@pytest.mark.parametrize(("profile", "precision"), [("auto", "fp8 scaled"), ("1", "by profile")])
+def test_eight_bits_take_half(gpu_host: HostProcess, occupy: Callable, profile: str, precision: str) -> None:
     """Half of the blocks, all of the rest (0.6 MiB), and room for the largest block (1.2) in 16 bits."""
-    sample(gpu_host, Loaders(precision="fp8 scaled"), "tiny_flux.safetensors")
+    sample(gpu_host, Loaders(profile=profile, precision=precision), "tiny_flux.safetensors")
     assert 0.45 * MODEL_BYTES < component(gpu_host, "tiny_flux")["tiers"]["gpu:0"] < 0.7 * MODEL_BYTES
 
 

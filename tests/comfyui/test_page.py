@@ -25,7 +25,7 @@ def test_badges_change_in_both_renderers(
     chromium: str,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """About 40 s. The last thing that it does is to fail, to see that told."""
+    """About 45 s. The last things that it does are to fail, to see that told."""
     graph = Graph()
     graph.keep(sample_flux(graph, Loaders().diffusion_model(graph)))
     workflow = tmp_path / "workflow.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,13 @@ def test_any_allocation_that_fails_while_loading_leaves_a_clean_host(
 # -- bad values
 
 
-def prompt_with(**values: str) -> Graph:
+def marked_inputs(refused: PromptRefused) -> set[str]:
+    """What the page shows in red."""
+    errors = [error for node in refused.args[0]["node_errors"].values() for error in node["errors"]]
+    return {error["extra_info"]["input_name"] for error in errors}
+
+
+def prompt_with(**values: Any) -> Graph:
     graph = Graph()
     inputs = {"unet_name": "tiny_flux.safetensors", **Loaders().request, **values}
     graph.keep(sample_flux(graph, graph.add("HighwaterLoadDiffusionModel", **inputs)))
@@ -99,13 +106,15 @@ def prompt_with(**values: str) -> Graph:
         ({"profile": "lots"}, ["lots"]),
         ({"profile": "6"}, ["6", "GiB"]),
         ({"precision": "int3"}, ["int3"]),
-        ({"placement": "moon"}, ["moon"]),
+        ({"placement": "moon"}, ["moon", "default"]),
+        ({"placement": 7}, ["7", "default"]),
+        ({"profile": 6}, ["6", "GiB"]),
         ({"unet_name": "absent.safetensors"}, ["absent.safetensors"]),
     ],
     ids=str,
 )
 def test_a_bad_value_is_refused_on_the_node_before_anything_runs(
-    host: HostProcess, values: dict[str, str], named: list[str]
+    host: HostProcess, values: dict[str, Any], named: list[str]
 ) -> None:
     with pytest.raises(PromptRefused) as refused:
         host.queue(prompt_with(**values).nodes)
@@ -113,6 +122,7 @@ def test_a_bad_value_is_refused_on_the_node_before_anything_runs(
     assert "Traceback" not in refused.value.text
     ((_, errors),) = refused.value.args[0]["node_errors"].items()
     assert errors["class_type"] == "HighwaterLoadDiffusionModel"
+    assert marked_inputs(refused.value) == set(values)
 
 
 def test_a_device_that_is_not_here_becomes_the_default_and_the_node_says_so(
@@ -124,6 +134,74 @@ def test_a_device_that_is_not_here_becomes_the_default_and_the_node_says_so(
     assert any("gpu:7" in line for line in told)
     for tensor in reference(host, "plain").values():
         assert torch.equal(result.kept()["value.samples"], tensor)
+
+
+def watermark(**values: Any) -> Graph:
+    graph = Graph()
+    graph.add("HighwaterWatermark", **{"device": "*", "low": "1MiB", "high": "2MiB", **values})
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("values", "marked", "named"),
+    [
+        ({"device": "moon"}, {"device"}, ["moon", "'*', 'gpu:0', 'gpu:1'"]),
+        ({"device": "cpu"}, {"device"}, ["cpu", "'*', 'gpu:0', 'gpu:1'"]),
+        # The host shows what a node says of two inputs on both.
+        ({"low": "512"}, {"low", "high"}, ["low '512' has no unit"]),
+        ({"low": "3MiB"}, {"low", "high"}, ["low '3MiB' is above high '2MiB'"]),
+        ({"high": "200GiB"}, {"low", "high"}, ["high '200GiB' is more than any device has", "1.80GiB"]),
+    ],
+    ids=str,
+)
+def test_a_bad_watermark_is_refused_before_anything_runs(
+    gpu_host: HostProcess, values: dict[str, Any], marked: set[str], named: list[str]
+) -> None:
+    with pytest.raises(PromptRefused) as refused:
+        gpu_host.queue(watermark(**values).nodes)
+    assert all(word in refused.value.text for word in named)
+    assert marked_inputs(refused.value) == marked
+
+
+def test_a_watermark_for_a_device_that_is_not_here_is_for_all_and_the_node_says_so(gpu_host: HostProcess) -> None:
+    try:
+        (told,) = gpu_host.run(watermark(device="gpu:7").nodes).outputs.values()
+        assert "this machine has no gpu:7; set on every device (*)" in told["text"][0]
+        marks = {device["name"]: device["watermark"] for device in gpu_host.report()["devices"]}
+        assert marks["gpu:0"] == marks["gpu:1"] == {"low_bytes": 1 << 20, "high_bytes": 2 << 20}
+    finally:  # the default again: 10 and 15% of a device this small
+        assert gpu_host.run(watermark(low="184.4MiB", high="276.6MiB").nodes).outcome == "success"
+
+
+@pytest.mark.parametrize(
+    ("node", "widget", "folder", "source", "said"),
+    [
+        ("LoadVAE", "vae_name", "vae", "diffusion_models/tiny_flux", "is not a VAE that ComfyUI knows"),
+        ("LoadTextEncoder", "clip_name1", "text_encoders", "diffusion_models/tiny_flux", "is not a text encoder: "),
+        ("LoadDiffusionModel", "unet_name", "diffusion_models", "vae/tiny_vae", "is not a diffusion model that ComfyU"),
+        ("LoadCheckpoint", "ckpt_name", "checkpoints", "vae/tiny_vae", "is not a checkpoint that ComfyUI knows"),
+        ("LoadControlNet", "control_net_name", "controlnet", "vae/tiny_vae", "is not a ControlNet that ComfyUI knows"),
+        ("LoadCLIPVision", "clip_name", "clip_vision", "vae/tiny_vae", "is not a CLIP vision model that ComfyUI knows"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named_in_one_line(
+    cpu_host: HostProcess, node: str, widget: str, folder: str, source: str, said: str
+) -> None:
+    models = cpu_host.base / "models"
+    (models / folder / "wrong.safetensors").symlink_to((models / f"{source}.safetensors").resolve())
+    graph = Graph()
+    more = {"type": "stable_diffusion"} if node == "LoadTextEncoder" else {}
+    graph.add(
+        "TestHold", value=graph.add(f"Highwater{node}", **{widget: "wrong.safetensors"}, **Loaders().request, **more)
+    )
+    try:
+        result = cpu_host.run(graph.nodes)
+    finally:
+        (models / folder / "wrong.safetensors").unlink()
+    assert result.outcome == "error"
+    first, second, *_ = result.error.splitlines()
+    assert "InvalidInput" in first and f"{folder}/wrong.safetensors: {said}" in first
+    assert second.lstrip().startswith("File ")  # the traceback: the message has one line
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no header", "another model"])

@@ -62,6 +62,65 @@ def simulated(models_directory: Path, tmp_path_factory: pytest.TempPathFactory) 
     return told | {"cached": dict(zip(NAMES, told["cached"].values(), strict=True))}, output
 
 
+DISK_SCRIPT = """
+import json, sys
+import torch
+from highwater.headless import simdevice
+from highwater.headless.runner import WorkflowRunner
+from highwater.headless.workflow import parse_workflow
+from highwater.memory import default_manager
+
+torch.set_num_threads(1)
+models, output, workflow, *cases = sys.argv[1:]
+graph = json.load(open(workflow))
+for node in graph.values():
+    if node["class_type"] == "HighwaterWatermark":
+        node["inputs"] |= {"low": "1MiB", "high": "1MiB"}
+loader = next(node for node in graph.values() if node["class_type"] == "HighwaterLoadPipeline")
+told = []
+try:
+    simdevice.install("sim", num_devices=1)
+except simdevice.CompilerMissing as error:
+    sys.exit(f"NOT TESTED: {error}")
+with simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=64 << 20)]):
+    manager = default_manager()
+    runner = WorkflowRunner(manager, models_directory=models, output_directory=output)
+    for case in cases:
+        loader["inputs"] |= json.loads(case)
+        result = runner.run(parse_workflow(graph), name=case)
+        (node,) = [node for node in manager.report()["nodes"] if node["title"] == "Load Pipeline"][-1:]
+        images = [image["filename"] for shown in result.outputs.values() for image in shown.get("images", ())]
+        in_use = {part["name"]: part["tiers"] for part in manager.report()["components"]}
+        manager.give_up("gpu:0", 64 << 20, "the test wants all of it")
+        idle = {part["name"]: part["tiers"] for part in manager.report()["components"]}
+        reasons = [event["reason"] for event in manager.report()["events"] if event["kind"] == "plan"]
+        told.append({"loaded": node["tiers"], "idle": idle, "in_use": in_use, "images": images, "reasons": reasons})
+        runner.cache.clear()
+    assert manager.report()["components"] == []
+print(json.dumps(told))
+"""
+ON_DISK = [{"placement": "*=gpu:0:disk"}, {"profile": "5,disk=all,diffusion=8MiB", "placement": "auto"}]
+RESIDENT = {"profile": "auto", "placement": "gpu:0"}
+
+
+def test_what_rests_on_disk_costs_no_ram_while_it_is_idle(models_directory: Path, tmp_path: Path) -> None:
+    cases = [json.dumps(case) for case in (RESIDENT, *ON_DISK)]
+    command = [sys.executable, "-c", DISK_SCRIPT, str(models_directory), str(tmp_path)]
+    done = subprocess.run([*command, str(WORKFLOWS / "demo_flux.json"), *cases], capture_output=True, text=True)
+    if "NOT TESTED" in done.stderr and os.environ.get("CI") != "true":
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    resident, *on_disk = json.loads(done.stdout.splitlines()[-1])
+    few = 4096  # the positions that a text encoder keeps in a buffer
+    assert sum(resident["loaded"].values()) > 30 << 20
+    for told in on_disk:
+        assert sum(told["loaded"].values()) < few
+        assert len(told["idle"]) == 4 and all(sum(tiers.values()) < few for tiers in told["idle"].values())
+        assert all(tiers["gpu:0"] for tiers in told["in_use"].values())
+        pixels, want = (read_pixels(tmp_path / case["images"][0]) for case in (told, resident))
+        assert (pixels - want).abs().max() <= 2
+
+
 def test_pipelines_take_turns_and_nothing_stays_behind(simulated: tuple[Any, Path]) -> None:
     told, _ = simulated
     assert any("tiny-flux" in component for component in told["evicted"])

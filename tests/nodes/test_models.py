@@ -11,14 +11,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from highwater.headless import comfy_api, folder_paths
 from highwater.headless.comfy_io import HiddenHolder, Input, NodeOutput
 from highwater.memory.errors import InvalidInput
+from safetensors.numpy import save_file
 
 comfy_api.install()
-from highwater.nodes import model_request  # noqa: E402
+from highwater.nodes import device_choices, model_files, model_request  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
+from highwater.nodes.watermark import Watermark  # noqa: E402
 
 NODES = {node.GET_SCHEMA().node_id.removeprefix("Highwater"): node for node in MODEL_NODES}
 # Each loader with its file's input, the host's folder of it, and the call of the adaptor.
@@ -32,6 +35,7 @@ LOADERS = {
 }
 SECOND_FOLDERS = {"text_encoders": "clip", "diffusion_models": "unet", "controlnet": "t2i_adapter"}
 MANAGERS = {"ManageModel": "model", "ManageCLIP": "clip", "ManageVAE": "vae"}
+TOKENS = "text_model.embeddings.token_embedding.weight"
 REQUEST = {"profile": "6GiB", "precision": "fp8 scaled", "placement": "default"}
 
 
@@ -80,7 +84,7 @@ def models(tmp_path: Path) -> Iterator[Path]:
     for _, kind, _ in LOADERS.values():
         place = SECOND_FOLDERS.get(kind, kind)
         (tmp_path / place / "sub").mkdir(parents=True)
-        (tmp_path / place / "sub" / "a.safetensors").touch()
+        write_tensors(tmp_path / place / "sub" / "a.safetensors", TOKENS)
         (tmp_path / place / "notes.txt").touch()
     before = folder_paths.models_directory, folder_paths.output_directory
     folder_paths.configure(models=tmp_path, output=tmp_path)
@@ -90,7 +94,12 @@ def models(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_request, "device_names", lambda: ["cpu", "gpu:0", "gpu:1"])
+    monkeypatch.setattr(device_choices, "device_names", lambda: ["cpu", "gpu:0", "gpu:1"])
+    monkeypatch.setattr(model_request, "device_names", device_choices.device_names)
+
+
+def write_tensors(path: Path, *names: str) -> None:
+    save_file({name: np.zeros(1, np.float32) for name in names}, path)
 
 
 def run(name: str, **inputs: Any) -> NodeOutput:
@@ -116,6 +125,36 @@ def test_a_loader_asks_for_the_file_as_the_widgets_say(host: Recorder, models: P
     assert output.ui_dict() == {"text": []}  # sent though empty: it takes away what an earlier run said
 
 
+GRAMMAR = [
+    "auto",
+    "1",
+    "5",
+    "LowRAM_LowVRAM",
+    "80%",
+    "gpu:0=8GiB,gpu:1=4GiB",
+    "4,diffusion=2GiB,prefetch=2,pinned=none,reserve=1GiB,compile=on",
+    "auto,quantize=diffusion&language,disk=text",
+]
+
+
+@pytest.mark.parametrize("profile", GRAMMAR)
+@pytest.mark.parametrize("name", NODES)
+def test_the_profile_widget_takes_the_whole_grammar(host: Recorder, two_gpus: None, name: str, profile: str) -> None:
+    assert NODES[name].validate_inputs(profile=profile) is True
+    if name in MANAGERS:
+        run(name, **{MANAGERS[name]: "another's", **REQUEST, "profile": profile, "precision": "by profile"})
+        [(_, _, request)] = host.calls
+        assert (request.profile, request.precision) == (profile, "by profile")
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_widgets_say_what_a_profile_may_be(name: str) -> None:
+    inputs = inputs_of(name)
+    assert "1 to 5" in inputs["profile"].options["tooltip"] and "by profile" in inputs["precision"].options["tooltip"]
+    assert inputs["precision"].options["options"] == ["as stored", "fp8 scaled", "by profile"]
+    assert inputs["precision"].options["default"] == "as stored"
+
+
 @pytest.mark.parametrize("name", MANAGERS)
 def test_a_manage_node_hands_on_what_it_was_given(host: Recorder, name: str) -> None:
     host.notes = ["read again from its file", "read again from its file"]
@@ -127,13 +166,93 @@ def test_a_manage_node_hands_on_what_it_was_given(host: Recorder, name: str) -> 
 
 def test_up_to_four_files_make_one_text_encoder(host: Recorder, models: Path) -> None:
     for name in "bcd":
-        (models / "clip" / f"{name}.safetensors").touch()
+        write_tensors(models / "clip" / f"{name}.safetensors", TOKENS)
     files = {"clip_name2": "b.safetensors", "clip_name3": "none", "clip_name4": "d.safetensors"}
     run("LoadTextEncoder", clip_name1="c.safetensors", type="sdxl", **files)
     [(_, paths, clip_type, request)] = host.calls
     assert [Path(path).stem for path in paths] == ["c", "b", "d"]
     assert clip_type == "stable_diffusion"  # the host's word; two files of SDXL say the rest
     assert request == Request(profile="auto", precision="as stored", placement="auto", node_id="5:7")
+
+
+def test_a_linked_watermark_is_set_before_the_model_is_loaded(
+    host: Recorder, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.loaded = ("the model", "a clip", "a vae")
+    mark = Watermark(device="*", low_bytes=1, high_bytes=2)
+    monkeypatch.setattr(Watermark, "apply", lambda self: host.calls.append(("watermark", self)))
+    for name, (given, *_) in {**LOADERS, **{name: (given,) for name, given in MANAGERS.items()}}.items():
+        assert inputs_of(name)["watermark"].optional
+        more = {"type": "flux"} if name == "LoadTextEncoder" else {}
+        run(name, **{given: "sub/a.safetensors"}, **more, **REQUEST, watermark=mark)
+        (first, applied), (second, *_) = host.calls
+        assert (first, applied) == ("watermark", mark) and second.startswith(("load_", "manage_"))
+        host.calls.clear()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        TOKENS,
+        "token_embedding.weight",  # OpenCLIP
+        "shared.weight",  # T5
+        "encoder.embed_tokens.weight",  # T5, too
+        "model.embed_tokens.weight",  # language models
+        "model.language_model.embed_tokens.weight",
+        "model.embeddings.word_embeddings.weight",  # BERT's kin
+    ],
+)
+def test_any_text_encoder_has_a_table_of_tokens(host: Recorder, models: Path, name: str) -> None:
+    write_tensors(models / "clip" / "b.safetensors", "model.layers.0.weight", name)
+    run("LoadTextEncoder", clip_name1="b.safetensors", type="wan")
+    assert host.calls
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "double_blocks.0.img_attn.qkv.weight",
+        "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight",  # inside of a checkpoint
+        "diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight",
+        "text_model.embeddings.position_embedding.weight",
+    ],
+)
+@pytest.mark.parametrize("other", [{}, {"clip_name2": "sub/a.safetensors"}], ids=["alone", "beside one"])
+def test_a_file_that_is_no_text_encoder_is_named(host: Recorder, models: Path, name: str, other: dict) -> None:
+    """Core would make one of random weights."""
+    write_tensors(models / "clip" / "b.safetensors", name)
+    with pytest.raises(InvalidInput, match=r"/clip/b\.safetensors: is not a text encoder: .*; choose another file"):
+        run("LoadTextEncoder", clip_name1="b.safetensors", type="flux", **other)
+    assert host.calls == []
+
+
+def test_projections_may_stand_beside_a_text_encoder_of_ltx(host: Recorder, models: Path) -> None:
+    write_tensors(models / "clip" / "b.safetensors", "text_embedding_projection.aggregate_embed.weight")
+    run("LoadTextEncoder", clip_name1="sub/a.safetensors", type="ltxv", clip_name2="b.safetensors")
+    with pytest.raises(InvalidInput, match=r"b\.safetensors: is not a text encoder"):
+        run("LoadTextEncoder", clip_name1="b.safetensors", type="ltxv")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("LoadDiffusionModel", "a diffusion model"), ("LoadVAE", "a VAE"), ("LoadCheckpoint", "a checkpoint")],
+)
+def test_what_core_does_not_recognise_is_named_in_one_line(
+    host: Recorder, models: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    widget, folder, call = LOADERS[name]
+
+    def fail(error: Exception) -> Any:
+        monkeypatch.setattr(host, call, lambda *_: (_ for _ in ()).throw(error), raising=False)
+        return run(name, **{widget: "sub/a.safetensors"}, **REQUEST)
+
+    with pytest.raises(InvalidInput) as caught:
+        fail(RuntimeError("ERROR: it is invalid: None\n\nIf it is from a checkpoint loader node"))
+    path = folder_paths.get_full_path(folder, "sub/a.safetensors")
+    assert str(caught.value) == f"{path}: is not {kind} that ComfyUI knows"
+    for other in (RuntimeError("CUDA error: an illegal memory access"), AttributeError("no attribute 'patcher'")):
+        with pytest.raises(type(other), match=str(other)):
+            fail(other)
 
 
 def test_a_checkpoint_says_what_it_lacks(host: Recorder, models: Path) -> None:
@@ -165,14 +284,13 @@ def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
     for number in range(100):
         (models / "vae" / f"{number:03}.safetensors").touch()
     with pytest.raises(InvalidInput, match=r"did you mean '042\.safetensors'\? allowed: 042\.s.* and 81 more$"):
-        model_request.find_model_file("vae", "042.safetensor")
-    assert model_request.find_model_file("vae", "099.safetensors").endswith("099.safetensors")
+        model_files.find_model_file("vae", "042.safetensor")
+    assert model_files.find_model_file("vae", "099.safetensors").endswith("099.safetensors")
 
 
 @pytest.mark.parametrize(
     ("placement", "words", "said"),
     [
-        (None, "auto", ""),
         ("default", "auto", ""),
         ("auto", "auto", ""),
         ("cpu", "cpu", ""),
@@ -186,11 +304,11 @@ def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
     ],
 )
 def test_a_device_of_another_machine_is_said_and_not_refused(
-    two_gpus: None, placement: str | None, words: str, said: str
+    two_gpus: None, placement: str, words: str, said: str
 ) -> None:
-    for node in MODEL_NODES:
-        assert node.validate_inputs("auto", placement) is True
-    resolved, notes = model_request.resolve_placement(placement)
+    for name in NODES:
+        assert placement in inputs_of(name)["placement"].options["options"]
+    resolved, notes = device_choices.resolve_placement(placement)
     assert resolved == words
     assert len(notes) == bool(said) and said in "".join(notes)
 
@@ -213,9 +331,12 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
     ],
 )
 def test_a_placement_for_no_machine_is_refused_before_the_run(two_gpus: None, placement: Any, said: str) -> None:
-    for node in MODEL_NODES:
-        verdict = node.validate_inputs("auto", placement)
-        assert isinstance(verdict, str) and said in verdict and "\n" not in verdict
+    """By the host's check of combos: a node's own would be shown on every input that it names."""
+    for name in NODES:
+        assert placement not in inputs_of(name)["placement"].options["options"]
+    with pytest.raises(InvalidInput) as caught:  # a link may give it
+        device_choices.resolve_placement(placement)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Path, two_gpus: None) -> None:
@@ -226,13 +347,13 @@ def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Pat
     assert host.calls[0][2].placement == "auto"
 
 
-@pytest.mark.parametrize("profile", ["6", "fast", "gpu:5=1GiB", "6GiB;", "-5%"])
+@pytest.mark.parametrize("profile", ["6", 6, "fast", "gpu:5=1GiB", "6GiB;", "500%"])
 def test_a_bad_profile_is_refused_before_the_run_and_in_it(
-    host: Recorder, models: Path, two_gpus: None, profile: str
+    host: Recorder, models: Path, two_gpus: None, profile: Any
 ) -> None:
     for node in MODEL_NODES:
-        verdict = node.validate_inputs(profile, "default")
-        assert isinstance(verdict, str) and profile.split("=")[0] in verdict
+        verdict = node.validate_inputs(profile)
+        assert isinstance(verdict, str) and str(profile).split("=")[0] in verdict
     with pytest.raises(InvalidInput):  # a linked widget's value is known here only
         run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "profile": profile})
     assert host.calls == []
@@ -240,7 +361,7 @@ def test_a_bad_profile_is_refused_before_the_run_and_in_it(
 
 def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
     expected = ["default", "cpu", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:1&gpu:0"]
-    assert model_request.list_placements() == expected
+    assert device_choices.placement_choices() == expected
     for name in NODES:
         options = inputs_of(name)["placement"].options
         assert (options["options"], options["default"]) == (expected, "default")

@@ -17,8 +17,8 @@ from highwater.headless.runner import InterruptedRun, WorkflowRunner
 from highwater.headless.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
-from highwater.nodes.diffusers_pipelines import load_pipeline
-from highwater.nodes.pipeline_folders import check_pipeline
+from highwater.nodes.diffusers_pipelines import find_sources, load_pipeline
+from highwater.nodes.pipeline_folders import check_pipeline, weights_files
 from PIL import Image
 
 
@@ -88,6 +88,27 @@ def test_a_seed_gives_the_same_pictures_and_another_seed_others(
     assert all(image.double().std() > 15 for image in first), "flat pictures show nothing"
 
 
+@pytest.mark.parametrize(
+    ("profile", "precision", "said"),
+    [
+        ("4", "by profile", "fp8 scaled"),
+        ("LowRAM_LowVRAM,quantize=none", "by profile", "as stored"),
+        ("auto,quantize=all,prefetch=2,reserve=1MiB", "by profile", "fp8 scaled"),
+        ("auto", "by profile", "as stored"),
+        ("4", "as stored", "as stored"),
+    ],
+)
+def test_the_precision_may_be_what_the_profile_says(
+    runner: WorkflowRunner, profile: str, precision: str, said: str
+) -> None:
+    graph = make_graph("tiny-sd", profile=profile, precision=precision)
+    graph["report"] = {"class_type": "HighwaterMemoryReport", "inputs": {"after": ["load", 0]}}
+    del graph["sample"], graph["save"]
+    runner.run(parse_workflow(graph), name="test")
+    precisions = {part["name"]: part["precision"] for part in default_manager().report()["components"]}
+    assert precisions["unet"] == said
+
+
 def test_changing_the_prompt_runs_all_but_the_loader(runner: WorkflowRunner) -> None:
     runner.run(parse_workflow(make_graph("tiny-sd")), name="test")
     result = runner.run(parse_workflow(make_graph("tiny-sd", sampled={"prompt": "a whale"})), name="test")
@@ -117,6 +138,72 @@ def test_dropping_the_cached_loader_releases_its_memory(runner: WorkflowRunner) 
         assert default_manager().report()["components"] == []
     finally:
         gc.enable()
+
+
+def test_dropping_the_cached_loader_reads_nothing_back(runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    from highwater.memory.residency import Unit
+
+    restored: list[Unit] = []
+    runner.run(parse_workflow(make_graph("tiny-sd", precision="fp8 scaled")), name="test")
+    monkeypatch.setattr(Unit, "unpack", restored.append)
+    runner.cache.clear()
+    assert default_manager().report()["components"] == [] == restored
+    default_manager().ledger.check()
+
+
+def rename_with_prefix(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {f"text_model.{name}": tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def add_a_variant(path: Path) -> None:
+    shutil.copy(path, path.with_name("diffusion_pytorch_model.non_ema.safetensors"))
+
+
+def shard(path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    weight_map = {}
+    for index, names in enumerate((sorted(tensors)[:20], sorted(tensors)[20:])):
+        file = path.with_name(f"diffusion_pytorch_model-0000{index + 1}-of-00002.safetensors")
+        save_file({name: tensors[name] for name in names}, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file.name)
+    path.unlink()
+    index = {"metadata": {}, "weight_map": weight_map}
+    path.with_name(f"{path.name}.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda f: None,
+        lambda f: rename_with_prefix(f / "text_encoder" / "model.safetensors"),
+        lambda f: add_a_variant(f / WEIGHTS),
+        lambda f: shard(f / WEIGHTS),
+    ],
+    ids=["as it is", "names with a prefix", "two variants", "shards"],
+)
+def test_the_files_of_a_pipeline_are_those_that_its_weights_came_from(copied: Path, change: Any) -> None:
+    from highwater.memory.component import component_from_module
+
+    change(copied)
+    pipe = load_pipeline(copied)
+    sources = find_sources(pipe, copied)
+    assert sources.keys() == {"unet", "vae", "text_encoder"}
+    for name, source in sources.items():
+        model = pipe.components[name]
+        assert source.covers(component_from_module(model, name=name))
+        read = {key: torch.empty_like(weight) for key, weight in model.named_parameters()}
+        source.read_into(read.items())
+        assert all(torch.equal(weight, read[key]) for key, weight in model.named_parameters())
+
+
+def test_files_among_which_the_weights_are_not_plain_are_not_offered(copied: Path) -> None:
+    (copied / WEIGHTS).rename(copied / "unet" / "diffusion_pytorch_model.fp16.safetensors")
+    assert weights_files(copied / "unet") == []
 
 
 def test_when_ram_is_short_other_workflows_give_up_their_pipelines(
@@ -179,12 +266,6 @@ def test_the_watermark_of_a_workflow_is_set_again_when_it_samples(
     calls.clear()
     assert "mark" in runner.run(parse_workflow(graph), name="test").cached
     assert calls == [("*", 1 << 20, 2 << 20)]
-
-
-def test_a_watermark_for_a_device_that_is_not_here_names_the_node(runner: WorkflowRunner) -> None:
-    graph = {"1": {"class_type": "HighwaterWatermark", "inputs": {"device": "gpu:9", "low": "1MiB", "high": "1MiB"}}}
-    with pytest.raises(InvalidWorkflow, match=r"node 1 \(Watermark\): watermark device 'gpu:9' is not here"):
-        runner.run(parse_workflow(graph), name="test")
 
 
 def test_the_memory_report_is_made_every_time_after_its_input(runner: WorkflowRunner) -> None:

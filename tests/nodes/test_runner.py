@@ -148,6 +148,31 @@ def test_an_interrupt_stops_at_the_next_step_and_the_next_run_works(runner: Work
     assert (result.executed, result.cached) == (("2", "3"), ("1",))
 
 
+def test_loadings_are_told_and_cancelled_after_the_block(runner: WorkflowRunner) -> None:
+    events: list[Any] = []
+    done: list[int] = []
+
+    def load_four_blocks() -> NodeOutput:
+        for block in (1, 2, 3, 4):
+            for watcher in list(runner.manager.watchers):
+                watcher("unet", block, 4)
+            done.append(block)
+        return NodeOutput(2)
+
+    def listen(*event: Any) -> None:
+        events.append(event)
+        if event[0] == "loading" and event[3] == 2:
+            runner.interrupt()
+
+    Step.plan = load_four_blocks
+    with pytest.raises(InterruptedRun):
+        runner.run(chain(), name="chain", listener=listen)
+    assert [event for event in events if event[0] == "loading"] == [("loading", "2", "unet", n, 4) for n in (1, 2)]
+    assert done == [1] and runner.manager.watchers == []
+    assert runner.run(chain(), name="chain").executed == ("2", "3")
+    assert done == [1, 1, 2, 3, 4] and runner.manager.watchers == []
+
+
 def test_an_interrupt_between_runs_stops_nothing(runner: WorkflowRunner) -> None:
     runner.interrupt()
     assert runner.run(chain(), name="chain").executed == ("1", "2", "3")

@@ -79,9 +79,8 @@ def test_widgets_report_their_options_as_the_page_spells_them() -> None:
     assert inputs["prompt"][1]["multiline"] is True
     combo = comfy_api.object_info()["HighwaterLoadPipeline"]["input"]["required"]["precision"]
     assert combo[0] == "COMBO"
-    assert {"multiselect": False, "options": ["as stored", "fp8 scaled"], "default": "as stored"}.items() <= combo[
-        1
-    ].items()
+    options = ["as stored", "fp8 scaled", "by profile"]
+    assert {"multiselect": False, "options": options, "default": "as stored"}.items() <= combo[1].items()
 
 
 def test_an_option_that_the_stand_in_lacks_is_refused() -> None:

@@ -87,7 +87,7 @@ def graph_with(path: str, value: Any) -> Any:
         ("1.inputs.precision", {"a": 1}, "input 'precision' is {\"a\": 1}; allowed: as stored, fp8 scaled"),
         ("1.inputs.pipeline", "tiny-ds", "pipeline 'tiny-ds' is not here; did you mean 'tiny-sd'?"),
         ("1.inputs.pipeline", {"a": 1}, "input 'pipeline' is {\"a\": 1}; allowed: tiny-flux, tiny-sd, tiny-wan"),
-        ("1.inputs.profile", "6", "(Load Pipeline): budget '6', column 1: '6' has no unit; allowed: GiB"),
+        ("1.inputs.profile", "6", "column 1: '6' has no unit; allowed: GiB"),
         ("1.inputs.placement", "gpu:7", "placement 'gpu:7', column 1: device 'gpu:7' is not here"),
         ("1.inputs.placement", "wings=cpu", "component 'wings' is unknown"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,10 @@ def test_a_template_explains_itself_and_asks_for_what_passes(path: Path):
         if node["type"] not in loaders:
             continue
         values = dict(zip(widget_names(node["type"]), node["widgets_values"], strict=True))
-        assert loaders[node["type"]].validate_inputs(values["profile"], values["placement"]) is True
+        loader = loaders[node["type"]]
+        assert loader.validate_inputs(values["profile"]) is True
+        (placement,) = (item for item in loader.GET_SCHEMA().inputs if item.id == "placement")
+        assert values["placement"] in placement.options["options"]
         files = [value for value in node["widgets_values"] if value.endswith(".safetensors")]
         offered = node["properties"]["models"]
         assert [file["name"] for file in offered] == files
@@ -98,7 +102,37 @@ def test_every_node_has_a_help_page_that_explains_its_inputs(node_id: str):
     assert explained == {*sockets["required"], *sockets.get("optional", {})}
 
 
+WITH_PROFILE = [
+    node_id
+    for node_id in INFO
+    if "profile" in {**INFO[node_id]["input"]["required"], **INFO[node_id]["input"].get("optional", {})}
+]
+
+
+@pytest.mark.parametrize("node_id", WITH_PROFILE)
+def test_every_profile_that_a_page_shows_is_one(node_id: str):
+    from highwater.memory.profile import parse_profile
+
+    page = (WEB / "docs" / f"{node_id}.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| **profile**"))
+    _, _, examples = page.partition("**Profiles by example**")
+    shown = re.findall(r"`([^`]+)`", row) + re.findall(r"^\| `([^`]+)`", examples, re.MULTILINE)
+    assert {"auto", "1", "5", "4", "-2GiB"} <= set(shown) and any("," in profile for profile in shown)
+    for profile in shown:
+        parse_profile(profile, devices=["cpu", "gpu:0", "gpu:1"])
+
+
+def test_every_precision_that_a_page_shows_can_be_chosen():
+    for node_id in WITH_PROFILE:
+        sockets = {**INFO[node_id]["input"]["required"], **INFO[node_id]["input"].get("optional", {})}
+        page = (WEB / "docs" / f"{node_id}.md").read_text()
+        (row,) = (line for line in page.splitlines() if line.startswith("| **precision**"))
+        options = sockets["precision"][1]["options"]
+        assert options[0] == sockets["precision"][1]["default"] == "as stored"
+        assert all(f"`{option}`" in row for option in options)
+
+
 def test_the_scripts_folder_holds_scripts_and_help_only():
     """The host imports every script below it, also one that was meant for tests."""
     found = {path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.is_file()}
-    assert found == {"extension.js", "readout.js", *(f"docs/{node_id}.md" for node_id in INFO)}
+    assert found == {"extension.js", "readout.js", "report.js", *(f"docs/{node_id}.md" for node_id in INFO)}

@@ -1,4 +1,4 @@
-"""The page's scripts: readout.js under node, both of them under the type checker."""
+"""The page's scripts: those that do not need the page under node, all of them under the type checker."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def run(*command: str | Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_readout_units(node: str):
-    run(node, "--test", "readout.test.mjs")
+def test_units(node: str):
+    run(node, "--test", "readout.test.mjs", "report.test.mjs")
 
 
 def test_types(node: str, packages: Path):

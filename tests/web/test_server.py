@@ -68,7 +68,7 @@ def test_the_first_visit_opens_the_template_and_the_next_one_does_not(with_serve
 def test_our_scripts_are_listed_and_served(with_server):
     async def body(server):
         scripts = await server.get("/extensions")
-        assert scripts == ["/extensions/highwater/extension.js", "/extensions/highwater/readout.js"]
+        assert scripts == [f"/extensions/highwater/{name}.js" for name in ("extension", "readout", "report")]
         for script in scripts:
             response = await server.client.get(script)
             assert response.status == 200 and "javascript" in response.headers["Content-Type"]
@@ -415,3 +415,17 @@ def test_pages_of_other_sites_are_refused(with_server, headers):
         assert (await server.client.get("/prompt", headers=own)).status == 200
 
     with_server(body)
+
+
+def test_a_loading_moves_the_bar_of_its_node():
+    from types import SimpleNamespace
+
+    from highwater.headless.prompt_queue import Job, PromptQueue
+
+    published: list[Any] = []
+    queue = PromptQueue(SimpleNamespace(), lambda *message: published.append(message))
+    job = Job(workflow=SimpleNamespace(), extra_data={}, client_id="page")
+    queue.on_event(job, "loading", "3", "tiny/unet", 5, 20)
+    (bar, data, _), (state, nodes, _) = published
+    assert (bar, data) == ("progress", {"node": "3", "prompt_id": job.id, "value": 5, "max": 20})
+    assert state == "progress_state" and nodes["nodes"]["3"]["value"] == 5

@@ -1,0 +1,131 @@
+"""The devices that nodes offer, and what becomes of one that this machine lacks.
+
+A workflow may come from a machine with other devices. A well-formed value passes the host's check whatever device it
+names; the node that finds the device missing uses another and says so. Nonsense is refused before the run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import permutations
+
+__all__ = [
+    "ALL",
+    "AUTO",
+    "DEFAULT",
+    "Choices",
+    "device_names",
+    "placement_choices",
+    "resolve_placement",
+    "resolve_watermark_device",
+    "watermark_choices",
+]
+
+DEFAULT, AUTO = "default", "auto"  # the host's word and the engine's for "you choose"
+ALL = "*"
+DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
+
+
+class Choices(list[str]):
+    """A combo's options, which also contain every value that ``check`` does not raise `InvalidInput` for.
+
+    The host checks a combo by ``in`` and marks the one input. What a node's own ``validate_inputs`` refuses it marks
+    on every input that the function names. The host also copies options, by calling their class with the items.
+    """
+
+    @staticmethod
+    def check(value: str) -> object:
+        raise NotImplementedError
+
+    def __contains__(self, value: object) -> bool:
+        from ..memory.errors import InvalidInput
+
+        if not isinstance(value, str) or super().__contains__(value):
+            return isinstance(value, str)
+        try:
+            self.check(value)
+        except InvalidInput:
+            return False
+        return True
+
+
+def device_names() -> list[str]:
+    from ..memory.devices import list_devices
+
+    return [device.name for device in list_devices()]
+
+
+# -- where a model computes
+
+
+def resolve_placement(placement: str) -> tuple[str, list[str]]:
+    """Return a placement in the engine's words, and what the node has to say about it.
+
+    Raises:
+        InvalidInput: it is no placement on any machine; names the column.
+    """
+    from ..memory.errors import InvalidInput
+    from ..memory.placement import canonical_device, names_device, parse_placement
+
+    if placement in (DEFAULT, AUTO):
+        return AUTO, []
+    choices = f"allowed: {', '.join(placement_choices())}"
+    if not isinstance(placement, str):
+        raise InvalidInput(f"placement {placement!r} is not a text; {choices}")
+    here = device_names()
+    named = {canonical_device(word) for word in DEVICE_WORD.findall(placement) if names_device(word)}
+    missing = sorted(named - {*here})
+    parsed = parse_placement(placement, devices=[*here, *missing])
+    devices = [share.device for share in parsed.items[0].devices]
+    if str(parsed) != "&".join(devices) or len(devices) > 2:
+        raise InvalidInput(f"placement {placement!r} is more than a node takes: one device, or two; {choices}")
+    if missing:
+        return AUTO, [f"placement {placement}: this machine has no {' or '.join(missing)}; default is used; {choices}"]
+    return str(parsed), []
+
+
+class Placements(Choices):
+    check = staticmethod(resolve_placement)
+
+
+def placement_choices() -> Choices:
+    """Return the host's ``default``, every device, and pairs of GPUs in both orders: the first computes the ends."""
+    names = device_names()
+    gpus = [name for name in names if name != "cpu"]
+    return Placements([DEFAULT, *names, *(f"{first}&{second}" for first, second in permutations(gpus, 2))])
+
+
+# -- what a watermark is for
+
+
+def resolve_watermark_device(device: str) -> tuple[str, list[str]]:
+    """Return ``gpu:N`` or ``*``, and what the node has to say about it.
+
+    Raises:
+        InvalidInput: it is no accelerator on any machine; the CPU's memory has no watermark.
+    """
+    from ..memory.errors import InvalidInput, allowed_values
+    from ..memory.placement import canonical_device, names_device
+
+    if device == ALL:
+        return ALL, []
+    gpus = [name for name in device_names() if name != "cpu"]
+    choices = allowed_values(str(device), [ALL, *gpus])
+    word = device.strip() if isinstance(device, str) else ""
+    name = canonical_device(word) if DEVICE_WORD.fullmatch(word) and names_device(word) else ""
+    if name in ("", "cpu"):
+        raise InvalidInput(f"watermark device {device!r} is not an accelerator; {choices}")
+    if name not in gpus:
+        return ALL, [f"watermark {word}: this machine has no {name}; set on every device (*); {choices}"]
+    return name, []
+
+
+class WatermarkDevices(Choices):
+    check = staticmethod(resolve_watermark_device)
+
+
+def watermark_choices() -> Choices:
+    """Return ``*`` and every accelerator; only ``*`` before torch is loaded, which listing nodes must not cost."""
+    gpus = [name for name in device_names() if name != "cpu"] if "torch" in sys.modules else []
+    return WatermarkDevices([ALL, *gpus])

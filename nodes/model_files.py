@@ -1,0 +1,85 @@
+"""The model files of ComfyUI's folders: listed, found by name, and looked into before they are loaded."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+__all__ = ["check_text_encoders", "find_model_file", "list_model_files", "named_as"]
+
+NUM_FILES_TOLD = 20
+SAFETENSORS = (".safetensors", ".sft")
+# How core begins what it says of a file that it cannot use: without its name, or with advice that is not ours.
+CORES_REFUSAL = "ERROR: "
+# Every text encoder has a table of tokens. Those inside of a checkpoint have a prefix that core does not look for.
+TOKENS = re.compile(
+    r"(?!cond_stage_model|conditioner)(.*\.)?(token_embedding|embed_tokens|shared|word_embeddings)\.weight"
+)
+# Their second file holds projections only.
+TYPES_WITH_MORE = ("ltxv",)
+
+
+def list_model_files(folder: str) -> list[str]:
+    """Return the files of one of the host's model folders; the host remembers them until a folder changes."""
+    import folder_paths
+
+    return folder_paths.get_filename_list(folder)
+
+
+def find_model_file(folder: str, name: str) -> str:
+    """Return the path of a file that `list_model_files` named.
+
+    Raises:
+        InvalidInput: no such file; a link may name one that this machine lacks.
+    """
+    import folder_paths
+
+    from ..memory.errors import InvalidInput, allowed_values
+
+    names = list_model_files(folder)
+    path = folder_paths.get_full_path(folder, name) if name in names else None
+    if path is None:
+        near = difflib.get_close_matches(name, names, n=NUM_FILES_TOLD)
+        told = list(dict.fromkeys([*near, *names]))[:NUM_FILES_TOLD]
+        more = f" and {len(names) - len(told)} more" if len(names) > len(told) else ""
+        choices = allowed_values(name, told) if told else "there is none"
+        raise InvalidInput(f"{name!r} is not in the folder {folder}; {choices}{more}")
+    return path
+
+
+def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:
+    """Refuse what is no text encoder: core would make one of random weights and say so in its log only.
+
+    Reads the headers of safetensors files; of other formats nothing is known before they are loaded.
+
+    Raises:
+        InvalidInput: naming the file.
+    """
+    from ..memory.errors import InvalidInput
+    from ..memory.weights import read_header
+
+    without = [
+        path
+        for path in paths
+        if path.endswith(SAFETENSORS) and not any(TOKENS.fullmatch(tensor.name) for tensor in read_header(path).tensors)
+    ]
+    if len(without) > (clip_type in TYPES_WITH_MORE and len(paths) > 1):
+        raise InvalidInput(
+            f"{without[0]}: is not a text encoder: it holds no table of tokens; choose another file, or load it with "
+            "ComfyUI's own node and link Manage CLIP behind it"
+        )
+
+
+@contextmanager
+def named_as(path: str, kind: str) -> Iterator[None]:
+    """Name the file and what it should hold where core says only that it cannot use it. Raises `InvalidInput`."""
+    from ..memory.errors import InvalidInput
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith(CORES_REFUSAL):
+            raise
+        raise InvalidInput(f"{path}: is not {kind} that ComfyUI knows") from error

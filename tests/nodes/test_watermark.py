@@ -1,0 +1,142 @@
+"""The Watermark node: what it takes, what it refuses before the run, and what it says of a device that is elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from highwater.headless import comfy_api
+from highwater.headless.runner import WorkflowRunner
+from highwater.headless.workflow import InvalidWorkflow, parse_workflow
+from highwater.memory import MemoryManager, default_manager
+from highwater.memory.devices import CPU
+from highwater.memory.errors import InvalidInput
+
+comfy_api.install()
+from highwater.nodes import device_choices  # noqa: E402
+from highwater.nodes.watermark import HighwaterWatermark  # noqa: E402
+
+GIB = 1 << 30
+
+
+class FakeDevice:
+    """Stands for one of the engine's: this machine has no two GPUs of different sizes."""
+
+    def __init__(self, name: str, num_gib: float) -> None:
+        self.name, self.is_cpu = name, name == "cpu"
+        self.total = int(num_gib * GIB)
+
+    def total_bytes(self) -> int:
+        return self.total
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 8 and one of 24 GiB."""
+    from highwater.memory import devices
+
+    found = [FakeDevice("cpu", 64), FakeDevice("gpu:0", 8), FakeDevice("gpu:1", 24)]
+    monkeypatch.setattr(devices, "list_devices", lambda: found)
+
+
+@pytest.fixture
+def marks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    calls: list[Any] = []
+    monkeypatch.setattr(default_manager(), "set_watermark", lambda *marks: calls.append(marks))
+    return calls
+
+
+def offered() -> device_choices.Choices:
+    (device,) = (item for item in HighwaterWatermark.GET_SCHEMA().inputs if item.id == "device")
+    return device.options["options"]
+
+
+def test_devices_are_offered_as_the_loaders_call_them(two_gpus: None) -> None:
+    assert offered() == ["*", "gpu:0", "gpu:1"]
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "said"),
+    [
+        ("*", "*", ""),
+        ("gpu:1", "gpu:1", ""),
+        ("cuda:1", "gpu:1", ""),
+        (" GPU ", "gpu:0", ""),
+        ("gpu:7", "*", "watermark gpu:7: this machine has no gpu:7; set on every device (*); did you mean 'gpu:1'? al"),
+        ("xpu:3", "*", "this machine has no gpu:3"),
+    ],
+)
+def test_a_device_of_another_machine_means_every_one_and_the_node_says_so(
+    two_gpus: None, marks: list[Any], device: str, words: str, said: str
+) -> None:
+    assert device in offered()
+    output = HighwaterWatermark.execute(device, "1GiB", "2GiB")
+    assert marks == [(words, GIB, 2 * GIB)]
+    assert output.args[0].device == words
+    told = output.ui_dict()["text"]  # sent though empty: it takes away what an earlier run said
+    assert len(told) == bool(said) and said in "".join(told)
+
+
+@pytest.mark.parametrize("device", ["moon", "cpu", "", "gpu:", "gpu:x", "gpu:0&gpu:1", "default", 3, None])
+def test_what_is_no_accelerator_anywhere_is_refused_on_its_input(two_gpus: None, marks: list[Any], device: Any) -> None:
+    assert device not in offered()
+    with pytest.raises(InvalidInput, match=r"is not an accelerator; .*allowed: \*, gpu:0, gpu:1$") as caught:
+        HighwaterWatermark.execute(device, "1GiB", "2GiB")
+    assert repr(device) in str(caught.value)
+    assert marks == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        ("512", "1GiB", "low '512' has no unit; allowed: GiB, MiB, GB, MB"),
+        (512, "1GiB", "low '512' has no unit; allowed: GiB, MiB, GB, MB"),
+        ("512MiB", "much", "high 'much' is not a size; write a number and a unit"),
+        ("2GiB", "1GiB", "low '2GiB' is above high '1GiB'; allowed: at most 1GiB"),
+        ("1GiB", "200GiB", "high '200GiB' is more than any device has; allowed: up to 24.0GiB, which gpu:1 has"),
+        (None, "200GiB", "high '200GiB' is more than any device has"),
+        ("200GiB", None, "low '200GiB' is more than any device has"),
+        ("512", None, "low '512' has no unit"),
+    ],
+)
+def test_bad_marks_are_refused_before_the_run(two_gpus: None, low: Any, high: Any, said: str) -> None:
+    """None is a linked mark, which is known when the node runs."""
+    verdict = HighwaterWatermark.validate_inputs(low, high)
+    assert isinstance(verdict, str) and said in verdict and "\n" not in verdict
+
+
+@pytest.mark.parametrize(("low", "high"), [("0MiB", "24GiB"), ("1GiB", "1GiB"), (None, None), (None, "24GiB")])
+def test_good_marks_pass(two_gpus: None, low: str | None, high: str | None) -> None:
+    assert HighwaterWatermark.validate_inputs(low, high) is True
+
+
+def test_a_machine_without_accelerators_takes_any_marks(
+    runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("devices", "manager"):
+        monkeypatch.setattr(f"highwater.memory.{module}.list_devices", lambda: [CPU])
+    monkeypatch.setattr("highwater.memory.default.made", [MemoryManager()])
+    graph = {"1": {"class_type": "HighwaterWatermark", "inputs": {"device": "gpu:9", "low": "1GiB", "high": "90GiB"}}}
+    result = runner.run(parse_workflow(graph), name="test")
+    assert "this machine has no gpu:9" in result.outputs["1"]["text"][0]
+    graph["1"]["inputs"]["device"] = "moon"
+    with pytest.raises(InvalidWorkflow, match=r"node 1 \(Watermark\): input 'device' is \"moon\"; allowed: \*"):
+        parse_workflow(graph)
+
+
+def test_listing_the_node_does_not_load_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import sys\n"
+        "from highwater.headless import comfy_api, folder_paths; comfy_api.install()\n"
+        "folder_paths.configure(models=sys.argv[1], output=sys.argv[1])\n"
+        "assert comfy_api.object_info()['HighwaterWatermark']['input']['required']['device'][1]['options'] == ['*']\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
