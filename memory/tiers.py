@@ -15,6 +15,7 @@ from .component import Component
 from .errors import InvalidInput, allowed_values
 from .footprint import all_resident_bytes, block_bytes, fixed_tensors, resting_bytes
 from .machine import Machine
+from .pinning import LIMIT_BYTES
 from .placement import PlacementItem
 from .profile import OffloadProfile, covers
 from .share_plan import SharePlan
@@ -153,7 +154,7 @@ def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadPro
         for index, part in enumerate(masters)
         if may_be_pinned(part, profile)
         for name, num_bytes, streams in part.units()
-        if num_bytes
+        if 0 < num_bytes < LIMIT_BYTES  # no call locks more at once
     ]
     for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
         if num_bytes <= left:

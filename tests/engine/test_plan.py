@@ -398,3 +398,19 @@ def test_lists_that_cannot_be_called_are_not_blocks() -> None:
 
     part = component_from_module(Nested(), name="nested")
     assert [block.name for block in part.blocks] == [f"stages.{i}.{j}" for i in range(3) for j in range(2)]
+
+
+def test_what_no_call_can_lock_is_not_planned_as_page_locked() -> None:
+    """The driver takes less than 2 GiB at once, and a unit is never cut."""
+    part = Component(
+        name="model",
+        kind="diffusion",
+        blocks=(),
+        rest=Block(name="", tensors=(TensorSpec(name="w", dtype="U8", shape=(3 << 30,)),)),
+    )
+    on = Machine(
+        devices=tuple(DeviceCapacity(name=n, total_bytes=8 << 30, available_bytes=8 << 30) for n in ("cpu", "gpu:0")),
+        pinned_bytes=16 << 30,
+    )
+    decided = plan(part, on=on)["model"]
+    assert decided.tier == "host" and not decided.pinned
