@@ -126,14 +126,19 @@ class Managed:
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: another thread computes with it; release it after that")
         self.unmark_execution_device()
-        for member in self.members:
-            self.manager.remove(member)
+        with self.manager.exclusive():
+            for member in self.members:
+                self.manager.remove(member)
 
     def discard(self) -> None:
-        """Release modules that nobody uses any more: they keep no weights, so nothing is copied or read from files."""
+        """Release modules that nobody uses any more: they keep no weights, so nothing is copied or read from files.
+
+        For finalizers: waits for nobody, as `MemoryManager.remove`.
+        """
+        self.unmark_execution_device()
         for member in self.members:
             member.restores = False
-        self.release()
+            self.manager.remove(member)
 
     def __enter__(self) -> Managed:
         return self

@@ -78,13 +78,24 @@ class MemoryManager:
         such a release waits until the books are in a state to take it.
         """
         with self.lock:
+            self.remove_released()
             self.depth += 1
             try:
                 yield
             finally:
                 self.depth -= 1
-                while self.depth == 0 and self.released:
-                    self.detach(self.released.pop())
+                self.remove_released()
+
+    def remove_released(self) -> None:
+        """Detach all that was released. Raises the first `InvalidInput` of them when it is through."""
+        errors = []
+        while self.depth == 0 and self.released:
+            try:
+                self.detach(self.released.pop())
+            except InvalidInput as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
@@ -291,14 +302,15 @@ class MemoryManager:
         return next(candidate for candidate in candidates if candidate not in taken)
 
     def remove(self, member: Member) -> None:
-        """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent."""
+        """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent.
+
+        Waits for nobody: a garbage collection may have brought us here in the very thread that the holder of the lock
+        waits for. Then the component is gone when that one lets go, and in any case before anyone else comes in.
+        """
         self.released.append(member)
-        # Whoever holds the lock may be waiting for the very thread in which a garbage collection brought us here: it
-        # removes the component when it lets go.
         if self.lock.acquire(blocking=False):
             try:
-                with self.exclusive():
-                    pass
+                self.remove_released()
             finally:
                 self.lock.release()
 

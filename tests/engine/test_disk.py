@@ -152,7 +152,7 @@ def test_what_is_released_while_a_file_is_read_waits_for_nobody(toys, machine, f
         other = manage({"other": toys.build_net()}, manager=manager)
 
         def release_meanwhile(self, *args, **options) -> None:
-            thread = threading.Thread(target=other.release, daemon=True)
+            thread = threading.Thread(target=other.discard, daemon=True)  # as its finalizer does
             thread.start()
             thread.join(10)
             assert not thread.is_alive()
@@ -196,3 +196,14 @@ def test_nothing_is_read_after_an_exception(toys, machine, files, monkeypatch) -
 def test_files_of_no_component_are_refused(toys, machine, files) -> None:
     with machine(8) as manager, pytest.raises(InvalidInput, match=r"files of 'unet'.*allowed: net"):
         manage({"net": toys.build_net()}, files={"unet": files}, manager=manager)
+
+
+def test_one_release_that_fails_does_not_hold_the_others_back(toys, machine, files) -> None:
+    parts = {"net": toys.build_net(), "other": toys.build_net()}
+    with machine(8) as manager, torch.no_grad():
+        managed = manage(parts, placement="net=gpu:0:disk,other=gpu:0", files={"net": files}, manager=manager)
+        files[0].write_bytes(files[0].read_bytes()[:-4] + b"abcd")
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
+            managed.release()
+        assert not manager.members
+        assert torch.isfinite(parts["other"](torch.randn(2, 5, 64))).all()

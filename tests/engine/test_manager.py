@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -236,3 +237,29 @@ def test_any_sequence_of_models_computes_right_within_any_capacity(
             manager.end_run()
             assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0")
             assert sim.stats(0).total_bytes - sim.stats(0).used_bytes >= int(low * MIB)
+
+
+def test_what_was_released_meanwhile_is_gone_before_anyone_else_comes_in(toys, machine) -> None:
+    """Another thread holds the lock: a finalizer does not wait for it, `release` does; the next caller finds none."""
+    with machine(8) as manager:
+        finalized, released = (manage(toys.build_net(seed=seed), name=f"net{seed}", manager=manager) for seed in (1, 2))
+        holding, let_go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with manager.lock:
+                holding.set()
+                let_go.wait(10)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        holding.wait(10)
+        finalized.discard()
+        assert "net1/model" in manager.members
+        waiting = threading.Thread(target=released.release)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        let_go.set()
+        waiting.join(10)
+        holder.join(10)
+        assert not manager.members
