@@ -328,7 +328,7 @@ def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
                 row.notes = {
                     "weights_on_device_bytes": held_bytes,
                     "streamed_blocks": sum(len(share.streamed) for share in shares),
-                    "slots": shares[0].num_slots,
+                    "staging_bytes": shares[0].staging_bytes,
                 }
             except Exception as error:
                 row.error = describe(error)

@@ -38,7 +38,7 @@ class TimedBlock(nn.Module):
 
 
 def measure_engine(num_streamed: int, compute_s: float) -> float:
-    """Return the virtual seconds of one run of the engine, its residents in place, its slots empty."""
+    """Return the virtual seconds of one run of the engine, its residents in place, nothing staged."""
     spec = simdevice.SimDeviceSpec(total_bytes=64 << 20, h2d_bytes_per_s=BLOCK_BYTES / COPY_S)
     with simdevice.cluster([spec]), torch.no_grad():
         manager = MemoryManager()
@@ -50,7 +50,7 @@ def measure_engine(num_streamed: int, compute_s: float) -> float:
             x = torch.ones(1).to("sim:0")
             model(x)
             assert len(attachment.plan.shares[0].streamed) == num_streamed
-            attachment.shares[0].free_slots()
+            attachment.shares[0].free_staging()
             attachment.load(attachment.plan)
             torch.accelerator.synchronize(0)
             simdevice.reset_clock()

@@ -2,7 +2,7 @@
 
 All are written against one cost model (`Clock`): a host that launches for nothing, a compute stream, a copy stream
 and one link. The engine's own run on a simulated device, whose launches and latencies are set to nothing, takes the
-same time as `run_slots` says (`tests/engine/test_schedules.py`). That nothing is charged for launches flatters those
+same time as `run_places` says (`tests/engine/test_schedules.py`). That nothing is charged for launches flatters those
 who copy tensor by tensor or let the host wait. What a run starts with is on the device, nothing is on its way.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,7 +23,8 @@ __all__ = [
     "run_comfyui",
     "run_diffusers",
     "run_mmgp",
-    "run_slots",
+    "run_places",
+    "run_window",
 ]
 
 
@@ -116,29 +117,69 @@ def least_seconds(work: Work, budget_bytes: int, num_steps: int) -> float:
     return num_steps * work.compute_s + added_s[-1]
 
 
-def run_slots(work: Work, resident: Collection[int], num_slots: int, num_steps: int) -> Outcome:
-    """Ours: residents, and slots of the largest streamed part that are refilled in order as soon as they are free.
+def run_places(
+    work: Work, resident: Collection[int], staging_bytes: int, places: Sequence[Mapping[int, int]], num_steps: int
+) -> Outcome:
+    """Ours: residents, and staging memory in which every other part has a place; steps take turns with its rounds.
 
-    Waits are events: the host never stops, and the last part of a step is followed by the first of the next.
+    What a part lacks at its place is copied as soon as the parts that lie there have computed. Waits are events: the
+    host never stops, and the last part of a step is followed by the first of the next.
     """
     clock = Clock(work.link_bytes_per_s)
-    streams = [bool(part.weight_bytes) and index not in resident for index, part in enumerate(work.parts)]
-    freed = deque([0.0] * num_slots)
-    for _ in range(num_steps):
-        for part, is_streamed in zip(work.parts, streams, strict=True):
-            if is_streamed:
-                ready_s = clock.copy(part.weight_bytes, after_s=freed.popleft())
-                freed.append(clock.compute(part.compute_s, after_s=ready_s))
-            else:
+    sizes = {index: work.parts[index].weight_bytes for here in places for index in here}
+    edges = {0, staging_bytes}
+    edges |= {edge for here in places for index, begin in here.items() for edge in (begin, begin + sizes[index])}
+    cells = list(pairwise(sorted(edges)))
+    owners: dict[tuple[int, int], tuple[int, int]] = {}
+    freed_s = dict.fromkeys(cells, 0.0)
+    for step in range(num_steps):
+        here = places[step % len(places)] if places else {}
+        for index, part in enumerate(work.parts):
+            if not part.weight_bytes or index in resident:
                 clock.compute(part.compute_s)
-    return Outcome(seconds=clock.compute_s, peak_bytes=held_bytes(work, resident, num_slots))
+                continue
+            stays = [(index, begin) for begin in (here[index], *(there[index] for there in places))]
+            lacking = [
+                [cell for cell in cells if stay[1] <= cell[0] < stay[1] + sizes[index] and owners.get(cell) != stay]
+                for stay in stays
+            ]
+            found = next((number for number, cells_lacked in enumerate(lacking) if not cells_lacked), 0)
+            for begin, end in sorted(lacking[found], key=lambda cell: freed_s[cell]):
+                clock.copy(end - begin, after_s=freed_s[begin, end])
+            ended_s = clock.compute(part.compute_s, after_s=clock.link_s if lacking[found] else 0.0)
+            for cell in cells:
+                if stays[found][1] <= cell[0] < stays[found][1] + sizes[index]:
+                    owners[cell], freed_s[cell] = stays[found], ended_s
+    return Outcome(seconds=clock.compute_s, peak_bytes=held_bytes(work, resident) + staging_bytes)
 
 
-def held_bytes(work: Work, resident: Collection[int], num_slots: int) -> int:
-    """Return the bytes of weights on the device: the rest, the residents, and slots of the largest streamed part."""
-    streamed = [work.parts[index].weight_bytes for index in work.movable if index not in resident]
-    kept = sum(work.parts[index].weight_bytes for index in resident)
-    return work.rest_bytes + kept + min(num_slots, len(streamed)) * max(streamed, default=0)
+def run_window(work: Work, resident: Collection[int], staging_bytes: int, num_steps: int) -> Outcome:
+    """The same, if staging memory could be cut anywhere: bytes are copied in order of use, so many ahead of the last.
+
+    No places do better, but those in which something stays from step to step.
+    """
+    clock = Clock(work.link_bytes_per_s)
+    freed: deque[tuple[int, float]] = deque()
+    reach, end, free_s = staging_bytes, 0, 0.0
+    for _ in range(num_steps):
+        for index, part in enumerate(work.parts):
+            if not part.weight_bytes or index in resident:
+                clock.compute(part.compute_s)
+                continue
+            begin, end = end, end + part.weight_bytes
+            while begin < end:
+                while reach <= begin:
+                    last, free_s = freed.popleft()
+                    reach = last + staging_bytes
+                clock.copy(min(end, reach) - begin, after_s=free_s)
+                begin = min(end, reach)
+            freed.append((end, clock.compute(part.compute_s, after_s=clock.link_s)))
+    return Outcome(seconds=clock.compute_s, peak_bytes=held_bytes(work, resident) + staging_bytes)
+
+
+def held_bytes(work: Work, resident: Collection[int]) -> int:
+    """Return the bytes of weights that stay on the device: the rest and the residents."""
+    return work.rest_bytes + sum(work.parts[index].weight_bytes for index in resident)
 
 
 def run_mmgp(work: Work, budget_bytes: int, num_steps: int) -> Outcome:
@@ -170,7 +211,9 @@ def run_mmgp(work: Work, budget_bytes: int, num_steps: int) -> Outcome:
                 if coming is not None:
                     clock.copy(work.parts[coming].weight_bytes)
             clock.compute(part.compute_s)
-    return Outcome(seconds=clock.compute_s, peak_bytes=held_bytes(work, resident, 2))
+    streamed = [work.parts[index].weight_bytes for index in work.movable if index not in resident]
+    two_bytes = min(2, len(streamed)) * max(streamed, default=0)
+    return Outcome(seconds=clock.compute_s, peak_bytes=held_bytes(work, resident) + two_bytes)
 
 
 def choose_floors(work: Work, towers: Sequence[Sequence[int]], budget_bytes: int) -> set[int]:

@@ -289,8 +289,9 @@ class Attachment:
         self.entered.append(module)
         if not (outermost and self.is_loaded):
             return None
+        streams = self.plan.streams  # else nothing is planned by the times
         for share in self.shares:
-            share.begin_pass()
+            share.begin_pass(is_timed=streams)
         return self.hops.move((args, kwargs), self.primary.torch_device)
 
     def after_entry(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -398,7 +399,7 @@ class Attachment:
             if share.copies is not None:
                 share.copies.finish()
             if share.streamer is not None:
-                share.streamer.forget()
+                share.streamer.area.forget()
 
     def widen_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put wide weights where eight-bit ones without their scales would be; costs their wide bytes in RAM."""
@@ -428,6 +429,9 @@ class Attachment:
         except BaseException:
             self.unload()
             raise
+        if queued:  # another form: its passes take other times
+            for share in self.shares:
+                share.passes = 0
         self.plan, self.is_loaded = plan, True
         return queued
 

@@ -380,17 +380,14 @@ class MemoryManager:
 
     def learn_times(self, member: Member) -> None:
         """Take what was timed of a component's passes; a streamed one is planned again with it."""
-        shares = member.attachment.shares
-        times = [share.take_times() for share in shares]
         seconds: dict[int, float] = {}
-        for share, timed in zip(shares, times, strict=True):
-            if timed is not None:
-                computes, link = timed
-                seconds |= computes
-                if link is not None:
-                    self.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
+        for share in member.attachment.shares:
+            seconds |= share.take_times() or {}
+            link = share.take_link()
+            if link is not None and share.device.name not in self.links:
+                self.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
         if seconds.keys() == member.attachment.share_of.keys():
-            member.block_seconds = [seconds[number] for number in sorted(seconds)]
+            member.block_seconds = seconds
             member.planned_in_epoch = -1
 
     @contextmanager

@@ -28,9 +28,9 @@ class HostMaster:
         """Grows when the weights are written to."""
         return self.slab._version
 
-    def copy_to(self, target: torch.Tensor, copies: CopyStream, ready: torch.Event) -> None:
-        """Queue the copy of all weights to a slab on a device."""
-        copies.copy_and_record(target, self.slab, ready)
+    def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
+        """Queue the copy of a part of the slab to as many bytes on a device."""
+        copies.copy(target, self.slab[begin : begin + target.numel()])
 
 
 class FileMaster:
@@ -62,18 +62,20 @@ class FileMaster:
     def kept_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.kept.values())
 
-    def copy_to(self, target: torch.Tensor, copies: CopyStream, ready: torch.Event) -> None:
+    def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Read the weights and queue their copies, piece by piece; returns when all are read.
 
         Raises:
             InvalidInput: the file is not what it was.
         """
+        stop = begin + target.numel()
         for first, last in self.pieces():
-            begin, end = self.layout.offsets[first], self.layout.end_of(last - 1)
-            buffer = self.bounce.take(end - begin)
-            self.read_leaves(range(first, last), self.layout.views(buffer, first, last))
-            self.bounce.send(buffer[: end - begin], target[begin:end])
-        ready.record(copies.stream)
+            start, end = self.layout.offsets[first], self.layout.end_of(last - 1)
+            if start < stop and end > begin:
+                buffer = self.bounce.take(end - start)
+                self.read_leaves(range(first, last), self.layout.views(buffer, first, last))
+                low, high = max(start, begin), min(end, stop)
+                self.bounce.send(buffer[low - start : high - start], target[low - begin : high - begin])
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield runs of leaves that fit a bounce buffer; a leaf that does not is a run of its own."""

@@ -66,8 +66,8 @@ class Member:
         """What its forwards needed of a device beside what was there, in this run and the last."""
         self.activation_before: Counter[str] = Counter()
         self.allocated_at_entry: dict[str, int] = {}
-        self.block_seconds: list[float] | None = None
-        """What each block was seen to take to compute."""
+        self.block_seconds: dict[int, float] | None = None
+        """What each block was seen to take to compute, in the order in which they ran."""
 
 
 def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member], *, has_file: bool) -> None:

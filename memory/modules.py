@@ -78,8 +78,9 @@ def plan_modules(
 
 
 def is_tight(plan: Plan) -> bool:
-    """Whether there is room for one slot only somewhere: copies would wait for computes."""
-    return any(share.num_slots == 1 and len(share.streamed) > 1 for part in plan.components for share in part.shares)
+    """Whether there is room for no whole block beside the one that computes: copies would wait for computes."""
+    shares = [share for part in plan.components for share in part.shares]
+    return any(share.prefetch_blocks == 0 and len(share.streamed) > 1 for share in shares)
 
 
 def bytes_in_ram(module: nn.Module) -> int:

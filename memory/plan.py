@@ -65,7 +65,7 @@ class ComponentPlan:
 
     @property
     def streams(self) -> bool:
-        return any(share.num_slots for share in self.shares)
+        return any(share.streamed for share in self.shares)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def plan_components(
     placement: Placement,
     profile: OffloadProfile,
     precision: Precision | None = None,
-    block_seconds: Mapping[str, Sequence[float]] | None = None,
+    block_seconds: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory side by side.
 
@@ -197,7 +197,7 @@ def plan_components(
 
     Args:
         precision: None is what the profile says.
-        block_seconds: by component, what each of its blocks was measured to compute.
+        block_seconds: by component, what each of its blocks was measured to compute, in the order in which they ran.
 
     Raises:
         InvalidInput: a budget or tier that cannot be met as written.
@@ -282,7 +282,7 @@ def replan(
     plan: ComponentPlan,
     machine: Machine,
     profile: OffloadProfile,
-    block_seconds: Sequence[float] | None = None,
+    block_seconds: Mapping[int, float] | None = None,
 ) -> ComponentPlan:
     """Decide anew what is resident, with the memory there is now; devices, split, tier and precision stay.
 
@@ -302,7 +302,7 @@ def replan(
 def refuse_streaming_at_tier_device(
     component: Component, tier: str | None, shares: Sequence[SharePlan], cast: frozenset[str]
 ) -> None:
-    if tier == "device" and any(share.num_slots for share in shares):
+    if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
             f"{component.name} at tier 'device' needs {format_bytes(all_resident_bytes(component, cast))}, "
             f"which its budget does not hold; allow a tier of pinned or host, or choose 'fp8 scaled'"

@@ -241,7 +241,8 @@ class Unit:
         telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
         if watch is not None and telling:
             watch.start(self.slab_bytes, copies.stream)  # behind whatever the copy has to wait for
-        self.master.copy_to(slab, copies, ready)
+        self.master.copy_to(slab, 0, copies)
+        copies.mark_ready(ready)
         if watch is not None and telling:
             watch.stop(self.slab_bytes, copies.stream)
         self.device_views = self.held_views(slab)

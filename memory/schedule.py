@@ -1,10 +1,4 @@
-"""Which blocks stay on a device, through how many slots the others stream, and where a split cuts them.
-
-[Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
-one compute. A copy begins when the copy before it has ended and its slot is free, which is when the block that had
-the slot has computed; a block computes when the block before it has and its own copy is there. After a pass or two
-every further one takes the same time: that is what `pass_seconds` finds and `choose_schedule` makes small.
-"""
+"""Which blocks stay on a device, beside how much staging memory for the others, and where a split cuts them."""
 
 from __future__ import annotations
 
@@ -12,40 +6,26 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import TypeAlias
 
-__all__ = [
-    "DEPTHS",
-    "USUAL_DEPTHS",
-    "BlockSeconds",
-    "Schedule",
-    "balanced_seconds",
-    "choose_schedule",
-    "cut_runs",
-    "pass_seconds",
-    "spread_residents",
-]
+from .places import BlockSeconds, Places, choose_places, pass_seconds, window_seconds
 
-BlockSeconds: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of computing and of copying, per block in the order in which they run."""
+__all__ = ["Schedule", "balanced_seconds", "choose_schedule", "cut_runs", "place_streamed", "spread_residents"]
 
-# How many blocks may be copied ahead of the one that computes; each takes a slot, and that one takes one too. None at
-# all leaves most room for residents, which pays where copies take far longer than computes.
-DEPTHS = (0, 1, 2, 3, 4)
-# Where times are not known.
-USUAL_DEPTHS = (1,)
-WARM_UP_PASSES = 2
-TIMED_PASSES = 2
-# Another schedule has to be this much faster to be preferred: fewer slots and even spreading vary less.
+# Another schedule has to be this much faster to be preferred: even spreading and less staging memory vary less.
 SMALLEST_GAIN = 0.005
-# The search: how many starts, how many blocks are looked at in all trials of one, and how much worse than the last
-# a trial may be at first.
-MAX_SLOT_SIZES = 4
-MAX_STARTS = 2
+# How many times the bytes of a block the staging memory has at first: the search begins beside each.
+STAGING_SIZES = (2, 1, 1.25, 1.5, 3, 5)
+MAX_BLOCK_SIZES = 3
+# What the staging memory becomes in a trial of the search.
+STAGING_CHANGES = (1.0, 1.0, 1.0, 0.9, 1.1)
+# The search: how many starts are improved, and how many get places without; how many blocks are looked at in all trials
+# of one, and how much worse than the last a trial may be at first.
+NUM_IMPROVED = 2
+NUM_PLACED = 4
 NUM_HALVINGS = 24
 RATE_LIMIT = 100.0
-MAX_TRIALS = 500
-TRIED_BLOCKS = 16_000
+MAX_TRIALS = 250
+TRIED_BLOCKS = 10_000
 SLACK = 0.01
 
 
@@ -96,51 +76,6 @@ def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
     return resident
 
 
-def pass_seconds(
-    compute_s: Sequence[float],
-    copy_s: Sequence[float],
-    resident: Collection[int],
-    num_slots: int,
-    *,
-    idle_s: float = 0.0,
-) -> float:
-    """Return the seconds of one pass in the steady state ([Note: steady state]).
-
-    Args:
-        compute_s: per block, in the order in which they run; ``copy_s`` likewise.
-        idle_s: seconds between two passes in which this device computes nothing.
-    """
-    # Per streamed block: its copy, its compute, and what computes from there to the next one that streams.
-    streamed: list[list[float]] = []
-    lead_s = 0.0
-    for position, seconds in enumerate(compute_s):
-        if position not in resident:
-            streamed.append([copy_s[position], seconds, 0.0])
-        elif streamed:
-            streamed[-1][2] += seconds
-        else:
-            lead_s += seconds
-    if len(streamed) <= num_slots:  # they stay where they are
-        return sum(compute_s) + idle_s
-    free_at = [0.0] * num_slots
-    slot, copied, now, begin = 0, 0.0, 0.0, 0.0
-    for number in range(WARM_UP_PASSES + TIMED_PASSES):
-        if number == WARM_UP_PASSES:
-            begin = now
-        now += lead_s
-        for copying, computing, following in streamed:
-            free = free_at[slot]
-            copied = (copied if copied > free else free) + copying
-            if copied > now:
-                now = copied
-            now += computing
-            free_at[slot] = now
-            now += following
-            slot = slot + 1 if slot + 1 < num_slots else 0
-        now += idle_s
-    return (now - begin) / TIMED_PASSES
-
-
 def balanced_seconds(sizes: Sequence[int], room_bytes: int) -> BlockSeconds:
     """Return what takes the place of seconds where speeds are not known.
 
@@ -153,10 +88,12 @@ def balanced_seconds(sizes: Sequence[int], room_bytes: int) -> BlockSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What stays and how the rest streams; ``pass_s`` is predicted, in the unit of the times that it was made from."""
+    """What stays, and where in the staging memory the rest lies; ``pass_s`` is predicted, in the unit of its times."""
 
     resident: frozenset[int]
-    num_slots: int
+    staging_bytes: int
+    places: Places
+    """Where each streamed block begins in the staging memory, by its position."""
     pass_s: float
 
 
@@ -166,56 +103,89 @@ def choose_schedule(
     room_bytes: int,
     *,
     seconds: BlockSeconds,
-    depths: tuple[int, ...] = DEPTHS,
+    prefetch_blocks: int | None = None,
     idle_s: float = 0.0,
 ) -> Schedule:
-    """Return which blocks stay and how many slots the others share, so that a pass is short and the room holds both.
+    """Return which blocks stay and where the others stream, so that a pass is short and the room holds both.
 
-    Begins with residents spread evenly, tries slots for each depth and slots too small for the largest blocks (which
-    then all stay), and changes a few blocks of the best of these while that gains. The same numbers always give the
-    same answer; for the 57 blocks of Flux it takes some 40 ms where it has to search, and is remembered.
+    Staging memory is what the residents leave of the room. Begins with residents spread evenly, beside staging memory
+    of several sizes, and changes a few blocks of the best of these while that gains. The same numbers always give the
+    same answer; for the 57 blocks of Flux it takes some 100 ms where it has to search, and is remembered.
 
     Args:
         sizes: bytes per block, in the order in which they run; not all fit into the room.
         seconds: of computing and of copying, per block; `balanced_seconds` where they are not known.
-        depths: how many blocks may be copied ahead. Where the room holds not even two slots there is only one.
+        prefetch_blocks: for how many blocks, beside the one that computes, there has to be staging memory, as far as
+            the room holds them; None: as much as is fastest.
     """
     largest = max(sizes)
     assert largest <= room_bytes, (largest, room_bytes)
-    slots = [depth + 1 for depth in depths if (depth + 1) * largest <= room_bytes]
-    if not slots:  # fewer than were asked for
-        slots = [max(1, min(room_bytes // largest, min(depths) + 1))]
-    compute_s, copy_s = seconds
+    depth = min(prefetch_blocks or 0, room_bytes // largest - 1)
 
-    def timed(resident: Collection[int], num_slots: int) -> Schedule:
-        kept = frozenset(resident)
-        return Schedule(kept, num_slots, pass_seconds(compute_s, copy_s, kept, num_slots, idle_s=idle_s))
+    def timed(resident: Collection[int]) -> Trial | None:
+        """Return what a choice takes at least; None where it leaves too little staging memory."""
+        streamed = [size for position, size in enumerate(sizes) if position not in resident]
+        staging_bytes = room_bytes - sum(sizes) + sum(streamed)
+        if not streamed or staging_bytes < (depth + 1) * max(streamed):
+            return None
+        pass_s = window_seconds(sizes, seconds, resident, staging_bytes, idle_s=idle_s)
+        return Trial(frozenset(resident), staging_bytes, pass_s)
 
-    starts: list[Schedule] = []
-    for num_slots in slots:
-        spread = spread_beside_slots(sizes, compute_s, room_bytes, num_slots)
-        starts += [timed(resident, num_slots) for resident in spread if len(resident) < len(sizes)]
-    best = starts[0]
-    # The sort is stable: of equals, fewer slots come first.
-    for start in sorted(starts, key=lambda start: start.pass_s)[:MAX_STARTS]:
-        streamed = [size for position, size in enumerate(sizes) if position not in start.resident]
-        resident_bytes = room_bytes - start.num_slots * max(streamed, default=0)
-        # No pass is shorter than all computes, or than the copies of what a room filled to the last byte leaves.
-        least_s = max(sum(compute_s) + idle_s, sum(copy_s) * (1 - resident_bytes / sum(sizes)))
-        found = improve(start, sizes, room_bytes, least_s * (1 + SMALLEST_GAIN), timed)
-        if found.pass_s < best.pass_s * (1 - SMALLEST_GAIN):
-            best = found
+    starts = [trial for kept in spread_beside_staging(sizes, seconds[0], room_bytes, depth) if (trial := timed(kept))]
+    enough_s = (sum(seconds[0]) + idle_s) * (1 + SMALLEST_GAIN)
+    # The sort is stable: of equals, even spreading and less staging memory come first.
+    fastest = sorted(dict.fromkeys(starts), key=lambda trial: trial.pass_s)
+    improved = [improve(start, sizes, room_bytes, enough_s, timed) for start in fastest[:NUM_IMPROVED]]
+    best: Schedule | None = None
+    # What a choice could do at best its places may keep it from, some more than others.
+    for trial in dict.fromkeys([starts[0], *improved, *fastest[:NUM_PLACED]]):
+        schedule = place_streamed(sizes, seconds, trial.resident, trial.staging_bytes, idle_s=idle_s)
+        if best is None or schedule.pass_s < best.pass_s * (1 - SMALLEST_GAIN):
+            best = schedule
+        if best.pass_s <= enough_s:
+            break
+    assert best is not None
     return best
 
 
+def place_streamed(
+    sizes: Sequence[int], seconds: BlockSeconds, resident: frozenset[int], staging_bytes: int, *, idle_s: float = 0.0
+) -> Schedule:
+    """Return the schedule of a choice of residents: the places of the others in so much staging memory, or in less."""
+
+    def place(staging_bytes: int, num_rounds: int) -> Schedule:
+        places = choose_places(sizes, seconds, resident, staging_bytes, num_rounds=num_rounds)
+        pass_s = pass_seconds(sizes, seconds, resident, staging_bytes, places, idle_s=idle_s)
+        return Schedule(resident, staging_bytes, places, pass_s)
+
+    largest = max(size for position, size in enumerate(sizes) if position not in resident)
+    best = place(staging_bytes // largest * largest, 1)  # of equal blocks a whole number lie best side by side
+    for less, num_rounds in ((staging_bytes, 1), (best.staging_bytes, 2), (staging_bytes, 2)):
+        if best.pass_s <= (sum(seconds[0]) + idle_s) * (1 + SMALLEST_GAIN):
+            break
+        other = place(less, num_rounds)
+        if other.pass_s < best.pass_s * (1 - SMALLEST_GAIN):
+            best = other
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A choice of residents, the staging memory beside them, and what a pass takes at least."""
+
+    resident: frozenset[int]
+    staging_bytes: int
+    pass_s: float
+
+
 def improve(
-    start: Schedule,
+    start: Trial,
     sizes: Sequence[int],
     room_bytes: int,
     enough_s: float,
-    timed: Callable[[Collection[int], int], Schedule],
-) -> Schedule:
-    """Return the best schedule found by changing a few blocks at a time; a little worse is accepted at first.
+    timed: Callable[[Collection[int]], Trial | None],
+) -> Trial:
+    """Return the best choice found by changing a few blocks at a time; a little worse is accepted at first.
 
     The same start gives the same result: the choice of changes is seeded.
     """
@@ -230,10 +200,9 @@ def improve(
         leaving = random.sample(kept, min(len(kept), 1 + trial % 2))
         changed = set(current.resident).difference(leaving)
         coming = [position for position in range(len(sizes)) if position not in changed]
-        left = room_bytes - start.num_slots * max([sizes[position] for position in coming])
-        left -= sum([sizes[position] for position in changed])
-        if left < 0:  # a large block would have to stream: no slot is wide enough for it
-            continue
+        # Now and then the staging memory gives a part to residents, or takes one.
+        staging_bytes = int(current.staging_bytes * random.choice(STAGING_CHANGES))
+        left = room_bytes - staging_bytes - sum([sizes[position] for position in changed])
         # Half of the time blocks nearby come instead, half of the time any.
         middle = leaving[0] if leaving and trial % 4 < 2 else random.randrange(len(sizes))
         for position in sorted(coming, key=[abs(position - middle) for position in range(len(sizes))].__getitem__):
@@ -242,27 +211,31 @@ def improve(
             if sizes[position] <= left and position not in leaving:
                 changed.add(position)
                 left -= sizes[position]
-        candidate = timed(changed, start.num_slots)
-        if candidate.pass_s <= current.pass_s * (1 + SLACK * (1 - trial / num_trials)):
+        candidate = timed(changed)
+        if candidate is not None and candidate.pass_s <= current.pass_s * (1 + SLACK * (1 - trial / num_trials)):
             current = candidate
             if current.pass_s < best.pass_s:
                 best = current
     return best
 
 
-def spread_beside_slots(
-    sizes: Sequence[int], compute_s: Sequence[float], room_bytes: int, num_slots: int
+def spread_beside_staging(
+    sizes: Sequence[int], compute_s: Sequence[float], room_bytes: int, depth: int
 ) -> Iterator[set[int]]:
-    """Yield residents spread by bytes, and by time: for slots that hold every block, then for ever smaller ones."""
-    for slot_bytes in sorted(set(sizes), reverse=True)[:MAX_SLOT_SIZES]:
+    """Yield residents spread by bytes, and by time, beside staging memory for every block, then for ever smaller ones.
+
+    What is too large for it stays. The first is spread by bytes, beside staging memory for two of the largest, or for
+    as many as were asked for.
+    """
+    for slot_bytes in sorted(set(sizes), reverse=True)[:MAX_BLOCK_SIZES]:
         too_large = {position for position, size in enumerate(sizes) if size > slot_bytes}
-        left = room_bytes - num_slots * slot_bytes - sum(sizes[position] for position in too_large)
-        if left < 0:
-            return
         others = [position for position in range(len(sizes)) if position not in too_large]
         other_sizes = [sizes[position] for position in others]
-        yield too_large | {others[place] for place in spread_residents(other_sizes, left)}
-        yield spread_by_compute(sizes, compute_s, too_large, left)
+        for factor in (depth + 1,) if depth else STAGING_SIZES:
+            left = room_bytes - int(factor * slot_bytes) - sum(sizes[position] for position in too_large)
+            if left >= 0:
+                yield too_large | {others[place] for place in spread_residents(other_sizes, left)}
+                yield spread_by_compute(sizes, compute_s, too_large, left)
 
 
 def spread_by_compute(

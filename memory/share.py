@@ -8,10 +8,12 @@ import torch
 
 from .devices import Device
 from .ledger import Kind, Ledger
+from .places import Places
 from .plan import SharePlan
 from .residency import BlockState, Unit
+from .staging import StagingArea, Stay
 from .streaming import Streamer
-from .transfer import Bounce, CopyStream, StagingSlot, Stopwatch, allocate_device
+from .transfer import Bounce, CopyStream, Stopwatch, allocate_device
 
 __all__ = ["Share"]
 
@@ -43,7 +45,9 @@ class Share:
         """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
         self.scratch: torch.Tensor | None = None
         self.streamer: Streamer | None = None
-        self.computing: dict[int, StagingSlot | None] = {}
+        self.staging: tuple[int, Places] = (0, ())
+        """The bytes and places of the staging memory."""
+        self.computing: dict[int, Stay | None] = {}
         self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
         self.past_streamed_bytes = 0
@@ -53,13 +57,10 @@ class Share:
         return [self.fixed, *self.blocks.values()]
 
     @property
-    def slots(self) -> list[StagingSlot]:
-        return self.streamer.slots if self.streamer else []
-
-    @property
     def bytes_moved(self) -> int:
         """Bytes of weights copied to the device so far."""
-        return self.loaded_bytes + self.past_streamed_bytes + (self.streamer.bytes_moved if self.streamer else 0)
+        streamed = self.streamer.area.bytes_moved if self.streamer else 0
+        return self.loaded_bytes + self.past_streamed_bytes + streamed
 
     # -- what it takes
     #
@@ -68,25 +69,27 @@ class Share:
     def begin_timing(self) -> None:
         """Time the pass that begins, if it is the one to time."""
         self.passes += 1
-        if self.copies is not None and self.streamer is not None and self.passes == TIMED_PASS:
+        if self.copies is not None and self.passes == TIMED_PASS:
             self.computes = Stopwatch(self.copies)
 
-    def take_times(self) -> tuple[dict[int, float], float | None] | None:
-        """Return the seconds of each block's computing and the bytes per second of the link, once, when they are known.
-
-        The link's is that of its fastest copy; None where none was large enough to tell, or from page-locked memory.
-        """
+    def take_times(self) -> dict[int, float] | None:
+        """Return the seconds of each block's computing, in the order in which they ran, once, when they are known."""
         if self.computes is None or self.passes <= TIMED_PASS:
             return None
         computes = self.computes.read()
         if computes is None:
             return None
         self.computes = None
-        return (computes, self.link_speed()) if computes.keys() == self.blocks.keys() else None  # blocks were skipped
+        return computes if computes.keys() == self.blocks.keys() else None  # blocks were skipped
 
-    def link_speed(self) -> float | None:
-        assert self.loading is not None
-        copied = self.loading.read() or {}
+    def take_link(self) -> float | None:
+        """Return the bytes per second of the fastest copy of a loading, once, when they are known.
+
+        None where none was large enough to tell, or from page-locked memory.
+        """
+        copied = self.loading.read() if self.loading is not None else None
+        if not copied or self.loading is None:
+            return None
         self.loading.stretches.clear()
         return max((num_bytes / seconds for num_bytes, seconds in copied.items() if seconds), default=None)
 
@@ -115,12 +118,10 @@ class Share:
                 return 0
             self.open_bounce()
             self.load_unit(self.fixed)
-            self.fit_slots(plan)
+            self.fit_staging(plan)
             for number in sorted(plan.resident):
                 self.load_unit(self.blocks[number])
-            if self.loaded_bytes != before:  # another form: its passes take other times
-                self.passes = 0
-            if not plan.num_slots:
+            if not plan.staging_bytes:
                 self.close_bounce()
             # A host may read buffers (noise schedules) before any entry of ours; the blocks are waited for one by one.
             self.fixed.await_copy(self.copies)
@@ -158,19 +159,17 @@ class Share:
                 )
                 self.ledger.charge(self.device.name, self.owner, Kind.SCRATCH, num_bytes)
 
-    def fit_slots(self, plan: SharePlan) -> None:
-        streamed = {number: self.blocks[number] for number in plan.streamed}
-        if self.streamer and (self.streamer.units.keys() != streamed.keys() or len(self.slots) != plan.num_slots):
-            self.free_slots()
-        if streamed and self.streamer is None:
+    def fit_staging(self, plan: SharePlan) -> None:
+        wanted = plan.staging_bytes, plan.places
+        if self.streamer is not None and self.staging != wanted:
+            self.free_staging()
+        if plan.staging_bytes and self.streamer is None:
             assert self.copies is not None
-            slots = []
-            try:
-                for _ in range(plan.num_slots):
-                    slots.append(StagingSlot(plan.slot_bytes, self.copies))
-            finally:
-                self.streamer = Streamer(streamed, slots, self.copies)
-                self.ledger.charge(self.device.name, self.owner, Kind.STAGING, len(slots) * plan.slot_bytes)
+            streamed = {number: self.blocks[number] for number in plan.streamed}
+            sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
+            area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
+            self.streamer, self.staging = Streamer(streamed, area), wanted
+            self.ledger.charge(self.device.name, self.owner, Kind.STAGING, area.num_bytes)
 
     # -- giving bytes back
 
@@ -194,7 +193,7 @@ class Share:
         before = self.held_bytes()
         self.heal()
         self.drop_blocks(list(self.blocks))
-        self.free_slots()
+        self.free_staging()
         self.free_scratch()
         if self.fixed.device_slab is not None:
             self.drop_unit(self.fixed)
@@ -212,15 +211,15 @@ class Share:
         freed = unit.drop()
         self.ledger.credit(self.device.name, self.owner, Kind.WEIGHTS, freed)
 
-    def free_slots(self) -> None:
+    def free_staging(self) -> None:
         if self.streamer is not None:
             assert self.copies is not None
             self.copies.drain()
             self.forget_views()
-            staging = sum(slot.slab.numel() for slot in self.slots)
-            self.past_streamed_bytes += self.streamer.bytes_moved
+            area = self.streamer.area
+            self.past_streamed_bytes += area.bytes_moved
             self.streamer = None
-            self.ledger.credit(self.device.name, self.owner, Kind.STAGING, staging)
+            self.ledger.credit(self.device.name, self.owner, Kind.STAGING, area.num_bytes)
 
     def free_scratch(self) -> None:
         if self.scratch is not None:
@@ -237,10 +236,11 @@ class Share:
 
     # -- computing
 
-    def begin_pass(self) -> None:
-        """A forward begins: the first streamed blocks are queued."""
+    def begin_pass(self, *, is_timed: bool) -> None:
+        """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
         self.heal()
-        self.begin_timing()
+        if is_timed:
+            self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
             self.fixed.await_copy(self.copies)
@@ -268,29 +268,29 @@ class Share:
                 unit.compute_from(unit.host_slab, self.scratch)
         else:
             assert self.streamer is not None, f"{self.owner}: block {unit.name} is neither resident nor streamed"
-            slot = self.streamer.acquire(number)
-            self.computing[number] = slot
-            unit.compute_from(slot.slab, self.scratch)
+            stay = self.streamer.acquire(number)
+            self.computing[number] = stay
+            unit.compute_from(stay.slab, self.scratch)
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.start(number, self.copies.compute_stream)
 
     def leave(self, number: int, *, prefetches: bool = True) -> bool:
-        """The block has computed, or failed: its module holds what it rests on, its slot may be refilled.
+        """The block has computed, or failed: its module holds what it rests on, its staging memory is free.
 
         Returns whether the memory that it computed from is used for other weights after it.
         """
         if number not in self.computing:
             return False
-        slot = self.computing.pop(number)
+        stay = self.computing.pop(number)
         unit = self.blocks[number]
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.stop(number, self.copies.compute_stream)
         if unit.state is BlockState.COMPUTING:
             unit.rest()
-        if slot is not None:
+        if stay is not None:
             assert self.streamer is not None
-            self.streamer.give_back(slot, prefetches=prefetches)
-        return slot is not None or bool(unit.cast_names)
+            self.streamer.give_back(stay, prefetches=prefetches)
+        return stay is not None or bool(unit.cast_names)
 
     def heal(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""

@@ -1,7 +1,7 @@
-"""One device's part of a plan: what of its blocks stays there, and through which slots the others stream.
+"""One device's part of a plan: what of its blocks stays there, and through which memory the others stream.
 
 [Note: budgets] A device holds, for one component: the *fixed* tensors (the rest, and the buffers of the blocks
-there), the *resident* blocks, the *staging* slots through which the other blocks stream, and the *scratch* into
+there), the *resident* blocks, the *staging* memory through which the other blocks stream, and the *scratch* into
 which eight-bit weights are widened. The four sum to `SharePlan.device_bytes`, and the engine allocates exactly
 that. Residents are spread through the execution order, so that every copy has compute to hide behind: at 25%
 streamed and copies twice as slow as compute that runs like all-resident, a leading prefix 1.21x slower.
@@ -9,7 +9,7 @@ streamed and copies twice as slow as compute that runs like all-resident, a lead
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -17,14 +17,17 @@ from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import block_bytes, fixed_tensors, resting_bytes, wide_bytes
 from .machine import DeviceCapacity, Machine
+from .places import BlockSeconds, Places, pass_seconds
 from .profile import OffloadProfile
-from .schedule import DEPTHS, USUAL_DEPTHS, BlockSeconds, Schedule, balanced_seconds, choose_schedule, pass_seconds
-from .units import GIB, MIB, format_bytes
+from .schedule import Schedule, balanced_seconds, choose_schedule, place_streamed
+from .units import GIB, MIB, SLAB_ALIGNMENT, format_bytes
 
 __all__ = ["SharePlan", "plan_share"]
 
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02
+# How many blocks are copied ahead where times are not known.
+USUAL_PREFETCH = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +39,11 @@ class SharePlan:
     resident: frozenset[int]
     fixed_bytes: int
     resident_bytes: int
-    num_slots: int = 0
-    slot_bytes: int = 0
+    staging_bytes: int = 0
+    places: Places = ()
+    """Where in the staging memory each streamed block comes to lie ([Note: places] in `places.py`)."""
+    streamed_block_bytes: int = 0
+    """The bytes of the largest block that streams."""
     scratch_bytes: int = 0
     pass_s: float | None = None
     """What a pass is predicted to take; None where the speeds are not known."""
@@ -50,8 +56,11 @@ class SharePlan:
         return tuple(block for block in self.blocks if block not in self.resident)
 
     @property
-    def staging_bytes(self) -> int:
-        return self.num_slots * self.slot_bytes
+    def prefetch_blocks(self) -> int:
+        """For how many whole blocks there is staging memory, beside the one that computes."""
+        if not self.staging_bytes:
+            return 0
+        return min(len(self.streamed), self.staging_bytes // self.streamed_block_bytes) - 1
 
     @property
     def device_bytes(self) -> int:
@@ -64,9 +73,8 @@ class SharePlan:
             parts.append(
                 f"{len(self.resident)} of {len(self.blocks)} blocks resident {format_bytes(self.resident_bytes)}"
             )
-        if self.num_slots:
-            slots = f"{self.num_slots} slot{'s' if self.num_slots > 1 else ''} of {format_bytes(self.slot_bytes)}"
-            parts.append(f"{len(self.streamed)} streamed through {slots}")
+        if self.staging_bytes:
+            parts.append(f"{len(self.streamed)} streamed through {format_bytes(self.staging_bytes)}")
         if self.scratch_bytes:
             parts.append(f"{format_bytes(self.scratch_bytes)} scratch")
         return f"{self.device}: {format_bytes(self.device_bytes)} = {', '.join(parts)}"
@@ -77,7 +85,7 @@ class SharePlan:
             "blocks": len(self.blocks),
             "resident_blocks": len(self.resident),
             "streamed_blocks": len(self.streamed),
-            "num_slots": self.num_slots,
+            "prefetch_blocks": self.prefetch_blocks,
             "fixed_bytes": self.fixed_bytes,
             "resident_bytes": self.resident_bytes,
             "staging_bytes": self.staging_bytes,
@@ -97,7 +105,7 @@ def plan_share(
     *,
     first: bool,
     from_disk: bool = False,
-    block_seconds: Sequence[float] | None = None,
+    block_seconds: Mapping[int, float] | None = None,
     current: SharePlan | None = None,
 ) -> SharePlan:
     """Decide what of these blocks is resident on one device and what streams; arithmetic, moves nothing.
@@ -105,7 +113,7 @@ def plan_share(
     Args:
         first: this device has the rest of the component too.
         from_disk: the link's speed does not tell that of copies.
-        block_seconds: what each block of the component was measured to compute.
+        block_seconds: what each block of the component was measured to compute, in the order in which they ran.
         current: what is in place; it stays if it fits, leaves no block's room unused and is as fast.
 
     Raises:
@@ -115,7 +123,8 @@ def plan_share(
     capacity = machine.device(device)
     if from_disk:
         capacity = replace(capacity, link_bytes_per_s=None)
-    sizes = {number: block_bytes(component.blocks[number], cast) for number in blocks}
+    in_order = [number for number in block_seconds or blocks if number in blocks]
+    sizes = {number: block_bytes(component.blocks[number], cast) for number in in_order}
     whole = SharePlan(
         device=device,
         blocks=blocks,
@@ -136,22 +145,18 @@ def plan_share(
     if limit >= GIB:  # whole MiB: the text that gives the same plan again is read by people
         limit = max(least, limit // MIB * MIB)
     seconds, idle_s, are_known = find_seconds(component, whole, sizes, capacity, limit, block_seconds)
-    # A slot more costs a resident block: only measured times tell whether it is worth that.
-    depths = (profile.prefetch_blocks,) if profile.prefetch_blocks else DEPTHS if are_known else USUAL_DEPTHS
-    schedule = choose_schedule(
-        tuple(sizes[number] for number in blocks),
-        limit - whole.fixed_bytes - whole.scratch_bytes,
-        seconds=seconds,
-        depths=depths,
-        idle_s=idle_s,
-    )
-    share = fill_slots(whole, sizes, schedule)
-    if current is not None and could_stay(current, share, sizes, limit, profile):
-        positions = {position for position, number in enumerate(blocks) if number in current.resident}
-        in_place_s = pass_seconds(*seconds, positions, current.num_slots, idle_s=idle_s)
-        if in_place_s <= schedule.pass_s * (1 + WORTH_MOVING):
-            share = current
-            schedule = replace(schedule, pass_s=in_place_s)
+    # Staging memory costs residents: only measured times tell whether it is worth that.
+    prefetch_blocks = profile.prefetch_blocks or (None if are_known else USUAL_PREFETCH)
+    room_bytes = (limit - whole.fixed_bytes - whole.scratch_bytes) // SLAB_ALIGNMENT * SLAB_ALIGNMENT
+    ordered = tuple(sizes.values())
+    schedule = choose_schedule(ordered, room_bytes, seconds=seconds, prefetch_blocks=prefetch_blocks, idle_s=idle_s)
+    share = stream(whole, sizes, schedule)
+    if current is not None and current.staging_bytes and current.blocks == blocks:
+        asked = share.prefetch_blocks if profile.prefetch_blocks else 0
+        in_place = keep_residents(current, sizes, seconds, room_bytes, asked, idle_s)
+        if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
+            schedule = in_place
+            share = stream(whole, sizes, schedule)
     streamed_bytes = sum(sizes[number] for number in share.streamed)
     link = capacity.link_bytes_per_s
     speed = f", at least {streamed_bytes / link:.2g} s at {link / 1e9:.3g} GB/s" if link else ""
@@ -159,7 +164,7 @@ def plan_share(
         f"{source}: {len(share.streamed)} of {len(blocks)} blocks stream, "
         f"{format_bytes(streamed_bytes)} per pass{speed}"
     )
-    reasons += explain_slots(share, profile, are_known)
+    reasons += explain_staging(share, profile, are_known)
     return replace(share, pass_s=schedule.pass_s if are_known else None, limit_bytes=limit, reasons=tuple(reasons))
 
 
@@ -196,50 +201,75 @@ def find_seconds(
     sizes: dict[int, int],
     capacity: DeviceCapacity,
     limit: int,
-    block_seconds: Sequence[float] | None,
+    block_seconds: Mapping[int, float] | None,
 ) -> tuple[BlockSeconds, float, bool]:
     """Return seconds of computing and copying per block, those that other devices compute, and whether all is known."""
     link = capacity.link_bytes_per_s
-    if block_seconds is None or link is None or len(block_seconds) != len(component.blocks):
+    if block_seconds is None or link is None:
         room = limit - whole.fixed_bytes - whole.scratch_bytes
         return balanced_seconds(list(sizes.values()), room), 0.0, False
-    compute_s = tuple(block_seconds[number] for number in whole.blocks)
-    idle_s = max(0.0, sum(block_seconds) - sum(compute_s))
+    compute_s = tuple(block_seconds[number] for number in sizes)
+    idle_s = max(0.0, sum(block_seconds.values()) - sum(compute_s))
     return (compute_s, tuple(size / link for size in sizes.values())), idle_s, True
 
 
-def fill_slots(whole: SharePlan, sizes: dict[int, int], schedule: Schedule) -> SharePlan:
-    resident = frozenset(whole.blocks[position] for position in schedule.resident)
-    streamed = [sizes[number] for number in whole.blocks if number not in resident]
+def stream(whole: SharePlan, sizes: Mapping[int, int], schedule: Schedule) -> SharePlan:
+    """Return the share with what a schedule keeps; the schedule's positions are those of the sizes."""
+    numbers = list(sizes)
+    resident = frozenset(numbers[position] for position in schedule.resident)
     return replace(
         whole,
         resident=resident,
         resident_bytes=sum(sizes[number] for number in resident),
-        num_slots=min(schedule.num_slots, len(streamed)),
-        slot_bytes=max(streamed),
+        staging_bytes=schedule.staging_bytes,
+        places=tuple({numbers[position]: begin for position, begin in here.items()} for here in schedule.places),
+        streamed_block_bytes=max(sizes[number] for number in numbers if number not in resident),
     )
 
 
-def could_stay(
-    current: SharePlan, share: SharePlan, sizes: dict[int, int], limit: int, profile: OffloadProfile
-) -> bool:
-    """Whether what is in place fits, leaves no room for a further block, and prefetches as was asked."""
-    if not current.num_slots or current.blocks != share.blocks or current.scratch_bytes != share.scratch_bytes:
-        return False
-    if profile.prefetch_blocks is not None and current.num_slots != share.num_slots:
-        return False
-    return 0 <= limit - current.device_bytes < min(sizes[number] for number in current.streamed)
+def keep_residents(
+    current: SharePlan,
+    sizes: Mapping[int, int],
+    seconds: BlockSeconds,
+    room_bytes: int,
+    prefetch_blocks: int,
+    idle_s: float,
+) -> Schedule | None:
+    """Return the schedule in which the blocks that are in place stay so; None if they leave too much room or little.
+
+    The staging memory stays as it is, too, where it fits.
+    """
+    ordered = tuple(sizes.values())
+    resident = frozenset(position for position, number in enumerate(sizes) if number in current.resident)
+    smallest = min(sizes[number] for number in current.streamed)
+    unused_bytes = room_bytes - current.resident_bytes - current.staging_bytes
+    if unused_bytes >= smallest:
+        return None
+    if unused_bytes < 0 or prefetch_blocks > current.prefetch_blocks:
+        staging_bytes = room_bytes - current.resident_bytes
+        if staging_bytes < (prefetch_blocks + 1) * current.streamed_block_bytes:
+            return None
+        return place_streamed(ordered, seconds, resident, staging_bytes, idle_s=idle_s)
+    numbers = list(sizes)
+    places = tuple({numbers.index(number): begin for number, begin in here.items()} for here in current.places)
+    pass_s = pass_seconds(ordered, seconds, resident, current.staging_bytes, places, idle_s=idle_s)
+    return Schedule(resident, current.staging_bytes, places, pass_s)
 
 
-def explain_slots(share: SharePlan, profile: OffloadProfile, are_known: bool) -> list[str]:
-    if share.num_slots == 1:
+def explain_staging(share: SharePlan, profile: OffloadProfile, are_known: bool) -> list[str]:
+    ahead = share.prefetch_blocks
+    if profile.prefetch_blocks is not None:
+        if ahead < min(profile.prefetch_blocks, len(share.streamed) - 1):
+            return [f"prefetch {profile.prefetch_blocks} was asked for, there is room for {ahead}"]
+        return []
+    if ahead == 0 and len(share.streamed) > 1:
         if are_known:
-            return ["one staging slot: copies take so much longer than computes that more residents save more"]
-        return ["one staging slot only: copies wait for computes; a larger budget would overlap them"]
-    ahead = share.num_slots - 1
-    if profile.prefetch_blocks is not None and ahead < profile.prefetch_blocks:
-        return [f"prefetch {profile.prefetch_blocks} was asked for, there is room for {ahead}"]
-    if profile.prefetch_blocks is None and ahead > 1:
+            part = share.staging_bytes / share.streamed_block_bytes
+            return [
+                f"staging memory for {part:.2f} blocks: by the measured times more residents save more than a second"
+            ]
+        return ["staging memory for less than two blocks: copies wait for computes; a larger budget would overlap them"]
+    if ahead > 1:
         return [f"{ahead} blocks are copied ahead: their copies and computes differ"]
     return []
 

@@ -73,7 +73,7 @@ class Masters:
     def bounce_bytes(self) -> int:
         """The bytes of the buffers through which a file is read; the most there can be until the shares are known."""
         largest = max((block_bytes(block, frozenset()) for block in self.component.blocks), default=0)
-        widths = [share.slot_bytes or BOUNCE_BUFFER_BYTES for share in self.shares]
+        widths = [share.streamed_block_bytes or BOUNCE_BUFFER_BYTES for share in self.shares]
         widths = widths or [max(largest, BOUNCE_BUFFER_BYTES)] * self.num_devices
         return NUM_BOUNCE_BUFFERS * sum(widths)
 

@@ -1,4 +1,4 @@
-"""Slabs, streams, events and staging slots: the only file that touches a device stream.
+"""Slabs, streams and events: what every copy to a device goes through.
 
 [Note: ordering] Weights travel on one copy stream per component and device; everything else runs on the stream
 that is current when a block is entered, the compute stream. Four rules keep them apart, all by events, none by a
@@ -6,10 +6,11 @@ device-wide synchronize:
 
 1. All memory is allocated on one stream, the home stream, because an allocator hands it out again in that stream's
    order. A copy into memory that was just allocated waits for the home stream: a kernel queued there may still read it.
-2. A block computes after its copy: the compute stream waits for the slot's (or the resident block's) ready event.
-3. A slot is refilled after its last use: the copy stream waits for the slot's free event.
+2. A block computes after its copy: the compute stream waits for its ready event.
+3. Staging memory is overwritten after its last use: the copy stream waits for the free event of the block there.
 4. Memory is freed after its last copy and its last use: the home stream waits for both (`CopyStream.drain`).
-5. A pass on another stream than the last one waits for that one: slots, scratch and events are those of one order.
+5. A pass on another stream than the last one waits for that one: staging memory, scratch and events are those of one
+   order.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ __all__ = [
     "Bounce",
     "CopyStream",
     "SlabLayout",
-    "StagingSlot",
     "Stopwatch",
     "allocate_device",
     "allocate_slabs",
@@ -82,23 +82,6 @@ def allocate_device(num_bytes: int, device: Device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
 
 
-class StagingSlot:
-    """Device memory through which streamed blocks pass, one at a time."""
-
-    def __init__(self, num_bytes: int, copies: CopyStream) -> None:
-        self.slab = copies.allocate(num_bytes)
-        self.block: int | None = None
-        self.version = 0
-        """The version of the master when it was copied: a host may write to masters."""
-        self.in_use = False
-        self.ready = torch.Event(device=copies.device.torch_device)
-        self.free = torch.Event(device=copies.device.torch_device)
-
-    def holds(self, block: int, version: int) -> bool:
-        """Whether the slot has this block as its master now is."""
-        return self.block == block and self.version == version
-
-
 class CopyStream:
     """The stream on which weights reach one device, overlapping what computes there."""
 
@@ -129,29 +112,30 @@ class CopyStream:
     def event(self) -> torch.Event:
         return torch.Event(device=self.device.torch_device)
 
-    def await_slot(self, slot: StagingSlot) -> None:
-        """Let the next copy wait for the last use of a slot (rule 3), and the host for the copy before that one.
+    def await_free(self, ready: torch.Event, free: torch.Event) -> None:
+        """Let the next copy wait for the last use of what it overwrites (rule 3), and the host for that one's copy.
 
-        The host is then at most a copy and a block ahead of each slot, and hears of an interrupt that soon.
+        The host is then no further ahead than staging memory is large, and hears of an interrupt that soon.
         """
-        assert not slot.in_use, f"slot refilled while block {slot.block} computes"
-        slot.ready.synchronize()
-        self.stream.wait_event(slot.free)
+        ready.synchronize()
+        self.stream.wait_event(free)
 
-    def copy_and_record(self, target: torch.Tensor, source: torch.Tensor, ready: torch.Event) -> None:
-        """Queue a copy of host memory to the device, and an event behind it. Blocks the host if not pinned."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of host memory to the device. Blocks the host if it is not pinned."""
         with self.stream, torch.no_grad():
             target.copy_(source, non_blocking=True)
-            ready.record(self.stream)
+
+    def mark_ready(self, ready: torch.Event) -> None:
+        """Note on the copy stream that what was queued so far is there."""
+        ready.record(self.stream)
+
+    def mark_free(self, free: torch.Event) -> None:
+        """Note on the compute stream that what was used so far is no longer needed."""
+        free.record(self.compute_stream)
 
     def await_on_compute(self, ready: torch.Event) -> None:
         """Let the compute stream wait for a copy (rule 2); the host goes on."""
         self.compute_stream.wait_event(ready)
-
-    def mark_free(self, slot: StagingSlot) -> None:
-        """Note on the compute stream that the slot's content is no longer needed."""
-        slot.free.record(self.compute_stream)
-        slot.in_use = False
 
     def finish(self) -> None:
         """Wait on the host until every queued copy is done: masters may be written to then. Not for a step."""
@@ -212,7 +196,8 @@ class Bounce:
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Queue the copy of what was read into the buffer that was taken last."""
-        self.copies.copy_and_record(target, source, self.done[self.turn])
+        self.copies.copy(target, source)
+        self.copies.mark_ready(self.done[self.turn])
 
 
 def allocate_slabs(sizes: Sequence[int], *, pinned_bytes: int, streams: Sequence[CopyStream]) -> Slabs:

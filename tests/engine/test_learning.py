@@ -23,7 +23,7 @@ def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkey
             assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
             assert known_link(manager.devices["gpu:0"]) == manager.links["gpu:0"]
             seconds = managed.members[0].block_seconds
-            assert len(seconds) == 12 and all(value > 0 for value in seconds)
+            assert len(seconds) == 12 and all(value > 0 for value in seconds.values())
         assert type(manager)().links["gpu:0"] == manager.links["gpu:0"]
 
 
@@ -54,3 +54,44 @@ def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None
                 net(torch.randn(4, 1024))
         del other
         assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+
+
+def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
+    with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad(), manage(net, manager=manager) as managed:
+        for _ in range(2):
+            net(torch.randn(4, 1024))
+        assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert managed.members[0].block_seconds is None  # it would be of no use
+
+
+def test_a_split_of_which_one_part_streams_learns_the_times_of_both(toys, machine) -> None:
+    with machine(8, 8, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        net = toys.build_net()
+        profile = "gpu:0=unlimited,gpu:1=0.3MiB"
+        with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
+            manager.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            for _ in range(4):
+                net(torch.randn(2, 5, 64))
+            first, second = managed.members[0].attachment.shares
+            assert first.streamer is None and second.streamer is not None
+            assert managed.members[0].block_seconds.keys() == {*first.blocks, *second.blocks}
+
+
+def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
+    class Backwards(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self):
+                x = layer(x)
+            return x
+
+    net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        manager.links["gpu:0"] = LINK
+        with manage(net, profile="4.5MiB", manager=manager) as managed:
+            for _ in range(4):
+                net(torch.randn(4, 512))
+            (share,) = managed.members[0].attachment.plan.shares
+            assert list(managed.members[0].block_seconds) == list(range(8))[::-1]
+            assert share.pass_s is not None
+            assert list(share.places[0]) == sorted(share.streamed, reverse=True)

@@ -88,7 +88,7 @@ def test_ledger_is_what_the_device_counts(toys, machine, sim, case: str) -> None
         assert not manager.ledger.places("model")
 
 
-def test_streaming_moves_each_streamed_block_once_per_pass(toys, machine) -> None:
+def test_streaming_moves_each_streamed_block_at_most_once_per_pass(toys, machine) -> None:
     with machine(8) as manager, torch.no_grad():
         net = toys.build_net()
         with manage(net, profile=MIDDLE, placement="gpu:0", manager=manager) as managed:
@@ -99,7 +99,9 @@ def test_streaming_moves_each_streamed_block_once_per_pass(toys, machine) -> Non
             before = manager.bytes_moved()
             for _ in range(4):
                 net(x)
-            assert manager.bytes_moved() - before == 4 * streamed
+            # What no other block overwrites stays in the staging memory.
+            moved = manager.bytes_moved() - before
+            assert 4 * (streamed - share.streamer.area.num_bytes) < moved <= 4 * streamed
 
 
 def test_a_pass_uses_no_device_wide_synchronize(toys, machine, sim) -> None:
@@ -208,9 +210,10 @@ def test_a_changed_order_is_learned(toys, machine) -> None:
             net(x)
             order = streamer().order
             assert not {1, 5} & set(order)
+            net(x)
             before = manager.bytes_moved()
             net(x)
-            assert manager.bytes_moved() - before == sum(streamer().units[number].slab_bytes for number in order)
+            assert manager.bytes_moved() - before <= sum(streamer().units[number].slab_bytes for number in order)
 
 
 def test_what_a_forward_writes_into_buffers_survives_eviction(machine) -> None:
@@ -336,5 +339,6 @@ def test_the_host_runs_at_most_a_few_blocks_ahead(machine, sim) -> None:
             streamed = len(share.streamer.units)
             assert streamed > 6
             block_s = 2 * 64 * 512 * 512 / 1e9
-            # Beside those in slots, the residents that stand between two streamed blocks.
-            assert max(leads[12:]) < (len(share.slots) + 3) * block_s
+            # Beside the staged ones, the residents that stand between two streamed blocks.
+            staged = share.streamer.area.num_bytes / share.blocks[0].slab_bytes
+            assert max(leads[12:]) < (staged + 3) * block_s

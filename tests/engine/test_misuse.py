@@ -224,6 +224,7 @@ def test_splitting_replans_when_memory_shrinks(toys, machine) -> None:
         net = toys.build_net()
         want = net.to("sim:0")(X.to("sim:0")).cpu()
         net.to("cpu")
+        manager.set_watermark("*", MIB // 32, MIB // 32)  # what activations take
         with manage(net, placement="gpu:0&gpu:1", manager=manager) as managed:
             foreign = torch.empty(int(1.55 * MIB), dtype=torch.uint8, device="sim:1")
             manager.begin_run("1", "toy")

@@ -20,7 +20,7 @@ from highwater.memory.footprint import all_resident_bytes, block_bytes, wide_byt
 from highwater.memory.placement import parse_placement
 from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, replan
 from highwater.memory.profile import parse_profile
-from highwater.memory.units import MIB
+from highwater.memory.units import MIB, SLAB_ALIGNMENT
 from highwater.memory.upcast import Precision
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -65,7 +65,7 @@ def machine(first: int = 100 * MIB, second: int = 50 * MIB, pinned: int = 1 << 4
 
 
 def plan(*parts: Component, placement: str = "gpu:0", profile: str = "auto", on: Machine | None = None,
-         precision: Precision | None = None, seconds: Mapping[str, Sequence[float]] | None = None) -> Plan:  # fmt: skip
+         precision: Precision | None = None, seconds: Mapping[int, float] | None = None) -> Plan:  # fmt: skip
     names = [part.name for part in parts]
     return plan_components(
         parts,
@@ -73,7 +73,7 @@ def plan(*parts: Component, placement: str = "gpu:0", profile: str = "auto", on:
         placement=parse_placement(placement, devices=DEVICES, components=names),
         profile=parse_profile(profile, devices=DEVICES, components=names),
         precision=precision,
-        block_seconds=seconds,
+        block_seconds=seconds and {part.name: seconds for part in parts},
     )
 
 
@@ -104,7 +104,12 @@ def test_device_bytes_never_exceed_what_is_available(sizes: list[int], available
     (share,) = decided.shares
     assert share.device_bytes <= available
     assert share.resident | set(share.streamed) == set(range(len(sizes)))
-    assert bool(share.num_slots) == bool(share.streamed)
+    assert bool(share.staging_bytes) == bool(share.streamed)
+    for here in share.places:
+        assert here.keys() == set(share.streamed)
+        for number, begin in here.items():
+            num_bytes = block_bytes(part.blocks[number], decided.cast)
+            assert begin >= 0 == begin % SLAB_ALIGNMENT and begin + num_bytes <= share.staging_bytes
     if all_resident_bytes(part, decided.cast) + share.scratch_bytes <= available:
         assert not share.streamed
 
@@ -131,32 +136,33 @@ def test_the_printed_placement_gives_the_same_plan_again() -> None:
 # -- prefetching and measured times
 
 
-@pytest.mark.parametrize(("depth", "slots"), [(1, 2), (2, 3), (3, 4), (4, 5)])
-def test_prefetch_fixes_the_number_of_slots(depth: int, slots: int) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_prefetch_says_how_many_blocks_there_is_staging_memory_for(depth: int) -> None:
     (share,) = plan(component([MIB] * 20), profile=f"10MiB,prefetch={depth}")["transformer"].shares
-    assert (share.num_slots, len(share.resident)) == (slots, 9 - slots)  # a MiB goes to what does not stream
+    # A MiB goes to what does not stream, and a part of one is left over.
+    assert (share.prefetch_blocks, len(share.resident)) == (depth, 8 - depth)
     assert share.device_bytes <= 10 * MIB
 
 
-def test_prefetch_takes_what_slots_there_is_room_for_and_says_so() -> None:
+def test_prefetch_takes_what_there_is_room_for_and_says_so() -> None:
     decided = plan(component([MIB] * 20), profile="3.5MiB,prefetch=4")["transformer"]
-    assert decided.shares[0].num_slots == 3
+    assert decided.shares[0].prefetch_blocks == 2
     assert "prefetch 4 was asked for, there is room for 2" in decided.reasons
 
 
 def test_measured_times_choose_the_depth() -> None:
-    # Each long compute is followed by short ones: with two slots the copies wait for it.
+    # Each long compute is followed by short ones: with room for two blocks the copies wait for it.
     part, here = component([MIB] * 24), machine(first=13 * MIB)
     computes = {"even": [0.02] * 24, "bursts": [0.16 if number % 8 == 0 else 0.0 for number in range(24)]}
-    slots = {}
+    ahead = {}
     for name, seconds in computes.items():
-        decided = plan(part, on=linked(here, MIB / 0.04), seconds={"transformer": seconds})["transformer"]
-        slots[name] = decided.shares[0].num_slots
+        decided = plan(part, on=linked(here, MIB / 0.04), seconds=dict(enumerate(seconds)))["transformer"]
+        ahead[name] = decided.shares[0].prefetch_blocks
         assert decided.shares[0].pass_s is not None
-    assert slots["even"] == 2 < slots["bursts"]
-    for room in range(4, 24):  # without times a third slot would be a guess
+    assert ahead["even"] <= 1 < ahead["bursts"]
+    for room in range(4, 24):  # without times room for more would be a guess
         (unmeasured,) = plan(part, on=linked(machine(first=room * MIB), MIB / 0.04))["transformer"].shares
-        assert (unmeasured.num_slots, unmeasured.pass_s) == (2, None)
+        assert (unmeasured.prefetch_blocks, unmeasured.pass_s) == (1, None)
 
 
 def test_what_is_in_place_stays_while_it_fits_and_is_as_good() -> None:
@@ -168,14 +174,14 @@ def test_what_is_in_place_stays_while_it_fits_and_is_as_good() -> None:
     less = replan(part, decided, machine(first=18 * MIB), profile)
     assert less.device_bytes["gpu:0"] <= 18 * MIB
     here = linked(machine(first=20 * MIB), MIB / 0.1)
-    even = replan(part, decided, here, profile, block_seconds=[0.1] * 40)
+    even = replan(part, decided, here, profile, block_seconds=dict.fromkeys(range(40), 0.1))
     assert even.shares[0].resident == decided.shares[0].resident
     # Evenly spread is wrong once the blocks are known to differ.
-    moved = replan(part, decided, here, profile, block_seconds=[0.0] * 20 + [0.1] * 20)
+    moved = replan(part, decided, here, profile, block_seconds=dict(enumerate([0.0] * 20 + [0.1] * 20)))
     assert moved.shares[0].resident != decided.shares[0].resident
     # Free memory is filled, also where computes hide every copy already.
     slow = linked(machine(first=24 * MIB), MIB / 0.1)
-    filled = replan(part, decided, slow, profile, block_seconds=[10.0] * 40)
+    filled = replan(part, decided, slow, profile, block_seconds=dict.fromkeys(range(40), 10.0))
     assert len(filled.shares[0].resident) >= len(decided.shares[0].resident) + 4
 
 
@@ -273,7 +279,7 @@ def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
     part, here = component([MIB] * 400, rest=MIB), with_ram(machine(), 200 * MIB)
     on_disk = plan(from_file(part), on=here)["transformer"]
     assert on_disk.tier == "disk" and not on_disk.pinned
-    assert on_disk.host_bytes == 2 * on_disk.shares[0].slot_bytes
+    assert on_disk.host_bytes == 2 * on_disk.shares[0].streamed_block_bytes
     assert any("rests on disk: 401MiB would be needed of RAM" in reason for reason in on_disk.reasons)
     assert str(on_disk.placement) == "transformer=gpu:0:disk"
     assert plan(part, on=here)["transformer"].tier == "pinned"  # it is in RAM already
@@ -329,9 +335,11 @@ def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> No
 
 def test_a_link_does_not_tell_how_fast_a_file_is_read() -> None:
     part, here = from_file(component([MIB] * 8)), linked(machine(first=5 * MIB), 25e9)
-    told = {tier: plan(part, on=here, placement=f"gpu:0:{tier}", seconds={"transformer": [1.0] * 8})["transformer"]
-            for tier in ("disk", "pinned")}  # fmt: skip
-    again = replan(part, told["disk"], here, parse_profile("auto", devices=DEVICES), block_seconds=[1.0] * 8)
+    even = dict.fromkeys(range(8), 1.0)
+    told = {
+        tier: plan(part, on=here, placement=f"gpu:0:{tier}", seconds=even)["transformer"] for tier in ("disk", "pinned")
+    }
+    again = replan(part, told["disk"], here, parse_profile("auto", devices=DEVICES), block_seconds=even)
     assert told["pinned"].shares[0].pass_s is not None
     for on_disk in (told["disk"], again):
         assert on_disk.shares[0].pass_s is None

@@ -223,8 +223,8 @@ def test_what_a_profile_pins_is_pinned_and_nothing_else() -> None:
 def test_a_profiles_budget_rises_to_what_the_model_needs_and_says_so() -> None:
     decided = flux("5")
     share = decided.shares[0]
-    assert share.device_bytes > 400 * MIB and share.num_slots == 2
-    assert share.device_bytes <= share.fixed_bytes + share.scratch_bytes + 2 * share.slot_bytes
+    assert share.device_bytes > 400 * MIB and share.prefetch_blocks == 1
+    assert share.device_bytes <= share.fixed_bytes + share.scratch_bytes + 2 * share.streamed_block_bytes
     assert any("profile 5's budget diffusion=400MiB is too small for transformer" in r for r in decided.reasons)
 
 

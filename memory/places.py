@@ -1,0 +1,234 @@
+"""Staging memory on paper: where in it each streamed block comes to lie, and how long a pass then takes.
+
+[Note: places] A streamed block has its place in one range of staging memory, and places overlap. What a block lacks
+at its place is copied piece by piece as the blocks that lie there have computed, the piece first that is free first;
+what is still there from a pass before is not copied again. So staging memory need not be a multiple of anything: with
+room for a block and a quarter, a quarter of each copy runs beside the compute of the block before, and beside small
+blocks no byte lies idle for want of a large one. Places are fixed, because views of weights are made once for each;
+an odd number of equal blocks needs two rounds of them, which passes take in turns.
+
+[Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
+one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
+own bytes are there. After a pass or two every further one takes the same time: that is what `pass_seconds` finds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+__all__ = ["BlockSeconds", "Occupancy", "Places", "choose_places", "pass_seconds", "window_seconds"]
+
+BlockSeconds: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+"""Of computing and of copying, per block in the order in which they run."""
+
+Places: TypeAlias = tuple[dict[int, int], ...]
+"""Rounds: where each streamed block begins in the staging memory, by its number."""
+
+# Even, for two rounds.
+WARM_UP_PASSES = 2
+TIMED_PASSES = 2
+
+Owner = TypeVar("Owner")
+
+
+class Occupancy(Generic[Owner]):
+    """Whose bytes lie where in a range of memory; ``None`` is nobody's."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.pieces: list[tuple[int, int, Owner | None]] = [(0, num_bytes, None)] if num_bytes else []
+        """Begin, end and owner, in order, without gaps."""
+
+    def within(self, begin: int, end: int) -> list[tuple[int, int, Owner | None]]:
+        """Return what lies between two addresses, cut off there."""
+        return [
+            (max(first, begin), min(last, end), owner)
+            for first, last, owner in self.pieces
+            if first < end and begin < last
+        ]
+
+    def take(self, begin: int, end: int, owner: Owner) -> None:
+        """Let these bytes be somebody else's."""
+        pieces: list[tuple[int, int, Owner | None]] = []
+        for first, last, before in self.pieces:
+            if first < begin:
+                pieces.append((first, min(last, begin), before))
+            if first <= begin < last:
+                pieces.append((begin, end, owner))
+            if last > end:
+                pieces.append((max(first, end), last, before))
+        self.pieces = pieces
+
+
+def choose_places(
+    sizes: Sequence[int], seconds: BlockSeconds, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1
+) -> Places:
+    """Return where in the staging memory the streamed blocks begin; each fits.
+
+    One after the other they take the place where their copy is done soonest, of equals the one that has been free for
+    longest.
+    """
+    places: Places = tuple({} for _ in range(num_rounds))
+    for _ in itertools.islice(play(sizes, seconds, resident, staging_bytes, places), num_rounds):
+        pass
+    return places
+
+
+def pass_seconds(
+    sizes: Sequence[int],
+    seconds: BlockSeconds,
+    resident: Collection[int],
+    staging_bytes: int,
+    places: Places,
+    *,
+    idle_s: float = 0.0,
+) -> float:
+    """Return the seconds of one pass in the steady state ([Note: steady state]).
+
+    Args:
+        sizes: bytes per block, in the order in which they run; ``seconds`` likewise.
+        idle_s: seconds between two passes in which this device computes nothing.
+    """
+    passes = play(sizes, seconds, resident, staging_bytes, places, idle_s=idle_s)
+    ends = list(itertools.islice(passes, WARM_UP_PASSES + TIMED_PASSES))
+    return (ends[-1] - ends[WARM_UP_PASSES - 1]) / TIMED_PASSES
+
+
+def play(
+    sizes: Sequence[int],
+    seconds: BlockSeconds,
+    resident: Collection[int],
+    staging_bytes: int,
+    places: Places,
+    *,
+    idle_s: float = 0.0,
+) -> Iterator[float]:
+    """Yield when each pass ends, for ever; a block without a place in a round gets one when its turn comes."""
+    compute_s, copy_s = seconds
+    occupancy = Occupancy[tuple[int, int]](staging_bytes)
+    freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
+    copied = now = 0.0
+    for here in itertools.cycle(places):
+        for position, size in enumerate(sizes):
+            if position in resident:
+                now += compute_s[position]
+                continue
+            copy = PlannedCopy(copied, copy_s[position] / size)
+            if position not in here:
+                here[position] = copy.find_place(occupancy, freed_at, size)
+            for begin in dict.fromkeys([here[position], *(there.get(position, 0) for there in places)]):
+                stay = position, begin
+                missing = free_pieces(occupancy, freed_at, stay, size)
+                if not missing:  # it is still there
+                    break
+            else:
+                stay = position, here[position]
+                copied = copy.end_s(free_pieces(occupancy, freed_at, stay, size))
+                occupancy.take(stay[1], stay[1] + size, stay)
+            now = max(now, copied) + compute_s[position]
+            freed_at[stay] = now
+        now += idle_s
+        yield now
+
+
+def free_pieces(
+    occupancy: Occupancy[tuple[int, int]],
+    freed_at: Mapping[tuple[int, int] | None, float],
+    stay: tuple[int, int],
+    size: int,
+) -> list[tuple[float, int]]:
+    """Return when what a block lacks at its place is free, and the bytes of it, in the order of copying."""
+    pieces = occupancy.within(stay[1], stay[1] + size)
+    return sorted((freed_at[owner], last - first) for first, last, owner in pieces if owner != stay)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCopy:
+    """The copy of one block, which begins when the copy before it ends."""
+
+    begin_s: float
+    seconds_per_byte: float
+
+    def end_s(self, pieces: Iterable[tuple[float, int]]) -> float:
+        """Return when these pieces are copied."""
+        copied = self.begin_s
+        for free_s, num_bytes in pieces:
+            copied = max(copied, free_s) + num_bytes * self.seconds_per_byte
+        return copied
+
+    def find_place(
+        self,
+        occupancy: Occupancy[tuple[int, int]],
+        freed_at: Mapping[tuple[int, int] | None, float],
+        size: int,
+    ) -> int:
+        """Return where so many bytes are copied soonest; of equals, where memory has been free for longest."""
+        edges = {edge for first, last, _ in occupancy.pieces for edge in (first, last)}
+        last_begin = max(edges) - size
+
+        def cost(begin: int) -> tuple[float, float, int]:
+            pieces = free_pieces(occupancy, freed_at, (-1, begin), size)
+            return self.end_s(pieces), sum(free_s * num_bytes for free_s, num_bytes in pieces), begin
+
+        return min(
+            (begin for begin in {*edges, *(edge - size for edge in edges)} if 0 <= begin <= last_begin), key=cost
+        )
+
+
+def window_seconds(
+    sizes: Sequence[int],
+    seconds: BlockSeconds,
+    resident: Collection[int],
+    staging_bytes: int,
+    *,
+    idle_s: float = 0.0,
+) -> float:
+    """Return what a pass takes in the steady state if staging memory could be cut anywhere, and nothing stays in it.
+
+    A byte is copied as soon as the bytes that the staging memory holds after it may be overwritten. Needs no places and
+    a tenth of the time of `pass_seconds`, so searches ask it.
+    """
+    compute_s, copy_s = seconds
+    # Per streamed block: its bytes, seconds per byte, its compute, and what computes from there to the next one.
+    streamed: list[tuple[int, float, float, float]] = []
+    following_s = 0.0
+    for position in range(len(sizes) - 1, -1, -1):
+        if position in resident:
+            following_s += compute_s[position]
+        else:
+            size = sizes[position]
+            streamed.append((size, copy_s[position] / size, compute_s[position], following_s))
+            following_s = 0.0
+    lead_s = following_s
+    streamed.reverse()
+    if sum(size for size, *_ in streamed) <= staging_bytes:  # they stay where they are
+        return sum(compute_s) + idle_s
+    # Of the blocks that have computed: where their bytes end in the stream of all that is copied, and since when.
+    freed: deque[tuple[int, float]] = deque()
+    reach, end = staging_bytes, 0
+    copied = now = begin_s = 0.0
+    for number in range(WARM_UP_PASSES + TIMED_PASSES):
+        if number == WARM_UP_PASSES:
+            begin_s = now
+        now += lead_s
+        for size, second_per_byte, computing, following in streamed:
+            position, end = end, end + size
+            while reach < end:
+                if reach > position:
+                    copied += (reach - position) * second_per_byte
+                    position = reach
+                last, free_s = freed.popleft()
+                reach = last + staging_bytes
+                if free_s > copied:
+                    copied = free_s
+            copied += (end - position) * second_per_byte
+            if copied > now:
+                now = copied
+            now += computing
+            freed.append((end, now))
+            now += following
+        now += idle_s
+    return (now - begin_s) / TIMED_PASSES

@@ -1,0 +1,132 @@
+"""Staging memory of one device: which streamed block has how many of its bytes there, and filling in what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+
+from .masters import FileMaster, HostMaster
+from .places import Occupancy, Places
+from .transfer import CopyStream
+
+__all__ = ["StagingArea", "Stay"]
+
+Range = tuple[int, int]
+
+
+class Stay:
+    """A block at one of its places in the staging memory, whether its bytes are there or not."""
+
+    def __init__(self, block: int, begin: int, slab: torch.Tensor, copies: CopyStream) -> None:
+        self.block = block
+        self.begin = begin
+        self.slab = slab
+        self.ready = copies.event()
+        """Recorded behind the last copy."""
+        self.free = copies.event()
+        """Recorded behind the last compute."""
+        self.last_use = 0
+        """Grows from compute to compute; 0 is never."""
+        self.in_use = False
+        self.version = -1
+        """That of the master whose bytes are there: a host may write to masters."""
+        self.missing: list[Range] = [self.place]
+
+    @property
+    def place(self) -> Range:
+        return self.begin, self.begin + self.slab.numel()
+
+    def holds(self, version: int) -> bool:
+        """Whether all bytes are there, or on their way, as the master now is."""
+        return self.version == version and not self.missing
+
+
+class StagingArea:
+    """Device memory through which the streamed blocks of one device pass ([Note: places] in `places.py`).
+
+    Args:
+        sizes: the bytes of each streamed block.
+
+    Raises:
+        torch.OutOfMemoryError: nothing was allocated.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], places: Places, num_bytes: int, copies: CopyStream) -> None:
+        self.copies = copies
+        self.num_bytes = num_bytes
+        slab = copies.allocate(num_bytes)
+        self.occupancy = Occupancy[Stay](num_bytes)
+        stays = {
+            (block, begin): Stay(block, begin, slab[begin : begin + sizes[block]], copies)
+            for here in places
+            for block, begin in here.items()
+        }
+        self.stays = {block: tuple(stays[block, here[block]] for here in places) for block in sizes}
+        """Of each block, one for each round."""
+        self.num_uses = 0
+        self.bytes_moved = 0
+
+    def find(self, block: int, round_number: int, version: int) -> Stay:
+        """Return where a block is; if it is nowhere, where it comes to be in this round."""
+        stays = self.stays[block]
+        preferred = stays[round_number % len(stays)]
+        return next((stay for stay in (preferred, *stays) if stay.holds(version)), preferred)
+
+    def fill(self, stay: Stay, master: HostMaster | FileMaster, keep: Collection[Stay] = ()) -> bool:
+        """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
+
+        ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.
+        """
+        if stay.holds(master.version):
+            return True
+        assert not stay.in_use, f"block {stay.block} refilled while it computes"
+        if stay.version != master.version:
+            stay.missing = [stay.place]
+        free, left = [], []
+        for missing in stay.missing:
+            for begin, end, owner in self.occupancy.within(*missing):
+                if owner is not None and (owner.in_use or owner in keep):
+                    left.append((begin, end))
+                else:
+                    free.append((owner.last_use if owner else 0, begin, end, owner))
+        stay.version = -1  # until all is queued: reading a file may fail
+        for _, begin, end, owner in sorted(free, key=lambda piece: piece[:3]):  # first what is free first
+            self.claim(begin, end, owner, stay)
+            master.copy_to(stay.slab[begin - stay.begin : end - stay.begin], begin - stay.begin, self.copies)
+            self.bytes_moved += end - begin
+        stay.version, stay.missing = master.version, left
+        if free:
+            self.copies.mark_ready(stay.ready)
+        return not left
+
+    def claim(self, begin: int, end: int, owner: Stay | None, stay: Stay) -> None:
+        """Let the next copy overwrite bytes after their last use, and their owner miss them."""
+        if owner is not None:
+            assert not owner.in_use, f"block {owner.block} overwritten while it computes"
+            self.copies.await_free(owner.ready, owner.free)
+            if owner is not stay:
+                owner.missing.append((begin, end))
+        self.occupancy.take(begin, end, stay)
+
+    def use(self, stay: Stay) -> None:
+        """A block is about to compute from here: the compute stream waits for its bytes."""
+        stay.in_use = True
+        self.copies.await_on_compute(stay.ready)
+
+    def give_back(self, stay: Stay) -> None:
+        """A block has computed from here: once the compute stream gets there, its bytes may be overwritten."""
+        self.copies.mark_free(stay.free)
+        stay.in_use = False
+        self.num_uses += 1
+        stay.last_use = self.num_uses
+
+    def forget(self) -> None:
+        """Take it that no block is here as its master now is; for writers that bypass versions (``.data``)."""
+        for stay in self:
+            assert not stay.in_use
+            stay.version = -1
+
+    def __iter__(self) -> Iterator[Stay]:
+        for stays in self.stays.values():
+            yield from dict.fromkeys(stays)

@@ -1,0 +1,102 @@
+"""Staging memory at work: whatever order blocks run in, within whatever memory, every one computes with its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from highwater.memory import manage
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+WIDTH = 16
+LINK = 2e9
+
+
+class Layers(torch.nn.Module):
+    """Unequal blocks, which run as they are told to."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(len(widths))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(WIDTH, width), torch.nn.Linear(width, WIDTH)) for width in widths
+        )
+        for weight in self.parameters():
+            torch.nn.init.normal_(weight, std=0.2, generator=generator)
+
+    def forward(self, x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        for number in order:
+            x = x + self.layers[number](x)
+        return x
+
+
+widths = st.lists(st.sampled_from([16, 48, 64, 208, 400]), min_size=2, max_size=9)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@given(widths, st.floats(0.0, 1.0), st.booleans(), st.data())
+def test_any_order_within_any_memory_computes_the_same(
+    machine, widths: list[int], part: float, learns: bool, data
+) -> None:
+    orders = st.one_of(
+        st.just(list(range(len(widths)))), st.lists(st.integers(0, len(widths) - 1), min_size=1, max_size=12)
+    )
+    passes = data.draw(st.lists(orders, min_size=3, max_size=8))
+    net, twin = Layers(widths), Layers(widths)
+    sizes = [sum(weight.nbytes for weight in layer.parameters()) + 1024 for layer in net.layers]
+    budget_bytes = max(sizes) + int(part * (sum(sizes) - max(sizes)))
+    x = torch.randn(3, WIDTH)
+    # Copies and computes take about as long as each other: what is in a wrong order is a race, and fails.
+    with machine(4, h2d_bytes_per_s=LINK, launch_s=1e-6) as manager, torch.no_grad():
+        if learns:
+            manager.links["gpu:0"] = LINK
+        twin.to("sim:0")
+        wanted = [twin(x.to("sim:0"), order).cpu() for order in passes]
+        twin.to("cpu")
+        with manage(net, profile=f"{budget_bytes / 1e6:.6f}MB", placement="gpu:0", manager=manager):
+            for order, want in zip(passes, wanted, strict=True):
+                assert torch.equal(net(x, order).cpu(), want)
+
+
+def test_what_is_copied_is_what_is_missing(machine) -> None:
+    """Two blocks of which half of each lies alone: only the halves that they share move."""
+    net = Layers([1024, 1024])
+    block_bytes = sum(weight.nbytes for weight in net.layers[0].parameters())
+    with machine(4) as manager, torch.no_grad():
+        budget = f"{1.5 * block_bytes / 1e6 + 0.001:.6f}MB"
+        blocks = {"model": "layers.*"}
+        with manage(net, profile=budget, placement="gpu:0", blocks=blocks, manager=manager) as managed:
+            share = managed.members[0].attachment.shares[0]
+            for _ in range(3):
+                net(torch.ones(1, WIDTH), [0, 1])
+            assert len(share.streamer.units) == 2
+            before = manager.bytes_moved()
+            net(torch.ones(1, WIDTH), [0, 1])
+            moved = manager.bytes_moved() - before
+            assert 0.9 * block_bytes < moved < 1.1 * block_bytes  # not both
+
+
+def test_a_copy_that_fails_is_made_anew(machine, monkeypatch) -> None:
+    from highwater.memory.masters import HostMaster
+
+    net, twin = Layers([64] * 6), Layers([64] * 6)
+    x, order = torch.randn(2, WIDTH), list(range(6))
+    want = twin(x, order)
+    copy_to, failing = HostMaster.copy_to, []
+
+    def fail_sometimes(self, *args) -> None:
+        if failing and failing.pop() == "now":
+            raise OSError("the bus is gone")
+        copy_to(self, *args)
+
+    monkeypatch.setattr(HostMaster, "copy_to", fail_sometimes)
+    with machine(4) as manager, torch.no_grad(), manage(net, profile="0.025MB", placement="gpu:0", manager=manager):
+        assert torch.allclose(net(x, order).cpu(), want, atol=1e-5)
+        for number in range(8):
+            failing[:] = ["now", *["later"] * number]
+            with pytest.raises(OSError, match="bus"):
+                for _ in range(3):
+                    net(x, order)
+            assert torch.allclose(net(x, order).cpu(), want, atol=1e-5)
