@@ -173,6 +173,7 @@ class Attachment:
             units = [unit for unit in share.units if unit.cast_names]
             for unit in share.units:
                 if unit not in units:
+                    packed.append(unit)
                     unit.fill(self.source)
         else:
             units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)

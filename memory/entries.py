@@ -12,7 +12,17 @@ from .component import TensorSpec
 from .leaves import Wrapper, leaves_of
 from .source import WeightsSource
 
-__all__ = ["Entry", "as_held", "assemble", "copy_leaves", "find_entries", "read_weight", "repoint", "split_owner"]
+__all__ = [
+    "Entry",
+    "as_held",
+    "assemble",
+    "copy_leaves",
+    "fill_entries",
+    "find_entries",
+    "read_weight",
+    "repoint",
+    "split_owner",
+]
 
 EMPTY = torch.empty(0)
 
@@ -101,11 +111,25 @@ def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
 
 
 def read_weight(entry: Entry, source: WeightsSource | None) -> torch.Tensor:
-    assert source is not None
-    with torch.inference_mode(False):
-        weight = torch.empty(entry.held.shape, dtype=entry.held.dtype)
-    source.read_into([(entry.spec.name, weight)])
+    (weight,) = read_weights([entry], source)
     return weight
+
+
+def read_weights(entries: Sequence[Entry], source: WeightsSource | None) -> list[torch.Tensor]:
+    """Return weights of the files in memory of their own, read in one go."""
+    with torch.inference_mode(False):
+        weights = [torch.empty(entry.held.shape, dtype=entry.held.dtype) for entry in entries]
+    if entries:
+        assert source is not None
+        source.read_into([(entry.spec.name, weight) for entry, weight in zip(entries, weights, strict=True)])
+    return weights
+
+
+def fill_entries(entries: Sequence[Entry], source: WeightsSource | None) -> None:
+    """Give memory to those that the module has on the meta device, with what the files have of them."""
+    bare = [entry for entry in entries if entry.held.is_meta]
+    for entry, weight in zip(bare, read_weights(bare, source), strict=True):
+        repoint(entry, [weight])
 
 
 def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:

@@ -265,7 +265,7 @@ class MemoryManager:
     ) -> None:
         """Build a component's attachment, and refuse what cannot be attached; changes nothing."""
         if not member.is_hosted:
-            refuse_unsuitable(module, component.name, self.members.values(), has_file=component.has_file)
+            refuse_unsuitable(module, component, self.members.values(), source)
         refuse_shared_split(module, component, plan)
         member.attachment = Attachment(
             member.id,
@@ -285,8 +285,7 @@ class MemoryManager:
     def attach(self, member: Member) -> None:
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
-            has_file = attachment.component.has_file
-            refuse_unsuitable(attachment.module, member.name, self.members.values(), has_file=has_file)
+            refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
         attachment.attach()
         self.members[member.id] = member
         for reason in plan.reasons:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .entries import Entry, as_held, assemble, copy_leaves, read_weight, repoint
+from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weight, repoint
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
@@ -61,8 +61,8 @@ class Unit:
         self.ready: torch.Event | None = None
         self.awaited: set[int] = set()
         """The streams that already wait for the copy."""
-        self.bare: set[str] = set()
-        """The weights that came without memory."""
+        self.bare: dict[str, torch.Tensor] = {}
+        """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
@@ -101,7 +101,7 @@ class Unit:
         """
         self.master = HostMaster(slab)
         to_read = []
-        self.bare = {entry.spec.name for entry in self.entries if entry.held.is_meta}
+        self.remember_bare()
         for entry, views in zip(self.entries, self.leaf_views(slab), strict=True):
             weight = entry.held
             is_cast = entry.spec.name in self.cast_names
@@ -118,21 +118,29 @@ class Unit:
             source.read_into(to_read)
         self.placed = list(self.masters)
 
+    def remember_bare(self) -> None:
+        self.bare = {entry.spec.name: entry.held for entry in self.entries if entry.held.is_meta}
+
     def fill(self, source: WeightsSource | None) -> None:
         """Read weights that the module has on the meta device into memory of their own."""
-        for entry in self.entries:
-            if entry.held.is_meta:
-                repoint(entry, [read_weight(entry, source)])
+        self.remember_bare()
+        fill_entries(self.entries, source)
 
     def rest_in_file(self, source: WeightsSource, bounce: Bounce) -> None:
-        """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory."""
+        """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory.
+
+        Buffers are read into memory of their own: a forward may change them.
+        """
         names: list[str | None] = []
         kept = {}
+        self.remember_bare()
+        fill_entries([entry for entry in self.entries if entry.is_buffer], source)
         for entry in self.entries:
             if not entry.is_buffer and source.holds(entry.spec):
                 names.append(entry.spec.name)
-                shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
-                entry.hold(as_held(iter([shape]), entry))
+                if not entry.held.is_meta:
+                    shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
+                    entry.hold(as_held(iter([shape]), entry))
             else:
                 for leaf in leaves_of(entry.held):
                     kept[len(names)] = leaf.detach()
@@ -210,9 +218,12 @@ class Unit:
             InvalidInput: a file is not what it was.
         """
         self.materialize()
+        if taken_back:
+            for entry in self.entries:
+                if entry.spec.name in self.bare:
+                    entry.hold(self.bare[entry.spec.name])
         for entry, master in zip(self.entries, self.masters, strict=False):  # fewer where packing failed half way
             if taken_back and entry.spec.name in self.bare:
-                repoint(entry, [torch.empty(master.shape, dtype=self.wide_dtypes[entry.spec.name], device="meta")])
                 continue
             own = leaves_of(self.wide(entry.spec.name, torch.device("cpu")))
             entry.scale = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.source import WeightsSource
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 
 TIGHT = "0.45MiB"
 
@@ -81,6 +81,60 @@ def test_a_module_without_memory_is_filled_by_managing_it(toys, machine, files, 
         from_memory.release()
         with manage({"net": net}, placement=placement, precision=precision, files={"net": files}, manager=manager):
             assert torch.equal(net(x).cpu(), want)
+
+
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned", "gpu:0:host", "gpu:0&gpu:1", "cpu"])
+def test_buffers_without_memory_come_from_the_file_too(toys, machine, tmp_path, placement: str) -> None:
+    path = tmp_path / "net.safetensors"
+    saved = toys.build_net()
+    saved.singles[2].gain.fill_(0.25)
+    save_model(saved, path)
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager, torch.no_grad():
+        want = saved(x) if placement == "cpu" else toys.build_net().to("sim:0")
+        if placement != "cpu":
+            want.singles[2].gain.fill_(0.25)
+            want = want(x.to("sim:0")).cpu()
+        net = toys.build_net().to("meta")
+        net.out.weight = net.embed.weight
+        with manage({"net": net}, TIGHT, placement=placement, files={"net": [path]}, manager=manager):
+            assert torch.equal(net(x).cpu(), want)
+
+
+def other_buffers(state):
+    return {name: tensor.half() if "singles.2.gain" in name else tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned", "cpu"])
+@pytest.mark.parametrize("change", [other_buffers, lambda state: {n: t for n, t in state.items() if "gain" not in n}])
+def test_a_buffer_without_memory_that_no_file_has_is_refused(toys, machine, tmp_path, placement: str, change) -> None:
+    path = tmp_path / "net.safetensors"
+    state = toys.build_net().state_dict()
+    del state["out.weight"]  # tied
+    save_file(change(state), path)
+    net = toys.build_net().to("meta")
+    net.out.weight = net.embed.weight
+    with machine(8) as manager:
+        with pytest.raises(InvalidInput, match=r"net: buffer '(doubles|singles).\d.gain' is on meta.*; allowed: "):
+            manage({"net": net}, placement=placement, files={"net": [path]}, manager=manager)
+        assert all(tensor.is_meta for tensor in net.state_dict().values())
+        assert not manager.members and not manager.ledger.used("host") and not manager.ledger.used("pinned")
+
+
+def test_reading_for_the_cpu_that_fails_is_taken_back(toys, machine, files, monkeypatch) -> None:
+    read_into, calls = WeightsSource.read_into, itertools.count(1)
+
+    def fail_third(self, *args, **options) -> None:
+        if next(calls) == 3:
+            raise InvalidInput("the disk is gone")
+        read_into(self, *args, **options)
+
+    net = bare_net(toys)
+    monkeypatch.setattr(WeightsSource, "read_into", fail_third)
+    with machine(8) as manager, pytest.raises(InvalidInput, match="gone"):
+        manage({"net": net}, placement="cpu", files={"net": files}, manager=manager)
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert net.out.weight is net.embed.weight
 
 
 def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
