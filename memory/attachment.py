@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -26,7 +27,7 @@ from .blocks import has_skips
 from .compiling import CompiledBlocks
 from .component import Component, is_callable
 from .devices import Device
-from .entries import find_entries
+from .entries import Entry, find_entries, read_weights
 from .errors import InvalidInput, UnsafeState
 from .footprint import fixed_tensors
 from .ledger import Kind, Ledger
@@ -55,8 +56,8 @@ class Attachment:
     Args:
         acquire: called on the outermost entry; loads the component or raises, and holds the lease.
         give_back: called when the outermost entry is left, also by an exception.
-        guards_state: make ``state_dict()`` wide and refuse loading while weights rest in eight bits; a host that
-            reads and writes single weights does without.
+        guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
+            file; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
     """
@@ -232,8 +233,8 @@ class Attachment:
         error: InvalidInput | None = None
         for share in self.shares:
             for unit in share.units:
+                unit.charge_host = lambda num_bytes: None
                 if unit.master is not None:
-                    unit.charge_host = lambda num_bytes: None
                     try:
                         unit.unpack() if restores else unit.discard()
                     except InvalidInput as problem:
@@ -251,12 +252,12 @@ class Attachment:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
-        if self.plan.cast and self.guards_state:
-            # torch marks the function it is given, which a bound method does not allow.
-            widen = self.module.register_state_dict_post_hook(lambda *args: self.widen_state_dict(*args))  # type: ignore[no-untyped-call]
-            self.handles.append(widen)
-            refuse = self.module.register_load_state_dict_pre_hook(refuse_loading)  # type: ignore[no-untyped-call]
-            self.handles.append(refuse)
+        if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
+            for path, module in self.module.named_modules():
+                # torch marks the function it is given, which a bound method does not allow.
+                complete = partial(self.complete_state_dict, f"{path}." if path else "")
+                self.handles.append(module.register_state_dict_post_hook(complete))
+                self.handles.append(module.register_load_state_dict_pre_hook(self.refuse_loading))
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:
@@ -401,13 +402,34 @@ class Attachment:
             if share.streamer is not None:
                 share.streamer.forget()
 
-    def widen_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put wide weights where eight-bit ones without their scales would be; costs their wide bytes in RAM."""
-        for share in self.shares:
-            for unit in share.units:
-                for name in unit.cast_names:
-                    if prefix + name in state:
-                        state[prefix + name] = unit.wide(name, torch.device("cpu"))
+    def complete_state_dict(
+        self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Put real weights where shapes without memory, or eight bits without their scale, would be.
+
+        Costs their bytes in RAM, and one reading of what rests in files.
+
+        Args:
+            path: where the module is in ours, with a dot behind it.
+        """
+        if module is not self.module and prefix:
+            return  # whoever asked a module around it completes the whole
+        bare: dict[str, tuple[Entry, list[str]]] = {}
+        for unit in (unit for share in self.shares for unit in share.units):
+            for entry in unit.entries:
+                names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
+                keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
+                if keys and state[keys[0]].is_meta:
+                    bare[entry.spec.name] = entry, keys
+                elif keys and entry.scale is not None:
+                    state[keys[0]] = unit.wide(entry.spec.name, torch.device("cpu"))
+        weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
+        for (_, keys), weight in zip(bare.values(), weights, strict=True):
+            state.update(dict.fromkeys(keys, weight))
+
+    def refuse_loading(self, *_: Any) -> None:
+        rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
+        raise UnsafeState(f"{self.owner} rests {rests}: release it before loading other weights into it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
@@ -453,10 +475,6 @@ def refuse_backward(output: Any, block: str) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
-
-
-def refuse_loading(module: nn.Module, *_: Any) -> None:
-    raise UnsafeState(f"{type(module).__name__} rests in eight bits: release it before loading other weights into it")
 
 
 def refuse_managed(module: nn.Module) -> None:

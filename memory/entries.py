@@ -20,6 +20,7 @@ __all__ = [
     "fill_entries",
     "find_entries",
     "read_weight",
+    "read_weights",
     "repoint",
     "split_owner",
 ]
@@ -115,13 +116,16 @@ def read_weight(entry: Entry, source: WeightsSource | None) -> torch.Tensor:
     return weight
 
 
-def read_weights(entries: Sequence[Entry], source: WeightsSource | None) -> list[torch.Tensor]:
-    """Return weights of the files in memory of their own, read in one go."""
+def read_weights(
+    entries: Sequence[Entry], source: WeightsSource | None, *, drop_pages: bool = False
+) -> list[torch.Tensor]:
+    """Return weights of the files in memory of their own, read in one go. Raises as `WeightsSource.read_into`."""
     with torch.inference_mode(False):
         weights = [torch.empty(entry.held.shape, dtype=entry.held.dtype) for entry in entries]
     if entries:
         assert source is not None
-        source.read_into([(entry.spec.name, weight) for entry, weight in zip(entries, weights, strict=True)])
+        targets = [(entry.spec.name, weight) for entry, weight in zip(entries, weights, strict=True)]
+        source.read_into(targets, drop_pages=drop_pages)
     return weights
 
 

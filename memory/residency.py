@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weight, repoint
+from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
@@ -57,6 +58,7 @@ class Unit:
         self.master: HostMaster | FileMaster | None = None
         self.device_slab: torch.Tensor | None = None
         self.device_views: list[torch.Tensor] = []
+        self.device_buffers: list[torch.Tensor] = []
         self.loaded_version = 0
         self.ready: torch.Event | None = None
         self.awaited: set[int] = set()
@@ -255,9 +257,12 @@ class Unit:
         self.master.copy_to(slab, copies, ready)
         if watch is not None and telling:
             watch.stop(self.slab_bytes, copies.stream)
-        self.device_views = self.held_views(slab)
+        # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
+        own = [entry.is_buffer and entry.wrapper is None for entry in self.entries]
+        self.device_views = [v.data if is_own else v for v, is_own in zip(self.held_views(slab), own, strict=True)]
+        self.device_buffers = [view for view, is_own in zip(self.device_views, own, strict=True) if is_own]
         self.device_slab, self.ready, self.awaited = slab, ready, set()
-        self.loaded_version = self.device_slab._version  # views share the counter: any write to one shows here
+        self.loaded_version = self.device_slab._version
         self.put(self.device_views, BlockState.RESIDENT)
 
     def drop(self) -> int:
@@ -265,25 +270,42 @@ class Unit:
         assert self.device_slab is not None
         self.rest()
         self.save_changes()
-        self.device_slab, self.device_views, self.ready = None, [], None
+        self.device_slab, self.device_views, self.device_buffers, self.ready = None, [], [], None
         self.rest()
         return self.slab_bytes
 
     def save_changes(self) -> None:
         """Keep what was written on the device: counters in buffers, weights loaded into a resident module.
 
-        Weights are read-only at inference, so almost always there is nothing, and nothing is copied back.
+        Weights are read-only at inference, so almost always there is nothing, and nothing is copied back. Those that
+        rest in their file but are not what it has any more stay in host memory from now on.
         """
         assert self.device_slab is not None
-        if self.device_slab._version == self.loaded_version:
+        is_written = self.device_slab._version != self.loaded_version
+        if not is_written and not any(buffer._version for buffer in self.device_buffers):
             return
         with torch.no_grad():
             if self.host_slab is not None:
                 self.host_slab.copy_(self.device_slab)
-            elif isinstance(self.master, FileMaster):  # what was written over weights that have a file is lost
+            elif isinstance(self.master, FileMaster) and not (is_written and self.leave_file(self.master)):
                 views = self.layout.views(self.device_slab)
                 for place, leaf in self.master.kept.items():
                     leaf.copy_(views[place])
+
+    def leave_file(self, master: FileMaster) -> bool:
+        """Take what is on the device for the master if it is not what the file has; returns whether that was so."""
+        assert self.device_slab is not None
+        with torch.inference_mode(False):
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
+            slab.copy_(self.device_slab)
+        try:
+            if not master.differs(slab):
+                return False
+        except InvalidInput:  # the file is gone or another one: nobody else has these weights
+            pass
+        self.master, self.masters = HostMaster(slab), self.held_views(slab)
+        self.charge_host(self.slab_bytes - master.kept_bytes)
+        return True
 
     def await_copy(self, copies: CopyStream) -> None:
         """Let the compute stream wait for this unit's own copy, each stream once."""

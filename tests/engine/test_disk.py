@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from highwater.memory import InvalidInput, MemoryManager, manage
+from highwater.memory.errors import UnsafeState
 from highwater.memory.source import WeightsSource
 from safetensors.torch import save_file, save_model
 
@@ -144,6 +145,118 @@ def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
         net.doubles[0].gain.mul_(2.0)
         managed.members[0].attachment.unload()
         assert torch.equal(net.doubles[0].gain, torch.ones(64))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names that were read, call by call."""
+    calls = []
+    read_into = WeightsSource.read_into
+
+    def record(self, targets, **options) -> None:
+        targets = list(targets)
+        calls.append([name for name, *_ in targets])
+        read_into(self, targets, **options)
+
+    monkeypatch.setattr(WeightsSource, "read_into", record)
+    return calls
+
+
+def assert_equal_states(state, want) -> None:
+    assert list(state) == list(want)
+    for name, tensor in want.items():
+        assert torch.equal(state[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT])
+def test_state_dict_has_the_weights_and_leaves_them_on_disk(toys, machine, files, reads, profile: str) -> None:
+    net, want = toys.build_net(), toys.build_net().state_dict()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, profile):
+        idle = manager.ledger.places("net")
+        state = net.state_dict()
+        assert len(reads) == 1  # in one go
+        assert_equal_states(state, want)
+        assert state["out.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        assert all(parameter.is_meta for parameter in net.parameters())
+        assert manager.ledger.places("net") == idle
+        assert_equal_states(net.doubles[1].state_dict(), toys.build_net().doubles[1].state_dict())
+        assert_equal_states(torch.nn.ModuleDict({"unet": net}).state_dict(prefix="a."), {
+            f"a.unet.{name}": tensor for name, tensor in want.items()
+        })  # fmt: skip
+        net(torch.randn(2, 5, 64))
+        assert_equal_states(net.state_dict(), want)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("precision", ["disk", "fp8 scaled"])
+def test_loading_other_weights_is_refused(toys, machine, files, precision: str, assign: bool) -> None:
+    x = torch.randn(2, 5, 64)
+    net, other = toys.build_net(), toys.build_net(1)
+    with machine(8) as manager, torch.no_grad():
+        form = {"placement": "gpu:0:disk"} if precision == "disk" else {"precision": precision}
+        with manage({"net": net}, files={"net": files}, manager=manager, **form):
+            want = net(x).cpu()
+            for module, given in ((net, other), (net.doubles[1], other.doubles[1]), (net.doubles, other.doubles)):
+                rests = "in its file" if precision == "disk" else "in eight bits"
+                with pytest.raises(UnsafeState, match=rf"^net rests {rests}: release it before [^\n]*$"):
+                    module.load_state_dict(given.state_dict(), assign=assign)
+            assert torch.equal(net(x).cpu(), want)
+        net.load_state_dict(other.state_dict())
+
+
+def test_what_is_written_on_the_device_stays_when_it_leaves(toys, machine, files) -> None:
+    x = torch.randn(2, 5, 64)
+    net, unmanaged = toys.build_net(), toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        net(x)
+        attachment = managed.members[0].attachment
+        for module in (net, unmanaged):
+            module.doubles[1].up.weight.mul_(2.0)
+            module.out.weight.add_(0.5)
+        idle = manager.ledger.held("net", "host")
+        attachment.unload()
+        changed = [unit for unit in attachment.shares[0].units if unit.name in ("", "doubles.1")]
+        kept_bytes = sum(buffer.nbytes for buffer in net.buffers())  # moved into the slab of the rest
+        assert manager.ledger.held("net", "host") == idle + sum(unit.slab_bytes for unit in changed) - kept_bytes
+        manager.ledger.check()
+        assert net.doubles[0].up.weight.is_meta and not net.doubles[1].up.weight.is_meta
+        assert_equal_states(net.state_dict(), unmanaged.state_dict())
+        y = net(x).cpu()
+        managed.release()
+        assert_equal_states(net.state_dict(), unmanaged.state_dict())
+        assert torch.equal(y, unmanaged.to("sim:0")(x.to("sim:0")).cpu())
+        del unmanaged, module
+
+
+def test_a_write_that_changes_nothing_leaves_the_weights_in_their_file(toys, machine, files, reads) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        idle = manager.ledger.places("net")
+        net(torch.randn(2, 5, 64))
+        net.doubles[1].up.weight.mul_(1.0)
+        managed.members[0].attachment.unload()
+        assert manager.ledger.places("net") == idle
+        assert net.doubles[1].up.weight.is_meta
+        net(torch.randn(2, 5, 64))
+        net.doubles[1].gain.mul_(2.0)
+        reads.clear()
+        managed.members[0].attachment.unload()
+        assert not reads  # a buffer says nothing about the weights
+        assert manager.ledger.places("net") == idle
+
+
+def test_written_weights_stay_when_their_file_has_changed_meanwhile(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        net(torch.randn(2, 5, 64))
+        net.doubles[1].up.weight.mul_(2.0)
+        for file in files:
+            file.write_bytes(file.read_bytes()[:-4] + b"abcd")
+        managed.members[0].attachment.unload()
+        assert torch.equal(net.doubles[1].up.weight, toys.build_net().doubles[1].up.weight * 2.0)
+        manager.ledger.check()
+        with pytest.raises(InvalidInput, match=r"[ab]\.safetensors"):
+            managed.release()
 
 
 def test_a_file_that_changed_is_refused_by_name(toys, machine, files) -> None:
