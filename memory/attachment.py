@@ -10,6 +10,7 @@ second thread waits for the first.
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 from collections import Counter
@@ -41,13 +42,26 @@ from .split import Hops
 from .tiers import BOUNCE_BUFFER_BYTES
 from .transfer import allocate_slabs
 
-__all__ = ["Attachment", "refuse_managed"]
+__all__ = ["Attachment", "Ending", "refuse_managed"]
 
 # The kinds of components whose blocks run one after the other on one stream of hidden states.
 CHAINS = ("diffusion", "text", "vision")
 
 attached: WeakSet[Attachment] = WeakSet()
 """All that have hooks in place, of every manager."""
+
+
+class Ending(enum.Enum):
+    """What the module holds when its attachment ends."""
+
+    RESTORED = "restored"
+    """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
+    HANDED_OVER = "handed over"
+    """What rests in its file stays there, for the attachment that comes next; all else is in plain memory."""
+    TAKEN_BACK = "taken back"
+    """What it held before it was attached."""
+    DISCARDED = "discarded"
+    """Shapes without memory; nothing is copied or read."""
 
 
 class Attachment:
@@ -60,6 +74,7 @@ class Attachment:
             file; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
+        after: the attachment whose place this one takes.
     """
 
     def __init__(
@@ -76,6 +91,7 @@ class Attachment:
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
+        after: Attachment | None = None,
     ) -> None:
         self.owner = owner
         self.module = module
@@ -98,14 +114,27 @@ class Attachment:
         """What the masters take of host memory, by tier."""
         self.was_refused = False
         """Whether the driver would not page-lock all that the plan wanted."""
+        self.is_attached = False
         self.is_loaded = False
         self.shares = self.build_shares(devices)
+        self.came_bare = frozenset(
+            entry.spec.name for unit in self.units for entry in unit.entries if entry.held.is_meta
+        )
+        """The weights that came under management without memory."""
+        self.written = frozenset[str]()
+        """The weights that are not what their file has any more."""
+        if after is not None:
+            self.came_bare, self.written = after.came_bare, after.written
         self.share_of = {number: share for share in self.shares for number in share.blocks}
 
     @property
     def primary(self) -> Device:
         """Where inputs go and outputs come back: the device of the rest."""
         return self.shares[0].device
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for share in self.shares for unit in share.units]
 
     @property
     def bytes_moved(self) -> int:
@@ -134,9 +163,8 @@ class Attachment:
 
     def measure(self) -> None:
         """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
-        for share in self.shares:
-            for unit in share.units:
-                unit.measure()
+        for unit in self.units:
+            unit.measure()
 
     def attach(self) -> None:
         """Pack the masters and put the hooks in place; on failure the module is as it was.
@@ -153,8 +181,9 @@ class Attachment:
                     self.pack(share, packed)
         except BaseException:
             for unit in packed:
-                unit.unpack(taken_back=True)
+                unit.unpack(unit.bare)
             raise
+        self.is_attached = True
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
         for unit in packed:
@@ -165,7 +194,7 @@ class Attachment:
                 blocks = [self.module.get_submodule(block.name) for block in self.component.blocks]
                 self.compiled = CompiledBlocks(blocks, self.primary.torch_device)
         except BaseException:
-            self.detach()
+            self.detach(Ending.TAKEN_BACK)
             raise
 
     def pack(self, share: Share, packed: list[Unit]) -> None:
@@ -200,7 +229,7 @@ class Attachment:
         assert self.source is not None and share.bounce is not None
         for unit in share.units:
             packed.append(unit)
-            unit.rest_in_file(self.source, share.bounce)
+            unit.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(unit.master, FileMaster)
             self.host_bytes["host"] += unit.master.kept_bytes
         largest = max((unit.slab_bytes for unit in share.blocks.values()), default=0)
@@ -211,39 +240,47 @@ class Attachment:
             self.host_bytes["host"] += num_bytes
             self.ledger.charge("host", self.owner, Kind.WEIGHTS, num_bytes)
 
-    def detach(self, *, restores: bool = True) -> None:
-        """Leave every device, remove every hook, give the module ordinary tensors again. Idempotent.
-
-        Args:
-            restores: without it the module ends without memory, and nothing is copied or read.
+    def detach(self, ending: Ending = Ending.RESTORED) -> None:
+        """Leave every device, remove every hook, give the module what the ending says. Idempotent.
 
         Raises:
             InvalidInput: weights rest in a file that is not what it was; they stay without memory.
         """
         for handle in self.handles:
             handle.remove()
-        if not self.handles:
+        if not self.is_attached:
             return
-        self.handles = []
+        self.handles, self.is_attached = [], False
         attached.discard(self)
         self.heal_for(None)
         if self.compiled is not None:
             self.compiled.release()
         self.unload()
+        if self.plan.tier == "disk":
+            left = [unit for unit in self.units if unit.host_slab is not None]
+            self.written |= {entry.spec.name for unit in left for entry in unit.entries if not entry.is_buffer}
         error: InvalidInput | None = None
-        for share in self.shares:
-            for unit in share.units:
-                unit.charge_host = lambda num_bytes: None
-                if unit.master is not None:
-                    try:
-                        unit.unpack() if restores else unit.discard()
-                    except InvalidInput as problem:
-                        error = error or problem
+        for unit in self.units:
+            unit.charge_host = lambda num_bytes: None
+            try:
+                self.end_unit(unit, ending)
+            except InvalidInput as problem:
+                error = error or problem
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         self.acquire = self.give_back = refuse_released  # they refer to the manager's member, and it to us
         if error is not None:
             raise error
+
+    def end_unit(self, unit: Unit, ending: Ending) -> None:
+        if ending is Ending.DISCARDED:
+            unit.discard()
+        elif ending is Ending.TAKEN_BACK:
+            unit.unpack(unit.bare)
+        elif ending is Ending.HANDED_OVER:
+            unit.unpack(unit.names_in_file)
+        else:  # half of a model's weights without memory would be of use to nobody
+            unit.unpack(unit.names_in_file & self.came_bare if not self.written else ())
 
     def hook(self) -> None:
         attached.add(self)
@@ -415,7 +452,7 @@ class Attachment:
         if module is not self.module and prefix:
             return  # whoever asked a module around it completes the whole
         bare: dict[str, tuple[Entry, list[str]]] = {}
-        for unit in (unit for share in self.shares for unit in share.units):
+        for unit in self.units:
             for entry in unit.entries:
                 names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
                 keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]

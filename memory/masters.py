@@ -2,7 +2,8 @@
 
 It is a slab of host memory, or, at tier ``disk``, the file that the weights came from. A file costs no RAM while the
 unit is not on a device; on its way there it passes through two bounce buffers, block by block, and its pages leave the
-system's cache behind it. What no file has (buffers, a host's patches) stays in host memory.
+system's cache behind it. What no file has (buffers, weights that were written to) stays in
+host memory.
 """
 
 from __future__ import annotations
@@ -84,10 +85,6 @@ class FileMaster:
             ):
                 yield first, last
                 first = last
-
-    def read_into(self, slab: torch.Tensor) -> None:
-        """Fill a slab of host memory with all weights. Raises as `copy_to`."""
-        self.read_leaves(range(len(self.names)), self.layout.views(slab))
 
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weight, repoint
+from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weight, read_weights, repoint
 from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
@@ -128,17 +128,20 @@ class Unit:
         self.remember_bare()
         fill_entries(self.entries, source)
 
-    def rest_in_file(self, source: WeightsSource, bounce: Bounce) -> None:
+    def rest_in_file(self, source: WeightsSource, bounce: Bounce, *, written: Collection[str] = ()) -> None:
         """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory.
 
         Buffers are read into memory of their own: a forward may change them.
+
+        Args:
+            written: the weights that are not what the file has any more.
         """
         names: list[str | None] = []
         kept = {}
         self.remember_bare()
         fill_entries([entry for entry in self.entries if entry.is_buffer], source)
         for entry in self.entries:
-            if not entry.is_buffer and source.holds(entry.spec):
+            if not entry.is_buffer and entry.spec.name not in written and source.holds(entry.spec):
                 names.append(entry.spec.name)
                 if not entry.held.is_meta:
                     shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
@@ -150,19 +153,6 @@ class Unit:
             self.masters.append(entry.held)
         self.master = FileMaster(self.layout, names, kept, source, bounce)
         self.placed = list(self.masters)
-
-    def materialize(self) -> int:
-        """Take weights that rest in their file into host memory for good; returns what that costs, 0 if there."""
-        if not isinstance(self.master, FileMaster):
-            return 0
-        with torch.inference_mode(False):
-            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
-        self.master.read_into(slab)
-        freed = self.master.kept_bytes
-        self.master, self.masters = HostMaster(slab), self.held_views(slab)
-        if self.state is BlockState.HOST:
-            self.put(self.masters, BlockState.HOST)
-        return self.slab_bytes - freed
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the views into a slab that make each weight."""
@@ -187,7 +177,6 @@ class Unit:
         """
         index = self.index_of(name)
         entry = self.entries[index]
-        self.charge_host(self.materialize())
         slab = self.host_slab if self.device_slab is None else self.device_slab
         assert slab is not None
         with torch.no_grad():
@@ -198,7 +187,6 @@ class Unit:
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
-        self.charge_host(self.materialize())
         index = self.index_of(name)
         entry, leaves = self.entries[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
@@ -208,30 +196,42 @@ class Unit:
             upcast_into(copy, leaves[0].to(device), entry.scale)
             return copy
 
-    def unpack(self, *, taken_back: bool = False) -> None:
+    @property
+    def names_in_file(self) -> frozenset[str]:
+        """The weights that rest in their file."""
+        names = self.master.names if isinstance(self.master, FileMaster) else []
+        return frozenset(name for name in names if name is not None)
+
+    def unpack(self, bare: Collection[str] = ()) -> None:
         """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened.
 
-        Weights that rest in their file are read from it.
+        Weights that rest in their file are read from it, in one go.
 
         Args:
-            taken_back: packing failed somewhere; what came without memory goes without.
+            bare: the weights that the module gets without memory.
 
         Raises:
             InvalidInput: a file is not what it was.
         """
-        self.materialize()
-        if taken_back:
-            for entry in self.entries:
-                if entry.spec.name in self.bare:
-                    entry.hold(self.bare[entry.spec.name])
-        for entry, master in zip(self.entries, self.masters, strict=False):  # fewer where packing failed half way
-            if taken_back and entry.spec.name in self.bare:
-                continue
-            own = leaves_of(self.wide(entry.spec.name, torch.device("cpu")))
-            entry.scale = None
-            if entry.owners:
+        to_read = [entry for entry in self.entries if entry.spec.name in self.names_in_file.difference(bare)]
+        source = self.master.source if isinstance(self.master, FileMaster) else None
+        stored = {
+            entry.spec.name: weight
+            for entry, weight in zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
+        }
+        masters = itertools.chain(self.masters, itertools.repeat(None))  # fewer where packing failed half way
+        for entry, master in zip(self.entries, masters, strict=False):
+            name = entry.spec.name
+            if name in bare:
+                entry.hold(self.bare.get(name, entry.held))
+            elif name in stored:
+                repoint(entry, [stored[name]], lasting=True)
+            elif master is not None and entry.owners:
+                own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
                 entry.hold(master)
-                repoint(entry, own, lasting=True)
+                if own:
+                    repoint(entry, own, lasting=True)
+            entry.scale = None
         self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
 
     def discard(self) -> None:

@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from highwater.memory import InvalidInput, MemoryManager, manage
+from highwater.memory.attachment import Attachment
 from highwater.memory.errors import UnsafeState
 from highwater.memory.source import WeightsSource
 from safetensors.torch import save_file, save_model
@@ -185,6 +186,138 @@ def test_state_dict_has_the_weights_and_leaves_them_on_disk(toys, machine, files
         })  # fmt: skip
         net(torch.randn(2, 5, 64))
         assert_equal_states(net.state_dict(), want)
+
+
+def parameter_ids(net) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT])
+def test_what_came_without_memory_goes_without(toys, machine, files, reads, profile: str) -> None:
+    x = torch.randn(2, 5, 64)
+    net = bare_net(toys)
+    before = parameter_ids(net)
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager, profile)
+        net(x)
+        managed.members[0].attachment.unload()
+        reads.clear()
+        managed.release()
+        assert not reads
+        assert all(parameter.is_meta for parameter in net.parameters())
+        assert parameter_ids(net) == before
+        with on_disk(net, files, manager, profile):
+            assert torch.isfinite(net(x)).all()
+
+
+def test_what_was_written_on_the_device_keeps_its_memory_after_release_and_all_else_with_it(
+    toys, machine, files
+) -> None:
+    net = bare_net(toys)
+    with machine(8) as manager, torch.no_grad():
+        with on_disk(net, files, manager):
+            net(torch.randn(2, 5, 64))
+            net.doubles[1].up.weight.mul_(2.0)
+        want = toys.build_net()
+        want.doubles[1].up.weight.mul_(2.0)
+        assert_equal_states(net.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
+def test_from_disk_to_disk_nothing_is_read(toys, machine, files, reads, build) -> None:
+    net = build(toys)
+    came_bare = net.embed.weight.is_meta
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        managed.reprofile(TIGHT, placement="gpu:0:disk")
+        managed.reprofile("auto", placement="gpu:0:disk")
+        assert not reads
+        assert net(torch.randn(2, 5, 64)).isfinite().all()
+        managed.release()
+        assert all(parameter.is_meta == came_bare for parameter in net.parameters())
+        if not came_bare:
+            assert_equal_states(net.state_dict(), toys.build_net().state_dict())
+
+
+@pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
+def test_from_disk_to_ram_weights_are_read_straight_into_their_slabs(toys, machine, files, monkeypatch, build) -> None:
+    net, x = build(toys), torch.randn(2, 5, 64)
+    targets = []
+    read_into = WeightsSource.read_into
+
+    def record(self, pairs, **options) -> None:
+        pairs = list(pairs)
+        targets.extend(tensor for _, tensor, *_ in pairs)
+        read_into(self, pairs, **options)
+
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        managed = on_disk(net, files, manager)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightsSource, "read_into", record)
+            managed.reprofile(placement="gpu:0:pinned")
+        units = managed.members[0].attachment.units
+        ends = [(unit.host_slab.data_ptr(), unit.host_slab.data_ptr() + unit.slab_bytes) for unit in units]
+        assert len(targets) == len(list(net.parameters()))
+        assert all(any(begin <= target.data_ptr() < end for begin, end in ends) for target in targets)
+        targets.clear()
+        assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        assert_equal_states(net.state_dict(), toys.build_net().state_dict())
+
+
+@pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
+def test_a_profile_that_fails_leaves_the_weights_in_their_file(toys, machine, files, monkeypatch, build) -> None:
+    net, x = build(toys), torch.randn(2, 5, 64)
+    came_bare = net.embed.weight.is_meta
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        want = net(x).cpu()
+        read_into, calls = WeightsSource.read_into, itertools.count(1)
+
+        def fail_third(self, *args, **options) -> None:
+            if next(calls) == 3:
+                raise InvalidInput("the disk is gone")
+            read_into(self, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightsSource, "read_into", fail_third)
+            with pytest.raises(InvalidInput, match="gone"):
+                managed.reprofile(placement="gpu:0:pinned")
+        assert all(parameter.is_meta for parameter in net.parameters())
+        assert not manager.ledger.used("pinned")
+        assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        assert all(parameter.is_meta == came_bare for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned"])
+def test_what_was_written_survives_another_profile(
+    toys, machine, files, monkeypatch, placement: str, fails: bool
+) -> None:
+    net, want = bare_net(toys), toys.build_net()
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        net(torch.randn(2, 5, 64))
+        for module in (net, want):
+            module.doubles[1].up.weight.mul_(2.0)
+        if fails:
+            hook, calls = Attachment.hook, itertools.count(1)
+
+            def fail_first(self) -> None:
+                if next(calls) == 1:
+                    raise RuntimeError("no hooks today")
+                hook(self)
+
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no hooks"):
+                patch.setattr(Attachment, "hook", fail_first)
+                managed.reprofile(TIGHT, placement=placement)
+        else:
+            managed.reprofile(TIGHT, placement=placement)
+        assert_equal_states(net.state_dict(), want.state_dict())
+        managed.release()
+        assert_equal_states(net.state_dict(), want.state_dict())
 
 
 @pytest.mark.parametrize("assign", [False, True])
