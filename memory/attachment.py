@@ -30,7 +30,7 @@ from .component import Component, is_callable
 from .devices import Device
 from .entries import Entry, find_entries, read_weights
 from .errors import InvalidInput, UnsafeState
-from .footprint import fixed_tensors
+from .footprint import bounce_buffer_bytes, fixed_tensors
 from .ledger import Kind, Ledger
 from .masters import FileMaster
 from .pinning import PAGE_BYTES
@@ -39,7 +39,6 @@ from .residency import Unit
 from .share import Share
 from .source import WeightsSource
 from .split import Hops
-from .tiers import BOUNCE_BUFFER_BYTES
 from .transfer import allocate_slabs
 
 __all__ = ["Attachment", "Ending", "refuse_managed"]
@@ -113,7 +112,8 @@ class Attachment:
         self.host_bytes = Counter[str]()
         """What the masters take of host memory, by tier."""
         self.was_refused = False
-        """Whether the driver would not page-lock all that the plan wanted."""
+        """Whether the driver would not page-lock all the masters that the plan wanted to be."""
+        self.told_refusal = False
         self.is_attached = False
         self.is_loaded = False
         self.shares = self.build_shares(devices)
@@ -135,6 +135,14 @@ class Attachment:
     @property
     def units(self) -> list[Unit]:
         return [unit for share in self.shares for unit in share.units]
+
+    def tell_refusal(self) -> bool:
+        """Whether the driver would not page-lock all that the plan wanted; true once."""
+        refused = self.was_refused or any(
+            share.bounce is not None and share.bounce.was_refused for share in self.shares
+        )
+        tells, self.told_refusal = refused and not self.told_refusal, self.told_refusal or refused
+        return tells
 
     @property
     def bytes_moved(self) -> int:
@@ -225,15 +233,15 @@ class Attachment:
         self.was_refused = self.was_refused or slabs.was_refused
 
     def leave_in_file(self, share: Share, packed: list[Unit]) -> None:
-        """Let a share's masters rest in their file; they pass through buffers as wide as a block."""
+        """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for unit in share.units:
             packed.append(unit)
             unit.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(unit.master, FileMaster)
             self.host_bytes["host"] += unit.master.kept_bytes
-        largest = max((unit.slab_bytes for unit in share.blocks.values()), default=0)
-        share.bounce_bytes = largest or min(share.fixed.slab_bytes, BOUNCE_BUFFER_BYTES)
+        share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
+        share.locks_bounce = bool(self.plan.pinned_bytes)
 
     def charge_host(self, num_bytes: int) -> None:
         if num_bytes:

@@ -294,7 +294,10 @@ class MemoryManager:
         self.members[member.id] = member
         for reason in plan.reasons:
             self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
-        if member.attachment.was_refused:
+        self.note_refusal(member)
+
+    def note_refusal(self, member: Member) -> None:
+        if member.attachment.tell_refusal():
             reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
 
@@ -426,6 +429,7 @@ class MemoryManager:
             self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
             raise
         finally:
+            self.note_refusal(member)
             self.recorder.sample()
         member.planned_in_epoch = self.epoch
         if queued:

@@ -1,17 +1,17 @@
 """The master of one unit: the one complete copy of its weights, from which every device copy is made.
 
 It is a slab of host memory, or, at tier ``disk``, the file that the weights came from. A file costs no RAM while the
-unit is not on a device; on its way there it passes through two bounce buffers, block by block, and its pages leave the
-system's cache behind it. What no file has (buffers, weights that were written to) stays in
-host memory.
+unit is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
+the system's cache behind it. What no file has (buffers, weights that were written to) stays in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from .reading import Target
 from .source import WeightsSource
 from .transfer import Bounce, CopyStream, SlabLayout
 
@@ -64,27 +64,19 @@ class FileMaster:
         return sum(leaf.nbytes for leaf in self.kept.values())
 
     def copy_to(self, target: torch.Tensor, copies: CopyStream, ready: torch.Event) -> None:
-        """Read the weights and queue their copies, piece by piece; returns when all are read.
+        """Read the weights and queue their copies, window by window; returns when all are read.
+
+        A window is what a bounce buffer holds of the slab, wherever that cuts a weight.
 
         Raises:
             InvalidInput: the file is not what it was.
         """
-        for first, last in self.pieces():
-            begin, end = self.layout.offsets[first], self.layout.end_of(last - 1)
-            buffer = self.bounce.take(end - begin)
-            self.read_leaves(range(first, last), self.layout.views(buffer, first, last))
-            self.bounce.send(buffer[: end - begin], target[begin:end])
+        for begin in range(0, target.numel(), self.bounce.buffer_bytes):
+            part = target[begin : begin + self.bounce.buffer_bytes]
+            window = self.bounce.take()[: part.numel()]
+            self.read_window(begin, window)
+            self.bounce.send(window, part)
         ready.record(copies.stream)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield runs of leaves that fit a bounce buffer; a leaf that does not is a run of its own."""
-        first = 0
-        for last in range(1, len(self.names) + 1):
-            if last == len(self.names) or (
-                self.layout.end_of(last) - self.layout.offsets[first] > self.bounce.buffer_bytes
-            ):
-                yield first, last
-                first = last
 
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
@@ -96,13 +88,16 @@ class FileMaster:
                     return True
         return False
 
-    def read_leaves(self, places: range, views: Sequence[torch.Tensor]) -> None:
-        targets = []
-        for place, view in zip(places, views, strict=True):
-            name = self.names[place]
+    def read_window(self, begin: int, window: torch.Tensor) -> None:
+        """Fill host memory with what a slab has from this byte on; what lies between its weights stays as it is."""
+        targets: list[Target] = []
+        for place, (name, offset) in enumerate(zip(self.names, self.layout.offsets, strict=True)):
+            first, last = max(begin, offset), min(begin + window.numel(), self.layout.end_of(place))
+            if first >= last:
+                continue
+            part = window[first - begin : last - begin]
             if name is None:
-                with torch.no_grad():
-                    view.copy_(self.kept[place])
+                part.copy_(self.kept[place].reshape(-1).view(torch.uint8)[first - offset : last - offset])
             else:
-                targets.append((name, view))
+                targets.append((name, part, first - offset))
         self.source.read_into(targets, drop_pages=True)

@@ -10,7 +10,9 @@ import torch
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.attachment import Attachment
 from highwater.memory.errors import UnsafeState
+from highwater.memory.ledger import Kind
 from highwater.memory.source import WeightsSource
+from highwater.memory.transfer import Bounce
 from safetensors.torch import save_file, save_model
 
 TIGHT = "0.45MiB"
@@ -443,6 +445,93 @@ def test_a_failed_reading_leaves_no_memory_that_looks_like_weights(toys, machine
         want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
         with manage({"net": net}, placement="gpu:0:host", files={"net": files}, manager=manager):
             assert torch.equal(net(x).cpu(), want)
+
+
+@pytest.fixture
+def narrow(monkeypatch) -> int:
+    """Bounce buffers narrower than most weights."""
+    monkeypatch.setattr("highwater.memory.footprint.BOUNCE_BUFFER_BYTES", 4096)
+    return 4096
+
+
+def staging_bytes(manager) -> dict[str, int]:
+    found = {place: num_bytes for (place, _, kind), num_bytes in manager.ledger.entries.items() if kind is Kind.STAGING}
+    return {place: num_bytes for place, num_bytes in found.items() if place in ("host", "pinned")}
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT, TIGHT + ",pinned=none"])
+def test_weights_pass_through_nothing_but_the_planned_buffers(
+    toys, machine, files, monkeypatch, narrow, profile: str
+) -> None:
+    x = torch.randn(2, 5, 64)
+    net, elsewhere, booked = toys.build_net(), [], []
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with on_disk(net, files, manager, profile) as managed:
+            (member,) = managed.members
+            read_into = WeightsSource.read_into
+
+            def record(self, targets, **options) -> None:
+                targets = list(targets)
+                buffers = member.attachment.shares[0].bounce.buffers
+                ends = [(buffer.data_ptr(), buffer.data_ptr() + narrow) for buffer in buffers]
+                for name, target, *_ in targets:
+                    if not any(begin <= target.data_ptr() <= target.data_ptr() + target.nbytes <= end
+                               for begin, end in ends):  # fmt: skip
+                        elsewhere.append(name)
+                booked.append(staging_bytes(manager))
+                assert all(buffer.is_pinned() == ("none" not in profile) for buffer in buffers)
+                read_into(self, targets, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(WeightsSource, "read_into", record)
+                assert torch.equal(net(x).cpu(), want)
+                assert torch.equal(net(x).cpu(), want)
+            plan = member.attachment.plan
+            tier = "host" if "none" in profile else "pinned"
+            assert plan.host_bytes == 2 * narrow
+            assert plan.pinned_bytes == (2 * narrow if tier == "pinned" else 0)
+            assert booked and all(found == {tier: plan.host_bytes} for found in booked)
+            assert not elsewhere
+
+
+def test_one_part_of_a_weight_is_copied_while_the_next_is_read(toys, machine, files, monkeypatch, narrow) -> None:
+    with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager) as managed:
+        net = managed.members[0].attachment.module
+        bounce = managed.members[0].attachment.shares[0].bounce
+        read_into, pending = WeightsSource.read_into, []
+
+        def record(self, targets, **options) -> None:
+            pending.append(not bounce.done[1 - bounce.turn].query())
+            read_into(self, targets, **options)
+
+        monkeypatch.setattr(WeightsSource, "read_into", record)
+        net(torch.randn(2, 5, 64))
+        assert not pending[0] and all(pending[1:]) and len(pending) > 20
+
+
+def test_a_lock_that_the_driver_refuses_is_told_once(toys, machine, files, sim) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager, TIGHT) as managed:
+        net, attachment = managed.members[0].attachment.module, managed.members[0].attachment
+        for _ in range(2):
+            sim.fail_registration(1)
+            net(x)
+            assert staging_bytes(manager) == {"host": attachment.plan.host_bytes}
+            attachment.unload()
+        told = [event for event in manager.report()["events"] if "refused" in event["reason"]]
+        assert [event["component"] for event in told] == ["net"]
+
+
+def test_nothing_is_locked_where_nothing_is_read(toys, machine, files, monkeypatch) -> None:
+    with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager) as managed:
+        net = managed.members[0].attachment.module
+        net(torch.randn(2, 5, 64))
+        opened = []
+        monkeypatch.setattr(Bounce, "open", lambda *_, **__: opened.append(1))
+        manager.begin_run("again", "again")
+        net(torch.randn(2, 5, 64))
+        assert not opened
 
 
 def test_what_is_released_while_a_file_is_read_waits_for_nobody(toys, machine, files, monkeypatch) -> None:
