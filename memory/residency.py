@@ -290,7 +290,8 @@ class Unit:
             elif isinstance(self.master, FileMaster) and not (is_written and self.leave_file(self.master)):
                 views = self.layout.views(self.device_slab)
                 for place, leaf in self.master.kept.items():
-                    leaf.copy_(views[place])
+                    with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
+                        leaf.copy_(views[place])
 
     def leave_file(self, master: FileMaster) -> bool:
         """Take what is on the device for the master if it is not what the file has; returns whether that was so."""

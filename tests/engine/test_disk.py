@@ -150,6 +150,29 @@ def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
         assert torch.equal(net.doubles[0].gain, torch.ones(64))
 
 
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:host"])
+@pytest.mark.parametrize("managed_in", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("leaves_in", [torch.no_grad, torch.inference_mode])
+def test_buffers_made_in_inference_mode_keep_what_was_written_too(
+    toys, machine, files, placement: str, managed_in, leaves_in
+) -> None:
+    with torch.inference_mode():
+        net = toys.build_net()
+    with machine(8) as manager:
+        with managed_in():
+            managed = manage({"net": net}, TIGHT, placement=placement, files={"net": files}, manager=manager)
+        with torch.inference_mode():
+            net(torch.randn(2, 5, 64))
+            net.doubles[0].gain.mul_(2.0)
+            net.doubles[1].gain = torch.full_like(net.doubles[1].gain, 3.0)
+        with leaves_in():
+            managed.members[0].attachment.unload()
+            assert torch.equal(net.doubles[0].gain, torch.ones(64))
+            assert torch.equal(net.doubles[1].gain, torch.full((64,), 3.0))
+            managed.release()
+        assert torch.equal(net.doubles[0].gain, torch.ones(64))
+
+
 @pytest.fixture
 def reads(monkeypatch):
     """The names that were read, call by call."""
