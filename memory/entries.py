@@ -51,6 +51,10 @@ class Entry:
         assert tensor is not None
         return tensor
 
+    @property
+    def is_plain_buffer(self) -> bool:
+        return self.is_buffer and self.wrapper is None
+
     def hold(self, tensor: torch.Tensor) -> None:
         """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
         for module, name in self.owners:

@@ -348,6 +348,7 @@ class MemoryManager:
 
         Raises:
             DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
+            UnsafeState: somebody changed the dtype of the weights; that is undone.
         """
         with self.exclusive():
             member.leases += 1
@@ -355,6 +356,8 @@ class MemoryManager:
             try:
                 self.recorder.sample()
                 self.heal_abandoned(member)
+                member.attachment.put_back()
+                member.attachment.refuse_changed_dtype()
                 outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.epoch
                 if outdated and not member.is_hosted:
                     self.admit(member)

@@ -63,6 +63,18 @@ class FileMaster:
     def kept_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.kept.values())
 
+    def address_of(self, place: int) -> int:
+        """Return where in host memory a leaf is while it rests; 0 for one that rests in the file."""
+        return self.kept[place].data_ptr() if place in self.kept else 0
+
+    def resting_leaves(self) -> list[torch.Tensor]:
+        """Return the leaves that are in host memory, and for the others shapes without memory."""
+        with torch.inference_mode(False):
+            return [
+                self.kept[place] if place in self.kept else torch.empty(shape, dtype=dtype, device="meta")
+                for place, (shape, dtype) in enumerate(zip(self.layout.shapes, self.layout.dtypes, strict=True))
+            ]
+
     def copy_to(self, target: torch.Tensor, copies: CopyStream, ready: torch.Event) -> None:
         """Read the weights and queue their copies, window by window; returns when all are read.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -33,6 +34,16 @@ class BlockState(enum.Enum):
     """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
     COMPUTING = "computing"
     """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """The weight of a unit that tells whether they were moved: where its first leaf lies in the slab."""
+
+    entry: Entry
+    index: int
+    offset: int
+    dtype: torch.dtype
 
 
 class Unit:
@@ -66,6 +77,7 @@ class Unit:
         self.bare: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
+        self.witness = self.choose_witness()
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
@@ -73,6 +85,24 @@ class Unit:
         if entry.spec.name in self.cast_names:
             return [(entry.held.shape, FP8)]
         return [(leaf.shape, leaf.dtype) for leaf in leaves_of(entry.held)]
+
+    def choose_witness(self) -> Witness | None:
+        """Return the weight that is looked at to see whether they were moved, if there is any with bytes.
+
+        Rather a plain one than a quantized one, whose address takes long to find, a parameter than a buffer, which a
+        forward may replace, and what has a dtype that ``Module.half`` changes.
+        """
+
+        def preference(index: int) -> tuple[bool, ...]:
+            entry = self.entries[index]
+            return entry.wrapper is not None, entry.is_buffer, not entry.held.is_floating_point()
+
+        candidates = [index for index, entry in enumerate(self.entries) if entry.held.numel()]
+        if not candidates:
+            return None
+        index = min(candidates, key=preference)
+        leaf = sum(self.num_leaves[:index])
+        return Witness(self.entries[index], index, self.layout.offsets[leaf], self.layout.dtypes[leaf])
 
     @property
     def slab_bytes(self) -> int:
@@ -250,6 +280,7 @@ class Unit:
             torch.OutOfMemoryError: nothing changed.
         """
         assert self.master is not None and self.device_slab is None
+        self.rest()  # a buffer that was replaced meanwhile goes to the master, before that is copied
         slab, ready = copies.allocate(self.slab_bytes), copies.event()
         telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
         if watch is not None and telling:
@@ -258,9 +289,11 @@ class Unit:
         if watch is not None and telling:
             watch.stop(self.slab_bytes, copies.stream)
         # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
-        own = [entry.is_buffer and entry.wrapper is None for entry in self.entries]
-        self.device_views = [v.data if is_own else v for v, is_own in zip(self.held_views(slab), own, strict=True)]
-        self.device_buffers = [view for view, is_own in zip(self.device_views, own, strict=True) if is_own]
+        views = zip(self.entries, self.held_views(slab), strict=True)
+        self.device_views = [view.data if entry.is_plain_buffer else view for entry, view in views]
+        self.device_buffers = [
+            view for entry, view in zip(self.entries, self.device_views, strict=True) if entry.is_plain_buffer
+        ]
         self.device_slab, self.ready, self.awaited = slab, ready, set()
         self.loaded_version = self.device_slab._version
         self.put(self.device_views, BlockState.RESIDENT)
@@ -339,6 +372,74 @@ class Unit:
             self.put(self.device_views, BlockState.RESIDENT)
         else:
             self.put(self.masters, BlockState.HOST)
+
+    # -- what others did to the module
+
+    def is_moved(self) -> bool:
+        """Whether somebody gave the module other memory or another dtype; looks at one weight of those at rest."""
+        if self.witness is None or not self.witness.entry.owners or self.state is BlockState.COMPUTING:
+            return False
+        held = self.witness.entry.held
+        if self.master is None:  # computes in place
+            return held.device.type != "cpu"
+        leaf = held if self.witness.entry.wrapper is None else leaves_of(held)[0]
+        slab = self.host_slab if self.device_slab is None else self.device_slab
+        if slab is not None:
+            address = slab.data_ptr() + self.witness.offset
+        else:
+            leaf_number = sum(self.num_leaves[: self.witness.index])
+            assert isinstance(self.master, FileMaster)
+            address = self.master.address_of(leaf_number)
+        return leaf.data_ptr() != address or leaf.dtype is not self.witness.dtype
+
+    def put_back(self) -> torch.dtype | None:
+        """Let the module hold the engine's own tensors again; returns the dtype that its weights had been changed to.
+
+        The memory that it held instead is free then. What a forward wrote into buffers stays.
+        """
+        if self.witness is None or self.state is BlockState.COMPUTING:
+            return None
+        if self.master is None:
+            for entry in self.entries:
+                if entry.held.device.type != "cpu":
+                    repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
+            return None
+        changed = leaves_of(self.witness.entry.held)[0].dtype
+        for entry, placed in zip(self.entries, self.placed, strict=True):
+            if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
+                entry.hold(placed)
+        self.masters = self.renewed(self.masters, self.master_leaves())
+        if self.device_slab is not None:
+            self.device_views = [
+                old if entry.is_plain_buffer else new
+                for entry, old, new in zip(
+                    self.entries, self.device_views, self.held_views(self.device_slab), strict=True
+                )
+            ]
+        self.forget_views()
+        self.rest()
+        return None if changed is self.witness.dtype else changed
+
+    def master_leaves(self) -> list[list[torch.Tensor]]:
+        """Return what each master is made of: views into the slab, or, where they rest in their file, shapes."""
+        if self.host_slab is not None:
+            return self.leaf_views(self.host_slab)
+        assert isinstance(self.master, FileMaster)
+        leaves = iter(self.master.resting_leaves())
+        return [list(itertools.islice(leaves, count)) for count in self.num_leaves]
+
+    def renewed(self, masters: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return masters that show these leaves, as the objects that they are where torch allows that."""
+        found = []
+        for entry, master, own in zip(self.entries, masters, leaves, strict=True):
+            if entry.is_plain_buffer:  # of those the module gets others
+                found.append(master)
+            elif entry.wrapper is None and torch._has_compatible_shallow_copy_type(master, own[0]):
+                master.data = own[0]
+                found.append(master)
+            else:
+                found.append(as_held(iter(own), entry))
+        return found
 
     def forget_views(self) -> None:
         """Drop the cached views into slots and scratch: they would keep freed slabs alive."""
