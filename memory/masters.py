@@ -71,8 +71,8 @@ class FileMaster:
         """Return the leaves that are in host memory, and for the others shapes without memory."""
         with torch.inference_mode(False):
             return [
-                self.kept[place] if place in self.kept else torch.empty(shape, dtype=dtype, device="meta")
-                for place, (shape, dtype) in enumerate(zip(self.layout.shapes, self.layout.dtypes, strict=True))
+                self.kept[place] if place in self.kept else torch.empty(form.shape, dtype=form.dtype, device="meta")
+                for place, form in enumerate(self.layout.forms)
             ]
 
     def copy_to(self, target: torch.Tensor, copies: CopyStream, ready: torch.Event) -> None:
@@ -109,7 +109,7 @@ class FileMaster:
                 continue
             part = window[first - begin : last - begin]
             if name is None:
-                part.copy_(self.kept[place].reshape(-1).view(torch.uint8)[first - offset : last - offset])
+                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
             else:
                 targets.append((name, part, first - offset))
         self.source.read_into(targets, drop_pages=True)

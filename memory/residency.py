@@ -14,7 +14,7 @@ from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
-from .transfer import Bounce, CopyStream, SlabLayout, Stopwatch
+from .transfer import Bounce, CopyStream, Form, SlabLayout, Stopwatch
 from .units import MIB
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 
@@ -58,11 +58,10 @@ class Unit:
         self.entries = list(entries)
         self.cast_names = cast & {entry.spec.name for entry in entries}
         self.wide_dtypes = {entry.spec.name: entry.held.dtype for entry in entries}
-        forms = [self.stored_forms(entry) for entry in self.entries]
-        self.num_leaves = [len(leaves) for leaves in forms]
-        self.layout = SlabLayout.of([form for leaves in forms for form in leaves])
+        self.num_leaves = [len(self.stored_forms(entry)) for entry in self.entries]
+        self.layout = self.lay_out()
         cast_entries = [entry for entry in self.entries if entry.spec.name in self.cast_names]
-        self.wide_layout = SlabLayout.of([(entry.held.shape, entry.held.dtype) for entry in cast_entries])
+        self.wide_layout = SlabLayout.of([Form.of(entry.held) for entry in cast_entries])
         self.masters: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
@@ -81,10 +80,14 @@ class Unit:
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
-    def stored_forms(self, entry: Entry) -> list[tuple[torch.Size, torch.dtype]]:
+    def lay_out(self) -> SlabLayout:
+        """Return the layout of a slab for what the module holds now."""
+        return SlabLayout.of([form for entry in self.entries for form in self.stored_forms(entry)])
+
+    def stored_forms(self, entry: Entry) -> list[Form]:
         if entry.spec.name in self.cast_names:
-            return [(entry.held.shape, FP8)]
-        return [(leaf.shape, leaf.dtype) for leaf in leaves_of(entry.held)]
+            return [Form.of(entry.held, FP8)]
+        return [Form.of(leaf) for leaf in leaves_of(entry.held)]
 
     def choose_witness(self) -> Witness | None:
         """Return the weight that is looked at to see whether they were moved, if there is any with bytes.
@@ -102,7 +105,7 @@ class Unit:
             return None
         index = min(candidates, key=preference)
         leaf = sum(self.num_leaves[:index])
-        return Witness(self.entries[index], index, self.layout.offsets[leaf], self.layout.dtypes[leaf])
+        return Witness(self.entries[index], index, self.layout.offsets[leaf], self.layout.forms[leaf].dtype)
 
     @property
     def slab_bytes(self) -> int:
@@ -181,6 +184,7 @@ class Unit:
                     kept[len(names)] = leaf.detach()
                     names.append(None)
             self.masters.append(entry.held)
+        self.layout = self.lay_out()  # files have contiguous weights
         self.master = FileMaster(self.layout, names, kept, source, bounce)
         self.placed = list(self.masters)
 
@@ -222,7 +226,7 @@ class Unit:
         with torch.no_grad(), torch.inference_mode(False):
             if entry.scale is None:
                 return assemble(iter([leaf.to(device, copy=True) for leaf in leaves]), entry.wrapper)
-            copy = torch.empty(leaves[0].shape, dtype=self.wide_dtypes[name], device=device)
+            copy = torch.empty_like(leaves[0], dtype=self.wide_dtypes[name], device=device)
             upcast_into(copy, leaves[0].to(device), entry.scale)
             return copy
 

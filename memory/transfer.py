@@ -26,6 +26,7 @@ from .units import slab_offsets
 __all__ = [
     "Bounce",
     "CopyStream",
+    "Form",
     "SlabLayout",
     "StagingSlot",
     "Stopwatch",
@@ -35,23 +36,49 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """What a tensor is apart from its contents; the strides leave no gaps and overlap nowhere."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Form:
+        """Return the form of a dense copy; a dense tensor's own strides. What has no memory is to be contiguous."""
+        if tensor.is_meta:
+            strides = torch.empty(tensor.shape, device="meta").stride()
+        else:
+            strides = torch.empty_like(tensor, device="meta").stride()
+        return cls(tensor.shape, dtype or tensor.dtype, strides)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a tensor in the order of this form; copies it if it has other strides."""
+        if tensor.stride() != self.strides:
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
 class SlabLayout:
     """Where the tensors of one block lie in a flat slab of bytes; the same on the host and on a device."""
 
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
+    forms: tuple[Form, ...]
     offsets: tuple[int, ...]
     slab_bytes: int
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> SlabLayout:
-        offsets, slab_bytes = slab_offsets(shape.numel() * dtype.itemsize for shape, dtype in tensors)
-        shapes, dtypes = tuple(shape for shape, _ in tensors), tuple(dtype for _, dtype in tensors)
-        return cls(shapes, dtypes, tuple(offsets), slab_bytes)
+    def of(cls, forms: Sequence[Form]) -> SlabLayout:
+        offsets, slab_bytes = slab_offsets(form.num_bytes for form in forms)
+        return cls(tuple(forms), tuple(offsets), slab_bytes)
 
     def end_of(self, place: int) -> int:
         """Return where a tensor ends in the slab."""
-        return self.offsets[place] + self.shapes[place].numel() * self.dtypes[place].itemsize
+        return self.offsets[place] + self.forms[place].num_bytes
 
     def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors as views into a slab of uint8; allocates nothing.
@@ -61,8 +88,8 @@ class SlabLayout:
         """
         with torch.inference_mode(False), torch.no_grad():
             return [
-                slab[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape).detach()
-                for shape, dtype, offset in zip(self.shapes, self.dtypes, self.offsets, strict=True)
+                slab[offset : offset + form.num_bytes].view(form.dtype).as_strided(form.shape, form.strides).detach()
+                for form, offset in zip(self.forms, self.offsets, strict=True)
             ]
 
 
