@@ -10,10 +10,12 @@ second thread waits for the first.
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -26,9 +28,9 @@ from .blocks import has_skips
 from .compiling import CompiledBlocks
 from .component import Component, is_callable
 from .devices import Device
-from .entries import find_entries
+from .entries import Entry, find_entries, read_weights
 from .errors import InvalidInput, UnsafeState
-from .footprint import fixed_tensors
+from .footprint import bounce_buffer_bytes, fixed_tensors
 from .ledger import Kind, Ledger
 from .masters import FileMaster
 from .pinning import PAGE_BYTES
@@ -37,10 +39,9 @@ from .residency import Unit
 from .share import Share
 from .source import WeightsSource
 from .split import Hops
-from .tiers import BOUNCE_BUFFER_BYTES
 from .transfer import allocate_slabs
 
-__all__ = ["Attachment", "refuse_managed"]
+__all__ = ["Attachment", "Ending", "refuse_managed"]
 
 # The kinds of components whose blocks run one after the other on one stream of hidden states.
 CHAINS = ("diffusion", "text", "vision")
@@ -49,16 +50,30 @@ attached: WeakSet[Attachment] = WeakSet()
 """All that have hooks in place, of every manager."""
 
 
+class Ending(enum.Enum):
+    """What the module holds when its attachment ends."""
+
+    RESTORED = "restored"
+    """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
+    HANDED_OVER = "handed over"
+    """What rests in its file stays there, for the attachment that comes next; all else is in plain memory."""
+    TAKEN_BACK = "taken back"
+    """What it held before it was attached."""
+    DISCARDED = "discarded"
+    """Shapes without memory; nothing is copied or read."""
+
+
 class Attachment:
     """One component attached to its module: packed in host memory, hooked, and loadable by plan.
 
     Args:
         acquire: called on the outermost entry; loads the component or raises, and holds the lease.
         give_back: called when the outermost entry is left, also by an exception.
-        guards_state: make ``state_dict()`` wide and refuse loading while weights rest in eight bits; a host that
-            reads and writes single weights does without.
+        guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
+            file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
+        after: the attachment whose place this one takes.
     """
 
     def __init__(
@@ -75,6 +90,7 @@ class Attachment:
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
+        after: Attachment | None = None,
     ) -> None:
         self.owner = owner
         self.module = module
@@ -96,15 +112,39 @@ class Attachment:
         self.host_bytes = Counter[str]()
         """What the masters take of host memory, by tier."""
         self.was_refused = False
-        """Whether the driver would not page-lock all that the plan wanted."""
+        """Whether the driver would not page-lock all the masters that the plan wanted to be."""
+        self.told_refusal = False
+        self.changed_dtype: torch.dtype | None = None
+        """What somebody changed the weights to, and was not told yet that it was taken back."""
+        self.is_attached = False
         self.is_loaded = False
         self.shares = self.build_shares(devices)
+        self.came_bare = frozenset(
+            entry.spec.name for unit in self.units for entry in unit.entries if entry.held.is_meta
+        )
+        """The weights that came under management without memory."""
+        self.written = frozenset[str]()
+        """The weights that are not what their file has any more."""
+        if after is not None:
+            self.came_bare, self.written = after.came_bare, after.written
         self.share_of = {number: share for share in self.shares for number in share.blocks}
 
     @property
     def primary(self) -> Device:
         """Where inputs go and outputs come back: the device of the rest."""
         return self.shares[0].device
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for share in self.shares for unit in share.units]
+
+    def tell_refusal(self) -> bool:
+        """Whether the driver would not page-lock all that the plan wanted; true once."""
+        refused = self.was_refused or any(
+            share.bounce is not None and share.bounce.was_refused for share in self.shares
+        )
+        tells, self.told_refusal = refused and not self.told_refusal, self.told_refusal or refused
+        return tells
 
     @property
     def bytes_moved(self) -> int:
@@ -133,9 +173,8 @@ class Attachment:
 
     def measure(self) -> None:
         """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
-        for share in self.shares:
-            for unit in share.units:
-                unit.measure()
+        for unit in self.units:
+            unit.measure()
 
     def attach(self) -> None:
         """Pack the masters and put the hooks in place; on failure the module is as it was.
@@ -152,8 +191,9 @@ class Attachment:
                     self.pack(share, packed)
         except BaseException:
             for unit in packed:
-                unit.unpack(taken_back=True)
+                unit.unpack(unit.bare)
             raise
+        self.is_attached = True
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
         for unit in packed:
@@ -164,7 +204,7 @@ class Attachment:
                 blocks = [self.module.get_submodule(block.name) for block in self.component.blocks]
                 self.compiled = CompiledBlocks(blocks, self.primary.torch_device)
         except BaseException:
-            self.detach()
+            self.detach(Ending.TAKEN_BACK)
             raise
 
     def pack(self, share: Share, packed: list[Unit]) -> None:
@@ -173,6 +213,7 @@ class Attachment:
             units = [unit for unit in share.units if unit.cast_names]
             for unit in share.units:
                 if unit not in units:
+                    packed.append(unit)
                     unit.fill(self.source)
         else:
             units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
@@ -194,54 +235,62 @@ class Attachment:
         self.was_refused = self.was_refused or slabs.was_refused
 
     def leave_in_file(self, share: Share, packed: list[Unit]) -> None:
-        """Let a share's masters rest in their file; they pass through buffers as wide as a block."""
+        """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for unit in share.units:
             packed.append(unit)
-            unit.rest_in_file(self.source, share.bounce)
+            unit.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(unit.master, FileMaster)
             self.host_bytes["host"] += unit.master.kept_bytes
-        largest = max((unit.slab_bytes for unit in share.blocks.values()), default=0)
-        share.bounce_bytes = largest or min(share.fixed.slab_bytes, BOUNCE_BUFFER_BYTES)
+        share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
+        share.locks_bounce = bool(self.plan.pinned_bytes)
 
     def charge_host(self, num_bytes: int) -> None:
         if num_bytes:
             self.host_bytes["host"] += num_bytes
             self.ledger.charge("host", self.owner, Kind.WEIGHTS, num_bytes)
 
-    def detach(self, *, restores: bool = True) -> None:
-        """Leave every device, remove every hook, give the module ordinary tensors again. Idempotent.
-
-        Args:
-            restores: without it the module ends without memory, and nothing is copied or read.
+    def detach(self, ending: Ending = Ending.RESTORED) -> None:
+        """Leave every device, remove every hook, give the module what the ending says. Idempotent.
 
         Raises:
             InvalidInput: weights rest in a file that is not what it was; they stay without memory.
         """
         for handle in self.handles:
             handle.remove()
-        if not self.handles:
+        if not self.is_attached:
             return
-        self.handles = []
+        self.handles, self.is_attached = [], False
         attached.discard(self)
         self.heal_for(None)
         if self.compiled is not None:
             self.compiled.release()
         self.unload()
+        if self.plan.tier == "disk":
+            left = [unit for unit in self.units if unit.host_slab is not None]
+            self.written |= {entry.spec.name for unit in left for entry in unit.entries if not entry.is_buffer}
         error: InvalidInput | None = None
-        for share in self.shares:
-            for unit in share.units:
-                if unit.master is not None:
-                    unit.charge_host = lambda num_bytes: None
-                    try:
-                        unit.unpack() if restores else unit.discard()
-                    except InvalidInput as problem:
-                        error = error or problem
+        for unit in self.units:
+            unit.charge_host = lambda num_bytes: None
+            try:
+                self.end_unit(unit, ending)
+            except InvalidInput as problem:
+                error = error or problem
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         self.acquire = self.give_back = refuse_released  # they refer to the manager's member, and it to us
         if error is not None:
             raise error
+
+    def end_unit(self, unit: Unit, ending: Ending) -> None:
+        if ending is Ending.DISCARDED:
+            unit.discard()
+        elif ending is Ending.TAKEN_BACK:
+            unit.unpack(unit.bare)
+        elif ending is Ending.HANDED_OVER:
+            unit.unpack(unit.names_in_file)
+        else:  # half of a model's weights without memory would be of use to nobody
+            unit.unpack(unit.names_in_file & self.came_bare if not self.written else ())
 
     def hook(self) -> None:
         attached.add(self)
@@ -250,12 +299,12 @@ class Attachment:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
-        if self.plan.cast and self.guards_state:
-            # torch marks the function it is given, which a bound method does not allow.
-            widen = self.module.register_state_dict_post_hook(lambda *args: self.widen_state_dict(*args))  # type: ignore[no-untyped-call]
-            self.handles.append(widen)
-            refuse = self.module.register_load_state_dict_pre_hook(refuse_loading)  # type: ignore[no-untyped-call]
-            self.handles.append(refuse)
+        if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
+            for path, module in self.module.named_modules():
+                # torch marks the function it is given, which a bound method does not allow.
+                complete = partial(self.complete_state_dict, f"{path}." if path else "")
+                self.handles.append(module.register_state_dict_post_hook(complete))
+                self.handles.append(module.register_load_state_dict_pre_hook(self.refuse_loading))
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:
@@ -392,6 +441,24 @@ class Attachment:
 
     # -- what others do with the module
 
+    def put_back(self) -> None:
+        """Undo what ``Module.to`` and its like did to the weights. Takes about a microsecond per block to see nothing.
+
+        The caller holds the manager's lock.
+        """
+        if self.guards_state and any(unit.is_moved() for unit in self.units):
+            for unit in self.units:  # a block's buffers are in another unit than its weights
+                self.changed_dtype = unit.put_back() or self.changed_dtype
+
+    def refuse_changed_dtype(self) -> None:
+        """Tell, once, whoever changed the dtype of the weights. Raises `UnsafeState`."""
+        if self.changed_dtype is not None:
+            dtype, self.changed_dtype = self.changed_dtype, None
+            raise UnsafeState(
+                f"{self.owner}: its weights were changed to {dtype}, which has been undone: "
+                "release it before changing its dtype"
+            )
+
     def settle(self) -> None:
         """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
         self.heal_for(None)
@@ -401,13 +468,34 @@ class Attachment:
             if share.streamer is not None:
                 share.streamer.area.forget()
 
-    def widen_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put wide weights where eight-bit ones without their scales would be; costs their wide bytes in RAM."""
-        for share in self.shares:
-            for unit in share.units:
-                for name in unit.cast_names:
-                    if prefix + name in state:
-                        state[prefix + name] = unit.wide(name, torch.device("cpu"))
+    def complete_state_dict(
+        self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        """Put real weights where shapes without memory, or eight bits without their scale, would be.
+
+        Costs their bytes in RAM, and one reading of what rests in files.
+
+        Args:
+            path: where the module is in ours, with a dot behind it.
+        """
+        if module is not self.module and prefix:
+            return  # whoever asked a module around it completes the whole
+        bare: dict[str, tuple[Entry, list[str]]] = {}
+        for unit in self.units:
+            for entry in unit.entries:
+                names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
+                keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
+                if keys and state[keys[0]].is_meta:
+                    bare[entry.spec.name] = entry, keys
+                elif keys and entry.scale is not None:
+                    state[keys[0]] = unit.wide(entry.spec.name, torch.device("cpu"))
+        weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
+        for (_, keys), weight in zip(bare.values(), weights, strict=True):
+            state.update(dict.fromkeys(keys, weight))
+
+    def refuse_loading(self, *_: Any) -> None:
+        rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
+        raise UnsafeState(f"{self.owner} rests {rests}: release it before loading other weights into it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
@@ -437,12 +525,14 @@ class Attachment:
 
     def shrink(self, device: str, num_bytes: int) -> int:
         """Give back at least so many bytes of one device if they are there; returns them."""
+        self.put_back()
         freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
         self.is_loaded = False
         return freed
 
     def unload(self) -> int:
         """Leave every device; returns the bytes freed."""
+        self.put_back()
         self.is_loaded = False
         return sum(share.unload() for share in self.shares)
 
@@ -456,10 +546,6 @@ def refuse_backward(output: Any, block: str) -> None:
     for tensor in tree_leaves(output):
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
-
-
-def refuse_loading(module: nn.Module, *_: Any) -> None:
-    raise UnsafeState(f"{type(module).__name__} rests in eight bits: release it before loading other weights into it")
 
 
 def refuse_managed(module: nn.Module) -> None:

@@ -56,7 +56,8 @@ def load_model(
 ) -> nn.Module:
     """Return the model of a file, in eval mode, with its weights still in the file ([Note: bare modules]).
 
-    Costs the header and the buffers. Each weight gets the dtype that it is stored in.
+    Costs the header and the buffers. Each weight gets the dtype that it is stored in. What was managed since and still
+    rests in the file when it is released is such a module again: `manage` it or `load_weights` into it.
 
     Args:
         path: a safetensors file; one of the shards of a model, which stands for all; or a list of files.

@@ -157,9 +157,16 @@ def component_from_module(
         largest_bytes=largest_bytes,
         pattern=pattern,
     )
+    aliases_of: dict[int, list[str]] = defaultdict(list)
+    for buffer_name, buffer in module.named_buffers(remove_duplicate=False):
+        aliases_of[id(buffer)].append(buffer_name)
     buffers = tuple(
         TensorSpec(
-            name=name, dtype=SAFETENSORS_NAMES[str(buffer.dtype)], shape=tuple(buffer.shape), leaves=leaf_bytes(buffer)
+            name=name,
+            dtype=SAFETENSORS_NAMES[str(buffer.dtype)],
+            shape=tuple(buffer.shape),
+            leaves=leaf_bytes(buffer),
+            other_names=tuple(aliases_of[id(buffer)][1:]),
         )
         for name, buffer in module.named_buffers()
     )

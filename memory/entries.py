@@ -12,7 +12,18 @@ from .component import TensorSpec
 from .leaves import Wrapper, leaves_of
 from .source import WeightsSource
 
-__all__ = ["Entry", "as_held", "assemble", "copy_leaves", "find_entries", "read_weight", "repoint", "split_owner"]
+__all__ = [
+    "Entry",
+    "as_held",
+    "assemble",
+    "copy_leaves",
+    "fill_entries",
+    "find_entries",
+    "read_weight",
+    "read_weights",
+    "repoint",
+    "split_owner",
+]
 
 EMPTY = torch.empty(0)
 
@@ -39,6 +50,10 @@ class Entry:
         tensor = (module._buffers if self.is_buffer else module._parameters)[name]
         assert tensor is not None
         return tensor
+
+    @property
+    def is_plain_buffer(self) -> bool:
+        return self.is_buffer and self.wrapper is None
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
@@ -101,11 +116,28 @@ def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
 
 
 def read_weight(entry: Entry, source: WeightsSource | None) -> torch.Tensor:
-    assert source is not None
-    with torch.inference_mode(False):
-        weight = torch.empty(entry.held.shape, dtype=entry.held.dtype)
-    source.read_into([(entry.spec.name, weight)])
+    (weight,) = read_weights([entry], source)
     return weight
+
+
+def read_weights(
+    entries: Sequence[Entry], source: WeightsSource | None, *, drop_pages: bool = False
+) -> list[torch.Tensor]:
+    """Return weights of the files in memory of their own, read in one go. Raises as `WeightsSource.read_into`."""
+    with torch.inference_mode(False):
+        weights = [torch.empty(entry.held.shape, dtype=entry.held.dtype) for entry in entries]
+    if entries:
+        assert source is not None
+        targets = [(entry.spec.name, weight) for entry, weight in zip(entries, weights, strict=True)]
+        source.read_into(targets, drop_pages=drop_pages)
+    return weights
+
+
+def fill_entries(entries: Sequence[Entry], source: WeightsSource | None) -> None:
+    """Give memory to those that the module has on the meta device, with what the files have of them."""
+    bare = [entry for entry in entries if entry.held.is_meta]
+    for entry, weight in zip(bare, read_weights(bare, source), strict=True):
+        repoint(entry, [weight])
 
 
 def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:

@@ -8,10 +8,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .component import Block, Component, TensorSpec
-from .units import slab_offsets
+from .pinning import PAGE_BYTES
+from .units import MIB, align_up, slab_offsets
 from .upcast import stored_bytes
 
-__all__ = ["all_resident_bytes", "block_bytes", "fixed_tensors", "least_bytes", "resting_bytes", "wide_bytes"]
+__all__ = [
+    "NUM_BOUNCE_BUFFERS",
+    "all_resident_bytes",
+    "block_bytes",
+    "bounce_buffer_bytes",
+    "fixed_tensors",
+    "least_bytes",
+    "resting_bytes",
+    "wide_bytes",
+]
+
+# Two per device: the file is read into one while the other is copied.
+NUM_BOUNCE_BUFFERS = 2
+BOUNCE_BUFFER_BYTES = 64 * MIB
 
 
 def fixed_tensors(component: Component, blocks: Sequence[int], *, first: bool) -> list[TensorSpec]:
@@ -46,6 +60,16 @@ def block_bytes(block: Block, cast: frozenset[str]) -> int:
 def wide_bytes(block: Block, cast: frozenset[str]) -> int:
     """Return the bytes of the block's cast weights once widened."""
     return slab_bytes(tensor.weight_bytes for tensor in block.tensors if tensor.name in cast)
+
+
+def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: bool) -> int:
+    """Return how wide each buffer is through which a file reaches the device of these blocks: whole pages.
+
+    As wide as the largest of what moves at once, but no wider than `BOUNCE_BUFFER_BYTES`: more passes in windows.
+    """
+    sizes = [block_bytes(component.blocks[number], frozenset()) for number in blocks]
+    largest = max([*sizes, resting_bytes(fixed_tensors(component, blocks, first=first))])
+    return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
 
 
 def least_bytes(component: Component, blocks: Sequence[int], cast: frozenset[str], *, first: bool) -> int:

@@ -117,9 +117,13 @@ class Managed:
         return self.plan
 
     def release(self) -> None:
-        """Leave every device and hook. Weights that rested in eight bits come back widened. Idempotent.
+        """Leave every device and hook; the modules have their weights in plain memory. Idempotent.
+
+        Weights that rested in eight bits come back widened. Those that rest in their file are read from it, except
+        where the module came without memory and nobody wrote to it: it goes without, and `load_weights` reads them.
 
         Raises:
+            InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
             UnsafeState: another thread computes with them.
         """
         busy = [member.id for member in self.members if member.attachment.is_busy_elsewhere()]

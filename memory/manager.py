@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attachment import Attachment
+from .attachment import Attachment, Ending
 from .books import Recorder
 from .component import Component
 from .devices import Device, HostMemory, list_devices
@@ -231,22 +231,23 @@ class MemoryManager:
                 kinds=kinds,
                 sources=sources,
                 patterns=next((member.patterns for member in members), None),
+                in_file=[member.name for member in members if member.attachment.plan.tier == "disk"],
             )
             before = [(member, member.attachment, member.profile) for member in members]
             try:
                 for member, component in zip(members, components, strict=True):
-                    self.detach(member)
+                    self.detach(member, Ending.HANDED_OVER)
                     self.give(member, profile)
-                    source = sources.get(component.name)
-                    self.prepare(member, modules[member.name], component, plan[component.name], source)
+                    new = component, plan[component.name], sources.get(component.name)
+                    self.prepare(member, modules[member.name], *new, after=member.attachment)
                     self.attach(member)
             except BaseException:
                 for member, attachment, old_profile in before:
                     if member.attachment is not attachment or member.id not in self.members:
-                        self.detach(member)
+                        self.detach(member, Ending.HANDED_OVER)
                         self.give(member, old_profile)
                         old = attachment.component, attachment.plan, attachment.source
-                        self.prepare(member, attachment.module, *old)
+                        self.prepare(member, attachment.module, *old, after=member.attachment)
                         self.attach(member)
                 raise
             self.epoch += 1
@@ -262,10 +263,12 @@ class MemoryManager:
         component: Component,
         plan: ComponentPlan,
         source: WeightsSource | None,
+        *,
+        after: Attachment | None = None,
     ) -> None:
-        """Build a component's attachment, and refuse what cannot be attached; changes nothing."""
+        """Build a component's attachment, in place of another, and refuse what cannot be attached; changes nothing."""
         if not member.is_hosted:
-            refuse_unsuitable(module, component.name, self.members.values(), has_file=component.has_file)
+            refuse_unsuitable(module, component, self.members.values(), source)
         refuse_shared_split(module, component, plan)
         member.attachment = Attachment(
             member.id,
@@ -279,19 +282,22 @@ class MemoryManager:
             guards_state=not member.is_hosted,
             source=source,
             compiles=member.profile.compile,
+            after=after,
         )
         member.attachment.measure()
 
     def attach(self, member: Member) -> None:
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
-            has_file = attachment.component.has_file
-            refuse_unsuitable(attachment.module, member.name, self.members.values(), has_file=has_file)
+            refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
         attachment.attach()
         self.members[member.id] = member
         for reason in plan.reasons:
             self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
-        if member.attachment.was_refused:
+        self.note_refusal(member)
+
+    def note_refusal(self, member: Member) -> None:
+        if member.attachment.tell_refusal():
             reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
 
@@ -314,14 +320,14 @@ class MemoryManager:
             finally:
                 self.lock.release()
 
-    def detach(self, member: Member) -> None:
+    def detach(self, member: Member, ending: Ending | None = None) -> None:
         if self.members.get(member.id) is not member:
             return
         freed = self.ledger.places(member.id)
         del self.members[member.id]
         self.epoch += 1
         try:
-            member.attachment.detach(restores=member.restores)
+            member.attachment.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
         finally:
             self.moved_by_released += member.attachment.bytes_moved
             for place, num_bytes in freed.items():
@@ -342,6 +348,7 @@ class MemoryManager:
 
         Raises:
             DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
+            UnsafeState: somebody changed the dtype of the weights; that is undone.
         """
         with self.exclusive():
             member.leases += 1
@@ -349,6 +356,8 @@ class MemoryManager:
             try:
                 self.recorder.sample()
                 self.heal_abandoned(member)
+                member.attachment.put_back()
+                member.attachment.refuse_changed_dtype()
                 outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.epoch
                 if outdated and not member.is_hosted:
                     self.admit(member)
@@ -420,6 +429,7 @@ class MemoryManager:
             self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
             raise
         finally:
+            self.note_refusal(member)
             self.recorder.sample()
         member.planned_in_epoch = self.epoch
         if queued:

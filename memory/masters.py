@@ -1,16 +1,17 @@
 """The master of one unit: the one complete copy of its weights, from which every device copy is made.
 
 It is a slab of host memory, or, at tier ``disk``, the file that the weights came from. A file costs no RAM while the
-unit is not on a device; on its way there it passes through two bounce buffers, block by block, and its pages leave the
-system's cache behind it. What no file has (buffers, a host's patches) stays in host memory.
+unit is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
+the system's cache behind it. What no file has (buffers, weights that were written to) stays in host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from .reading import Target
 from .source import WeightsSource
 from .transfer import Bounce, CopyStream, SlabLayout
 
@@ -62,42 +63,52 @@ class FileMaster:
     def kept_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.kept.values())
 
+    def address_of(self, place: int) -> int:
+        """Return where in host memory a leaf is while it rests; 0 for one that rests in the file."""
+        return self.kept[place].data_ptr() if place in self.kept else 0
+
+    def resting_leaves(self) -> list[torch.Tensor]:
+        """Return the leaves that are in host memory, and for the others shapes without memory."""
+        with torch.inference_mode(False):
+            return [
+                self.kept[place] if place in self.kept else torch.empty(form.shape, dtype=form.dtype, device="meta")
+                for place, form in enumerate(self.layout.forms)
+            ]
+
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
-        """Read the weights and queue their copies, piece by piece; returns when all are read.
+        """Read a part of the slab and queue its copies, window by window; returns when all is read.
+
+        A window is what a bounce buffer holds of the slab, wherever that cuts a weight.
 
         Raises:
             InvalidInput: the file is not what it was.
         """
-        stop = begin + target.numel()
-        for first, last in self.pieces():
-            start, end = self.layout.offsets[first], self.layout.end_of(last - 1)
-            if start < stop and end > begin:
-                buffer = self.bounce.take(end - start)
-                self.read_leaves(range(first, last), self.layout.views(buffer, first, last))
-                low, high = max(start, begin), min(end, stop)
-                self.bounce.send(buffer[low - start : high - start], target[low - begin : high - begin])
+        for done in range(0, target.numel(), self.bounce.buffer_bytes):
+            part = target[done : done + self.bounce.buffer_bytes]
+            window = self.bounce.take()[: part.numel()]
+            self.read_window(begin + done, window)
+            self.bounce.send(window, part)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield runs of leaves that fit a bounce buffer; a leaf that does not is a run of its own."""
-        first = 0
-        for last in range(1, len(self.names) + 1):
-            if last == len(self.names) or (
-                self.layout.end_of(last) - self.layout.offsets[first] > self.bounce.buffer_bytes
-            ):
-                yield first, last
-                first = last
+    def differs(self, slab: torch.Tensor) -> bool:
+        """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
+        for name, view in zip(self.names, self.layout.views(slab), strict=True):
+            if name is not None:
+                stored = torch.empty(view.nbytes, dtype=torch.uint8)
+                self.source.read_into([(name, stored)], drop_pages=True)
+                if not torch.equal(stored, view.reshape(-1).view(torch.uint8)):
+                    return True
+        return False
 
-    def read_into(self, slab: torch.Tensor) -> None:
-        """Fill a slab of host memory with all weights. Raises as `copy_to`."""
-        self.read_leaves(range(len(self.names)), self.layout.views(slab))
-
-    def read_leaves(self, places: range, views: Sequence[torch.Tensor]) -> None:
-        targets = []
-        for place, view in zip(places, views, strict=True):
-            name = self.names[place]
+    def read_window(self, begin: int, window: torch.Tensor) -> None:
+        """Fill host memory with what a slab has from this byte on; what lies between its weights stays as it is."""
+        targets: list[Target] = []
+        for place, (name, offset) in enumerate(zip(self.names, self.layout.offsets, strict=True)):
+            first, last = max(begin, offset), min(begin + window.numel(), self.layout.end_of(place))
+            if first >= last:
+                continue
+            part = window[first - begin : last - begin]
             if name is None:
-                with torch.no_grad():
-                    view.copy_(self.kept[place])
+                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
             else:
-                targets.append((name, view))
+                targets.append((name, part, first - offset))
         self.source.read_into(targets, drop_pages=True)

@@ -13,6 +13,7 @@ from .component import Component
 from .errors import InvalidInput
 from .plan import ComponentPlan
 from .profile import OffloadProfile
+from .source import WeightsSource
 from .units import MIB, format_bytes
 
 __all__ = ["Member", "Watermark", "default_watermark", "refuse_shared_split", "refuse_unsuitable"]
@@ -70,8 +71,11 @@ class Member:
         """What each block was seen to take to compute, in the order in which they ran."""
 
 
-def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member], *, has_file: bool) -> None:
+def refuse_unsuitable(
+    module: nn.Module, component: Component, members: Iterable[Member], source: WeightsSource | None
+) -> None:
     """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
+    name = component.name
     owners = {id(parameter): other.id for other in members for parameter in other.attachment.module.parameters()}
     if hasattr(module, "_hf_hook"):
         raise InvalidInput(f"{name} has accelerate's hooks; remove them first, as with pipe.remove_all_hooks()")
@@ -79,9 +83,15 @@ def refuse_unsuitable(module: nn.Module, name: str, members: Iterable[Member], *
         if id(parameter) in owners:
             owner = owners[id(parameter)]
             raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
-        if parameter.device.type != "cpu" and not (parameter.is_meta and has_file):
+        if parameter.device.type != "cpu" and not (parameter.is_meta and component.has_file):
             raise InvalidInput(
                 f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
+            )
+    for spec in component.buffers:
+        if module.get_buffer(spec.name).is_meta and not (source is not None and source.holds(spec)):
+            raise InvalidInput(
+                f"{name}: buffer {spec.name!r} is on meta, and no file has it as {spec.dtype} {list(spec.shape)}; "
+                "allowed: one that its file has as it is, or with memory on cpu"
             )
 
 

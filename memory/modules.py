@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -31,6 +31,7 @@ def plan_modules(
     kinds: Mapping[str, str],
     sources: Mapping[str, WeightsSource],
     patterns: Mapping[str, str] | None = None,
+    in_file: Collection[str] = (),
 ) -> tuple[list[Component], Plan]:
     """Return the components that modules are and their plan; moves nothing.
 
@@ -41,6 +42,7 @@ def plan_modules(
         kinds: component kinds by name, where they are known; names suggest the others.
         sources: the files of components by name.
         patterns: what a block is, by component, as in `find_blocks`; those are not cut.
+        in_file: the components whose weights rest in their file, whatever is on a device now.
     """
     largest_bytes: int | None = None
     coarser: list[Component] = []
@@ -57,7 +59,7 @@ def plan_modules(
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
             asked = placement.item_for(name, kind).tier == "disk" or covers(profile.on_demand, name, kind)
-            bare = any(parameter.is_meta for parameter in module.parameters())
+            bare = name in in_file or any(parameter.is_meta for parameter in module.parameters())
             has_file = name in sources and (asked or bare) and sources[name].covers(component)
             components.append(replace(component, has_file=has_file))
         if components == coarser and found is not None:

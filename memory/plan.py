@@ -132,7 +132,7 @@ class Plan:
         for plan in self.components:
             limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
             budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))
-        pinned = tuple(plan.component for plan in self.components if plan.pinned)
+        pinned = tuple(plan.component for plan in self.components if plan.pinned_bytes)
         on_demand = tuple(plan.component for plan in self.components if plan.tier == "disk")
         return str(replace(self.profile, budgets=tuple(budgets), pinned=pinned, on_demand=on_demand))
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
+from typing import TypeAlias
 
 import torch
 
@@ -20,7 +21,7 @@ from .errors import InvalidInput
 from .units import MIB, align_up
 from .weights import TORCH_NAMES, FileVersion, WeightsHeader
 
-__all__ = ["WeightsFile", "torch_dtype"]
+__all__ = ["Target", "WeightsFile", "torch_dtype"]
 
 # Where in a file one read begins and the next ends. With two threads the fastest of 1 to 32 MiB where the system reads
 # 8 MiB ahead (there more threads and longer reads run out of its window) and where it reads 128 KiB ahead.
@@ -29,7 +30,10 @@ NUM_THREADS = 2
 # Linux and macOS take no more in one call.
 MAX_BUFFERS = 1024
 
-Chunk = tuple[int, list[memoryview]]
+Target: TypeAlias = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, int]
+"""The name of a stored tensor, what it fills, and from which of its bytes on; without that all of them."""
+
+Chunk: TypeAlias = tuple[int, list[memoryview]]
 """Where in the file a read begins, and what it fills, in this order."""
 
 
@@ -43,15 +47,16 @@ class WeightsFile:
 
     def read_into(
         self,
-        targets: Iterable[tuple[str, torch.Tensor]],
+        targets: Iterable[Target],
         *,
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
     ) -> None:
         """Fill CPU tensors with the bytes of named tensors, in the order of the file; returns when all are there.
 
-        A target is contiguous and has exactly the tensor's bytes, in whatever dtype; the bytes come as they are stored.
-        Takes no memory beside the targets. Counts as a write to each of them.
+        A target is contiguous and takes exactly the tensor's bytes, in whatever dtype, or a row of them; no byte is
+        asked for twice. The bytes come as they are stored. Takes no memory beside the targets. Counts as a write to
+        each of them.
 
         ``progress`` is called in this thread with the bytes done so far, every 4 MiB or sooner. What it raises stops
         the reading and is raised here, after the reads that have begun. ``drop_pages`` takes what was read out of the
@@ -76,17 +81,21 @@ class WeightsFile:
                         progress(num_done)
                 self.check_unchanged(file)
         finally:
-            torch.autograd.graph.increment_version([tensor for _, tensor in targets])
+            torch.autograd.graph.increment_version([target[1] for target in targets])
 
-    def locate(self, targets: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[int, memoryview]]:
+    def locate(self, targets: Sequence[Target]) -> list[tuple[int, memoryview]]:
         """Return where the bytes of each target begin in the file, and its memory, in the order of the file."""
         parts = []
-        for name, target in targets:
+        for target in targets:
+            name, memory = target[0], bytes_of(target[1])
             if name not in self.tensors:
                 raise InvalidInput(f"{self.path}: has no tensor {name!r} among its {len(self.tensors)}")
-            tensor, memory = self.tensors[name], bytes_of(target)
-            assert len(memory) == tensor.weight_bytes, f"{name}: {tensor.weight_bytes} bytes into {len(memory)}"
-            parts.append((tensor.begin, memory))
+            tensor = self.tensors[name]
+            begin = target[2] if len(target) == 3 else 0
+            left = tensor.weight_bytes - begin
+            fits = begin >= 0 and len(memory) <= left if len(target) == 3 else len(memory) == left
+            assert fits, f"{name}: {left} bytes from {begin} on into {len(memory)}"
+            parts.append((tensor.begin + begin, memory))
         return sorted(parts, key=lambda part: (part[0], len(part[1])))
 
     def open(self) -> FileIO:

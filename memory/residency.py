@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from .entries import Entry, as_held, assemble, copy_leaves, read_weight, repoint
+from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weight, read_weights, repoint
+from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
-from .transfer import Bounce, CopyStream, SlabLayout, Stopwatch
+from .transfer import Bounce, CopyStream, Form, SlabLayout, Stopwatch
 from .units import MIB
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 
@@ -34,6 +36,16 @@ class BlockState(enum.Enum):
     """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """The weight of a unit that tells whether they were moved: where its first leaf lies in the slab."""
+
+    entry: Entry
+    index: int
+    offset: int
+    dtype: torch.dtype
+
+
 class Unit:
     """A block, or the fixed tensors of a device: moves as one slab and is in one `BlockState`.
 
@@ -46,31 +58,54 @@ class Unit:
         self.entries = list(entries)
         self.cast_names = cast & {entry.spec.name for entry in entries}
         self.wide_dtypes = {entry.spec.name: entry.held.dtype for entry in entries}
-        forms = [self.stored_forms(entry) for entry in self.entries]
-        self.num_leaves = [len(leaves) for leaves in forms]
-        self.layout = SlabLayout.of([form for leaves in forms for form in leaves])
+        self.num_leaves = [len(self.stored_forms(entry)) for entry in self.entries]
+        self.layout = self.lay_out()
         cast_entries = [entry for entry in self.entries if entry.spec.name in self.cast_names]
-        self.wide_layout = SlabLayout.of([(entry.held.shape, entry.held.dtype) for entry in cast_entries])
+        self.wide_layout = SlabLayout.of([Form.of(entry.held) for entry in cast_entries])
         self.masters: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
         self.master: HostMaster | FileMaster | None = None
         self.device_slab: torch.Tensor | None = None
         self.device_views: list[torch.Tensor] = []
+        self.device_buffers: list[torch.Tensor] = []
         self.loaded_version = 0
         self.ready: torch.Event | None = None
         self.awaited: set[int] = set()
         """The streams that already wait for the copy."""
-        self.bare: set[str] = set()
-        """The weights that came without memory."""
+        self.bare: dict[str, torch.Tensor] = {}
+        """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
+        self.witness = self.choose_witness()
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
-    def stored_forms(self, entry: Entry) -> list[tuple[torch.Size, torch.dtype]]:
+    def lay_out(self) -> SlabLayout:
+        """Return the layout of a slab for what the module holds now."""
+        return SlabLayout.of([form for entry in self.entries for form in self.stored_forms(entry)])
+
+    def stored_forms(self, entry: Entry) -> list[Form]:
         if entry.spec.name in self.cast_names:
-            return [(entry.held.shape, FP8)]
-        return [(leaf.shape, leaf.dtype) for leaf in leaves_of(entry.held)]
+            return [Form.of(entry.held, FP8)]
+        return [Form.of(leaf) for leaf in leaves_of(entry.held)]
+
+    def choose_witness(self) -> Witness | None:
+        """Return the weight that is looked at to see whether they were moved, if there is any with bytes.
+
+        Rather a plain one than a quantized one, whose address takes long to find, a parameter than a buffer, which a
+        forward may replace, and what has a dtype that ``Module.half`` changes.
+        """
+
+        def preference(index: int) -> tuple[bool, ...]:
+            entry = self.entries[index]
+            return entry.wrapper is not None, entry.is_buffer, not entry.held.is_floating_point()
+
+        candidates = [index for index, entry in enumerate(self.entries) if entry.held.numel()]
+        if not candidates:
+            return None
+        index = min(candidates, key=preference)
+        leaf = sum(self.num_leaves[:index])
+        return Witness(self.entries[index], index, self.layout.offsets[leaf], self.layout.forms[leaf].dtype)
 
     @property
     def slab_bytes(self) -> int:
@@ -101,7 +136,7 @@ class Unit:
         """
         self.master = HostMaster(slab)
         to_read = []
-        self.bare = {entry.spec.name for entry in self.entries if entry.held.is_meta}
+        self.remember_bare()
         for entry, views in zip(self.entries, self.leaf_views(slab), strict=True):
             weight = entry.held
             is_cast = entry.spec.name in self.cast_names
@@ -118,41 +153,40 @@ class Unit:
             source.read_into(to_read)
         self.placed = list(self.masters)
 
+    def remember_bare(self) -> None:
+        self.bare = {entry.spec.name: entry.held for entry in self.entries if entry.held.is_meta}
+
     def fill(self, source: WeightsSource | None) -> None:
         """Read weights that the module has on the meta device into memory of their own."""
-        for entry in self.entries:
-            if entry.held.is_meta:
-                repoint(entry, [read_weight(entry, source)])
+        self.remember_bare()
+        fill_entries(self.entries, source)
 
-    def rest_in_file(self, source: WeightsSource, bounce: Bounce) -> None:
-        """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory."""
+    def rest_in_file(self, source: WeightsSource, bounce: Bounce, *, written: Collection[str] = ()) -> None:
+        """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory.
+
+        Buffers are read into memory of their own: a forward may change them.
+
+        Args:
+            written: the weights that are not what the file has any more.
+        """
         names: list[str | None] = []
         kept = {}
+        self.remember_bare()
+        fill_entries([entry for entry in self.entries if entry.is_buffer], source)
         for entry in self.entries:
-            if not entry.is_buffer and source.holds(entry.spec):
+            if not entry.is_buffer and entry.spec.name not in written and source.holds(entry.spec):
                 names.append(entry.spec.name)
-                shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
-                entry.hold(as_held(iter([shape]), entry))
+                if not entry.held.is_meta:
+                    shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
+                    entry.hold(as_held(iter([shape]), entry))
             else:
                 for leaf in leaves_of(entry.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
             self.masters.append(entry.held)
+        self.layout = self.lay_out()  # files have contiguous weights
         self.master = FileMaster(self.layout, names, kept, source, bounce)
         self.placed = list(self.masters)
-
-    def materialize(self) -> int:
-        """Take weights that rest in their file into host memory for good; returns what that costs, 0 if there."""
-        if not isinstance(self.master, FileMaster):
-            return 0
-        with torch.inference_mode(False):
-            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
-        self.master.read_into(slab)
-        freed = self.master.kept_bytes
-        self.master, self.masters = HostMaster(slab), self.held_views(slab)
-        if self.state is BlockState.HOST:
-            self.put(self.masters, BlockState.HOST)
-        return self.slab_bytes - freed
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the views into a slab that make each weight."""
@@ -177,7 +211,6 @@ class Unit:
         """
         index = self.index_of(name)
         entry = self.entries[index]
-        self.charge_host(self.materialize())
         slab = self.host_slab if self.device_slab is None else self.device_slab
         assert slab is not None
         with torch.no_grad():
@@ -188,37 +221,51 @@ class Unit:
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
-        self.charge_host(self.materialize())
         index = self.index_of(name)
         entry, leaves = self.entries[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
             if entry.scale is None:
                 return assemble(iter([leaf.to(device, copy=True) for leaf in leaves]), entry.wrapper)
-            copy = torch.empty(leaves[0].shape, dtype=self.wide_dtypes[name], device=device)
+            copy = torch.empty_like(leaves[0], dtype=self.wide_dtypes[name], device=device)
             upcast_into(copy, leaves[0].to(device), entry.scale)
             return copy
 
-    def unpack(self, *, taken_back: bool = False) -> None:
+    @property
+    def names_in_file(self) -> frozenset[str]:
+        """The weights that rest in their file."""
+        names = self.master.names if isinstance(self.master, FileMaster) else []
+        return frozenset(name for name in names if name is not None)
+
+    def unpack(self, bare: Collection[str] = ()) -> None:
         """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened.
 
-        Weights that rest in their file are read from it.
+        Weights that rest in their file are read from it, in one go.
 
         Args:
-            taken_back: packing failed somewhere; what came without memory goes without.
+            bare: the weights that the module gets without memory.
 
         Raises:
             InvalidInput: a file is not what it was.
         """
-        self.materialize()
-        for entry, master in zip(self.entries, self.masters, strict=False):  # fewer where packing failed half way
-            if taken_back and entry.spec.name in self.bare:
-                repoint(entry, [torch.empty(master.shape, dtype=self.wide_dtypes[entry.spec.name], device="meta")])
-                continue
-            own = leaves_of(self.wide(entry.spec.name, torch.device("cpu")))
-            entry.scale = None
-            if entry.owners:
+        to_read = [entry for entry in self.entries if entry.spec.name in self.names_in_file.difference(bare)]
+        source = self.master.source if isinstance(self.master, FileMaster) else None
+        stored = {
+            entry.spec.name: weight
+            for entry, weight in zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
+        }
+        masters = itertools.chain(self.masters, itertools.repeat(None))  # fewer where packing failed half way
+        for entry, master in zip(self.entries, masters, strict=False):
+            name = entry.spec.name
+            if name in bare:
+                entry.hold(self.bare.get(name, entry.held))
+            elif name in stored:
+                repoint(entry, [stored[name]], lasting=True)
+            elif master is not None and entry.owners:
+                own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
                 entry.hold(master)
-                repoint(entry, own, lasting=True)
+                if own:
+                    repoint(entry, own, lasting=True)
+            entry.scale = None
         self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
 
     def discard(self) -> None:
@@ -237,6 +284,7 @@ class Unit:
             torch.OutOfMemoryError: nothing changed.
         """
         assert self.master is not None and self.device_slab is None
+        self.rest()  # a buffer that was replaced meanwhile goes to the master, before that is copied
         slab, ready = copies.allocate(self.slab_bytes), copies.event()
         telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
         if watch is not None and telling:
@@ -245,9 +293,14 @@ class Unit:
         copies.mark_ready(ready)
         if watch is not None and telling:
             watch.stop(self.slab_bytes, copies.stream)
-        self.device_views = self.held_views(slab)
+        # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
+        views = zip(self.entries, self.held_views(slab), strict=True)
+        self.device_views = [view.data if entry.is_plain_buffer else view for entry, view in views]
+        self.device_buffers = [
+            view for entry, view in zip(self.entries, self.device_views, strict=True) if entry.is_plain_buffer
+        ]
         self.device_slab, self.ready, self.awaited = slab, ready, set()
-        self.loaded_version = self.device_slab._version  # views share the counter: any write to one shows here
+        self.loaded_version = self.device_slab._version
         self.put(self.device_views, BlockState.RESIDENT)
 
     def drop(self) -> int:
@@ -255,25 +308,43 @@ class Unit:
         assert self.device_slab is not None
         self.rest()
         self.save_changes()
-        self.device_slab, self.device_views, self.ready = None, [], None
+        self.device_slab, self.device_views, self.device_buffers, self.ready = None, [], [], None
         self.rest()
         return self.slab_bytes
 
     def save_changes(self) -> None:
         """Keep what was written on the device: counters in buffers, weights loaded into a resident module.
 
-        Weights are read-only at inference, so almost always there is nothing, and nothing is copied back.
+        Weights are read-only at inference, so almost always there is nothing, and nothing is copied back. Those that
+        rest in their file but are not what it has any more stay in host memory from now on.
         """
         assert self.device_slab is not None
-        if self.device_slab._version == self.loaded_version:
+        is_written = self.device_slab._version != self.loaded_version
+        if not is_written and not any(buffer._version for buffer in self.device_buffers):
             return
         with torch.no_grad():
             if self.host_slab is not None:
                 self.host_slab.copy_(self.device_slab)
-            elif isinstance(self.master, FileMaster):  # what was written over weights that have a file is lost
+            elif isinstance(self.master, FileMaster) and not (is_written and self.leave_file(self.master)):
                 views = self.layout.views(self.device_slab)
                 for place, leaf in self.master.kept.items():
-                    leaf.copy_(views[place])
+                    with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
+                        leaf.copy_(views[place])
+
+    def leave_file(self, master: FileMaster) -> bool:
+        """Take what is on the device for the master if it is not what the file has; returns whether that was so."""
+        assert self.device_slab is not None
+        with torch.inference_mode(False):
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
+            slab.copy_(self.device_slab)
+        try:
+            if not master.differs(slab):
+                return False
+        except InvalidInput:  # the file is gone or another one: nobody else has these weights
+            pass
+        self.master, self.masters = HostMaster(slab), self.held_views(slab)
+        self.charge_host(self.slab_bytes - master.kept_bytes)
+        return True
 
     def await_copy(self, copies: CopyStream) -> None:
         """Let the compute stream wait for this unit's own copy, each stream once."""
@@ -306,6 +377,74 @@ class Unit:
             self.put(self.device_views, BlockState.RESIDENT)
         else:
             self.put(self.masters, BlockState.HOST)
+
+    # -- what others did to the module
+
+    def is_moved(self) -> bool:
+        """Whether somebody gave the module other memory or another dtype; looks at one weight of those at rest."""
+        if self.witness is None or not self.witness.entry.owners or self.state is BlockState.COMPUTING:
+            return False
+        held = self.witness.entry.held
+        if self.master is None:  # computes in place
+            return held.device.type != "cpu"
+        leaf = held if self.witness.entry.wrapper is None else leaves_of(held)[0]
+        slab = self.host_slab if self.device_slab is None else self.device_slab
+        if slab is not None:
+            address = slab.data_ptr() + self.witness.offset
+        else:
+            leaf_number = sum(self.num_leaves[: self.witness.index])
+            assert isinstance(self.master, FileMaster)
+            address = self.master.address_of(leaf_number)
+        return leaf.data_ptr() != address or leaf.dtype is not self.witness.dtype
+
+    def put_back(self) -> torch.dtype | None:
+        """Let the module hold the engine's own tensors again; returns the dtype that its weights had been changed to.
+
+        The memory that it held instead is free then. What a forward wrote into buffers stays.
+        """
+        if self.witness is None or self.state is BlockState.COMPUTING:
+            return None
+        if self.master is None:
+            for entry in self.entries:
+                if entry.held.device.type != "cpu":
+                    repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
+            return None
+        changed = leaves_of(self.witness.entry.held)[0].dtype
+        for entry, placed in zip(self.entries, self.placed, strict=True):
+            if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
+                entry.hold(placed)
+        self.masters = self.renewed(self.masters, self.master_leaves())
+        if self.device_slab is not None:
+            self.device_views = [
+                old if entry.is_plain_buffer else new
+                for entry, old, new in zip(
+                    self.entries, self.device_views, self.held_views(self.device_slab), strict=True
+                )
+            ]
+        self.forget_views()
+        self.rest()
+        return None if changed is self.witness.dtype else changed
+
+    def master_leaves(self) -> list[list[torch.Tensor]]:
+        """Return what each master is made of: views into the slab, or, where they rest in their file, shapes."""
+        if self.host_slab is not None:
+            return self.leaf_views(self.host_slab)
+        assert isinstance(self.master, FileMaster)
+        leaves = iter(self.master.resting_leaves())
+        return [list(itertools.islice(leaves, count)) for count in self.num_leaves]
+
+    def renewed(self, masters: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """Return masters that show these leaves, as the objects that they are where torch allows that."""
+        found = []
+        for entry, master, own in zip(self.entries, masters, leaves, strict=True):
+            if entry.is_plain_buffer:  # of those the module gets others
+                found.append(master)
+            elif entry.wrapper is None and torch._has_compatible_shallow_copy_type(master, own[0]):
+                master.data = own[0]
+                found.append(master)
+            else:
+                found.append(as_held(iter(own), entry))
+        return found
 
     def forget_views(self) -> None:
         """Drop the cached views into slots and scratch: they would keep freed slabs alive."""

@@ -43,6 +43,8 @@ class Share:
         self.loading = None if self.copies is None else Stopwatch(self.copies)
         self.bounce_bytes = 0
         """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
+        self.locks_bounce = False
+        """Whether they are to be page-locked."""
         self.scratch: torch.Tensor | None = None
         self.streamer: Streamer | None = None
         self.staging: tuple[int, Places] = (0, ())
@@ -116,7 +118,8 @@ class Share:
             self.fit_scratch(plan.scratch_bytes)
             if self.copies is None:
                 return 0
-            self.open_bounce()
+            if plan.staging_bytes or self.to_load(plan):
+                self.open_bounce()
             self.load_unit(self.fixed)
             self.fit_staging(plan)
             for number in sorted(plan.resident):
@@ -140,14 +143,16 @@ class Share:
 
     def open_bounce(self) -> None:
         if self.bounce is not None and self.bounce_bytes and not self.bounce.buffers:
-            self.bounce.open(self.bounce_bytes)
-            self.ledger.charge(self.bounce.tier, self.owner, Kind.STAGING, 2 * self.bounce_bytes)
+            self.bounce.open(self.bounce_bytes, locks=self.locks_bounce)
+            for tier, num_bytes in self.bounce.host_bytes.items():
+                self.ledger.charge(tier, self.owner, Kind.STAGING, num_bytes)
 
     def close_bounce(self) -> None:
         if self.bounce is not None and self.bounce.buffers:
-            tier = self.bounce.tier
+            held = self.bounce.host_bytes
             self.bounce.close()
-            self.ledger.credit(tier, self.owner, Kind.STAGING, 2 * self.bounce_bytes)
+            for tier, num_bytes in held.items():
+                self.ledger.credit(tier, self.owner, Kind.STAGING, num_bytes)
 
     def fit_scratch(self, num_bytes: int) -> None:
         have = self.scratch.numel() if self.scratch is not None else 0

@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
-
 from .component import Component, TensorSpec
-from .reading import WeightsFile
+from .reading import Target, WeightsFile
 from .weights import TensorHeader, read_header
 
 __all__ = ["WeightsSource"]
@@ -54,16 +52,16 @@ class WeightsSource:
 
     def read_into(
         self,
-        targets: Iterable[tuple[str, torch.Tensor]],
+        targets: Iterable[Target],
         *,
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
     ) -> None:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`."""
-        by_file: dict[Path, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        for name, target in targets:
+        by_file: dict[Path, list[Target]] = defaultdict(list)
+        for name, *rest in targets:
             file, tensor = self.files[name]
-            by_file[file.path].append((tensor.name, target))
+            by_file[file.path].append((tensor.name, *rest))
         files = {file.path: file for file, _ in self.files.values()}
         for path, pairs in by_file.items():
             files[path].read_into(pairs, progress=progress, drop_pages=drop_pages)

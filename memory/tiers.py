@@ -3,7 +3,8 @@
 [Note: host memory] Unlike the bytes of a device, which components take in turns, those of the host are taken by all
 components at once. So one decision is made for all of them: who is in RAM, the diffusion model first, because it is
 read in every step; and which units are page-locked, streamed blocks first, because those are copied in every pass.
-A component at tier ``disk`` costs bounce buffers, through which its file is read.
+A component at tier ``disk`` costs two bounce buffers per device, through which its file is read. Every copy of it
+passes through them, so they are page-locked before all else, if its profile page-locks it at all.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ from dataclasses import dataclass, replace
 
 from .component import Component
 from .errors import InvalidInput, allowed_values
-from .footprint import all_resident_bytes, block_bytes, fixed_tensors, resting_bytes
+from .footprint import (
+    NUM_BOUNCE_BUFFERS,
+    all_resident_bytes,
+    block_bytes,
+    bounce_buffer_bytes,
+    fixed_tensors,
+    resting_bytes,
+)
 from .machine import Machine
 from .pinning import LIMIT_BYTES
 from .placement import PlacementItem
 from .profile import OffloadProfile, covers
 from .share_plan import SharePlan
-from .units import MIB, format_bytes
+from .units import format_bytes
 
 __all__ = ["Masters", "choose_tiers", "lock_pages"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
-# Two per device: the file is read into one while the other is copied. As wide as a slot, or else so wide.
-NUM_BOUNCE_BUFFERS = 2
-BOUNCE_BUFFER_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +77,12 @@ class Masters:
     @property
     def bounce_bytes(self) -> int:
         """The bytes of the buffers through which a file is read; the most there can be until the shares are known."""
-        largest = max((block_bytes(block, frozenset()) for block in self.component.blocks), default=0)
-        widths = [share.streamed_block_bytes or BOUNCE_BUFFER_BYTES for share in self.shares]
-        widths = widths or [max(largest, BOUNCE_BUFFER_BYTES)] * self.num_devices
+        everything = range(len(self.component.blocks))
+        widths = [
+            bounce_buffer_bytes(self.component, share.blocks, first=index == 0)
+            for index, share in enumerate(self.shares)
+        ]
+        widths = widths or [bounce_buffer_bytes(self.component, everything, first=True)] * self.num_devices
         return NUM_BOUNCE_BUFFERS * sum(widths)
 
     @property
@@ -142,17 +150,22 @@ def asked_tier(part: Masters) -> str | None:
 
 
 def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:
-    """Return the masters in RAM with the units that are page-locked: as many as may be, streamed blocks first.
+    """Return the masters with what is page-locked of them: as many units as may be, streamed blocks first.
 
-    What the user placed in page-locked memory comes before all others.
+    The buffers through which files are read come before them, and what the user placed in page-locked memory before
+    what others get.
     """
     left = machine.pinned_bytes
-    left -= min(left, sum(part.bounce_bytes for part in masters if part.tier == "disk"))
+    masters = list(masters)
+    for index, part in sorted(enumerate(masters), key=lambda numbered: numbered[1].rank):
+        if part.tier == "disk" and may_be_pinned(part, profile) and part.bounce_bytes <= left:
+            masters[index] = replace(part, pinned_bytes=part.bounce_bytes)
+            left -= part.bounce_bytes
     pinned: list[dict[str, int]] = [{} for _ in masters]
     candidates = [
         (part.tier is None, not streams, part.rank, index, name, num_bytes)
         for index, part in enumerate(masters)
-        if may_be_pinned(part, profile)
+        if part.tier != "disk" and may_be_pinned(part, profile)
         for name, num_bytes, streams in part.units()
         if 0 < num_bytes < LIMIT_BYTES  # no call locks more at once
     ]
@@ -164,13 +177,15 @@ def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadPro
 
 
 def may_be_pinned(part: Masters, profile: OffloadProfile) -> bool:
-    if part.tier is None:
+    if part.tier in (None, "disk"):
         return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
     return part.tier == "pinned"
 
 
 def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> Masters:
     """Return the masters with their tier settled, and why it is not page-locked RAM for all of them."""
+    if part.tier == "disk":
+        return part if part.pinned_bytes else replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier is not None and part.tier != "pinned":
         return part
     pinned_bytes = sum(pinned.values())
@@ -199,3 +214,11 @@ def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: Off
         pinned_bytes=pinned_bytes,
         reasons=tuple(reasons),
     )
+
+
+def explain(part: Masters, machine: Machine, profile: OffloadProfile) -> str:
+    """Return why the buffers are pageable through which a file is read."""
+    buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
+    if not may_be_pinned(part, profile):
+        return f"{buffers}: profile {profile.name} page-locks others; copies block the host"
+    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be pinned by all components; copies block the host"

@@ -27,6 +27,7 @@ from .units import slab_offsets
 __all__ = [
     "Bounce",
     "CopyStream",
+    "Form",
     "SlabLayout",
     "Stopwatch",
     "allocate_device",
@@ -35,37 +36,60 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class Form:
+    """What a tensor is apart from its contents; the strides leave no gaps and overlap nowhere."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Form:
+        """Return the form of a dense copy; a dense tensor's own strides. What has no memory is to be contiguous."""
+        if tensor.is_meta:
+            strides = torch.empty(tensor.shape, device="meta").stride()
+        else:
+            strides = torch.empty_like(tensor, device="meta").stride()
+        return cls(tensor.shape, dtype or tensor.dtype, strides)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a tensor in the order of this form; copies it if it has other strides."""
+        if tensor.stride() != self.strides:
+            tensor = torch.empty_strided(self.shape, self.strides, dtype=self.dtype).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
 class SlabLayout:
     """Where the tensors of one block lie in a flat slab of bytes; the same on the host and on a device."""
 
-    shapes: tuple[torch.Size, ...]
-    dtypes: tuple[torch.dtype, ...]
+    forms: tuple[Form, ...]
     offsets: tuple[int, ...]
     slab_bytes: int
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[torch.Size, torch.dtype]]) -> SlabLayout:
-        offsets, slab_bytes = slab_offsets(shape.numel() * dtype.itemsize for shape, dtype in tensors)
-        shapes, dtypes = tuple(shape for shape, _ in tensors), tuple(dtype for _, dtype in tensors)
-        return cls(shapes, dtypes, tuple(offsets), slab_bytes)
+    def of(cls, forms: Sequence[Form]) -> SlabLayout:
+        offsets, slab_bytes = slab_offsets(form.num_bytes for form in forms)
+        return cls(tuple(forms), tuple(offsets), slab_bytes)
 
     def end_of(self, place: int) -> int:
         """Return where a tensor ends in the slab."""
-        return self.offsets[place] + self.shapes[place].numel() * self.dtypes[place].itemsize
+        return self.offsets[place] + self.forms[place].num_bytes
 
-    def views(self, slab: torch.Tensor, first: int = 0, last: int | None = None) -> list[torch.Tensor]:
+    def views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors as views into a slab of uint8; allocates nothing.
 
-        ``first`` to ``last``: only these, in a slab that begins with them. Detached ones: they share the slab's
-        version but, unlike views, do not keep its first owner alive once they are pointed elsewhere.
+        Detached ones: they share the slab's version but, unlike views, do not keep its first owner alive once they are
+        pointed elsewhere.
         """
         with torch.inference_mode(False), torch.no_grad():
-            begin = self.offsets[first] if self.offsets else 0
             return [
-                slab[offset - begin : offset - begin + shape.numel() * dtype.itemsize].view(dtype).view(shape).detach()
-                for shape, dtype, offset in zip(
-                    self.shapes[first:last], self.dtypes[first:last], self.offsets[first:last], strict=True
-                )
+                slab[offset : offset + form.num_bytes].view(form.dtype).as_strided(form.shape, form.strides).detach()
+                for form, offset in zip(self.forms, self.offsets, strict=True)
             ]
 
 
@@ -155,9 +179,9 @@ class CopyStream:
 
 
 class Bounce:
-    """Two page-locked buffers through which what is read from a file reaches one device; open while that is loaded.
+    """Two buffers of host memory through which what is read from a file reaches one device; open while that is loaded.
 
-    One is filled by the host while the other is copied.
+    One is filled by the host while the other is copied, if they are page-locked.
     """
 
     def __init__(self, copies: CopyStream) -> None:
@@ -165,33 +189,34 @@ class Bounce:
         self.buffers: list[torch.Tensor] = []
         self.done = [copies.event(), copies.event()]
         self.turn = 0
+        self.host_bytes: dict[str, int] = {}
+        """What the buffers take of host memory, by tier."""
+        self.was_refused = False
+        """Whether the driver would not lock them."""
 
     @property
     def buffer_bytes(self) -> int:
-        return self.buffers[0].numel() if self.buffers else 0
+        return self.buffers[0].numel()
 
-    @property
-    def tier(self) -> str:
-        """What the buffers are taken from: page-locked memory, or what there was instead."""
-        return "pinned" if all(buffer.is_pinned() for buffer in self.buffers) else "host"
-
-    def open(self, num_bytes: int) -> None:
-        """Allocate both buffers, page-locked if the driver agrees."""
-        if self.buffer_bytes < num_bytes:
-            self.close()
-            self.buffers = list(allocate_slabs([num_bytes] * 2, pinned_bytes=4 * num_bytes, streams=[self.copies]))
+    def open(self, buffer_bytes: int, *, locks: bool) -> None:
+        """Allocate both buffers, page-locked if that is wanted and the driver agrees."""
+        assert not self.buffers
+        limit = 4 * buffer_bytes if locks else 0  # where locking rounds up to a power of two it is less than double
+        slabs = allocate_slabs([buffer_bytes] * 2, pinned_bytes=limit, streams=[self.copies])
+        self.buffers = list(slabs)
+        pageable_bytes = sum(buffer.numel() for buffer in self.buffers if not buffer.is_pinned())
+        self.host_bytes = {"pinned": slabs.locked_bytes, "host": pageable_bytes}
+        self.was_refused = slabs.was_refused
 
     def close(self) -> None:
         """Give both buffers back once nothing is copied from them."""
         self.copies.wait()
-        self.buffers = []
+        self.buffers, self.host_bytes = [], {}
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Return the buffer whose turn it is, when its last copy is done; one of its own for more than it holds."""
+    def take(self) -> torch.Tensor:
+        """Return the buffer whose turn it is, when its last copy is done."""
         self.turn = 1 - self.turn
         self.done[self.turn].synchronize()
-        if num_bytes > self.buffer_bytes:
-            return torch.empty(num_bytes, dtype=torch.uint8)
         return self.buffers[self.turn]
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> None:

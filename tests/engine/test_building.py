@@ -150,6 +150,9 @@ def test_a_model_is_managed_without_naming_its_file_again(saved, machine, placem
                 assert torch.equal(tensors_of(built(**inputs)).cpu(), want)
             tier = {"gpu:0": "pinned", "gpu:0:disk": "disk", "cpu": "host"}[placement]
             assert managed.report()["components"][0]["plan"]["tier"] == tier
+        if placement == "gpu:0:disk":
+            assert all(parameter.is_meta for parameter in built.parameters())  # as it came
+            load_weights(built)
         assert torch.allclose(tensors_of(built(**inputs)), saved[3], atol=1e-5)
 
 

@@ -8,8 +8,12 @@ import threading
 import pytest
 import torch
 from highwater.memory import InvalidInput, MemoryManager, manage
+from highwater.memory.attachment import Attachment
+from highwater.memory.errors import UnsafeState
+from highwater.memory.ledger import Kind
 from highwater.memory.source import WeightsSource
-from safetensors.torch import save_file
+from highwater.memory.transfer import Bounce
+from safetensors.torch import save_file, save_model
 
 TIGHT = "0.45MiB"
 
@@ -83,6 +87,60 @@ def test_a_module_without_memory_is_filled_by_managing_it(toys, machine, files, 
             assert torch.equal(net(x).cpu(), want)
 
 
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned", "gpu:0:host", "gpu:0&gpu:1", "cpu"])
+def test_buffers_without_memory_come_from_the_file_too(toys, machine, tmp_path, placement: str) -> None:
+    path = tmp_path / "net.safetensors"
+    saved = toys.build_net()
+    saved.singles[2].gain.fill_(0.25)
+    save_model(saved, path)
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager, torch.no_grad():
+        want = saved(x) if placement == "cpu" else toys.build_net().to("sim:0")
+        if placement != "cpu":
+            want.singles[2].gain.fill_(0.25)
+            want = want(x.to("sim:0")).cpu()
+        net = toys.build_net().to("meta")
+        net.out.weight = net.embed.weight
+        with manage({"net": net}, TIGHT, placement=placement, files={"net": [path]}, manager=manager):
+            assert torch.equal(net(x).cpu(), want)
+
+
+def other_buffers(state):
+    return {name: tensor.half() if "singles.2.gain" in name else tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned", "cpu"])
+@pytest.mark.parametrize("change", [other_buffers, lambda state: {n: t for n, t in state.items() if "gain" not in n}])
+def test_a_buffer_without_memory_that_no_file_has_is_refused(toys, machine, tmp_path, placement: str, change) -> None:
+    path = tmp_path / "net.safetensors"
+    state = toys.build_net().state_dict()
+    del state["out.weight"]  # tied
+    save_file(change(state), path)
+    net = toys.build_net().to("meta")
+    net.out.weight = net.embed.weight
+    with machine(8) as manager:
+        with pytest.raises(InvalidInput, match=r"net: buffer '(doubles|singles).\d.gain' is on meta.*; allowed: "):
+            manage({"net": net}, placement=placement, files={"net": [path]}, manager=manager)
+        assert all(tensor.is_meta for tensor in net.state_dict().values())
+        assert not manager.members and not manager.ledger.used("host") and not manager.ledger.used("pinned")
+
+
+def test_reading_for_the_cpu_that_fails_is_taken_back(toys, machine, files, monkeypatch) -> None:
+    read_into, calls = WeightsSource.read_into, itertools.count(1)
+
+    def fail_third(self, *args, **options) -> None:
+        if next(calls) == 3:
+            raise InvalidInput("the disk is gone")
+        read_into(self, *args, **options)
+
+    net = bare_net(toys)
+    monkeypatch.setattr(WeightsSource, "read_into", fail_third)
+    with machine(8) as manager, pytest.raises(InvalidInput, match="gone"):
+        manage({"net": net}, placement="cpu", files={"net": files}, manager=manager)
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert net.out.weight is net.embed.weight
+
+
 def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
     net = toys.build_net()
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, TIGHT) as managed:
@@ -90,6 +148,273 @@ def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
         net.doubles[0].gain.mul_(2.0)
         managed.members[0].attachment.unload()
         assert torch.equal(net.doubles[0].gain, torch.ones(64))
+
+
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:host"])
+@pytest.mark.parametrize("managed_in", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("leaves_in", [torch.no_grad, torch.inference_mode])
+def test_buffers_made_in_inference_mode_keep_what_was_written_too(
+    toys, machine, files, placement: str, managed_in, leaves_in
+) -> None:
+    with torch.inference_mode():
+        net = toys.build_net()
+    with machine(8) as manager:
+        with managed_in():
+            managed = manage({"net": net}, TIGHT, placement=placement, files={"net": files}, manager=manager)
+        with torch.inference_mode():
+            net(torch.randn(2, 5, 64))
+            net.doubles[0].gain.mul_(2.0)
+            net.doubles[1].gain = torch.full_like(net.doubles[1].gain, 3.0)
+        with leaves_in():
+            managed.members[0].attachment.unload()
+            assert torch.equal(net.doubles[0].gain, torch.ones(64))
+            assert torch.equal(net.doubles[1].gain, torch.full((64,), 3.0))
+            managed.release()
+        assert torch.equal(net.doubles[0].gain, torch.ones(64))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names that were read, call by call."""
+    calls = []
+    read_into = WeightsSource.read_into
+
+    def record(self, targets, **options) -> None:
+        targets = list(targets)
+        calls.append([name for name, *_ in targets])
+        read_into(self, targets, **options)
+
+    monkeypatch.setattr(WeightsSource, "read_into", record)
+    return calls
+
+
+def assert_equal_states(state, want) -> None:
+    assert list(state) == list(want)
+    for name, tensor in want.items():
+        assert torch.equal(state[name].cpu(), tensor), name
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT])
+def test_state_dict_has_the_weights_and_leaves_them_on_disk(toys, machine, files, reads, profile: str) -> None:
+    net, want = toys.build_net(), toys.build_net().state_dict()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, profile):
+        idle = manager.ledger.places("net")
+        state = net.state_dict()
+        assert len(reads) == 1  # in one go
+        assert_equal_states(state, want)
+        assert state["out.weight"].data_ptr() == state["embed.weight"].data_ptr()
+        assert all(parameter.is_meta for parameter in net.parameters())
+        assert manager.ledger.places("net") == idle
+        assert_equal_states(net.doubles[1].state_dict(), toys.build_net().doubles[1].state_dict())
+        assert_equal_states(torch.nn.ModuleDict({"unet": net}).state_dict(prefix="a."), {
+            f"a.unet.{name}": tensor for name, tensor in want.items()
+        })  # fmt: skip
+        net(torch.randn(2, 5, 64))
+        assert_equal_states(net.state_dict(), want)
+
+
+def parameter_ids(net) -> dict[str, int]:
+    return {name: id(parameter) for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT])
+def test_what_came_without_memory_goes_without(toys, machine, files, reads, profile: str) -> None:
+    x = torch.randn(2, 5, 64)
+    net = bare_net(toys)
+    before = parameter_ids(net)
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager, profile)
+        net(x)
+        managed.members[0].attachment.unload()
+        reads.clear()
+        managed.release()
+        assert not reads
+        assert all(parameter.is_meta for parameter in net.parameters())
+        assert parameter_ids(net) == before
+        with on_disk(net, files, manager, profile):
+            assert torch.isfinite(net(x)).all()
+
+
+def test_what_was_written_on_the_device_keeps_its_memory_after_release_and_all_else_with_it(
+    toys, machine, files
+) -> None:
+    net = bare_net(toys)
+    with machine(8) as manager, torch.no_grad():
+        with on_disk(net, files, manager):
+            net(torch.randn(2, 5, 64))
+            net.doubles[1].up.weight.mul_(2.0)
+        want = toys.build_net()
+        want.doubles[1].up.weight.mul_(2.0)
+        assert_equal_states(net.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
+def test_from_disk_to_disk_nothing_is_read(toys, machine, files, reads, build) -> None:
+    net = build(toys)
+    came_bare = net.embed.weight.is_meta
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        managed.reprofile(TIGHT, placement="gpu:0:disk")
+        managed.reprofile("auto", placement="gpu:0:disk")
+        assert not reads
+        assert net(torch.randn(2, 5, 64)).isfinite().all()
+        managed.release()
+        assert all(parameter.is_meta == came_bare for parameter in net.parameters())
+        if not came_bare:
+            assert_equal_states(net.state_dict(), toys.build_net().state_dict())
+
+
+@pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
+def test_from_disk_to_ram_weights_are_read_straight_into_their_slabs(toys, machine, files, monkeypatch, build) -> None:
+    net, x = build(toys), torch.randn(2, 5, 64)
+    targets = []
+    read_into = WeightsSource.read_into
+
+    def record(self, pairs, **options) -> None:
+        pairs = list(pairs)
+        targets.extend(tensor for _, tensor, *_ in pairs)
+        read_into(self, pairs, **options)
+
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        managed = on_disk(net, files, manager)
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightsSource, "read_into", record)
+            managed.reprofile(placement="gpu:0:pinned")
+        units = managed.members[0].attachment.units
+        ends = [(unit.host_slab.data_ptr(), unit.host_slab.data_ptr() + unit.slab_bytes) for unit in units]
+        assert len(targets) == len(list(net.parameters()))
+        assert all(any(begin <= target.data_ptr() < end for begin, end in ends) for target in targets)
+        targets.clear()
+        assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        assert_equal_states(net.state_dict(), toys.build_net().state_dict())
+
+
+@pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
+def test_a_profile_that_fails_leaves_the_weights_in_their_file(toys, machine, files, monkeypatch, build) -> None:
+    net, x = build(toys), torch.randn(2, 5, 64)
+    came_bare = net.embed.weight.is_meta
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        want = net(x).cpu()
+        read_into, calls = WeightsSource.read_into, itertools.count(1)
+
+        def fail_third(self, *args, **options) -> None:
+            if next(calls) == 3:
+                raise InvalidInput("the disk is gone")
+            read_into(self, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WeightsSource, "read_into", fail_third)
+            with pytest.raises(InvalidInput, match="gone"):
+                managed.reprofile(placement="gpu:0:pinned")
+        assert all(parameter.is_meta for parameter in net.parameters())
+        assert not manager.ledger.used("pinned")
+        assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        assert all(parameter.is_meta == came_bare for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned"])
+def test_what_was_written_survives_another_profile(
+    toys, machine, files, monkeypatch, placement: str, fails: bool
+) -> None:
+    net, want = bare_net(toys), toys.build_net()
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        net(torch.randn(2, 5, 64))
+        for module in (net, want):
+            module.doubles[1].up.weight.mul_(2.0)
+        if fails:
+            hook, calls = Attachment.hook, itertools.count(1)
+
+            def fail_first(self) -> None:
+                if next(calls) == 1:
+                    raise RuntimeError("no hooks today")
+                hook(self)
+
+            with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no hooks"):
+                patch.setattr(Attachment, "hook", fail_first)
+                managed.reprofile(TIGHT, placement=placement)
+        else:
+            managed.reprofile(TIGHT, placement=placement)
+        assert_equal_states(net.state_dict(), want.state_dict())
+        managed.release()
+        assert_equal_states(net.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("precision", ["disk", "fp8 scaled"])
+def test_loading_other_weights_is_refused(toys, machine, files, precision: str, assign: bool) -> None:
+    x = torch.randn(2, 5, 64)
+    net, other = toys.build_net(), toys.build_net(1)
+    with machine(8) as manager, torch.no_grad():
+        form = {"placement": "gpu:0:disk"} if precision == "disk" else {"precision": precision}
+        with manage({"net": net}, files={"net": files}, manager=manager, **form):
+            want = net(x).cpu()
+            for module, given in ((net, other), (net.doubles[1], other.doubles[1]), (net.doubles, other.doubles)):
+                rests = "in its file" if precision == "disk" else "in eight bits"
+                with pytest.raises(UnsafeState, match=rf"^net rests {rests}: release it before [^\n]*$"):
+                    module.load_state_dict(given.state_dict(), assign=assign)
+            assert torch.equal(net(x).cpu(), want)
+        net.load_state_dict(other.state_dict())
+
+
+def test_what_is_written_on_the_device_stays_when_it_leaves(toys, machine, files) -> None:
+    x = torch.randn(2, 5, 64)
+    net, unmanaged = toys.build_net(), toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        net(x)
+        attachment = managed.members[0].attachment
+        for module in (net, unmanaged):
+            module.doubles[1].up.weight.mul_(2.0)
+            module.out.weight.add_(0.5)
+        idle = manager.ledger.held("net", "host")
+        attachment.unload()
+        changed = [unit for unit in attachment.shares[0].units if unit.name in ("", "doubles.1")]
+        kept_bytes = sum(buffer.nbytes for buffer in net.buffers())  # moved into the slab of the rest
+        assert manager.ledger.held("net", "host") == idle + sum(unit.slab_bytes for unit in changed) - kept_bytes
+        manager.ledger.check()
+        assert net.doubles[0].up.weight.is_meta and not net.doubles[1].up.weight.is_meta
+        assert_equal_states(net.state_dict(), unmanaged.state_dict())
+        y = net(x).cpu()
+        managed.release()
+        assert_equal_states(net.state_dict(), unmanaged.state_dict())
+        assert torch.equal(y, unmanaged.to("sim:0")(x.to("sim:0")).cpu())
+        del unmanaged, module
+
+
+def test_a_write_that_changes_nothing_leaves_the_weights_in_their_file(toys, machine, files, reads) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        idle = manager.ledger.places("net")
+        net(torch.randn(2, 5, 64))
+        net.doubles[1].up.weight.mul_(1.0)
+        managed.members[0].attachment.unload()
+        assert manager.ledger.places("net") == idle
+        assert net.doubles[1].up.weight.is_meta
+        net(torch.randn(2, 5, 64))
+        net.doubles[1].gain.mul_(2.0)
+        reads.clear()
+        managed.members[0].attachment.unload()
+        assert not reads  # a buffer says nothing about the weights
+        assert manager.ledger.places("net") == idle
+
+
+def test_written_weights_stay_when_their_file_has_changed_meanwhile(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        net(torch.randn(2, 5, 64))
+        net.doubles[1].up.weight.mul_(2.0)
+        for file in files:
+            file.write_bytes(file.read_bytes()[:-4] + b"abcd")
+        managed.members[0].attachment.unload()
+        assert torch.equal(net.doubles[1].up.weight, toys.build_net().doubles[1].up.weight * 2.0)
+        manager.ledger.check()
+        with pytest.raises(InvalidInput, match=r"[ab]\.safetensors"):
+            managed.release()
 
 
 def test_a_file_that_changed_is_refused_by_name(toys, machine, files) -> None:
@@ -143,6 +468,93 @@ def test_a_failed_reading_leaves_no_memory_that_looks_like_weights(toys, machine
         want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
         with manage({"net": net}, placement="gpu:0:host", files={"net": files}, manager=manager):
             assert torch.equal(net(x).cpu(), want)
+
+
+@pytest.fixture
+def narrow(monkeypatch) -> int:
+    """Bounce buffers narrower than most weights."""
+    monkeypatch.setattr("highwater.memory.footprint.BOUNCE_BUFFER_BYTES", 4096)
+    return 4096
+
+
+def staging_bytes(manager) -> dict[str, int]:
+    found = {place: num_bytes for (place, _, kind), num_bytes in manager.ledger.entries.items() if kind is Kind.STAGING}
+    return {place: num_bytes for place, num_bytes in found.items() if place in ("host", "pinned")}
+
+
+@pytest.mark.parametrize("profile", ["auto", TIGHT, TIGHT + ",pinned=none"])
+def test_weights_pass_through_nothing_but_the_planned_buffers(
+    toys, machine, files, monkeypatch, narrow, profile: str
+) -> None:
+    x = torch.randn(2, 5, 64)
+    net, elsewhere, booked = toys.build_net(), [], []
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        with on_disk(net, files, manager, profile) as managed:
+            (member,) = managed.members
+            read_into = WeightsSource.read_into
+
+            def record(self, targets, **options) -> None:
+                targets = list(targets)
+                buffers = member.attachment.shares[0].bounce.buffers
+                ends = [(buffer.data_ptr(), buffer.data_ptr() + narrow) for buffer in buffers]
+                for name, target, *_ in targets:
+                    if not any(begin <= target.data_ptr() <= target.data_ptr() + target.nbytes <= end
+                               for begin, end in ends):  # fmt: skip
+                        elsewhere.append(name)
+                booked.append(staging_bytes(manager))
+                assert all(buffer.is_pinned() == ("none" not in profile) for buffer in buffers)
+                read_into(self, targets, **options)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(WeightsSource, "read_into", record)
+                assert torch.equal(net(x).cpu(), want)
+                assert torch.equal(net(x).cpu(), want)
+            plan = member.attachment.plan
+            tier = "host" if "none" in profile else "pinned"
+            assert plan.host_bytes == 2 * narrow
+            assert plan.pinned_bytes == (2 * narrow if tier == "pinned" else 0)
+            assert booked and all(found == {tier: plan.host_bytes} for found in booked)
+            assert not elsewhere
+
+
+def test_one_part_of_a_weight_is_copied_while_the_next_is_read(toys, machine, files, monkeypatch, narrow) -> None:
+    with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager) as managed:
+        net = managed.members[0].attachment.module
+        bounce = managed.members[0].attachment.shares[0].bounce
+        read_into, pending = WeightsSource.read_into, []
+
+        def record(self, targets, **options) -> None:
+            pending.append(not bounce.done[1 - bounce.turn].query())
+            read_into(self, targets, **options)
+
+        monkeypatch.setattr(WeightsSource, "read_into", record)
+        net(torch.randn(2, 5, 64))
+        assert not pending[0] and all(pending[1:]) and len(pending) > 20
+
+
+def test_a_lock_that_the_driver_refuses_is_told_once(toys, machine, files, sim) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager, TIGHT) as managed:
+        net, attachment = managed.members[0].attachment.module, managed.members[0].attachment
+        for _ in range(2):
+            sim.fail_registration(1)
+            net(x)
+            assert staging_bytes(manager) == {"host": attachment.plan.host_bytes}
+            attachment.unload()
+        told = [event for event in manager.report()["events"] if "refused" in event["reason"]]
+        assert [event["component"] for event in told] == ["net"]
+
+
+def test_nothing_is_locked_where_nothing_is_read(toys, machine, files, monkeypatch) -> None:
+    with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager) as managed:
+        net = managed.members[0].attachment.module
+        net(torch.randn(2, 5, 64))
+        opened = []
+        monkeypatch.setattr(Bounce, "open", lambda *_, **__: opened.append(1))
+        manager.begin_run("again", "again")
+        net(torch.randn(2, 5, 64))
+        assert not opened
 
 
 def test_what_is_released_while_a_file_is_read_waits_for_nobody(toys, machine, files, monkeypatch) -> None:

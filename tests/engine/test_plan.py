@@ -306,6 +306,44 @@ def test_the_buffers_through_which_files_are_read_have_their_part_of_what_may_be
     assert 6 * MIB < decided["text"].pinned_bytes <= 8 * MIB
 
 
+WIDEST = 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rest", "width"),
+    [([MIB] * 8, 1000, MIB), ([MIB] * 8, 3 * MIB, 3 * MIB), ([MIB, 90 * MIB], 1000, WIDEST), ([MIB], 90 * MIB, WIDEST)],
+)
+def test_two_buffers_as_wide_as_the_largest_unit_but_64_mib_at_most_are_read_through(sizes, rest, width) -> None:
+    here = machine(first=200 * MIB, pinned=2 * width)
+    decided = plan(from_file(component(sizes, rest)), on=here, placement="gpu:0:disk")["transformer"]
+    assert decided.host_bytes == decided.pinned_bytes == 2 * width
+    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks others"),
+                                  ("auto", 2 * width - 1, "may be pinned by all components")):  # fmt: skip
+        part = from_file(component(sizes, rest))
+        on_disk = plan(part, on=machine(first=200 * MIB, pinned=limit), placement="gpu:0:disk", profile=profile)
+        assert on_disk["transformer"].host_bytes == 2 * width
+        assert on_disk["transformer"].pinned_bytes == 0
+        (reason,) = [reason for reason in on_disk["transformer"].reasons if "pageable" in reason]
+        assert words in reason and "read through" in reason
+
+
+def test_each_device_of_a_split_reads_through_two_buffers_of_its_own() -> None:
+    part = from_file(component([MIB] * 4 + [5 * MIB] * 4, 2 * MIB))
+    decided = plan(part, placement="gpu:0&gpu:1@80%:disk")["transformer"]
+    assert [max(share.blocks) for share in decided.shares] == [3, 7]
+    assert decided.pinned_bytes == 2 * (2 + 5) * MIB
+
+
+def test_what_files_are_read_through_is_page_locked_before_all_else() -> None:
+    text = replace(component([MIB] * 8), name="text", kind="text")
+    parts = text, from_file(component([MIB] * 200))
+    decided = plan(*parts, on=machine(first=5 * MIB, pinned=2 * MIB), profile="auto,disk=diffusion")
+    assert decided["transformer"].pinned_bytes == 2 * MIB
+    assert decided["text"].pinned_bytes == 0
+    again = plan(*parts, on=machine(first=5 * MIB, pinned=2 * MIB), profile=decided.explicit_profile)
+    assert again["transformer"].pinned_bytes == 2 * MIB
+
+
 def test_on_demand_rests_on_disk_where_there_is_a_file_and_says_so_where_not() -> None:
     part = component([MIB] * 8)
     assert plan(from_file(part), profile="auto,disk=diffusion")["transformer"].tier == "disk"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -130,6 +131,26 @@ def test_each_dtype_arrives_as_it_is_stored(tmp_path: Path, dtype: str) -> None:
         assert known.itemsize * 8 == DTYPE_BITS[dtype]
     if dtype not in ("F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"):
         assert load_file(path)["a"].dtype == known
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), data=st.data())
+def test_windows_bring_each_byte_of_their_tensors_once(tmp_path: Path, sizes: list[int], data) -> None:
+    path = tmp_path / "model.safetensors"
+    contents = write_bytes(path, *sizes)
+    targets = new_targets(contents)
+    windows = []
+    for name, target in targets.items():
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(target)), max_size=3)) | {0, len(target)})
+        windows += [(name, target[begin:end], begin) for begin, end in itertools.pairwise(cuts)]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(reading, "CHUNK_BYTES", data.draw(st.sampled_from([1, 16, 4 * MIB])))
+        done = record_reads(monkeypatch)
+        calls = data.draw(st.integers(1, 3))
+        for call in range(calls):
+            WeightsFile(read_header(path)).read_into(windows[call::calls])
+    assert {name: plain(target) for name, target in targets.items()} == contents
+    assert sum(num_bytes for _, num_bytes in done) == sum(sizes)
 
 
 def test_neighbours_share_a_read_wherever_they_go(tmp_path: Path, reads) -> None:

@@ -1,0 +1,186 @@
+"""What `Module.to` and its like do to a managed module: the next forward puts the engine's own tensors back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from highwater.memory import manage
+from highwater.memory.errors import UnsafeState
+from optimum import quanto
+from safetensors.torch import save_file
+
+TIGHT = "0.45MiB"
+X = torch.randn(2, 5, 64)
+CONVERSIONS = {
+    "as torch does": (),
+    "by replacing": (torch.__future__.set_overwrite_module_params_on_conversion,),
+    "by swapping": (torch.__future__.set_swap_module_params_on_conversion,),
+}
+
+
+@pytest.fixture(params=CONVERSIONS)
+def conversion(request) -> Iterator[str]:
+    """In which way torch gives converted weights to a module."""
+    for choose in CONVERSIONS[request.param]:
+        choose(True)
+    yield request.param
+    for choose in CONVERSIONS[request.param]:
+        choose(False)
+
+
+def quantized(toys, precision: str):
+    net = toys.build_net()
+    if precision == "qint8":
+        blocks = torch.nn.ModuleList([*net.doubles, *net.singles])
+        quanto.quantize(blocks, weights=quanto.qint8)
+        quanto.freeze(blocks)
+    return net.requires_grad_(False)
+
+
+def masters_are_in_their_slabs(managed) -> bool:
+    units = managed.members[0].attachment.units
+    return all(
+        unit.host_slab.data_ptr() <= entry.held.data_ptr() < unit.host_slab.data_ptr() + unit.slab_bytes
+        for unit in units
+        for entry in unit.entries
+        if entry.wrapper is None
+    )
+
+
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled", "qint8"])
+@pytest.mark.parametrize("profile", ["auto", TIGHT])
+@pytest.mark.parametrize("device", ["cpu", "sim:0", "sim:1"])
+@pytest.mark.parametrize("state", ["resident", "at rest"])
+def test_the_next_forward_is_right_wherever_the_module_was_moved(
+    toys, machine, sim, conversion: str, precision: str, profile: str, device: str, state: str
+) -> None:
+    net, precision = quantized(toys, precision), "as stored" if precision == "qint8" else precision
+    is_tied = net.out.weight is net.embed.weight
+    with machine(8, 8) as manager, torch.no_grad():
+        with manage(net, profile, placement="gpu:0", precision=precision, manager=manager) as managed:
+            attachment = managed.members[0].attachment
+            want = net(X).cpu()
+            if state == "at rest":
+                attachment.unload()
+            net.to(device)
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), want)
+            assert [sim.stats(n).used_bytes for n in (0, 1)] == [manager.ledger.used(f"gpu:{n}") for n in (0, 1)]
+            net.to(device)
+            attachment.unload()
+            assert masters_are_in_their_slabs(managed)
+            assert [sim.stats(n).used_bytes for n in (0, 1)] == [0, 0]
+            net.to(device)
+        assert all(tensor.device.type == "cpu" for tensor in (*net.parameters(), *net.buffers()))
+        assert (net.out.weight is net.embed.weight) == is_tied
+
+
+@pytest.mark.parametrize("state", ["resident", "at rest"])
+def test_parts_that_were_moved_are_put_back_too(toys, machine, state: str) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            want = net(X).cpu()
+            if state == "at rest":
+                managed.members[0].attachment.unload()
+            net.doubles[1].to("cpu" if state == "resident" else "sim:0")
+            assert torch.equal(net(X).cpu(), want)
+
+
+def test_a_buffer_that_is_replaced_at_rest_is_taken_along(toys, machine) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager):
+            net.doubles[1].gain = torch.full((64,), 3.0, device="sim:0")
+            net(X)
+            assert torch.equal(net.doubles[1].gain.cpu(), torch.full((64,), 3.0))
+
+
+@pytest.mark.parametrize("state", ["resident", "at rest"])
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+@pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.double])
+@pytest.mark.parametrize("evicts", [False, True])
+def test_another_dtype_is_refused_and_taken_back(
+    toys, machine, conversion: str, state: str, precision: str, change, evicts: bool
+) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
+            want = net(X).cpu()
+            if state == "at rest":
+                managed.members[0].attachment.unload()
+            change(net)
+            if evicts:
+                managed.members[0].attachment.unload()
+            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: release it before"):
+                net(X)
+            assert not managed.members[0].leases
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), want)
+            change(net)
+        assert {tensor.dtype for tensor in (*net.parameters(), *net.buffers())} == {torch.float32}
+        change(net)
+        assert net.out.weight.dtype is not torch.float32
+
+
+@pytest.mark.parametrize("state", ["resident", "at rest"])
+def test_what_rests_in_its_file_is_put_back_there(toys, machine, tmp_path, conversion: str, state: str) -> None:
+    saved = {name: tensor.clone() for name, tensor in toys.build_net().state_dict().items()}
+    save_file(saved, tmp_path / "net.safetensors")
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        files = {"net": [tmp_path / "net.safetensors"]}
+        with manage({"net": net}, placement="gpu:0:disk", files=files, manager=manager) as managed:
+            want = net(X).cpu()
+            idle = manager.ledger.places("net").get("host")
+            if state == "at rest":
+                managed.members[0].attachment.unload()
+                with pytest.raises(NotImplementedError):
+                    net.to("sim:0")  # torch's own answer
+            else:
+                net.to("cpu")
+            assert torch.equal(net(X).cpu(), want)
+            net.half()
+            with pytest.raises(UnsafeState, match="float16"):
+                net(X)
+            assert torch.equal(net(X).cpu(), want)
+            managed.members[0].attachment.unload()
+            assert manager.ledger.places("net") == {"host": idle}
+            assert all(parameter.is_meta for parameter in net.parameters())
+
+
+def test_what_a_forward_wrote_into_buffers_stays(toys, machine, conversion: str) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            net(X)
+            net.doubles[0].gain.mul_(2.0)
+            net.doubles[1].gain = torch.full((64,), 3.0, device="sim:0")
+            net.to("cpu")
+            net(X)
+            managed.members[0].attachment.unload()
+            assert torch.equal(net.doubles[0].gain, torch.ones(64))
+            assert torch.equal(net.doubles[1].gain, torch.full((64,), 3.0))
+
+
+def test_a_write_after_the_module_was_moved_is_kept(toys, machine) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            net(X)
+            net.to("cpu")
+            net(X)
+            net.doubles[1].up.weight.fill_(7.0)
+            managed.members[0].attachment.unload()
+            assert (net.doubles[1].up.weight == 7.0).all()
+
+
+def test_what_computes_on_the_cpu_comes_back_there(toys, machine) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net, want = toys.build_net(), toys.build_net()(X)
+        with manage(net, placement="cpu", manager=manager):
+            net.to("sim:0")
+            assert torch.equal(net(X), want)
+            assert net.out.weight is net.embed.weight

@@ -1,0 +1,116 @@
+"""Weights keep their strides, wherever they are: kernels choose by them, and their sums round accordingly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from highwater.memory import manage
+from safetensors.torch import save_file
+from torch import nn
+
+X = torch.randn(2, 16, 12, 12).to(memory_format=torch.channels_last)
+
+
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(16, 32, 3, padding=1)
+        self.narrow = nn.Conv2d(32, 16, 1)
+        self.mix = nn.Linear(16, 16)
+        self.register_buffer("kernel", torch.randn(16, 1, 3, 3).to(memory_format=torch.channels_last))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, C, H, W]
+        x = x + self.narrow(nn.functional.gelu(self.wide(x)))
+        x = x + nn.functional.conv2d(x, self.kernel, padding=1, groups=16)
+        return self.mix(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Conv2d(16, 16, 3, padding=1)
+        self.blocks = nn.ModuleList(ConvBlock() for _ in range(6))
+        self.level = nn.Parameter(torch.full((1,), 0.5).expand(12))  # overlaps itself
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * self.level
+
+
+def build_net() -> ConvNet:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = ConvNet().to(memory_format=torch.channels_last).eval().requires_grad_(False)
+    for block in net.blocks:
+        block.mix.weight.data = block.mix.weight.detach().t().contiguous().t()  # dense, in no order that has a name
+    return net
+
+
+def strides_of(net: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.stride() for name, tensor in net.state_dict(keep_vars=True).items() if name != "level"}
+
+
+class Seen:
+    """The strides that the weights of a module have while its blocks compute."""
+
+    def __init__(self, net: ConvNet) -> None:
+        self.strides: dict[str, tuple[int, ...]] = {}
+        for name, block in net.blocks.named_children():
+            block.wide.register_forward_hook(lambda *_, at=f"blocks.{name}.", block=block: self.look(at, block))
+
+    def look(self, at: str, block: nn.Module) -> None:
+        for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+            self.strides[at + name] = tensor.stride()
+
+
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+@pytest.mark.parametrize("place", ["gpu:0", "gpu:0:host", "cpu"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_managed_computes_with_the_strides_of_unmanaged(machine, precision: str, place: str, streams: bool) -> None:
+    device = "cpu" if place == "cpu" else "sim:0"
+    with machine(8) as manager, torch.no_grad():
+        net, want_strides = build_net(), strides_of(build_net())
+        assert any(len(stride) == 4 and stride[1] == 1 for stride in want_strides.values())
+        seen = Seen(net)
+        budget = {"as stored": "0.1MiB", "fp8 scaled": "0.06MiB"}[precision] if streams else "auto"
+        with manage(net, budget, placement=place, precision=precision, manager=manager) as managed:
+            assert strides_of(net) == want_strides
+            outputs = [net(X).cpu() for _ in range(2)]
+            assert seen.strides == {name: stride for name, stride in want_strides.items() if name in seen.strides}
+            assert len(seen.strides) == 6 * 7
+            assert place == "cpu" or bool(managed.members[0].attachment.plan.shares[0].streamed) == streams
+        assert strides_of(net) == want_strides
+        want = net.to(device)(X.to(device)).cpu()  # with what eight bits leave of the weights
+        assert all(torch.equal(output, want) for output in outputs)
+        assert all(output.stride() == want.stride() for output in outputs)
+        net.to("cpu")
+
+
+@pytest.mark.parametrize("came_bare", [False, True])
+@pytest.mark.parametrize("tier", ["disk", "pinned"])
+def test_what_is_read_from_a_file_is_contiguous_and_right(machine, tmp_path, tier: str, came_bare: bool) -> None:
+    path = tmp_path / "net.safetensors"
+    state = {name: tensor.contiguous() for name, tensor in build_net().state_dict().items()}
+    save_file({name: tensor for name, tensor in state.items() if "kernel" not in name}, path)
+    with machine(8) as manager, torch.no_grad():
+        net = build_net()
+        kernels = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        if came_bare:
+            net.to("meta")
+            for name, kernel in kernels.items():
+                owner, _, attribute = name.rpartition(".")
+                net.get_submodule(owner).register_buffer(attribute, kernel)
+        contiguous = build_net()
+        for parameter in contiguous.parameters():
+            parameter.data = parameter.contiguous()
+        with manage({"net": net}, "0.1MiB", placement=f"gpu:0:{tier}", files={"net": [path]}, manager=manager):
+            output = net(X).cpu()
+            assert {
+                name: tensor.cpu().equal(state[name]) for name, tensor in net.state_dict().items()
+            } == dict.fromkeys(state, True)
+            assert net.blocks[0].kernel.stride() == build_net().blocks[0].kernel.stride()
+        if tier == "disk" or came_bare:
+            assert torch.equal(output, contiguous.to("sim:0")(X.to("sim:0")).cpu())
+            contiguous.to("cpu")
