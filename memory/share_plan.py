@@ -20,7 +20,7 @@ from .machine import DeviceCapacity, Machine
 from .places import BlockSeconds, Places, pass_seconds
 from .profile import OffloadProfile
 from .schedule import Schedule, balanced_seconds, choose_schedule, place_streamed
-from .units import GIB, MIB, SLAB_ALIGNMENT, format_bytes
+from .units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 
 __all__ = ["SharePlan", "plan_share"]
 
@@ -181,7 +181,7 @@ def find_limit(
     if budget is None:
         return available, f"{capacity.name} can give {format_bytes(available)}", []
     limit = budget.limit(capacity.total_bytes, available, capacity.kept_free_bytes)
-    needed = min(overlapping_bytes, whole_bytes, available)
+    needed = min(align_up(overlapping_bytes, MIB), whole_bytes, available)
     if not budget.from_profile or limit >= needed:
         return limit, f"budget {budget}", []
     raised = f"raised to {format_bytes(needed)}"

@@ -144,6 +144,12 @@ def test_prefetch_says_how_many_blocks_there_is_staging_memory_for(depth: int) -
     assert share.device_bytes <= 10 * MIB
 
 
+def test_a_profiles_budget_rises_to_whole_mebibytes_that_hold_two_blocks() -> None:
+    decided = plan(component([700 * MIB + 512] * 8), profile="2", on=machine(first=1 << 40))["transformer"]
+    assert decided.shares[0].prefetch_blocks == 1
+    assert decided.shares[0].limit_bytes % MIB == 0
+
+
 def test_prefetch_takes_what_there_is_room_for_and_says_so() -> None:
     decided = plan(component([MIB] * 20), profile="3.5MiB,prefetch=4")["transformer"]
     assert decided.shares[0].prefetch_blocks == 2
