@@ -176,11 +176,21 @@ class Attachment:
         for unit in self.units:
             unit.measure()
 
-    def attach(self) -> None:
+    def to_read(self) -> int:
+        """Return the bytes that `attach` would read from files into RAM; those of buffers do not count at tier disk."""
+        if self.plan.tier == "disk":
+            return 0
+        return sum(entry.spec.weight_bytes for unit in self.units for entry in unit.entries if entry.held.is_meta)
+
+    def attach(self, progress: Callable[[int], None] | None = None) -> None:
         """Pack the masters and put the hooks in place; on failure the module is as it was.
 
         Holds, beside the masters, one arena of slabs at a time. The caller measured all that it attaches, before any
         weight loses a bit.
+
+        Args:
+            progress: called with the bytes that were read of the files since it was called last; what it raises is
+                raised here.
         """
         packed: list[Unit] = []
         try:
@@ -188,7 +198,7 @@ class Attachment:
                 if self.plan.tier == "disk":
                     self.leave_in_file(share, packed)
                 else:
-                    self.pack(share, packed)
+                    self.pack(share, packed, progress)
         except BaseException:
             for unit in packed:
                 unit.unpack(unit.bare)
@@ -207,14 +217,14 @@ class Attachment:
             self.detach(Ending.TAKEN_BACK)
             raise
 
-    def pack(self, share: Share, packed: list[Unit]) -> None:
+    def pack(self, share: Share, packed: list[Unit], progress: Callable[[int], None] | None) -> None:
         """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
         if share.copies is None:  # others compute in place, in the memory they came in
             units = [unit for unit in share.units if unit.cast_names]
             for unit in share.units:
                 if unit not in units:
                     packed.append(unit)
-                    unit.fill(self.source)
+                    unit.fill(self.source, progress)
         else:
             units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
         self.host_bytes["host"] += sum(unit.slab_bytes for unit in share.units if unit not in units)
@@ -228,7 +238,7 @@ class Attachment:
         )
         for unit, slab in zip(units, slabs, strict=True):
             packed.append(unit)
-            unit.pack(slab, self.source)
+            unit.pack(slab, self.source, progress)
             if not slab.is_pinned():
                 self.host_bytes["host"] += unit.slab_bytes
         self.host_bytes["pinned"] += slabs.locked_bytes

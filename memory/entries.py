@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ __all__ = [
     "copy_leaves",
     "fill_entries",
     "find_entries",
-    "read_weight",
     "read_weights",
     "repoint",
     "split_owner",
@@ -115,28 +114,29 @@ def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
             target.copy_(leaf.detach())
 
 
-def read_weight(entry: Entry, source: WeightsSource | None) -> torch.Tensor:
-    (weight,) = read_weights([entry], source)
-    return weight
-
-
 def read_weights(
-    entries: Sequence[Entry], source: WeightsSource | None, *, drop_pages: bool = False
+    entries: Sequence[Entry],
+    source: WeightsSource | None,
+    *,
+    progress: Callable[[int], None] | None = None,
+    drop_pages: bool = False,
 ) -> list[torch.Tensor]:
-    """Return weights of the files in memory of their own, read in one go. Raises as `WeightsSource.read_into`."""
+    """Return weights of the files in memory of their own, read in one go; as `WeightsSource.read_into`."""
     with torch.inference_mode(False):
         weights = [torch.empty(entry.held.shape, dtype=entry.held.dtype) for entry in entries]
     if entries:
         assert source is not None
         targets = [(entry.spec.name, weight) for entry, weight in zip(entries, weights, strict=True)]
-        source.read_into(targets, drop_pages=drop_pages)
+        source.read_into(targets, progress=progress, drop_pages=drop_pages)
     return weights
 
 
-def fill_entries(entries: Sequence[Entry], source: WeightsSource | None) -> None:
+def fill_entries(
+    entries: Sequence[Entry], source: WeightsSource | None, progress: Callable[[int], None] | None = None
+) -> None:
     """Give memory to those that the module has on the meta device, with what the files have of them."""
     bare = [entry for entry in entries if entry.held.is_meta]
-    for entry, weight in zip(bare, read_weights(bare, source), strict=True):
+    for entry, weight in zip(bare, read_weights(bare, source, progress=progress), strict=True):
         repoint(entry, [weight])
 
 

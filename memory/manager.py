@@ -195,7 +195,7 @@ class MemoryManager:
                     self.attach(member)
             except BaseException:
                 for member in members:
-                    self.detach(member)
+                    self.detach(member, Ending.TAKEN_BACK)
                 raise
             self.epoch += 1
             return members, plan
@@ -290,7 +290,7 @@ class MemoryManager:
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
-        attachment.attach()
+        attachment.attach(self.show_progress(member, attachment.to_read()))
         self.members[member.id] = member
         for reason in plan.reasons:
             self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
@@ -424,7 +424,8 @@ class MemoryManager:
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
                 self.make_room(self.devices[share.device], need_bytes, member)
         try:
-            queued = attachment.load(plan, self.show_loading(member, plan))
+            to_load = sum(share.to_load(part) for share, part in zip(attachment.shares, plan.shares, strict=True))
+            queued = attachment.load(plan, self.show_progress(member, to_load))
         except torch.OutOfMemoryError as error:
             self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
             raise
@@ -439,15 +440,17 @@ class MemoryManager:
             self.recorder.note("load", member.id, queued, where, reason)
 
     def watch_loading(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
-        """Call the watcher with component, bytes done and bytes in all after each block of a loading.
+        """Call the watcher with component, bytes done and bytes in all, and return what ends that.
 
-        What it raises cancels the loading and comes out of the forward that needed it. Returns what ends that.
+        It hears of each block of a loading, and every 4 MiB or sooner of what is read from files into RAM as a module
+        comes under management or gets another profile. What it raises cancels that and comes out of the forward that
+        needed the loading, or out of the call, after which the module is as it was.
         """
         self.watchers.append(watcher)
         return lambda: self.watchers.remove(watcher)
 
-    def show_loading(self, member: Member, plan: ComponentPlan) -> Callable[[int], None]:
-        total = sum(share.to_load(part) for share, part in zip(member.attachment.shares, plan.shares, strict=True))
+    def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
+        """Return what is called with the bytes of each step, and tells the watchers."""
         done = 0
 
         def show(num_bytes: int) -> None:

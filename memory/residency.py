@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weight, read_weights, repoint
+from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
@@ -128,11 +128,14 @@ class Unit:
             if entry.spec.name in self.cast_names and not entry.held.is_meta:
                 entry.scale = find_scale(entry.held, name=entry.spec.name)
 
-    def pack(self, slab: torch.Tensor, source: WeightsSource | None = None) -> None:
+    def pack(
+        self, slab: torch.Tensor, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
+    ) -> None:
         """Move the masters into a slab of host memory, cast weights in eight bits.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
-        on the meta device is read from the source, straight into the slab where it is not cast.
+        on the meta device is read from the source, straight into the slab where it is not cast; ``progress`` is called
+        with the bytes read since it was called last, and what it raises ends that.
         """
         self.master = HostMaster(slab)
         to_read = []
@@ -141,7 +144,7 @@ class Unit:
             weight = entry.held
             is_cast = entry.spec.name in self.cast_names
             if weight.is_meta and is_cast:
-                weight = read_weight(entry, source)
+                (weight,) = read_weights([entry], source, progress=add_up(progress))
                 entry.scale = find_scale(weight, name=entry.spec.name)
             if weight.is_meta:
                 to_read.append((entry.spec.name, views[0]))
@@ -150,16 +153,16 @@ class Unit:
             self.masters.append(repoint(entry, views))
         if to_read:
             assert source is not None
-            source.read_into(to_read)
+            source.read_into(to_read, progress=add_up(progress))
         self.placed = list(self.masters)
 
     def remember_bare(self) -> None:
         self.bare = {entry.spec.name: entry.held for entry in self.entries if entry.held.is_meta}
 
-    def fill(self, source: WeightsSource | None) -> None:
-        """Read weights that the module has on the meta device into memory of their own."""
+    def fill(self, source: WeightsSource | None, progress: Callable[[int], None] | None = None) -> None:
+        """Read weights that the module has on the meta device into memory of their own. ``progress`` as in `pack`."""
         self.remember_bare()
-        fill_entries(self.entries, source)
+        fill_entries(self.entries, source, add_up(progress))
 
     def rest_in_file(self, source: WeightsSource, bounce: Bounce, *, written: Collection[str] = ()) -> None:
         """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory.
@@ -477,3 +480,17 @@ class Unit:
                 tensor.copy_(replaced)
         else:
             entry.owners = []
+
+
+def add_up(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """Return what takes the bytes done so far and passes on by how many they have grown."""
+    if progress is None:
+        return None
+    last = 0
+
+    def tell(num_done: int) -> None:
+        nonlocal last
+        last, grown = num_done, num_done - last
+        progress(grown)
+
+    return tell

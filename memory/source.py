@@ -57,11 +57,18 @@ class WeightsSource:
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
     ) -> None:
-        """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`."""
+        """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all."""
         by_file: dict[Path, list[Target]] = defaultdict(list)
         for name, *rest in targets:
             file, tensor = self.files[name]
             by_file[file.path].append((tensor.name, *rest))
         files = {file.path: file for file, _ in self.files.values()}
-        for path, pairs in by_file.items():
-            files[path].read_into(pairs, progress=progress, drop_pages=drop_pages)
+        num_before = 0
+        for path, parts in by_file.items():
+            tell = None if progress is None else count_on(progress, num_before)
+            files[path].read_into(parts, progress=tell, drop_pages=drop_pages)
+            num_before += sum(part[1].nbytes for part in parts)
+
+
+def count_on(progress: Callable[[int], None], num_before: int) -> Callable[[int], None]:
+    return lambda num_done: progress(num_before + num_done)

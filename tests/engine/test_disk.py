@@ -557,6 +557,95 @@ def test_nothing_is_locked_where_nothing_is_read(toys, machine, files, monkeypat
         assert not opened
 
 
+class Stop(BaseException):
+    pass
+
+
+READ_AT_ONCE = ["gpu:0:pinned", "gpu:0:host", "gpu:0&gpu:1", "cpu"]
+
+
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+@pytest.mark.parametrize("placement", READ_AT_ONCE)
+def test_reading_is_watched(toys, machine, files, placement: str, precision: str) -> None:
+    net, seen = bare_net(toys), []
+    with machine(8, 8) as manager:
+        manager.watch_loading(lambda *step: seen.append(step))
+        manage({"net": net}, placement=placement, precision=precision, files={"net": files}, manager=manager)
+        weight_bytes = sum(parameter.nbytes for parameter in net.parameters())
+        if precision != "as stored":
+            weight_bytes = sum(parameter.nbytes for parameter in toys.build_net().parameters())
+        assert seen[-1] == ("net", weight_bytes, weight_bytes)
+        done = [step[1] for step in seen]
+        assert done == sorted(set(done)) and len(done) > 8
+        assert {(step[0], step[2]) for step in seen} == {("net", weight_bytes)}
+        seen.clear()
+        manage({"other": toys.build_net()}, manager=manager)
+        assert not seen  # nothing was read
+
+
+@pytest.mark.parametrize("after", [1, 5, 9])
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+@pytest.mark.parametrize("placement", READ_AT_ONCE)
+def test_reading_is_cancelled_and_leaves_nothing(
+    toys, machine, files, placement: str, precision: str, after: int
+) -> None:
+    nets = {"first": bare_net(toys), "net": bare_net(toys)}
+    before = {name: parameter_ids(net) for name, net in nets.items()}
+    choices = {"placement": placement, "precision": precision, "files": dict.fromkeys(nets, files)}
+    calls = 0
+
+    def stop(component: str, done: int, total: int) -> None:
+        nonlocal calls
+        calls += component == "net"
+        if calls == after:
+            raise Stop
+
+    with machine(8, 8) as manager, torch.no_grad():
+        end = manager.watch_loading(stop)
+        with pytest.raises(Stop):
+            manage(nets, manager=manager, **choices)
+        assert calls == after
+        assert not manager.members and not any(manager.ledger.totals.values())
+        manager.ledger.check()
+        for name, net in nets.items():
+            assert all(parameter.is_meta for parameter in net.parameters())
+            assert parameter_ids(net) == before[name]
+            assert not net._forward_hooks
+        end()
+        x = torch.randn(2, 5, 64)
+        with manage(nets, manager=manager, **choices):
+            assert torch.equal(nets["first"](x).cpu(), nets["net"](x).cpu())
+
+
+def test_another_profile_that_is_cancelled_while_it_reads_leaves_the_weights_in_their_file(
+    toys, machine, files
+) -> None:
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+
+    def stop(component: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise Stop
+
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
+        want = net(x).cpu()
+        idle = manager.ledger.places("net")
+        end = manager.watch_loading(stop)
+        with pytest.raises(Stop):
+            managed.reprofile(placement="gpu:0:pinned")
+        end()
+        managed.members[0].attachment.unload()
+        assert {place: held for place, held in idle.items() if place == "host"} == manager.ledger.places("net")
+        assert torch.equal(net(x).cpu(), want)
+
+
+def test_bytes_that_are_read_of_several_files_are_counted_on(toys, files) -> None:
+    source, done = WeightsSource(files), []
+    targets = {name: torch.empty(header.shape) for name, (_, header) in source.files.items()}
+    source.read_into(targets.items(), progress=done.append)
+    assert done == sorted(set(done))
+    assert done[-1] == sum(target.nbytes for target in targets.values())
+
+
 def test_what_is_released_while_a_file_is_read_waits_for_nobody(toys, machine, files, monkeypatch) -> None:
     """A garbage collection may release a component in the reading thread, for which the loading one waits."""
     read_into = WeightsSource.read_into

@@ -8,12 +8,14 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from highwater.headless.comfy_api import ComfyAPISync
 from highwater.headless.comfy_io import AnyType, ComfyNode, Hidden, Int, NodeOutput, Schema
 from highwater.headless.runner import InterruptedRun, NodeFailed, WorkflowRunner
 from highwater.headless.workflow import InvalidWorkflow, Workflow, parse_workflow
-from highwater.memory import MemoryManager
+from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
+from safetensors.torch import save_file
 
 
 class Step(ComfyNode):
@@ -200,3 +202,36 @@ def test_in_comfyui_the_cancel_button_ends_sampling(monkeypatch: pytest.MonkeyPa
     with executing_node(lambda *progress: reported.append(progress)), pytest.raises(Cancelled):
         report_progress(2, 4)
     assert reported == [(2, 4)]
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_model_that_is_read_from_its_file_shows_how_far_it_is(
+    runner: WorkflowRunner, tmp_path: Path, interrupts: bool
+) -> None:
+    path = tmp_path / "net.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in torch.nn.Linear(64, 64).state_dict().items()}, path)
+    net = load_model(path, torch.nn.Linear, config={"in_features": 64, "out_features": 64})
+
+    def read() -> NodeOutput:
+        manage({"net": net}, placement="cpu", manager=runner.manager)
+        return NodeOutput(2)
+
+    Step.plan = read
+    steps: list[Any] = []
+
+    def listener(event: str, *details: Any) -> None:
+        if event == "loading":
+            steps.append(details)
+            if interrupts:
+                runner.interrupt()
+
+    if interrupts:
+        with pytest.raises(InterruptedRun):
+            runner.run(chain(), name="chain", listener=listener)
+        assert net.weight.is_meta and not runner.manager.members
+    else:
+        runner.run(chain(), name="chain", listener=listener)
+        assert not net.weight.is_meta
+    num_bytes = (64 * 64 + 64) * 4
+    assert steps[-1] == ("2", "net", num_bytes, num_bytes)
+    runner.manager.release_all()
