@@ -1,66 +1,39 @@
-"""A module under management: its shares on their devices, and the hooks through which computing reaches them.
-
-[Note: entries] A component is entered through its own forward or, where programs call parts of it (a VAE's
-decoder), through a direct child. The outermost entry takes the lease and its exit gives it back. Only native hooks
-are used. torch skips even always-called hooks when a `BaseException` passes, which is what an interrupt is in recent
-hosts; so a pass may stay open that nobody runs any more. It is healed by the next entry that cannot be nested in it,
-and by whoever meets it and finds its module on no stack of its thread (`is_abandoned`). One pass runs at a time: a
-second thread waits for the first.
-"""
+"""A module under management: its shares on their devices, and the hooks through which computing reaches them."""
 
 from __future__ import annotations
 
-import enum
-import sys
-import threading
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .blocks import has_skips
 from .compiling import CompiledBlocks
 from .component import Component, is_callable
 from .devices import Device
-from .entries import Entry, find_entries, read_weights
-from .errors import InvalidInput, UnsafeState
-from .footprint import bounce_buffer_bytes, fixed_tensors
-from .ledger import Kind, Ledger
-from .masters import FileMaster
-from .pinning import PAGE_BYTES
+from .entries import find_entries
+from .errors import UnsafeState
+from .footprint import fixed_tensors
+from .guards import StateGuard, refuse_backward
+from .ledger import Ledger
+from .packing import Ending, Packing
+from .passes import Passes
 from .plan import ComponentPlan
 from .residency import Unit
 from .share import Share
 from .source import WeightsSource
 from .split import Hops
-from .transfer import allocate_slabs
 
-__all__ = ["Attachment", "Ending", "refuse_managed"]
+__all__ = ["Attachment", "refuse_managed"]
 
 # The kinds of components whose blocks run one after the other on one stream of hidden states.
 CHAINS = ("diffusion", "text", "vision")
 
 attached: WeakSet[Attachment] = WeakSet()
 """All that have hooks in place, of every manager."""
-
-
-class Ending(enum.Enum):
-    """What the module holds when its attachment ends."""
-
-    RESTORED = "restored"
-    """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
-    HANDED_OVER = "handed over"
-    """What rests in its file stays there, for the attachment that comes next; all else is in plain memory."""
-    TAKEN_BACK = "taken back"
-    """What it held before it was attached."""
-    DISCARDED = "discarded"
-    """Shapes without memory; nothing is copied or read."""
 
 
 class Attachment:
@@ -99,34 +72,21 @@ class Attachment:
         self.ledger = ledger
         self.acquire = acquire
         self.give_back = give_back
-        self.guards_state = guards_state
         self.hops = Hops()
-        self.entered: list[nn.Module] = []
-        self.running = threading.Lock()
-        """Held from the outermost entry to its exit."""
-        self.thread_id = 0
         self.handles: list[RemovableHandle] = []
         self.source = source
         self.compiles = compiles
         self.compiled: CompiledBlocks | None = None
-        self.host_bytes = Counter[str]()
-        """What the masters take of host memory, by tier."""
-        self.was_refused = False
-        """Whether the driver would not page-lock all the masters that the plan wanted to be."""
-        self.told_refusal = False
-        self.changed_dtype: torch.dtype | None = None
-        """What somebody changed the weights to, and was not told yet that it was taken back."""
         self.is_attached = False
         self.is_loaded = False
         self.shares = self.build_shares(devices)
-        self.came_bare = frozenset(
-            entry.spec.name for unit in self.units for entry in unit.entries if entry.held.is_meta
-        )
-        """The weights that came under management without memory."""
-        self.written = frozenset[str]()
-        """The weights that are not what their file has any more."""
-        if after is not None:
-            self.came_bare, self.written = after.came_bare, after.written
+        earlier = after.packing if after is not None else None
+        self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
+        self.passes = Passes(module, self.finish_pass)
+        self.guard: StateGuard | None = None
+        if guards_state:
+            rests = "in its file" if plan.tier == "disk" else "in eight bits" if plan.cast else None
+            self.guard = StateGuard(owner, module, self.units, source, rests=rests)
         self.share_of = {number: share for share in self.shares for number in share.blocks}
 
     @property
@@ -137,14 +97,6 @@ class Attachment:
     @property
     def units(self) -> list[Unit]:
         return [unit for share in self.shares for unit in share.units]
-
-    def tell_refusal(self) -> bool:
-        """Whether the driver would not page-lock all that the plan wanted; true once."""
-        refused = self.was_refused or any(
-            share.bounce is not None and share.bounce.was_refused for share in self.shares
-        )
-        tells, self.told_refusal = refused and not self.told_refusal, self.told_refusal or refused
-        return tells
 
     @property
     def bytes_moved(self) -> int:
@@ -169,45 +121,12 @@ class Attachment:
             shares.append(Share(self.owner, devices[part.device], fixed_unit, units, self.ledger))
         return shares
 
-    # -- host memory and hooks
-
-    def measure(self) -> None:
-        """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
-        for unit in self.units:
-            unit.measure()
-
-    def to_read(self) -> int:
-        """Return the bytes that `attach` would read from files into RAM; those of buffers do not count at tier disk."""
-        if self.plan.tier == "disk":
-            return 0
-        return sum(entry.spec.weight_bytes for unit in self.units for entry in unit.entries if entry.held.is_meta)
+    # -- hooks
 
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
-        """Pack the masters and put the hooks in place; on failure the module is as it was.
-
-        Holds, beside the masters, one arena of slabs at a time. The caller measured all that it attaches, before any
-        weight loses a bit.
-
-        Args:
-            progress: called with the bytes that were read of the files since it was called last; what it raises is
-                raised here.
-        """
-        packed: list[Unit] = []
-        try:
-            for share in self.shares:
-                if self.plan.tier == "disk":
-                    self.leave_in_file(share, packed)
-                else:
-                    self.pack(share, packed, progress)
-        except BaseException:
-            for unit in packed:
-                unit.unpack(unit.bare)
-            raise
+        """Pack the masters (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
+        self.packing.pack(progress)
         self.is_attached = True
-        for tier, num_bytes in self.host_bytes.items():
-            self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
-        for unit in packed:
-            unit.charge_host = self.charge_host
         try:
             self.hook()
             if self.compiles:
@@ -217,54 +136,11 @@ class Attachment:
             self.detach(Ending.TAKEN_BACK)
             raise
 
-    def pack(self, share: Share, packed: list[Unit], progress: Callable[[int], None] | None) -> None:
-        """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
-        if share.copies is None:  # others compute in place, in the memory they came in
-            units = [unit for unit in share.units if unit.cast_names]
-            for unit in share.units:
-                if unit not in units:
-                    packed.append(unit)
-                    unit.fill(self.source, progress)
-        else:
-            units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
-        self.host_bytes["host"] += sum(unit.slab_bytes for unit in share.units if unit not in units)
-        locked = [unit.slab_bytes for unit in units if unit.name in self.plan.pinned]
-        streams = [share.copies] if share.copies is not None else []
-        # What an arena rounds up is less than its last page.
-        slabs = allocate_slabs(
-            [unit.slab_bytes for unit in units],
-            pinned_bytes=sum(locked) + len(locked) * PAGE_BYTES,
-            streams=streams,
-        )
-        for unit, slab in zip(units, slabs, strict=True):
-            packed.append(unit)
-            unit.pack(slab, self.source, progress)
-            if not slab.is_pinned():
-                self.host_bytes["host"] += unit.slab_bytes
-        self.host_bytes["pinned"] += slabs.locked_bytes
-        self.was_refused = self.was_refused or slabs.was_refused
-
-    def leave_in_file(self, share: Share, packed: list[Unit]) -> None:
-        """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
-        assert self.source is not None and share.bounce is not None
-        for unit in share.units:
-            packed.append(unit)
-            unit.rest_in_file(self.source, share.bounce, written=self.written)
-            assert isinstance(unit.master, FileMaster)
-            self.host_bytes["host"] += unit.master.kept_bytes
-        share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
-        share.locks_bounce = bool(self.plan.pinned_bytes)
-
-    def charge_host(self, num_bytes: int) -> None:
-        if num_bytes:
-            self.host_bytes["host"] += num_bytes
-            self.ledger.charge("host", self.owner, Kind.WEIGHTS, num_bytes)
-
     def detach(self, ending: Ending = Ending.RESTORED) -> None:
         """Leave every device, remove every hook, give the module what the ending says. Idempotent.
 
         Raises:
-            InvalidInput: weights rest in a file that is not what it was; they stay without memory.
+            InvalidInput: as `Packing.end`, when all else is done.
         """
         for handle in self.handles:
             handle.remove()
@@ -272,35 +148,16 @@ class Attachment:
             return
         self.handles, self.is_attached = [], False
         attached.discard(self)
-        self.heal_for(None)
+        self.passes.heal_for(None)
         if self.compiled is not None:
             self.compiled.release()
         self.unload()
-        if self.plan.tier == "disk":
-            left = [unit for unit in self.units if unit.host_slab is not None]
-            self.written |= {entry.spec.name for unit in left for entry in unit.entries if not entry.is_buffer}
-        error: InvalidInput | None = None
-        for unit in self.units:
-            unit.charge_host = lambda num_bytes: None
-            try:
-                self.end_unit(unit, ending)
-            except InvalidInput as problem:
-                error = error or problem
-        for tier, num_bytes in self.host_bytes.items():
-            self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
-        self.acquire = self.give_back = refuse_released  # they refer to the manager's member, and it to us
-        if error is not None:
-            raise error
-
-    def end_unit(self, unit: Unit, ending: Ending) -> None:
-        if ending is Ending.DISCARDED:
-            unit.discard()
-        elif ending is Ending.TAKEN_BACK:
-            unit.unpack(unit.bare)
-        elif ending is Ending.HANDED_OVER:
-            unit.unpack(unit.names_in_file)
-        else:  # half of a model's weights without memory would be of use to nobody
-            unit.unpack(unit.names_in_file & self.came_bare if not self.written else ())
+        try:
+            self.packing.end(ending)
+        finally:
+            # They refer to the manager's member or to us: the module would live until the next garbage collection.
+            self.acquire = self.give_back = refuse_released
+            self.passes.finish = lambda completed: refuse_released()
 
     def hook(self) -> None:
         attached.add(self)
@@ -309,12 +166,8 @@ class Attachment:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
-        if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
-            for path, module in self.module.named_modules():
-                # torch marks the function it is given, which a bound method does not allow.
-                complete = partial(self.complete_state_dict, f"{path}." if path else "")
-                self.handles.append(module.register_state_dict_post_hook(complete))
-                self.handles.append(module.register_load_state_dict_pre_hook(self.refuse_loading))
+        if self.guard is not None:
+            self.handles += self.guard.hook()
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:
@@ -336,16 +189,11 @@ class Attachment:
     # -- entries
 
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.heal_for(module)
-        outermost = not (self.entered and self.thread_id == threading.get_ident())
+        self.passes.heal_for(module)
+        outermost = self.passes.outermost is None
         if outermost:
-            self.begin_alone()
-            try:
-                self.acquire()
-            except BaseException:
-                self.running.release()
-                raise
-        self.entered.append(module)
+            self.passes.begin(self.acquire)
+        self.passes.enter(module)
         if not (outermost and self.is_loaded):
             return None
         streams = self.plan.streams  # else nothing is planned by the times
@@ -354,62 +202,20 @@ class Attachment:
         return self.hops.move((args, kwargs), self.primary.torch_device)
 
     def after_entry(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if module not in self.entered:  # the entry itself failed, or was healed
-            return None
-        del self.entered[self.entered.index(module) :]
-        if self.entered:
+        if not self.passes.leave(module):
             return None
         completed = output is not None  # an always-called hook has none after an exception
         output = self.hops.move(output, self.primary.torch_device) if len(self.shares) > 1 else None
-        self.finish_pass(completed=completed)
+        self.passes.end(completed=completed)
         return output
 
-    def finish_pass(self, *, completed: bool) -> None:
+    def finish_pass(self, completed: bool) -> None:
         try:
             for share in self.shares:
                 share.end_pass(completed=completed)
         finally:
             self.hops.forget()
             self.give_back()
-            self.running.release()
-
-    def begin_alone(self) -> None:
-        """Wait until no other thread computes here; ends a pass that its thread has left without a hook."""
-        while not self.running.acquire(timeout=0.5):
-            if self.is_abandoned():
-                self.end_open_pass()
-        self.thread_id = threading.get_ident()
-
-    def is_abandoned(self) -> bool:
-        """Whether a pass is open whose entry module no frame of its thread is running. Walks that thread's stack."""
-        if not self.entered:
-            return False
-        frame = sys._current_frames().get(self.thread_id)
-        while frame is not None:
-            if frame.f_locals.get("self") is self.entered[0]:
-                return False
-            frame = frame.f_back
-        return True
-
-    def is_busy_elsewhere(self) -> bool:
-        """Whether another thread is in the middle of a pass."""
-        return bool(self.entered) and self.thread_id != threading.get_ident() and not self.is_abandoned()
-
-    def end_open_pass(self) -> None:
-        self.entered.clear()
-        self.finish_pass(completed=False)
-
-    def heal_for(self, module: nn.Module | None) -> None:
-        """End a pass that an interrupt left open, if an entry into the module cannot be nested in it.
-
-        Legal nesting is the root, then one of its children; None means that nothing can be running.
-        """
-        if not self.entered or self.thread_id != threading.get_ident():
-            return
-        if module is self.module or module is None or self.entered[0] is not self.module:
-            self.end_open_pass()
-        else:
-            del self.entered[1:]
 
     # -- blocks
 
@@ -417,12 +223,12 @@ class Attachment:
         share = self.share_of[number]
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not self.entered or self.thread_id != threading.get_ident():  # called from outside, as its own entry
+            if self.passes.outermost is None:  # called from outside, as its own entry
                 self.before_entry(module, (), {})
             if not self.is_loaded:
                 return None  # a hosted component off its devices computes as its host left it
             share.enter(number)
-            alone = len(self.shares) == 1 and self.entered[0] is not module
+            alone = len(self.shares) == 1 and self.passes.outermost is not module
             return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
 
         return before
@@ -440,7 +246,7 @@ class Attachment:
                 refuse_backward(output, f"{self.owner}: block {module_name}")
             if returns and output is not None:
                 output = self.hops.move(output, self.primary.torch_device)
-            if self.entered and self.entered[0] is module:
+            if self.passes.outermost is module:
                 self.after_entry(module, args, output)
             return output
 
@@ -452,60 +258,18 @@ class Attachment:
     # -- what others do with the module
 
     def put_back(self) -> None:
-        """Undo what ``Module.to`` and its like did to the weights. Takes about a microsecond per block to see nothing.
-
-        The caller holds the manager's lock.
-        """
-        if self.guards_state and any(unit.is_moved() for unit in self.units):
-            for unit in self.units:  # a block's buffers are in another unit than its weights
-                self.changed_dtype = unit.put_back() or self.changed_dtype
-
-    def refuse_changed_dtype(self) -> None:
-        """Tell, once, whoever changed the dtype of the weights. Raises `UnsafeState`."""
-        if self.changed_dtype is not None:
-            dtype, self.changed_dtype = self.changed_dtype, None
-            raise UnsafeState(
-                f"{self.owner}: its weights were changed to {dtype}, which has been undone: "
-                "release it before changing its dtype"
-            )
+        """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""
+        if self.guard is not None:
+            self.guard.put_back()
 
     def settle(self) -> None:
         """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
-        self.heal_for(None)
+        self.passes.heal_for(None)
         for share in self.shares:
             if share.copies is not None:
                 share.copies.finish()
             if share.streamer is not None:
                 share.streamer.area.forget()
-
-    def complete_state_dict(
-        self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        """Put real weights where shapes without memory, or eight bits without their scale, would be.
-
-        Costs their bytes in RAM, and one reading of what rests in files.
-
-        Args:
-            path: where the module is in ours, with a dot behind it.
-        """
-        if module is not self.module and prefix:
-            return  # whoever asked a module around it completes the whole
-        bare: dict[str, tuple[Entry, list[str]]] = {}
-        for unit in self.units:
-            for entry in unit.entries:
-                names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
-                keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
-                if keys and state[keys[0]].is_meta:
-                    bare[entry.spec.name] = entry, keys
-                elif keys and entry.scale is not None:
-                    state[keys[0]] = unit.wide(entry.spec.name, torch.device("cpu"))
-        weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
-        for (_, keys), weight in zip(bare.values(), weights, strict=True):
-            state.update(dict.fromkeys(keys, weight))
-
-    def refuse_loading(self, *_: Any) -> None:
-        rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
-        raise UnsafeState(f"{self.owner} rests {rests}: release it before loading other weights into it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
@@ -545,17 +309,6 @@ class Attachment:
         self.put_back()
         self.is_loaded = False
         return sum(share.unload() for share in self.shares)
-
-
-def refuse_backward(output: Any, block: str) -> None:
-    """Let a backward pass that reaches these outputs fail: the memory of the weights will hold another block's."""
-
-    def refuse(gradient: torch.Tensor) -> None:
-        raise UnsafeState(f"{block} streams or is widened to compute: a backward pass would read other weights")
-
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def refuse_managed(module: nn.Module) -> None:

@@ -126,7 +126,7 @@ class Managed:
             InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
             UnsafeState: another thread computes with them.
         """
-        busy = [member.id for member in self.members if member.attachment.is_busy_elsewhere()]
+        busy = [member.id for member in self.members if member.attachment.passes.is_busy_elsewhere()]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: another thread computes with it; release it after that")
         self.unmark_execution_device()

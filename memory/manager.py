@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attachment import Attachment, Ending
+from .attachment import Attachment
 from .books import Recorder
 from .component import Component
 from .devices import Device, HostMemory, list_devices
@@ -31,6 +31,7 @@ from .link import known_link, link_bytes_per_s
 from .machine import DeviceCapacity, Machine
 from .membership import Member, Watermark, default_watermark, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
+from .packing import Ending
 from .pinning import pin_limit_bytes
 from .placement import Placement, canonical_device
 from .plan import ComponentPlan, Plan, replan
@@ -221,7 +222,7 @@ class MemoryManager:
             modules = {member.name: member.attachment.module for member in members}
             sources = {m.name: m.attachment.source for m in members if m.attachment.source is not None}
             kinds = {member.name: member.attachment.component.kind for member in members}
-            locked = sum(member.attachment.host_bytes["pinned"] for member in members)
+            locked = sum(member.attachment.packing.host_bytes["pinned"] for member in members)
             components, plan = plan_modules(
                 modules,
                 self.machine(None, freed_bytes=locked),
@@ -284,20 +285,20 @@ class MemoryManager:
             compiles=member.profile.compile,
             after=after,
         )
-        member.attachment.measure()
+        member.attachment.packing.measure()
 
     def attach(self, member: Member) -> None:
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
-        attachment.attach(self.show_progress(member, attachment.to_read()))
+        attachment.attach(self.show_progress(member, attachment.packing.to_read()))
         self.members[member.id] = member
         for reason in plan.reasons:
             self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
         self.note_refusal(member)
 
     def note_refusal(self, member: Member) -> None:
-        if member.attachment.tell_refusal():
+        if member.attachment.packing.tell_refusal():
             reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
 
@@ -356,8 +357,9 @@ class MemoryManager:
             try:
                 self.recorder.sample()
                 self.heal_abandoned(member)
-                member.attachment.put_back()
-                member.attachment.refuse_changed_dtype()
+                if member.attachment.guard is not None:
+                    member.attachment.guard.put_back()
+                    member.attachment.guard.refuse_changed_dtype()
                 outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.epoch
                 if outdated and not member.is_hosted:
                     self.admit(member)
@@ -370,8 +372,8 @@ class MemoryManager:
     def heal_abandoned(self, newcomer: Member | None) -> None:
         """End passes that interrupts left open: their leases would keep memory that nobody computes with."""
         for member in self.members.values():
-            if member is not newcomer and member.leases and member.attachment.is_abandoned():
-                member.attachment.end_open_pass()
+            if member is not newcomer and member.leases and member.attachment.passes.is_abandoned():
+                member.attachment.passes.abandon()
 
     def give_back(self, member: Member) -> None:
         """Return the lease and learn what the forward needed beside the weights."""
@@ -406,7 +408,7 @@ class MemoryManager:
         try:
             yield
         finally:
-            member.attachment.heal_for(None)
+            member.attachment.passes.heal_for(None)
             self.give_back(member)
 
     def admit(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
@@ -638,7 +640,7 @@ class MemoryManager:
     def heal(self) -> None:
         """End what interrupts left open; called where nothing can be computing."""
         for member in self.members.values():
-            member.attachment.heal_for(None)
+            member.attachment.passes.heal_for(None)
 
     def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
         with self.exclusive():

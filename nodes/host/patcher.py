@@ -158,7 +158,7 @@ class HighwaterPatcher(ModelPatcher):
     def cleanup(self) -> None:
         """Called in the sampler's ``finally``, also after an interrupt that ran no hook."""
         if self.hosted.member is not None:
-            self.hosted.member.attachment.heal_for(None)
+            self.hosted.member.attachment.passes.heal_for(None)
         super().cleanup()
 
     # -- patches

@@ -1,0 +1,196 @@
+"""The masters of a component: packed into host memory or left in their file, and what its module holds at the end."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from .component import Component
+from .errors import InvalidInput
+from .footprint import bounce_buffer_bytes
+from .ledger import Kind, Ledger
+from .masters import FileMaster
+from .pinning import PAGE_BYTES
+from .plan import ComponentPlan
+from .residency import Unit
+from .share import Share
+from .source import WeightsSource
+from .transfer import allocate_slabs
+
+__all__ = ["Ending", "Packing"]
+
+
+class Ending(enum.Enum):
+    """What the module holds when its weights are no longer managed."""
+
+    RESTORED = "restored"
+    """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
+    HANDED_OVER = "handed over"
+    """What rests in its file stays there, for the attachment that comes next; all else is in plain memory."""
+    TAKEN_BACK = "taken back"
+    """What it held before it was packed."""
+    DISCARDED = "discarded"
+    """Shapes without memory; nothing is copied or read."""
+
+
+class Packing:
+    """Packs the units of a component's shares, and keeps the books of what that takes of host memory.
+
+    Args:
+        source: the files that the weights may rest in.
+        after: the packing whose place this one takes.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        component: Component,
+        plan: ComponentPlan,
+        shares: Sequence[Share],
+        ledger: Ledger,
+        source: WeightsSource | None,
+        *,
+        after: Packing | None = None,
+    ) -> None:
+        self.owner = owner
+        self.component = component
+        self.plan = plan
+        self.shares = list(shares)
+        self.ledger = ledger
+        self.source = source
+        self.host_bytes = Counter[str]()
+        """What the masters take of host memory, by tier."""
+        self.was_refused = False
+        """Whether the driver would not page-lock all the masters that the plan wanted to be."""
+        self.told_refusal = False
+        self.came_bare = frozenset(
+            entry.spec.name for unit in self.units for entry in unit.entries if entry.held.is_meta
+        )
+        """The weights that came under management without memory."""
+        self.written = frozenset[str]()
+        """The weights that are not what their file has any more."""
+        if after is not None:
+            self.came_bare, self.written = after.came_bare, after.written
+
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for share in self.shares for unit in share.units]
+
+    def tell_refusal(self) -> bool:
+        """Whether the driver would not page-lock all that the plan wanted; true once."""
+        buffers = [share.bounce for share in self.shares if share.bounce is not None]
+        refused = self.was_refused or any(bounce.was_refused for bounce in buffers)
+        tells, self.told_refusal = refused and not self.told_refusal, self.told_refusal or refused
+        return tells
+
+    def measure(self) -> None:
+        """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
+        for unit in self.units:
+            unit.measure()
+
+    def to_read(self) -> int:
+        """Return the bytes that `pack` would read from files into RAM; those of buffers do not count at tier disk."""
+        if self.plan.tier == "disk":
+            return 0
+        return sum(entry.spec.weight_bytes for unit in self.units for entry in unit.entries if entry.held.is_meta)
+
+    def pack(self, progress: Callable[[int], None] | None = None) -> None:
+        """Make the masters; on failure the module is as it was.
+
+        Holds, beside the masters, one arena of slabs at a time. The caller measured all that it packs, before any
+        weight loses a bit.
+
+        Args:
+            progress: called with the bytes that were read of the files since it was called last; what it raises is
+                raised here.
+        """
+        packed: list[Unit] = []
+        try:
+            for share in self.shares:
+                if self.plan.tier == "disk":
+                    self.leave_in_file(share, packed)
+                else:
+                    self.pack_share(share, packed, progress)
+        except BaseException:
+            for unit in packed:
+                unit.unpack(unit.bare)
+            raise
+        for tier, num_bytes in self.host_bytes.items():
+            self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
+        for unit in packed:
+            unit.charge_host = self.charge_host
+
+    def pack_share(self, share: Share, packed: list[Unit], progress: Callable[[int], None] | None) -> None:
+        """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
+        if share.copies is None:  # others compute in place, in the memory they came in
+            units = [unit for unit in share.units if unit.cast_names]
+            for unit in share.units:
+                if unit not in units:
+                    packed.append(unit)
+                    unit.fill(self.source, progress)
+        else:
+            units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
+        self.host_bytes["host"] += sum(unit.slab_bytes for unit in share.units if unit not in units)
+        locked = [unit.slab_bytes for unit in units if unit.name in self.plan.pinned]
+        streams = [share.copies] if share.copies is not None else []
+        # What an arena rounds up is less than its last page.
+        slabs = allocate_slabs(
+            [unit.slab_bytes for unit in units],
+            pinned_bytes=sum(locked) + len(locked) * PAGE_BYTES,
+            streams=streams,
+        )
+        for unit, slab in zip(units, slabs, strict=True):
+            packed.append(unit)
+            unit.pack(slab, self.source, progress)
+            if not slab.is_pinned():
+                self.host_bytes["host"] += unit.slab_bytes
+        self.host_bytes["pinned"] += slabs.locked_bytes
+        self.was_refused = self.was_refused or slabs.was_refused
+
+    def leave_in_file(self, share: Share, packed: list[Unit]) -> None:
+        """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
+        assert self.source is not None and share.bounce is not None
+        for unit in share.units:
+            packed.append(unit)
+            unit.rest_in_file(self.source, share.bounce, written=self.written)
+            assert isinstance(unit.master, FileMaster)
+            self.host_bytes["host"] += unit.master.kept_bytes
+        share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
+        share.locks_bounce = bool(self.plan.pinned_bytes)
+
+    def charge_host(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.host_bytes["host"] += num_bytes
+            self.ledger.charge("host", self.owner, Kind.WEIGHTS, num_bytes)
+
+    def end(self, ending: Ending) -> None:
+        """Give the module what the ending says, and strike the masters from the books. The units left every device.
+
+        Raises:
+            InvalidInput: weights rest in a file that is not what it was; they stay without memory.
+        """
+        if self.plan.tier == "disk":
+            left = [unit for unit in self.units if unit.host_slab is not None]
+            self.written |= {entry.spec.name for unit in left for entry in unit.entries if not entry.is_buffer}
+        error: InvalidInput | None = None
+        for unit in self.units:
+            unit.charge_host = lambda num_bytes: None
+            try:
+                self.end_unit(unit, ending)
+            except InvalidInput as problem:
+                error = error or problem
+        for tier, num_bytes in self.host_bytes.items():
+            self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
+        if error is not None:
+            raise error
+
+    def end_unit(self, unit: Unit, ending: Ending) -> None:
+        if ending is Ending.DISCARDED:
+            unit.discard()
+        elif ending is Ending.TAKEN_BACK:
+            unit.unpack(unit.bare)
+        elif ending is Ending.HANDED_OVER:
+            unit.unpack(unit.names_in_file)
+        else:  # half of a model's weights without memory would be of use to nobody
+            unit.unpack(unit.names_in_file & self.came_bare if not self.written else ())
