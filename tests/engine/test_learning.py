@@ -12,7 +12,7 @@ LINK = 8e9
 
 def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("highwater.memory.link.cache_directory", lambda: tmp_path)
-    monkeypatch.setattr("highwater.memory.manager.known_link", known_link)
+    monkeypatch.setattr("highwater.memory.room.known_link", known_link)
     monkeypatch.setattr("highwater.memory.manager.link_bytes_per_s", link_bytes_per_s)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))  # 48 MiB
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
@@ -20,11 +20,11 @@ def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkey
         with manage(net, profile="40MiB", manager=manager) as managed:
             for _ in range(4):
                 net(torch.randn(4, 1024))
-            assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
-            assert known_link(manager.devices["gpu:0"]) == manager.links["gpu:0"]
+            assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+            assert known_link(manager.devices["gpu:0"]) == manager.room.links["gpu:0"]
             seconds = managed.members[0].block_seconds
             assert len(seconds) == 12 and all(value > 0 for value in seconds.values())
-        assert type(manager)().links["gpu:0"] == manager.links["gpu:0"]
+        assert type(manager)().room.links["gpu:0"] == manager.room.links["gpu:0"]
 
 
 def test_times_are_taken_once_and_cost_nothing_after(toys, machine, sim) -> None:
@@ -53,7 +53,7 @@ def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None
                     other = other @ other
                 net(torch.randn(4, 1024))
         del other
-        assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
 
 
 def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
@@ -61,7 +61,7 @@ def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad(), manage(net, manager=manager) as managed:
         for _ in range(2):
             net(torch.randn(4, 1024))
-        assert manager.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
         assert managed.members[0].block_seconds is None  # it would be of no use
 
 
@@ -70,7 +70,7 @@ def test_a_split_of_which_one_part_streams_learns_the_times_of_both(toys, machin
         net = toys.build_net()
         profile = "gpu:0=unlimited,gpu:1=0.3MiB"
         with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
-            manager.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            manager.room.links |= {"gpu:0": LINK, "gpu:1": LINK}
             for _ in range(4):
                 net(torch.randn(2, 5, 64))
             first, second = managed.members[0].attachment.shares
@@ -87,7 +87,7 @@ def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
 
     net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
-        manager.links["gpu:0"] = LINK
+        manager.room.links["gpu:0"] = LINK
         with manage(net, profile="4.5MiB", manager=manager) as managed:
             for _ in range(4):
                 net(torch.randn(4, 512))

@@ -87,7 +87,7 @@ def test_a_leased_component_is_never_evicted(toys, machine) -> None:
         with manager.lease(member):
             before = used(manager, "a")
             with pytest.raises(UnsafeState):
-                manager.evict(member, manager.devices["gpu:0"], 1, "by force")
+                manager.room.evict(member, manager.devices["gpu:0"], 1, "by force")
             nets["b"](X)  # streams in what is left
             assert used(manager, "a") == before
             assert managed[1].members[0].attachment.plan.shares[0].streamed
@@ -158,7 +158,7 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
         nets["b"](x)
         needed = managed[1].members[0].activation_bytes["gpu:0"]
         assert needed > MIB
-        assert manager.kept_free("gpu:0", managed[1].members[0])[0] == needed
+        assert manager.room.kept_free("gpu:0", managed[1].members[0])[0] == needed
 
 
 @pytest.mark.parametrize(
@@ -168,10 +168,10 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
 )  # fmt: skip
 def test_a_bad_watermark_changes_nothing(machine, device: str, low: int, high: int, words: str) -> None:
     with machine(4, 4) as manager:
-        before = dict(manager.watermarks)
+        before = dict(manager.room.watermarks)
         with pytest.raises(InvalidInput, match=words):
             manager.set_watermark(device, low, high)
-        assert manager.watermarks == before
+        assert manager.room.watermarks == before
 
 
 @torch.no_grad()

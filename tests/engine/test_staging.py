@@ -51,7 +51,7 @@ def test_any_order_within_any_memory_computes_the_same(
     # Copies and computes take about as long as each other: what is in a wrong order is a race, and fails.
     with machine(4, h2d_bytes_per_s=LINK, launch_s=1e-6) as manager, torch.no_grad():
         if learns:
-            manager.links["gpu:0"] = LINK
+            manager.room.links["gpu:0"] = LINK
         twin.to("sim:0")
         wanted = [twin(x.to("sim:0"), order).cpu() for order in passes]
         twin.to("cpu")

@@ -1,0 +1,220 @@
+"""The room on the devices: how much anyone may plan with, and who has to leave for whom.
+
+[Note: admission] A component is admitted when it is entered, never before. It may plan with what is free now,
+with its own bytes, and with those of idle components, less what the watermark keeps free. If loading it would
+leave less than ``low`` free, idle components leave, least recently used first and block by block, until ``high``
+is free. Between the marks nobody moves. A component that computes holds a lease and is never a victim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from .books import Recorder
+from .devices import Device, HostMemory
+from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
+from .footprint import least_bytes
+from .ledger import Ledger
+from .link import known_link
+from .machine import DeviceCapacity, Machine
+from .membership import Member, Watermark, default_watermark
+from .pinning import pin_limit_bytes
+from .placement import canonical_device
+from .plan import replan
+from .policy import EvictionPolicy, Victim
+from .units import format_bytes
+
+__all__ = ["Room", "computable"]
+
+
+class Room:
+    """Live memory as plans see it, and the eviction that makes more of it. The caller holds the manager's lock.
+
+    Args:
+        members: those under management, by id; the roster adds and removes them.
+    """
+
+    def __init__(
+        self,
+        devices: dict[str, Device],
+        members: dict[str, Member],
+        policy: EvictionPolicy,
+        ledger: Ledger,
+        recorder: Recorder,
+    ) -> None:
+        self.devices = devices
+        self.members = members
+        self.policy = policy
+        self.ledger = ledger
+        self.recorder = recorder
+        self.watermarks: dict[str, Watermark] = {}
+        self.links = {
+            name: speed
+            for name, device in devices.items()
+            if not device.is_cpu and (speed := known_link(device)) is not None
+        }
+        """Bytes per second from page-locked memory, as far as they were ever measured."""
+        self.epoch = 0
+        """Counts changes of what there is to share; a plan of an older epoch is looked at again."""
+
+    # -- what there is
+
+    def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
+        """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
+
+        Raises:
+            InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
+        """
+        accelerators = [name for name, found in self.devices.items() if not found.is_cpu]
+        name = canonical_device(device)
+        if name != "*" and name not in accelerators:
+            raise InvalidInput(f"watermark device {device!r} is not here; {allowed_values(name, ['*', *accelerators])}")
+        mark = Watermark(low_bytes=low_bytes, high_bytes=high_bytes)
+        targets = accelerators if name == "*" else [name]
+        for target in targets:
+            total = self.devices[target].total_bytes()
+            if high_bytes > total:
+                raise InvalidInput(
+                    f"watermark high={format_bytes(high_bytes)} exceeds {target}, "
+                    f"allowed is up to {format_bytes(total)}"
+                )
+        for target in targets:
+            if self.watermarks.get(target) == mark:
+                continue
+            self.watermarks[target] = mark
+            reason = f"keep free: low {format_bytes(low_bytes)}, high {format_bytes(high_bytes)}"
+            self.recorder.note("watermark", "", low_bytes, target, reason)
+            self.make_room(self.devices[target], 0, None)
+            self.epoch += 1
+
+    def watermark(self, device: str) -> Watermark:
+        """Return the marks of a device: those set, else the default for its size."""
+        if device not in self.watermarks:
+            return default_watermark(self.devices[device].total_bytes())
+        return self.watermarks[device]
+
+    def kept_free(self, device: str, member: Member | None) -> tuple[int, int]:
+        """Return the low and high mark, raised to what the member's forwards were seen to need."""
+        mark = self.watermark(device)
+        needed = max(member.activation_bytes[device], member.activation_before[device]) if member else 0
+        return max(mark.low_bytes, needed), max(mark.high_bytes, needed)
+
+    def machine(
+        self, member: Member | None, ceilings: Mapping[str, int] | None = None, *, freed_bytes: int = 0
+    ) -> Machine:
+        """Return what a member (or a newcomer) may plan with, in live numbers.
+
+        ``freed_bytes``: the host memory that a newcomer's weights take now, and give back as they are packed.
+        """
+        capacities = []
+        for device in self.devices.values():
+            low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
+            others = sum(victim.device_bytes for victim in self.victims(device, member))
+            own = self.ledger.held(member.id, device.name) if member else 0
+            available = device.free_bytes() + own + others - low
+            capacities.append(
+                DeviceCapacity(
+                    name=device.name,
+                    total_bytes=device.total_bytes(),
+                    available_bytes=max(0, min(available, (ceilings or {}).get(device.name, available))),
+                    kept_free_bytes=low,
+                    link_bytes_per_s=self.links.get(device.name),
+                )
+            )
+        # What a member keeps in host memory is decided when it is added.
+        pinned = 0
+        if member is None and len(self.devices) > 1:
+            pinned = pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
+        return Machine(devices=tuple(capacities), pinned_bytes=pinned)
+
+    # -- who leaves
+
+    def victims(self, device: Device, member: Member | None) -> list[Victim]:
+        """Return the idle components with bytes on a device, other than the member."""
+        return [
+            Victim(component=other.id, device_bytes=held, last_use=other.last_use, is_kept=other.is_kept)
+            for other in self.members.values()
+            if other is not member and not other.leases and (held := self.ledger.held(other.id, device.name))
+        ]
+
+    def make_room(self, device: Device, need_bytes: int, member: Member | None) -> None:
+        """Evict idle components if the need would leave less than the low mark free, until the high mark is."""
+        low, high = self.kept_free(device.name, member)
+        left = device.free_bytes() - need_bytes
+        if left >= low:
+            return
+        need = f"{member.id} needs {format_bytes(need_bytes)}" if member else "the watermark was raised"
+        for victim in self.policy.order(self.victims(device, member)):
+            if left >= high:
+                return
+            other = self.members[victim.component]
+            idle_s = self.recorder.now_s - (other.last_use_s or 0.0)
+            reason = (
+                f"{need}, {format_bytes(device.free_bytes())} are free of which {format_bytes(low)} are kept; "
+                f"idle longest, {idle_s:.1f} s"
+            )
+            if other.is_kept:
+                reason += "; it was to be kept, but nothing else is left"
+            left += self.evict(other, device, high - left, reason)
+
+    def give_up(
+        self, device_name: str, num_bytes: int, reason: str, *, spare: Collection[Member] = (), whole: bool = True
+    ) -> int:
+        """Evict idle components until so many bytes of a device are free again; returns what really was freed.
+
+        Args:
+            spare: components that their host is about to load. The room is for them; they may be idle longest.
+            whole: whether hosted components may lose the form in which they can compute.
+        """
+        freed = 0
+        device = self.devices[device_name]
+        for victim in self.policy.order(self.victims(device, None)):
+            if freed >= num_bytes:
+                break
+            member = self.members[victim.component]
+            if member not in spare:
+                freed += self.evict(member, device, num_bytes - freed, reason, whole=whole)
+        return freed
+
+    def evict(self, member: Member, device: Device, num_bytes: int, reason: str, *, whole: bool = True) -> int:
+        """Drop at least so many bytes of an idle component if it has them; returns the bytes freed.
+
+        Args:
+            whole: whether it may lose the form in which it can compute.
+        """
+        if member.leases:
+            raise UnsafeState(f"{member.id} computes and cannot be evicted")
+        held = self.ledger.held(member.id, device.name)
+        if not (member.is_hosted and self.stream_more(member, device, held - num_bytes, whole=whole)):
+            member.attachment.shrink(device.name, num_bytes)
+        left = self.ledger.held(member.id, device.name)
+        freed = held - left
+        rest = f"{format_bytes(left)} of it stay" if left else "nothing of it stays"
+        self.recorder.note("evict", member.id, freed, device.name, f"{reason}; {rest}")
+        self.recorder.sample()
+        self.epoch += 1
+        return freed
+
+    def stream_more(self, member: Member, device: Device, ceiling: int, *, whole: bool) -> bool:
+        """Bring a component down to so many bytes in a form that can compute; False if it has none so small.
+
+        Its host believes it loaded and may enter it without loading it again. Not ``whole``: its least form will do.
+        """
+        ceilings = {device.name: ceiling}
+        try:
+            machine = self.machine(member, ceilings if whole else computable(member, ceilings))
+            plan = replan(member.attachment.component, member.attachment.plan, machine, member.profile)
+        except (DoesNotFit, InvalidInput):
+            return not whole
+        member.attachment.load(plan)
+        return True
+
+
+def computable(member: Member, ceilings: Mapping[str, int]) -> dict[str, int]:
+    """Return a host's ceilings, none of them under what the component needs to compute at all."""
+    component, plan = member.attachment.component, member.attachment.plan
+    least = {
+        share.device: least_bytes(component, share.blocks, plan.cast, first=index == 0)
+        for index, share in enumerate(plan.shares)
+    }
+    return {device: max(ceiling, least.get(device, 0)) for device, ceiling in ceilings.items()}

@@ -1,0 +1,227 @@
+"""Who is under management: joins with all its parts or not at all, gets another profile in place, and leaves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from .attachment import Attachment
+from .component import Component
+from .errors import InvalidInput, UnsafeState, allowed_values
+from .membership import Member, refuse_shared_split, refuse_unsuitable
+from .modules import bytes_in_ram, plan_modules
+from .packing import Ending
+from .placement import Placement
+from .plan import ComponentPlan, Plan
+from .profile import OffloadProfile
+from .room import Room
+from .source import WeightsSource
+from .upcast import Precision
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """Adds members to the room and takes them out of it. The caller holds the manager's lock.
+
+    Args:
+        acquire, give_back: what a member's outermost entry and its exit call.
+        show_progress: returns what is called with the bytes read of files, of so many in all.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        *,
+        acquire: Callable[[Member], None],
+        give_back: Callable[[Member], None],
+        show_progress: Callable[[Member, int], Callable[[int], None]],
+    ) -> None:
+        self.room = room
+        self.members = room.members
+        self.ledger = room.ledger
+        self.recorder = room.recorder
+        self.acquire = acquire
+        self.give_back = give_back
+        self.show_progress = show_progress
+        self.moved_by_released = 0
+        """Bytes of weights that those who left had copied to devices."""
+
+    def add(
+        self,
+        modules: dict[str, nn.Module],
+        *,
+        placement: Placement,
+        profile: OffloadProfile,
+        precision: Precision | None,
+        name: str | None,
+        node_id: str | None,
+        kinds: Mapping[str, str] | None = None,
+        sources: Mapping[str, WeightsSource] | None = None,
+        patterns: Mapping[str, str] | None = None,
+        is_hosted: bool = False,
+    ) -> tuple[list[Member], Plan]:
+        """Take modules under management: plan, pack in host memory, hook. All of them or none.
+
+        Args:
+            kinds: component kinds by name, where they are known; names suggest the others.
+            sources: the files of components by name: those may rest on disk.
+            patterns: what a block is, by component (`find_blocks`), where structure does not tell.
+            is_hosted: a host decides when they come (`bring`) and go (`leave`).
+        """
+        unknown = sorted(set(sources or {}) - set(modules))
+        if unknown:
+            raise InvalidInput(
+                f"files of {unknown[0]!r}: no such component; {allowed_values(unknown[0], list(modules))}"
+            )
+        components, plan = plan_modules(
+            modules,
+            self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values()))),
+            placement=placement,
+            profile=profile,
+            precision=precision,
+            kinds=kinds or {},
+            sources=sources or {},
+            patterns=patterns,
+        )
+        prefix = f"{self.free_name(name)}/" if name else ""
+        workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
+        members: list[Member] = []
+        for component, module in zip(components, modules.values(), strict=True):
+            member_id = self.free_name(prefix + component.name)
+            member = Member(member_id, component.name, node_id, workflow_id, profile)
+            member.is_hosted = is_hosted
+            member.patterns = patterns
+            members.append(member)
+            self.prepare(member, module, component, plan[component.name], (sources or {}).get(component.name))
+        try:
+            for member in members:
+                self.attach(member)
+        except BaseException:
+            for member in members:
+                self.detach(member, Ending.TAKEN_BACK)
+            raise
+        self.room.epoch += 1
+        return members, plan
+
+    def replace(
+        self,
+        members: Sequence[Member],
+        *,
+        placement: Placement,
+        profile: OffloadProfile,
+        precision: Precision | None,
+    ) -> Plan:
+        """Give components another profile, placement or precision, where they are; on failure they have the old ones.
+
+        They leave their devices and come back as they are used. What rests in eight bits was widened in between: the
+        bits that it lost stay lost.
+        """
+        busy = [member.id for member in members if member.leases or member.id not in self.members]
+        if busy:
+            raise UnsafeState(f"{', '.join(busy)}: computes or was released; profiles change between passes")
+        modules = {member.name: member.attachment.module for member in members}
+        sources = {m.name: m.attachment.source for m in members if m.attachment.source is not None}
+        kinds = {member.name: member.attachment.component.kind for member in members}
+        locked = sum(member.attachment.packing.host_bytes["pinned"] for member in members)
+        components, plan = plan_modules(
+            modules,
+            self.room.machine(None, freed_bytes=locked),
+            placement=placement,
+            profile=profile,
+            precision=precision,
+            kinds=kinds,
+            sources=sources,
+            patterns=next((member.patterns for member in members), None),
+            in_file=[member.name for member in members if member.attachment.plan.tier == "disk"],
+        )
+        before = [(member, member.attachment, member.profile) for member in members]
+        try:
+            for member, component in zip(members, components, strict=True):
+                self.detach(member, Ending.HANDED_OVER)
+                self.give(member, profile)
+                new = component, plan[component.name], sources.get(component.name)
+                self.prepare(member, modules[member.name], *new, after=member.attachment)
+                self.attach(member)
+        except BaseException:
+            for member, attachment, old_profile in before:
+                if member.attachment is not attachment or member.id not in self.members:
+                    self.detach(member, Ending.HANDED_OVER)
+                    self.give(member, old_profile)
+                    old = attachment.component, attachment.plan, attachment.source
+                    self.prepare(member, attachment.module, *old, after=member.attachment)
+                    self.attach(member)
+            raise
+        self.room.epoch += 1
+        return plan
+
+    def give(self, member: Member, profile: OffloadProfile) -> None:
+        member.profile, member.block_seconds, member.planned_in_epoch = profile, None, -1
+
+    def prepare(
+        self,
+        member: Member,
+        module: nn.Module,
+        component: Component,
+        plan: ComponentPlan,
+        source: WeightsSource | None,
+        *,
+        after: Attachment | None = None,
+    ) -> None:
+        """Build a component's attachment, in place of another, and refuse what cannot be attached; changes nothing."""
+        if not member.is_hosted:
+            refuse_unsuitable(module, component, self.members.values(), source)
+        refuse_shared_split(module, component, plan)
+        member.attachment = Attachment(
+            member.id,
+            module,
+            component,
+            plan,
+            self.room.devices,
+            self.ledger,
+            acquire=lambda: self.acquire(member),
+            give_back=lambda: self.give_back(member),
+            guards_state=not member.is_hosted,
+            source=source,
+            compiles=member.profile.compile,
+            after=after,
+        )
+        member.attachment.packing.measure()
+
+    def attach(self, member: Member) -> None:
+        attachment, plan = member.attachment, member.attachment.plan
+        if not member.is_hosted:  # once more: parts that were prepared together may share weights
+            refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
+        attachment.attach(self.show_progress(member, attachment.packing.to_read()))
+        self.members[member.id] = member
+        for reason in plan.reasons:
+            self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
+        self.note_refusal(member)
+
+    def note_refusal(self, member: Member) -> None:
+        if member.attachment.packing.tell_refusal():
+            reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
+            self.recorder.note("plan", member.id, 0, "host", reason)
+
+    def free_name(self, wanted: str) -> str:
+        """Return a name that no component, and no group before a slash, has yet."""
+        taken = set(self.members) | {member_id.partition("/")[0] for member_id in self.members}
+        candidates = itertools.chain([wanted], (f"{wanted}#{number}" for number in itertools.count(2)))
+        return next(candidate for candidate in candidates if candidate not in taken)
+
+    def detach(self, member: Member, ending: Ending | None = None) -> None:
+        if self.members.get(member.id) is not member:
+            return
+        freed = self.ledger.places(member.id)
+        del self.members[member.id]
+        self.room.epoch += 1
+        try:
+            member.attachment.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
+        finally:
+            self.moved_by_released += member.attachment.bytes_moved
+            for place, num_bytes in freed.items():
+                self.recorder.note("release", member.id, num_bytes, place, "released")
+            self.recorder.sample()
+        assert not self.ledger.places(member.id), self.ledger.places(member.id)
