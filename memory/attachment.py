@@ -15,7 +15,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,17 +27,19 @@ from .blocks import has_skips
 from .compiling import CompiledBlocks
 from .component import Component, is_callable
 from .devices import Device
-from .entries import Entry, find_entries, read_weights
+from .entries import find_entries
 from .errors import InvalidInput, UnsafeState
 from .footprint import bounce_buffer_bytes, fixed_tensors
 from .ledger import Kind, Ledger
 from .masters import FileMaster
+from .moved import Witness
 from .pinning import PAGE_BYTES
 from .plan import ComponentPlan
 from .residency import Unit
 from .share import Share
 from .source import WeightsSource
 from .split import Hops
+from .state import StateGuard
 from .transfer import allocate_slabs
 
 __all__ = ["Attachment", "Ending", "refuse_managed"]
@@ -114,6 +115,7 @@ class Attachment:
         self.was_refused = False
         """Whether the driver would not page-lock all the masters that the plan wanted to be."""
         self.told_refusal = False
+        self.witnesses: list[Witness] = []
         self.changed_dtype: torch.dtype | None = None
         """What somebody changed the weights to, and was not told yet that it was taken back."""
         self.is_attached = False
@@ -204,6 +206,7 @@ class Attachment:
                 unit.unpack(unit.bare)
             raise
         self.is_attached = True
+        self.witnesses = [Witness(unit) for unit in self.units] if self.guards_state else []
         for tier, num_bytes in self.host_bytes.items():
             self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
         for unit in packed:
@@ -310,11 +313,8 @@ class Attachment:
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
         if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
-            for path, module in self.module.named_modules():
-                # torch marks the function it is given, which a bound method does not allow.
-                complete = partial(self.complete_state_dict, f"{path}." if path else "")
-                self.handles.append(module.register_state_dict_post_hook(complete))
-                self.handles.append(module.register_load_state_dict_pre_hook(self.refuse_loading))
+            rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
+            self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:
@@ -451,13 +451,13 @@ class Attachment:
     # -- what others do with the module
 
     def put_back(self) -> None:
-        """Undo what ``Module.to`` and its like did to the weights. Takes about a microsecond per block to see nothing.
+        """Undo what ``Module.to`` and its like did to the weights. Takes a microsecond or two per block to see nothing.
 
         The caller holds the manager's lock.
         """
-        if self.guards_state and any(unit.is_moved() for unit in self.units):
-            for unit in self.units:  # a block's buffers are in another unit than its weights
-                self.changed_dtype = unit.put_back() or self.changed_dtype
+        if any(witness.is_moved() for witness in self.witnesses):
+            for witness in self.witnesses:  # a block's buffers are in another unit than its weights
+                self.changed_dtype = witness.put_back() or self.changed_dtype
 
     def refuse_changed_dtype(self) -> None:
         """Tell, once, whoever changed the dtype of the weights. Raises `UnsafeState`."""
@@ -476,35 +476,6 @@ class Attachment:
                 share.copies.finish()
             if share.streamer is not None:
                 share.streamer.forget()
-
-    def complete_state_dict(
-        self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
-        """Put real weights where shapes without memory, or eight bits without their scale, would be.
-
-        Costs their bytes in RAM, and one reading of what rests in files.
-
-        Args:
-            path: where the module is in ours, with a dot behind it.
-        """
-        if module is not self.module and prefix:
-            return  # whoever asked a module around it completes the whole
-        bare: dict[str, tuple[Entry, list[str]]] = {}
-        for unit in self.units:
-            for entry in unit.entries:
-                names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
-                keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
-                if keys and state[keys[0]].is_meta:
-                    bare[entry.spec.name] = entry, keys
-                elif keys and entry.scale is not None:
-                    state[keys[0]] = unit.wide(entry.spec.name, torch.device("cpu"))
-        weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
-        for (_, keys), weight in zip(bare.values(), weights, strict=True):
-            state.update(dict.fromkeys(keys, weight))
-
-    def refuse_loading(self, *_: Any) -> None:
-        rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
-        raise UnsafeState(f"{self.owner} rests {rests}: release it before loading other weights into it")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
