@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .blocks import has_skips
@@ -17,8 +18,8 @@ from .devices import Device
 from .entries import find_entries
 from .errors import UnsafeState
 from .footprint import fixed_tensors
-from .guards import StateGuard, refuse_backward
 from .ledger import Ledger
+from .moved import MoveGuard
 from .packing import Ending, Packing
 from .passes import Passes
 from .plan import ComponentPlan
@@ -26,6 +27,7 @@ from .residency import Unit
 from .share import Share
 from .source import WeightsSource
 from .split import Hops
+from .state import StateGuard
 
 __all__ = ["Attachment", "refuse_managed"]
 
@@ -83,10 +85,9 @@ class Attachment:
         earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
         self.passes = Passes(module, self.finish_pass)
-        self.guard: StateGuard | None = None
-        if guards_state:
-            rests = "in its file" if plan.tier == "disk" else "in eight bits" if plan.cast else None
-            self.guard = StateGuard(owner, module, self.units, source, rests=rests)
+        self.guards_state = guards_state
+        self.moves: MoveGuard | None = None
+        """While it is attached, unless a host moves single weights itself."""
         self.share_of = {number: share for share in self.shares for number in share.blocks}
 
     @property
@@ -127,6 +128,8 @@ class Attachment:
         """Pack the masters (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
         self.packing.pack(progress)
         self.is_attached = True
+        if self.guards_state:
+            self.moves = MoveGuard(self.owner, self.units)
         try:
             self.hook()
             if self.compiles:
@@ -166,8 +169,9 @@ class Attachment:
             self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self.handles.append(module.register_forward_hook(after, always_call=True))
 
-        if self.guard is not None:
-            self.handles += self.guard.hook()
+        if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
+            rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
+            self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         for entry in self.find_entry_modules():
             if entry not in blocks:
@@ -259,8 +263,8 @@ class Attachment:
 
     def put_back(self) -> None:
         """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""
-        if self.guard is not None:
-            self.guard.put_back()
+        if self.moves is not None:
+            self.moves.put_back()
 
     def settle(self) -> None:
         """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
@@ -309,6 +313,17 @@ class Attachment:
         self.put_back()
         self.is_loaded = False
         return sum(share.unload() for share in self.shares)
+
+
+def refuse_backward(output: Any, block: str) -> None:
+    """Let a backward pass that reaches these outputs fail: the memory of the weights will hold another block's."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise UnsafeState(f"{block} streams or is widened to compute: a backward pass would read other weights")
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def refuse_managed(module: nn.Module) -> None:

@@ -135,9 +135,9 @@ class MemoryManager:
             try:
                 self.recorder.sample()
                 self.heal_abandoned(member)
-                if member.attachment.guard is not None:
-                    member.attachment.guard.put_back()
-                    member.attachment.guard.refuse_changed_dtype()
+                if member.attachment.moves is not None:
+                    member.attachment.moves.put_back()
+                    member.attachment.moves.refuse_changed_dtype()
                 outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch
                 if outdated and not member.is_hosted:
                     self.admit(member)

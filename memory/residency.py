@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -34,16 +33,6 @@ class BlockState(enum.Enum):
     """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
     COMPUTING = "computing"
     """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Witness:
-    """The weight of a unit that tells whether they were moved: where its first leaf lies in the slab."""
-
-    entry: Entry
-    index: int
-    offset: int
-    dtype: torch.dtype
 
 
 class Unit:
@@ -76,7 +65,6 @@ class Unit:
         self.bare: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
-        self.witness = self.choose_witness()
         self.placed: list[torch.Tensor] = []
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
@@ -88,24 +76,6 @@ class Unit:
         if entry.spec.name in self.cast_names:
             return [Form.of(entry.held, FP8)]
         return [Form.of(leaf) for leaf in leaves_of(entry.held)]
-
-    def choose_witness(self) -> Witness | None:
-        """Return the weight that is looked at to see whether they were moved, if there is any with bytes.
-
-        Rather a plain one than a quantized one, whose address takes long to find, a parameter than a buffer, which a
-        forward may replace, and what has a dtype that ``Module.half`` changes.
-        """
-
-        def preference(index: int) -> tuple[bool, ...]:
-            entry = self.entries[index]
-            return entry.wrapper is not None, entry.is_buffer, not entry.held.is_floating_point()
-
-        candidates = [index for index, entry in enumerate(self.entries) if entry.held.numel()]
-        if not candidates:
-            return None
-        index = min(candidates, key=preference)
-        leaf = sum(self.num_leaves[:index])
-        return Witness(self.entries[index], index, self.layout.offsets[leaf], self.layout.forms[leaf].dtype)
 
     @property
     def slab_bytes(self) -> int:
@@ -250,7 +220,8 @@ class Unit:
         Raises:
             InvalidInput: a file is not what it was.
         """
-        to_read = [entry for entry in self.entries if entry.spec.name in self.names_in_file.difference(bare)]
+        names = self.names_in_file.difference(bare)
+        to_read = [entry for entry in self.entries if entry.spec.name in names]
         source = self.master.source if isinstance(self.master, FileMaster) else None
         stored = {
             entry.spec.name: weight
@@ -381,74 +352,6 @@ class Unit:
         else:
             self.put(self.masters, BlockState.HOST)
 
-    # -- what others did to the module
-
-    def is_moved(self) -> bool:
-        """Whether somebody gave the module other memory or another dtype; looks at one weight of those at rest."""
-        if self.witness is None or not self.witness.entry.owners or self.state is BlockState.COMPUTING:
-            return False
-        held = self.witness.entry.held
-        if self.master is None:  # computes in place
-            return held.device.type != "cpu"
-        leaf = held if self.witness.entry.wrapper is None else leaves_of(held)[0]
-        slab = self.host_slab if self.device_slab is None else self.device_slab
-        if slab is not None:
-            address = slab.data_ptr() + self.witness.offset
-        else:
-            leaf_number = sum(self.num_leaves[: self.witness.index])
-            assert isinstance(self.master, FileMaster)
-            address = self.master.address_of(leaf_number)
-        return leaf.data_ptr() != address or leaf.dtype is not self.witness.dtype
-
-    def put_back(self) -> torch.dtype | None:
-        """Let the module hold the engine's own tensors again; returns the dtype that its weights had been changed to.
-
-        The memory that it held instead is free then. What a forward wrote into buffers stays.
-        """
-        if self.witness is None or self.state is BlockState.COMPUTING:
-            return None
-        if self.master is None:
-            for entry in self.entries:
-                if entry.held.device.type != "cpu":
-                    repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
-            return None
-        changed = leaves_of(self.witness.entry.held)[0].dtype
-        for entry, placed in zip(self.entries, self.placed, strict=True):
-            if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
-                entry.hold(placed)
-        self.masters = self.renewed(self.masters, self.master_leaves())
-        if self.device_slab is not None:
-            self.device_views = [
-                old if entry.is_plain_buffer else new
-                for entry, old, new in zip(
-                    self.entries, self.device_views, self.held_views(self.device_slab), strict=True
-                )
-            ]
-        self.forget_views()
-        self.rest()
-        return None if changed is self.witness.dtype else changed
-
-    def master_leaves(self) -> list[list[torch.Tensor]]:
-        """Return what each master is made of: views into the slab, or, where they rest in their file, shapes."""
-        if self.host_slab is not None:
-            return self.leaf_views(self.host_slab)
-        assert isinstance(self.master, FileMaster)
-        leaves = iter(self.master.resting_leaves())
-        return [list(itertools.islice(leaves, count)) for count in self.num_leaves]
-
-    def renewed(self, masters: Sequence[torch.Tensor], leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return masters that show these leaves, as the objects that they are where torch allows that."""
-        found = []
-        for entry, master, own in zip(self.entries, masters, leaves, strict=True):
-            if entry.is_plain_buffer:  # of those the module gets others
-                found.append(master)
-            elif entry.wrapper is None and torch._has_compatible_shallow_copy_type(master, own[0]):
-                master.data = own[0]
-                found.append(master)
-            else:
-                found.append(as_held(iter(own), entry))
-        return found
-
     def forget_views(self) -> None:
         """Drop the cached views into slots and scratch: they would keep freed slabs alive."""
         self.view_cache.clear()
@@ -476,7 +379,7 @@ class Unit:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
         replaced = entry.held
         if replaced.shape == tensor.shape and replaced.dtype == tensor.dtype:
-            with torch.no_grad():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(replaced)
         else:
             entry.owners = []

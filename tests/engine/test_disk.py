@@ -158,6 +158,7 @@ def test_buffers_made_in_inference_mode_keep_what_was_written_too(
 ) -> None:
     with torch.inference_mode():
         net = toys.build_net()
+    replaced = torch.full((64,), 4.0)
     with machine(8) as manager:
         with managed_in():
             managed = manage({"net": net}, TIGHT, placement=placement, files={"net": files}, manager=manager)
@@ -169,8 +170,11 @@ def test_buffers_made_in_inference_mode_keep_what_was_written_too(
             managed.members[0].attachment.unload()
             assert torch.equal(net.doubles[0].gain, torch.ones(64))
             assert torch.equal(net.doubles[1].gain, torch.full((64,), 3.0))
+            net.doubles[2].gain = replaced
+            net(torch.randn(2, 5, 64))
             managed.release()
         assert torch.equal(net.doubles[0].gain, torch.ones(64))
+        assert torch.equal(net.doubles[2].gain, replaced)
 
 
 @pytest.fixture

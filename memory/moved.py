@@ -1,0 +1,130 @@
+"""Weights that somebody moved or converted (``Module.to``, ``Module.half``), seen by one of them and put back.
+
+[Note: moved] torch gives a converted weight to its module in one of three ways: it points the parameter object that is
+there to other memory, puts another object in its place, or swaps the insides of two. So neither the objects that a
+unit put into the module nor those that are its masters can be relied on afterwards; its slabs can, and its buffers'
+objects, of which the module always gets others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from .entries import as_held, repoint
+from .errors import UnsafeState
+from .leaves import leaves_of
+from .masters import FileMaster
+from .residency import BlockState, Unit
+
+__all__ = ["MoveGuard"]
+
+
+class MoveGuard:
+    """Puts the weights of a component back, and tells who changed their dtype. For units whose masters are in place."""
+
+    def __init__(self, owner: str, units: Sequence[Unit]) -> None:
+        self.owner = owner
+        self.witnesses = [Witness(unit) for unit in units]
+        self.changed_dtype: torch.dtype | None = None
+        """What somebody changed the weights to, and was not told yet that it was taken back."""
+
+    def put_back(self) -> None:
+        """Undo what was done to the weights. Takes a microsecond or two per block to see nothing.
+
+        The caller holds the manager's lock.
+        """
+        if any(witness.is_moved() for witness in self.witnesses):
+            for witness in self.witnesses:  # a block's buffers are in another unit than its weights
+                self.changed_dtype = witness.put_back() or self.changed_dtype
+
+    def refuse_changed_dtype(self) -> None:
+        """Tell, once, whoever changed the dtype of the weights. Raises `UnsafeState`."""
+        if self.changed_dtype is not None:
+            dtype, self.changed_dtype = self.changed_dtype, None
+            raise UnsafeState(
+                f"{self.owner}: its weights were changed to {dtype}, which has been undone: "
+                "release it before changing its dtype"
+            )
+
+
+class Witness:
+    """The weight of a unit that tells whether they were moved, and what puts them all back.
+
+    Rather a plain one than a quantized one, whose address takes long to find, a parameter than a buffer, which a
+    forward may replace, and one that ``Module.half`` changes. For a unit whose masters are in place.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        order = sorted(
+            (entry.wrapper is not None, entry.is_buffer, not entry.held.is_floating_point(), index)
+            for index, entry in enumerate(unit.entries)
+            if entry.held.numel()
+        )
+        self.entry = unit.entries[order[0][-1]] if order else None
+        self.leaf = sum(unit.num_leaves[: order[0][-1]]) if order else 0
+
+    def is_moved(self) -> bool:
+        """Whether the module has other memory or another dtype than the unit, while that rests, gave it."""
+        unit, entry = self.unit, self.entry
+        if entry is None or not entry.owners or unit.state is BlockState.COMPUTING:
+            return False
+        held = entry.held
+        if unit.master is None:  # computes in place
+            return held.device.type != "cpu"
+        slab = unit.host_slab if unit.device_slab is None else unit.device_slab
+        if slab is not None:
+            address = slab.data_ptr() + unit.layout.offsets[self.leaf]
+        else:
+            assert isinstance(unit.master, FileMaster)
+            address = unit.master.address_of(self.leaf)
+        leaf = held if entry.wrapper is None else leaves_of(held)[0]
+        return leaf.data_ptr() != address or leaf.dtype is not unit.layout.forms[self.leaf].dtype
+
+    def put_back(self) -> torch.dtype | None:
+        """Let the module hold the unit's own tensors again; returns the dtype that its weights had been changed to.
+
+        The memory that it held instead is free then. What a forward wrote into buffers stays.
+        """
+        unit = self.unit
+        if self.entry is None or unit.state is BlockState.COMPUTING:
+            return None
+        if unit.master is None:
+            for entry in unit.entries:
+                if entry.held.device.type != "cpu":
+                    repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
+            return None
+        dtype = leaves_of(self.entry.held)[0].dtype
+        for entry, placed in zip(unit.entries, unit.placed, strict=True):
+            if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
+                entry.hold(placed)
+        unit.masters = renewed_masters(unit)
+        if unit.device_slab is not None:
+            views = zip(unit.entries, unit.device_views, unit.held_views(unit.device_slab), strict=True)
+            unit.device_views = [old if entry.is_plain_buffer else new for entry, old, new in views]
+        unit.forget_views()
+        unit.rest()
+        return None if dtype is unit.layout.forms[self.leaf].dtype else dtype
+
+
+def renewed_masters(unit: Unit) -> list[torch.Tensor]:
+    """Return masters that show what they are made of, as the objects that they are where torch allows that."""
+    if unit.host_slab is not None:
+        leaves = iter(unit.layout.views(unit.host_slab))
+    else:
+        assert isinstance(unit.master, FileMaster)
+        leaves = iter(unit.master.resting_leaves())
+    masters = []
+    for entry, master, count in zip(unit.entries, unit.masters, unit.num_leaves, strict=True):
+        own = list(itertools.islice(leaves, count))
+        if entry.is_plain_buffer:
+            masters.append(master)
+        elif entry.wrapper is None and torch._has_compatible_shallow_copy_type(master, own[0]):
+            master.data = own[0]
+            masters.append(master)
+        else:
+            masters.append(as_held(iter(own), entry))
+    return masters

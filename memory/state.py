@@ -1,0 +1,70 @@
+"""What ``state_dict()`` and ``load_state_dict()`` do while weights rest in eight bits or in their file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .entries import Entry, read_weights
+from .errors import UnsafeState
+from .residency import Unit
+from .source import WeightsSource
+
+__all__ = ["StateGuard"]
+
+
+class StateGuard:
+    """Completes the state of a module whose weights rest in eight bits or in their file, and refuses to load over them.
+
+    Args:
+        owner: the component's id.
+        rests: where the weights rest, for people.
+    """
+
+    def __init__(
+        self, owner: str, module: nn.Module, units: Sequence[Unit], source: WeightsSource | None, *, rests: str
+    ) -> None:
+        self.owner = owner
+        self.module = module
+        self.units = units
+        self.source = source
+        self.rests = rests
+
+    def hook(self) -> Iterator[RemovableHandle]:
+        """Put hooks on the module and on every part of it, of which anyone may ask the state alone."""
+        for path, module in self.module.named_modules():
+            # torch marks the function it is given, which a bound method does not allow.
+            complete = partial(self.complete, f"{path}." if path else "")
+            yield module.register_state_dict_post_hook(complete)
+            yield module.register_load_state_dict_pre_hook(self.refuse)
+
+    def complete(self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Put real weights where shapes without memory, or eight bits without their scale, would be.
+
+        Costs their bytes in RAM, and one reading of what rests in files.
+
+        Args:
+            path: where the module is in ours, with a dot behind it.
+        """
+        if module is not self.module and prefix:
+            return  # whoever asked a module around it completes the whole
+        bare: dict[str, tuple[Entry, list[str]]] = {}
+        for unit in self.units:
+            for entry in unit.entries:
+                names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
+                keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
+                if keys and state[keys[0]].is_meta:
+                    bare[entry.spec.name] = entry, keys
+                elif keys and entry.scale is not None:
+                    state[keys[0]] = unit.wide(entry.spec.name, torch.device("cpu"))
+        weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
+        for (_, keys), weight in zip(bare.values(), weights, strict=True):
+            state.update(dict.fromkeys(keys, weight))
+
+    def refuse(self, *_: Any) -> None:
+        raise UnsafeState(f"{self.owner} rests {self.rests}: release it before loading other weights into it")
