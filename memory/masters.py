@@ -43,7 +43,7 @@ class FileMaster:
         bounce: the buffers of the share, which opens them before anything is copied.
     """
 
-    version = 0
+    version = -1  # no slab's: what replaces the file is another master
 
     def __init__(
         self,

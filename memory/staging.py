@@ -29,7 +29,7 @@ class Stay:
         self.last_use = 0
         """Grows from compute to compute; 0 is never."""
         self.in_use = False
-        self.version = -1
+        self.version: int | None = None
         """That of the master whose bytes are there: a host may write to masters."""
         self.missing: list[Range] = [self.place]
 
@@ -90,7 +90,7 @@ class StagingArea:
                     left.append((begin, end))
                 else:
                     free.append((owner.last_use if owner else 0, begin, end, owner))
-        stay.version = -1  # until all is queued: reading a file may fail
+        stay.version = None  # until all is queued: reading a file may fail
         for _, begin, end, owner in sorted(free, key=lambda piece: piece[:3]):  # first what is free first
             self.claim(begin, end, owner, stay)
             master.copy_to(stay.slab[begin - stay.begin : end - stay.begin], begin - stay.begin, self.copies)
@@ -125,7 +125,7 @@ class StagingArea:
         """Take it that no block is here as its master now is; for writers that bypass versions (``.data``)."""
         for stay in self:
             assert not stay.in_use
-            stay.version = -1
+            stay.version = None
 
     def __iter__(self) -> Iterator[Stay]:
         for stays in self.stays.values():
