@@ -115,8 +115,8 @@ def choose_schedule(
     Args:
         sizes: bytes per block, in the order in which they run; not all fit into the room.
         seconds: of computing and of copying, per block; `balanced_seconds` where they are not known.
-        prefetch_blocks: for how many blocks, beside the one that computes, there has to be staging memory, as far as
-            the room holds them; None: as much as is fastest.
+        prefetch_blocks: for how many blocks, beside the one that computes, there is to be staging memory, as far as
+            the room holds them, and for no further one that could be resident; None: as much as is fastest.
     """
     largest = max(sizes)
     assert largest <= room_bytes, (largest, room_bytes)
@@ -131,11 +131,19 @@ def choose_schedule(
         pass_s = window_seconds(sizes, seconds, resident, staging_bytes, idle_s=idle_s)
         return Trial(frozenset(resident), staging_bytes, pass_s)
 
+    def changed(resident: Collection[int]) -> Trial | None:
+        """The same; None as well where blocks stream that could stay, beside what was asked to be copied ahead."""
+        trial = timed(resident)
+        if trial is None or prefetch_blocks is None:
+            return trial
+        streamed = [size for position, size in enumerate(sizes) if position not in resident]
+        return trial if trial.staging_bytes < (depth + 1) * max(streamed) + min(streamed) else None
+
     starts = [trial for kept in spread_beside_staging(sizes, seconds[0], room_bytes, depth) if (trial := timed(kept))]
     enough_s = (sum(seconds[0]) + idle_s) * (1 + SMALLEST_GAIN)
     # The sort is stable: of equals, even spreading and less staging memory come first.
     fastest = sorted(dict.fromkeys(starts), key=lambda trial: trial.pass_s)
-    improved = [improve(start, sizes, room_bytes, enough_s, timed) for start in fastest[:NUM_IMPROVED]]
+    improved = [improve(start, sizes, room_bytes, enough_s, changed) for start in fastest[:NUM_IMPROVED]]
     best: Schedule | None = None
     # What a choice could do at best its places may keep it from, some more than others.
     for trial in dict.fromkeys([starts[0], *improved, *fastest[:NUM_PLACED]]):
