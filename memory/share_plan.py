@@ -149,14 +149,17 @@ def plan_share(
     prefetch_blocks = profile.prefetch_blocks or (None if are_known else USUAL_PREFETCH)
     room_bytes = (limit - whole.fixed_bytes - whole.scratch_bytes) // SLAB_ALIGNMENT * SLAB_ALIGNMENT
     ordered = tuple(sizes.values())
-    schedule = choose_schedule(ordered, room_bytes, seconds=seconds, prefetch_blocks=prefetch_blocks, idle_s=idle_s)
-    share = stream(whole, sizes, schedule)
+    in_place: Schedule | None = None
     if current is not None and current.staging_bytes and current.blocks == blocks:
-        asked = share.prefetch_blocks if profile.prefetch_blocks else 0
+        asked = min(profile.prefetch_blocks or 0, room_bytes // largest - 1)
         in_place = keep_residents(current, sizes, seconds, room_bytes, asked, idle_s)
+    if in_place is not None and current is not None and is_settled(current, in_place, are_known):
+        schedule = in_place
+    else:
+        schedule = choose_schedule(ordered, room_bytes, seconds=seconds, prefetch_blocks=prefetch_blocks, idle_s=idle_s)
         if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
             schedule = in_place
-            share = stream(whole, sizes, schedule)
+    share = stream(whole, sizes, schedule)
     streamed_bytes = sum(sizes[number] for number in share.streamed)
     link = capacity.link_bytes_per_s
     speed = f", at least {streamed_bytes / link:.2g} s at {link / 1e9:.3g} GB/s" if link else ""
@@ -254,6 +257,12 @@ def keep_residents(
     places = tuple({numbers.index(number): begin for number, begin in here.items()} for here in current.places)
     pass_s = pass_seconds(ordered, seconds, resident, current.staging_bytes, places, idle_s=idle_s)
     return Schedule(resident, current.staging_bytes, places, pass_s)
+
+
+def is_settled(current: SharePlan, in_place: Schedule, are_known: bool) -> bool:
+    """Whether what is in place was chosen with the same times, so that a search would find nothing better."""
+    is_moved = in_place.staging_bytes != current.staging_bytes
+    return not is_moved and current.pass_s == (in_place.pass_s if are_known else None)
 
 
 def explain_staging(share: SharePlan, profile: OffloadProfile, are_known: bool) -> list[str]:

@@ -191,6 +191,19 @@ def test_what_is_in_place_stays_while_it_fits_and_is_as_good() -> None:
     assert len(filled.shares[0].resident) >= len(decided.shares[0].resident) + 4
 
 
+def test_what_still_fits_and_was_chosen_with_the_same_times_is_not_searched_again(monkeypatch) -> None:
+    part, profile = component([MIB] * 40), parse_profile("auto", devices=DEVICES)
+    here, times = linked(machine(first=20 * MIB), MIB / 0.1), dict.fromkeys(range(40), 0.1)
+    decided = plan(part, on=here)["transformer"]
+    learned = replan(part, decided, here, profile, block_seconds=times)
+    monkeypatch.setattr("highwater.memory.share_plan.choose_schedule", None)
+    a_little_more = linked(machine(first=20 * MIB + 1000), MIB / 0.1)
+    assert replan(part, decided, a_little_more, profile).shares == decided.shares
+    assert replan(part, learned, a_little_more, profile, block_seconds=times).shares == learned.shares
+    with pytest.raises(TypeError):  # with other times it is
+        replan(part, learned, a_little_more, profile, block_seconds=dict.fromkeys(range(40), 0.3))
+
+
 def test_reasons_about_room_are_found_again_and_the_others_stay() -> None:
     part, profile = component([MIB] * 8), parse_profile("auto", devices=DEVICES)
     decided = plan(part, placement="auto", on=machine(first=5 * MIB, second=MIB, pinned=1000))["transformer"]
