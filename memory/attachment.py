@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
@@ -21,7 +22,7 @@ from .footprint import fixed_tensors
 from .ledger import Ledger
 from .moved import MoveGuard
 from .packing import Ending, Packing
-from .passes import Passes
+from .passes import Pass, Passes
 from .plan import ComponentPlan
 from .residency import Unit
 from .share import Share
@@ -42,8 +43,10 @@ class Attachment:
     """One component attached to its module: packed in host memory, hooked, and loadable by plan.
 
     Args:
-        acquire: called on the outermost entry; loads the component or raises, and holds the lease.
-        give_back: called when the outermost entry is left, also by an exception.
+        exclusive: holds the manager's lock.
+        acquire: called on the outermost entry; loads the component or raises, and holds a lease for the pass. Returns
+            whether the component is still this attachment's.
+        give_back: called when the outermost entry is left, also by an exception; perhaps twice.
         guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
             file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
@@ -60,8 +63,9 @@ class Attachment:
         devices: dict[str, Device],
         ledger: Ledger,
         *,
-        acquire: Callable[[], None],
-        give_back: Callable[[], None],
+        exclusive: Callable[[], AbstractContextManager[None]],
+        acquire: Callable[[Pass], bool],
+        give_back: Callable[[Pass], None],
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
@@ -82,9 +86,13 @@ class Attachment:
         self.is_attached = False
         self.is_loaded = False
         self.shares = self.build_shares(devices)
+        self.successor: Attachment | None = None
+        """What has taken its place."""
+        if after is not None:
+            after.successor = self
         earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
-        self.passes = Passes(module, self.finish_pass)
+        self.passes = Passes(module, self.finish_pass, exclusive)
         self.guards_state = guards_state
         self.moves: MoveGuard | None = None
         """While it is attached, unless a host moves single weights itself."""
@@ -129,7 +137,7 @@ class Attachment:
         self.packing.pack(progress)
         self.is_attached = True
         if self.guards_state:
-            self.moves = MoveGuard(self.owner, self.units)
+            self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
         try:
             self.hook()
             if self.compiles:
@@ -159,8 +167,8 @@ class Attachment:
             self.packing.end(ending)
         finally:
             # They refer to the manager's member or to us: the module would live until the next garbage collection.
-            self.acquire = self.give_back = refuse_released
-            self.passes.finish = lambda completed: refuse_released()
+            self.acquire, self.give_back = refuse_entry, forget_pass
+            self.passes.finish = lambda current, completed: None
 
     def hook(self) -> None:
         attached.add(self)
@@ -194,11 +202,12 @@ class Attachment:
 
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.passes.heal_for(module)
-        outermost = self.passes.outermost is None
-        if outermost:
-            self.passes.begin(self.acquire)
-        self.passes.enter(module)
-        if not (outermost and self.is_loaded):
+        if self.passes.outermost is not None:
+            self.passes.enter(module)
+            return None
+        if not self.passes.begin(module, self.acquire):  # while it waited, another one took its place, or none
+            return self.successor.before_entry(module, args, kwargs) if self.successor is not None else None
+        if not self.is_loaded:
             return None
         streams = self.plan.streams  # else nothing is planned by the times
         for share in self.shares:
@@ -209,17 +218,22 @@ class Attachment:
         if not self.passes.leave(module):
             return None
         completed = output is not None  # an always-called hook has none after an exception
-        output = self.hops.move(output, self.primary.torch_device) if len(self.shares) > 1 else None
-        self.passes.end(completed=completed)
+        try:
+            output = self.hops.move(output, self.primary.torch_device) if len(self.shares) > 1 else None
+        except BaseException:
+            completed = False
+            raise
+        finally:
+            self.passes.end(completed=completed)
         return output
 
-    def finish_pass(self, completed: bool) -> None:
+    def finish_pass(self, current: Pass, completed: bool) -> None:
         try:
             for share in self.shares:
                 share.end_pass(completed=completed)
         finally:
             self.hops.forget()
-            self.give_back()
+            self.give_back(current)
 
     # -- blocks
 
@@ -266,12 +280,17 @@ class Attachment:
         if self.moves is not None:
             self.moves.put_back()
 
-    def settle(self) -> None:
-        """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
-        self.passes.heal_for(None)
+    def finish_copies(self) -> None:
+        """Wait on the host until nothing is copied to any device."""
         for share in self.shares:
             if share.copies is not None:
                 share.copies.finish()
+
+    def settle(self) -> None:
+        """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
+        self.passes.heal_for(None)
+        self.finish_copies()
+        for share in self.shares:
             if share.streamer is not None:
                 share.streamer.area.forget()
 
@@ -338,5 +357,10 @@ def refuse_managed(module: nn.Module) -> None:
             raise UnsafeState(f"{attachment.owner} is managed: release it before loading other weights into it")
 
 
-def refuse_released() -> None:
-    raise AssertionError("a released component was entered: its hooks are gone")
+def refuse_entry(current: Pass) -> bool:
+    """Let nobody in: who waited meanwhile computes with whatever the module holds now."""
+    return False
+
+
+def forget_pass(current: Pass) -> None:
+    """Hold nothing for a pass."""

@@ -124,11 +124,11 @@ class Managed:
 
         Raises:
             InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
-            UnsafeState: another thread computes with them.
+            UnsafeState: one of them computes.
         """
-        busy = [member.id for member in self.members if member.attachment.passes.is_busy_elsewhere()]
+        busy = [member.id for member in self.members if member.attachment.passes.is_busy()]
         if busy:
-            raise UnsafeState(f"{', '.join(busy)}: another thread computes with it; release it after that")
+            raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
         self.unmark_execution_device()
         with self.manager.exclusive():
             for member in self.members:

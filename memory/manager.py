@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attachment import Attachment
 from .books import Recorder
 from .devices import Device, list_devices
 from .errors import DoesNotFit, InvalidInput
 from .ledger import Ledger
 from .link import link_bytes_per_s
 from .membership import Member, Watermark, default_watermark
+from .passes import Pass
 from .plan import Plan, replan
 from .policy import EvictionPolicy, LeastRecentlyUsed
 from .report import DeviceReport, Report
@@ -35,7 +37,7 @@ class MemoryManager:
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.lock = threading.RLock()
-        self.depth = 0
+        self.inside: set[object] = set()
         self.released: list[Member] = []
         self.ledger = Ledger()
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
@@ -44,7 +46,11 @@ class MemoryManager:
         self.recorder = Recorder(list(self.devices.values()), self.ledger, self.bytes_moved)
         self.room = Room(self.devices, self.members, policy or LeastRecentlyUsed(), self.ledger, self.recorder)
         self.roster = Roster(
-            self.room, acquire=self.acquire, give_back=self.give_back, show_progress=self.show_progress
+            self.room,
+            exclusive=self.exclusive,
+            enter=self.enter,
+            give_back=self.give_back,
+            show_progress=self.show_progress,
         )
         self.uses = itertools.count(1)
 
@@ -57,17 +63,18 @@ class MemoryManager:
         """
         with self.lock:
             self.remove_released()
-            self.depth += 1
+            inside = object()
             try:
+                self.inside.add(inside)
                 yield
             finally:
-                self.depth -= 1
+                self.inside.discard(inside)
                 self.remove_released()
 
     def remove_released(self) -> None:
         """Detach all that was released. Raises the first `InvalidInput` of them when it is through."""
         errors = []
-        while self.depth == 0 and self.released:
+        while not self.inside and self.released:
             try:
                 self.roster.detach(self.released.pop())
             except InvalidInput as error:
@@ -122,17 +129,20 @@ class MemoryManager:
 
     # -- leases
 
-    def acquire(self, member: Member) -> None:
+    def acquire(self, member: Member, holder: object) -> None:
         """Admit a component and hold a lease on it; loads what its plan wants and evicts for that.
+
+        Args:
+            holder: for what; gives the lease back.
 
         Raises:
             DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
             UnsafeState: somebody changed the dtype of the weights; that is undone.
         """
         with self.exclusive():
-            member.leases += 1
-            member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
             try:
+                member.leases.add(holder)
+                member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
                 self.recorder.sample()
                 self.heal_abandoned(member)
                 if member.attachment.moves is not None:
@@ -144,19 +154,29 @@ class MemoryManager:
                 self.recorder.used_by_node(member.id)
                 member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
             except BaseException:
-                member.leases -= 1
+                member.leases.discard(holder)
                 raise
+
+    def enter(self, member: Member, attachment: Attachment, current: Pass) -> bool:
+        """Acquire a component for a pass; False if another attachment has it now, or none."""
+        with self.exclusive():
+            if self.members.get(member.id) is not member or member.attachment is not attachment:
+                return False
+            self.acquire(member, current)
+            return True
 
     def heal_abandoned(self, newcomer: Member | None) -> None:
         """End passes that interrupts left open: their leases would keep memory that nobody computes with."""
         for member in self.members.values():
-            if member is not newcomer and member.leases and member.attachment.passes.is_abandoned():
-                member.attachment.passes.abandon()
+            if member is not newcomer and member.leases:
+                member.attachment.passes.heal_abandoned()
 
-    def give_back(self, member: Member) -> None:
-        """Return the lease and learn what the forward needed beside the weights."""
+    def give_back(self, member: Member, holder: object) -> None:
+        """Return the lease and learn what the forward needed beside the weights. Idempotent."""
         with self.exclusive():
-            member.leases = max(0, member.leases - 1)
+            if holder not in member.leases:
+                return
+            member.leases.discard(holder)
 
             def learn(device: str, peak_bytes: int) -> None:
                 activation_bytes = max(0, peak_bytes - member.allocated_at_entry.get(device, peak_bytes))
@@ -182,12 +202,13 @@ class MemoryManager:
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
         """Hold a component loaded for a while, such as a whole sampling run."""
-        self.acquire(member)
+        holder = object()
         try:
+            self.acquire(member, holder)
             yield
         finally:
             member.attachment.passes.heal_for(None)
-            self.give_back(member)
+            self.give_back(member, holder)
 
     def admit(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
         """Plan with what there is now, clear room, load ([Note: admission]).
@@ -227,7 +248,7 @@ class MemoryManager:
         needed the loading, or out of the call, after which the module is as it was.
         """
         self.watchers.append(watcher)
-        return lambda: self.watchers.remove(watcher)
+        return partial(discard, self.watchers, watcher)
 
     def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
         """Return what is called with the bytes of each step, and tells the watchers."""
@@ -325,7 +346,7 @@ class MemoryManager:
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call the listener with every node's report and every eviction; returns what ends that."""
         self.recorder.listeners.append(listener)
-        return lambda: self.recorder.listeners.remove(listener)
+        return partial(discard, self.recorder.listeners, listener)
 
     def device_reports(self) -> list[DeviceReport]:
         none = Watermark(low_bytes=0, high_bytes=0)
@@ -347,3 +368,9 @@ class MemoryManager:
                 events=list(recorder.events),
                 samples=list(recorder.samples),
             ).to_json()
+
+
+def discard(listeners: list[Any], listener: object) -> None:
+    """Remove a listener; once is enough."""
+    if listener in listeners:
+        listeners.remove(listener)

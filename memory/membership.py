@@ -59,7 +59,8 @@ class Member:
         """It leaves a device only when nothing else is left to leave."""
         self.restores = True
         """Its module gets ordinary weights when it is released; not where nobody uses that any more."""
-        self.leases = 0
+        self.leases: set[object] = set()
+        """For what it may not be evicted now: passes, or whatever somebody holds it for."""
         self.last_use = 0
         self.last_use_s: float | None = None
         self.planned_in_epoch = -1

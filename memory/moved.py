@@ -9,7 +9,7 @@ objects, of which the module always gets others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,10 +23,15 @@ __all__ = ["MoveGuard"]
 
 
 class MoveGuard:
-    """Puts the weights of a component back, and tells who changed their dtype. For units whose masters are in place."""
+    """Puts the weights of a component back, and tells who changed their dtype. For units whose masters are in place.
 
-    def __init__(self, owner: str, units: Sequence[Unit]) -> None:
+    Args:
+        wait: waits for the copies that are under way.
+    """
+
+    def __init__(self, owner: str, units: Sequence[Unit], *, wait: Callable[[], None]) -> None:
         self.owner = owner
+        self.wait = wait
         self.witnesses = [Witness(unit) for unit in units]
         self.changed_dtype: torch.dtype | None = None
         """What somebody changed the weights to, and was not told yet that it was taken back."""
@@ -37,6 +42,7 @@ class MoveGuard:
         The caller holds the manager's lock.
         """
         if any(witness.is_moved() for witness in self.witnesses):
+            self.wait()
             for witness in self.witnesses:  # a block's buffers are in another unit than its weights
                 self.changed_dtype = witness.put_back() or self.changed_dtype
 
@@ -101,6 +107,7 @@ class Witness:
         for entry, placed in zip(unit.entries, unit.placed, strict=True):
             if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
                 entry.hold(placed)
+        self.adopt()
         unit.masters = renewed_masters(unit)
         if unit.device_slab is not None:
             views = zip(unit.entries, unit.device_views, unit.held_views(unit.device_slab), strict=True)
@@ -108,6 +115,21 @@ class Witness:
         unit.forget_views()
         unit.rest()
         return None if dtype is unit.layout.forms[self.leaf].dtype else dtype
+
+    def adopt(self) -> None:
+        """Take over weights that somebody gave the module instead of ours, where they have their dtype and shape."""
+        unit = self.unit
+        slab = unit.host_slab if unit.device_slab is None else unit.device_slab
+        if slab is None:
+            return
+        for entry, leaves in zip(unit.entries, unit.leaf_views(slab), strict=True):
+            held = entry.held
+            is_plain = entry.wrapper is None and entry.scale is None and not entry.is_buffer
+            if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
+                with torch.no_grad():
+                    given = held.detach().to(slab.device)
+                    if given.data_ptr() != leaves[0].data_ptr() and not torch.equal(given, leaves[0]):
+                        leaves[0].copy_(given)
 
 
 def renewed_masters(unit: Unit) -> list[torch.Tensor]:

@@ -4,8 +4,12 @@
 decoder), through a direct child. The outermost entry takes the lease and its exit gives it back. Only native hooks
 are used. torch skips even always-called hooks when a `BaseException` passes, which is what an interrupt is in recent
 hosts; so a pass may stay open that nobody runs any more. It is healed by the next entry that cannot be nested in it,
-and by whoever meets it and finds its module on no stack of its thread (`is_abandoned`). One pass runs at a time: a
+and by whoever meets it and finds its module on no stack of its thread (`heal_abandoned`). One pass runs at a time: a
 second thread waits for the first.
+
+[Note: interrupts] A signal's exception may come between any two steps. So a pass is open from the one assignment that
+takes its place to the one that gives it back, whatever holds for it is held by its name, and ending it may be done
+twice.
 """
 
 from __future__ import annotations
@@ -13,98 +17,145 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import nn
 
-__all__ = ["Passes"]
+__all__ = ["Pass", "Passes"]
 
 # How often a waiting thread looks whether the pass that it waits for was abandoned.
 LOOK_EVERY_S = 0.5
 
 
+class Pass:
+    """One pass: the thread that runs it, and the entries that are open, the outermost first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.thread_id = threading.get_ident()
+        self.outermost = module
+        self.entered = [module]
+
+    def is_on_stack(self) -> bool:
+        """Whether a frame of its thread runs the outermost entry. Walks that thread's stack."""
+        frame = sys._current_frames().get(self.thread_id)
+        while frame is not None:
+            if frame.f_locals.get("self") is self.outermost:
+                return True
+            frame = frame.f_back
+        return False
+
+
 class Passes:
-    """Which entries of a module are open, and in which thread.
+    """Which pass of a module is open.
 
     Args:
-        finish: called with whether a pass was completed when it ends, before another one can begin.
+        finish: called with a pass and whether it was completed when it ends, before another one can begin.
+        exclusive: what whoever heals a pass holds, so that of several only one does.
     """
 
-    def __init__(self, root: nn.Module, finish: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        finish: Callable[[Pass, bool], None],
+        exclusive: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.root = root
         self.finish = finish
-        self.entered: list[nn.Module] = []
-        self.running = threading.Lock()
-        """Held from the outermost entry to its exit."""
-        self.thread_id = 0
+        self.exclusive = exclusive
+        self.changed = threading.Condition()
+        self.open: Pass | None = None
+
+    @property
+    def here(self) -> Pass | None:
+        """The pass in whose middle this thread is, if it is in any."""
+        current = self.open
+        return current if current is not None and current.thread_id == threading.get_ident() else None
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The module through which this thread is in the middle of a pass, if it is."""
-        is_here = self.entered and self.thread_id == threading.get_ident()
-        return self.entered[0] if is_here else None
+        """The module through which this thread has entered."""
+        current = self.here
+        return current.outermost if current is not None else None
 
-    def begin(self, acquire: Callable[[], None]) -> None:
-        """Wait until no other thread computes here, then call what has to hold for the pass; what it raises ends it."""
-        while not self.running.acquire(timeout=LOOK_EVERY_S):
-            if self.is_abandoned():
-                self.abandon()
-        self.thread_id = threading.get_ident()
+    def begin(self, module: nn.Module, acquire: Callable[[Pass], bool]) -> bool:
+        """Wait until no pass is open, then open one and call what has to hold for it.
+
+        Returns whether that agreed; if not, or if it raises, no pass is open.
+        """
+        while True:
+            with self.changed:
+                if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
+                    self.open = mine = Pass(module)
+                    break
+            self.heal_abandoned()
         try:
-            acquire()
+            agreed = acquire(mine)
         except BaseException:
-            self.running.release()
+            self.close(mine)
             raise
+        if not agreed:
+            self.close(mine)
+        return agreed
 
     def enter(self, module: nn.Module) -> None:
-        """Go one entry deeper; the outermost one has begun the pass."""
-        self.entered.append(module)
+        """Go one entry deeper into the pass of this thread."""
+        current = self.here
+        assert current is not None
+        current.entered.append(module)
 
     def leave(self, module: nn.Module) -> bool:
         """Leave an entry, and all inside it; returns whether that was the outermost one. Unknown ones are left alone.
 
         The pass goes on until `end`.
         """
-        if module not in self.entered:  # the entry itself failed, or was healed
+        current = self.here
+        if current is None or module not in current.entered:  # the entry itself failed, or was healed
             return False
-        del self.entered[self.entered.index(module) :]
-        return not self.entered
+        place = current.entered.index(module)
+        if place:
+            del current.entered[place:]
+        return not place
 
     def end(self, *, completed: bool) -> None:
-        """End the pass whose outermost entry was left."""
-        try:
-            self.finish(completed)
-        finally:
-            self.running.release()
+        """End the pass of this thread. Where that fails it stays open, for whoever heals it."""
+        current = self.here
+        if current is not None:
+            self.finish(current, completed)
+            self.close(current)
 
-    def abandon(self) -> None:
+    def close(self, current: Pass) -> None:
+        with self.changed:
+            if self.open is current:
+                self.open = None
+                self.changed.notify_all()
+
+    def abandon(self, current: Pass) -> None:
         """End a pass that nobody runs any more."""
-        self.entered.clear()
-        self.end(completed=False)
+        with self.exclusive():
+            if self.open is current:  # nobody else was quicker
+                self.finish(current, False)
+                self.close(current)
 
-    def is_abandoned(self) -> bool:
-        """Whether a pass is open whose entry module no frame of its thread is running. Walks that thread's stack."""
-        if not self.entered:
-            return False
-        frame = sys._current_frames().get(self.thread_id)
-        while frame is not None:
-            if frame.f_locals.get("self") is self.entered[0]:
-                return False
-            frame = frame.f_back
-        return True
+    def heal_abandoned(self) -> None:
+        """End the open pass if its entry module is on no stack of its thread."""
+        current = self.open
+        if current is not None and not current.is_on_stack():
+            self.abandon(current)
 
-    def is_busy_elsewhere(self) -> bool:
-        """Whether another thread is in the middle of a pass."""
-        return bool(self.entered) and self.thread_id != threading.get_ident() and not self.is_abandoned()
+    def is_busy(self) -> bool:
+        """Whether somebody is in the middle of a pass, this thread included."""
+        current = self.open
+        return current is not None and current.is_on_stack()
 
     def heal_for(self, module: nn.Module | None) -> None:
-        """End a pass that an interrupt left open, if an entry into the module cannot be nested in it.
+        """End a pass that an interrupt left open in this thread, if an entry into the module cannot be nested in it.
 
         Legal nesting is the root, then one of its children; None means that nothing can be running.
         """
-        outermost = self.outermost
-        if outermost is None:
+        current = self.here
+        if current is None:
             return
-        if module is self.root or module is None or outermost is not self.root:
-            self.abandon()
+        if module is self.root or module is None or current.outermost is not self.root:
+            self.abandon(current)
         else:
-            del self.entered[1:]
+            del current.entered[1:]

@@ -86,6 +86,13 @@ class Unit:
         """The masters in host memory, if they are there."""
         return self.master.slab if isinstance(self.master, HostMaster) else None
 
+    @property
+    def version(self) -> int:
+        """That of the masters; grows when weights are written to, through the slab or through the module's objects."""
+        assert self.master is not None
+        # An object that came with the module was pointed to the slab and has a counter of its own.
+        return self.master.version + sum(weight._version for weight in self.masters if not weight.is_inference())
+
     # -- the master in host memory
 
     def measure(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from .errors import InvalidInput, UnsafeState, allowed_values
 from .membership import Member, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
 from .packing import Ending
+from .passes import Pass
 from .placement import Placement
 from .plan import ComponentPlan, Plan
 from .profile import OffloadProfile
@@ -27,7 +29,8 @@ class Roster:
     """Adds members to the room and takes them out of it. The caller holds the manager's lock.
 
     Args:
-        acquire, give_back: what a member's outermost entry and its exit call.
+        exclusive: holds the manager's lock.
+        enter, give_back: what a member's outermost entry and its exit call.
         show_progress: returns what is called with the bytes read of files, of so many in all.
     """
 
@@ -35,15 +38,17 @@ class Roster:
         self,
         room: Room,
         *,
-        acquire: Callable[[Member], None],
-        give_back: Callable[[Member], None],
+        exclusive: Callable[[], AbstractContextManager[None]],
+        enter: Callable[[Member, Attachment, Pass], bool],
+        give_back: Callable[[Member, Pass], None],
         show_progress: Callable[[Member, int], Callable[[int], None]],
     ) -> None:
         self.room = room
         self.members = room.members
         self.ledger = room.ledger
         self.recorder = room.recorder
-        self.acquire = acquire
+        self.exclusive = exclusive
+        self.enter = enter
         self.give_back = give_back
         self.show_progress = show_progress
         self.moved_by_released = 0
@@ -174,21 +179,23 @@ class Roster:
         if not member.is_hosted:
             refuse_unsuitable(module, component, self.members.values(), source)
         refuse_shared_split(module, component, plan)
-        member.attachment = Attachment(
+        attachment = Attachment(
             member.id,
             module,
             component,
             plan,
             self.room.devices,
             self.ledger,
-            acquire=lambda: self.acquire(member),
-            give_back=lambda: self.give_back(member),
+            exclusive=self.exclusive,
+            acquire=lambda current: self.enter(member, attachment, current),
+            give_back=lambda current: self.give_back(member, current),
             guards_state=not member.is_hosted,
             source=source,
             compiles=member.profile.compile,
             after=after,
         )
-        member.attachment.packing.measure()
+        member.attachment = attachment
+        attachment.packing.measure()
 
     def attach(self, member: Member) -> None:
         attachment, plan = member.attachment, member.attachment.plan

@@ -274,7 +274,8 @@ class Share:
         else:
             assert self.streamer is not None, f"{self.owner}: block {unit.name} is neither resident nor streamed"
             stay = self.streamer.acquire(number)
-            self.computing[number] = stay
+            self.computing[number] = stay  # first: what is not noted here nobody gives back after an interrupt
+            self.streamer.area.use(stay)
             unit.compute_from(stay.slab, self.scratch)
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.start(number, self.copies.compute_stream)
@@ -286,7 +287,7 @@ class Share:
         """
         if number not in self.computing:
             return False
-        stay = self.computing.pop(number)
+        stay = self.computing[number]
         unit = self.blocks[number]
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.stop(number, self.copies.compute_stream)
@@ -294,7 +295,10 @@ class Share:
             unit.rest()
         if stay is not None:
             assert self.streamer is not None
-            self.streamer.give_back(stay, prefetches=prefetches)
+            self.streamer.give_back(stay)
+        self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
+        if stay is not None and prefetches and self.streamer is not None:
+            self.streamer.prefetch()
         return stay is not None or bool(unit.cast_names)
 
     def heal(self) -> None:

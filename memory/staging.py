@@ -73,15 +73,15 @@ class StagingArea:
         preferred = stays[round_number % len(stays)]
         return next((stay for stay in (preferred, *stays) if stay.holds(version)), preferred)
 
-    def fill(self, stay: Stay, master: HostMaster | FileMaster, keep: Collection[Stay] = ()) -> bool:
+    def fill(self, stay: Stay, master: HostMaster | FileMaster, version: int, keep: Collection[Stay] = ()) -> bool:
         """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
 
         ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.
         """
-        if stay.holds(master.version):
+        if stay.holds(version):
             return True
         assert not stay.in_use, f"block {stay.block} refilled while it computes"
-        if stay.version != master.version:
+        if stay.version != version:
             stay.missing = [stay.place]
         free, left = [], []
         for missing in stay.missing:
@@ -95,9 +95,10 @@ class StagingArea:
             self.claim(begin, end, owner, stay)
             master.copy_to(stay.slab[begin - stay.begin : end - stay.begin], begin - stay.begin, self.copies)
             self.bytes_moved += end - begin
-        stay.version, stay.missing = master.version, left
         if free:
             self.copies.mark_ready(stay.ready)
+        stay.missing = left
+        stay.version = version
         return not left
 
     def claim(self, begin: int, end: int, owner: Stay | None, stay: Stay) -> None:

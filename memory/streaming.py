@@ -7,9 +7,8 @@ guidance) cost at most the copies that were under way and leave nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from .masters import FileMaster, HostMaster
 from .residency import Unit
 from .staging import StagingArea, Stay
 
@@ -42,27 +41,24 @@ class Streamer:
             self.prefetch()
 
     def acquire(self, block: int) -> Stay:
-        """Return where the block is, queuing its copy if no prefetch did; lets the compute stream wait."""
+        """Return where the block is, queuing its copy if no prefetch did; `StagingArea.use` is for the caller."""
         self.trace.append(block)
         self.position = self.find_after(block)
         stay = self.find(block, self.pass_number)
-        is_there = self.area.fill(stay, self.master(block))
+        is_there = self.fill(stay)
         assert is_there, "a block computes: blocks cannot nest"
-        self.area.use(stay)
         return stay
 
-    def give_back(self, stay: Stay, *, prefetches: bool) -> None:
+    def give_back(self, stay: Stay) -> None:
         """The block has computed: its memory may be overwritten once the compute stream gets there."""
         self.area.give_back(stay)
-        if prefetches:
-            self.prefetch()
 
     def prefetch(self) -> None:
         """Queue copies of the next blocks into what memory is free, the nearest first."""
         nearer: set[Stay] = set()
         for block, pass_number in self.upcoming():
             stay = self.find(block, pass_number)
-            if not self.area.fill(stay, self.master(block), keep=nearer):
+            if not self.fill(stay, keep=nearer):
                 return
             nearer.add(stay)
 
@@ -83,9 +79,9 @@ class Streamer:
         return gone.index(block) + 1 if block in gone else self.position
 
     def find(self, block: int, pass_number: int) -> Stay:
-        return self.area.find(block, pass_number, self.master(block).version)
+        return self.area.find(block, pass_number, self.units[block].version)
 
-    def master(self, block: int) -> HostMaster | FileMaster:
-        master = self.units[block].master
-        assert master is not None
-        return master
+    def fill(self, stay: Stay, keep: Collection[Stay] = ()) -> bool:
+        unit = self.units[stay.block]
+        assert unit.master is not None
+        return self.area.fill(stay, unit.master, unit.version, keep)
