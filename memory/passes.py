@@ -91,7 +91,7 @@ class Passes:
         try:
             agreed = acquire(mine)
         except BaseException:
-            self.close(mine)
+            self.abandon(mine)
             raise
         if not agreed:
             self.close(mine)

@@ -270,10 +270,14 @@ class Unit:
         telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
         if watch is not None and telling:
             watch.start(self.slab_bytes, copies.stream)  # behind whatever the copy has to wait for
-        self.master.copy_to(slab, 0, copies)
-        copies.mark_ready(ready)
-        if watch is not None and telling:
-            watch.stop(self.slab_bytes, copies.stream)
+        try:
+            self.master.copy_to(slab, 0, copies)
+            copies.mark_ready(ready)
+            if watch is not None and telling:
+                watch.stop(self.slab_bytes, copies.stream)
+        except BaseException:
+            copies.drain()  # the slab is freed now, and its copy may be under way
+            raise
         # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
         views = zip(self.entries, self.held_views(slab), strict=True)
         self.device_views = [view.data if entry.is_plain_buffer else view for entry, view in views]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -136,10 +137,20 @@ class Share:
     def load_unit(self, unit: Unit) -> None:
         if unit.device_slab is None:
             assert self.copies is not None
-            unit.load(self.copies, self.loading)
-            self.ledger.charge(self.device.name, self.owner, Kind.WEIGHTS, unit.slab_bytes)
+            with self.charged(Kind.WEIGHTS, unit.slab_bytes, lambda: unit.device_slab is not None):
+                unit.load(self.copies, self.loading)
             self.loaded_bytes += unit.slab_bytes
             self.progress(unit.slab_bytes)
+
+    @contextmanager
+    def charged(self, kind: Kind, num_bytes: int, is_there: Callable[[], bool]) -> Iterator[None]:
+        """Enter bytes of the device in the ledger, and strike them if what takes them is not there in the end."""
+        self.ledger.charge(self.device.name, self.owner, kind, num_bytes)
+        try:
+            yield
+        finally:
+            if not is_there():
+                self.ledger.credit(self.device.name, self.owner, kind, num_bytes)
 
     def open_bounce(self) -> None:
         if self.bounce is not None and self.bounce_bytes and not self.bounce.buffers:
@@ -159,10 +170,10 @@ class Share:
         if have != num_bytes:
             self.free_scratch()
             if num_bytes:
-                self.scratch = (
-                    self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
-                )
-                self.ledger.charge(self.device.name, self.owner, Kind.SCRATCH, num_bytes)
+                with self.charged(Kind.SCRATCH, num_bytes, lambda: self.scratch is not None):
+                    self.scratch = (
+                        self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
+                    )
 
     def fit_staging(self, plan: SharePlan) -> None:
         wanted = plan.staging_bytes, plan.places
@@ -172,9 +183,9 @@ class Share:
             assert self.copies is not None
             streamed = {number: self.blocks[number] for number in plan.streamed}
             sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
-            area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
-            self.streamer, self.staging = Streamer(streamed, area), wanted
-            self.ledger.charge(self.device.name, self.owner, Kind.STAGING, area.num_bytes)
+            with self.charged(Kind.STAGING, plan.staging_bytes, lambda: self.streamer is not None):
+                area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
+                self.staging, self.streamer = wanted, Streamer(streamed, area)
 
     # -- giving bytes back
 
