@@ -15,6 +15,7 @@ own bytes are there. After a pass or two every further one takes the same time: 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,36 +32,58 @@ Places: TypeAlias = tuple[dict[int, int], ...]
 # Even, for two rounds.
 WARM_UP_PASSES = 2
 TIMED_PASSES = 2
+# Beside how many pieces of memory places are looked for, for all blocks of a round: those behind the last place have
+# been free for longest.
+TRIED_PIECES = 2_000
 
 Owner = TypeVar("Owner")
 
 
 class Occupancy(Generic[Owner]):
-    """Whose bytes lie where in a range of memory; ``None`` is nobody's."""
+    """Whose bytes lie where in a range of memory; ``None`` is nobody's.
+
+    A change takes a bisection and moves what lies behind it in a list.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.pieces: list[tuple[int, int, Owner | None]] = [(0, num_bytes, None)] if num_bytes else []
-        """Begin, end and owner, in order, without gaps."""
+        """Begin, end and owner, in order, without gaps; neighbours have different owners."""
+        self.begins = [begin for begin, _, _ in self.pieces]
 
     def within(self, begin: int, end: int) -> list[tuple[int, int, Owner | None]]:
         """Return what lies between two addresses, cut off there."""
-        return [
-            (max(first, begin), min(last, end), owner)
-            for first, last, owner in self.pieces
-            if first < end and begin < last
-        ]
+        found = self.pieces[bisect_right(self.begins, begin) - 1 : bisect_left(self.begins, end)]
+        found[0] = begin, found[0][1], found[0][2]
+        found[-1] = found[-1][0], end, found[-1][2]
+        return found
+
+    def following(self, address: int, count: int) -> list[tuple[int, int, Owner | None]]:
+        """Return the next so many pieces behind an address, the first of all after the last, each once."""
+        first = bisect_left(self.begins, address)
+        turned = max(0, first + count - len(self.pieces))
+        return self.pieces[first : first + count] + self.pieces[: min(first, turned)]
 
     def take(self, begin: int, end: int, owner: Owner) -> None:
         """Let these bytes be somebody else's."""
-        pieces: list[tuple[int, int, Owner | None]] = []
-        for first, last, before in self.pieces:
-            if first < begin:
-                pieces.append((first, min(last, begin), before))
-            if first <= begin < last:
-                pieces.append((begin, end, owner))
-            if last > end:
-                pieces.append((max(first, end), last, before))
-        self.pieces = pieces
+        # With the neighbours, which may be the same owner's.
+        first, last = max(0, bisect_left(self.begins, begin) - 1), bisect_right(self.begins, end)
+        before, after = self.pieces[first], self.pieces[last - 1]
+        taken: list[tuple[int, int, Owner | None]] = []
+        if before[0] < begin:
+            if before[2] == owner:
+                begin = before[0]
+            else:
+                taken.append((before[0], begin, before[2]))
+        if end < after[1]:
+            if after[2] == owner:
+                end = after[1]
+                taken.append((begin, end, owner))
+            else:
+                taken += (begin, end, owner), (end, after[1], after[2])
+        else:
+            taken.append((begin, end, owner))
+        self.pieces[first:last] = taken
+        self.begins[first:last] = [piece[0] for piece in taken]
 
 
 def choose_places(
@@ -69,7 +92,7 @@ def choose_places(
     """Return where in the staging memory the streamed blocks begin; each fits.
 
     One after the other they take the place where their copy is done soonest, of equals the one that has been free for
-    longest.
+    longest. Every streamed block has bytes.
     """
     places: Places = tuple({} for _ in range(num_rounds))
     for _ in itertools.islice(play(sizes, seconds, resident, staging_bytes, places), num_rounds):
@@ -111,6 +134,8 @@ def play(
     occupancy = Occupancy[tuple[int, int]](staging_bytes)
     freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
     copied = now = 0.0
+    reach = 0
+    num_pieces = max(1, TRIED_PIECES // len(sizes))
     for here in itertools.cycle(places):
         for position, size in enumerate(sizes):
             if position in resident:
@@ -118,16 +143,19 @@ def play(
                 continue
             copy = PlannedCopy(copied, copy_s[position] / size)
             if position not in here:
-                here[position] = copy.find_place(occupancy, freed_at, size)
+                here[position] = copy.find_place(occupancy, freed_at, size, occupancy.following(reach, num_pieces))
+            lacking: list[tuple[float, int]] = []
             for begin in dict.fromkeys([here[position], *(there.get(position, 0) for there in places)]):
                 stay = position, begin
                 missing = free_pieces(occupancy, freed_at, stay, size)
                 if not missing:  # it is still there
                     break
+                lacking = lacking or missing
             else:
                 stay = position, here[position]
-                copied = copy.end_s(free_pieces(occupancy, freed_at, stay, size))
-                occupancy.take(stay[1], stay[1] + size, stay)
+                copied = copy.end_s(lacking)
+                reach = stay[1] + size
+                occupancy.take(stay[1], reach, stay)
             now = max(now, copied) + compute_s[position]
             freed_at[stay] = now
         now += idle_s
@@ -142,7 +170,9 @@ def free_pieces(
 ) -> list[tuple[float, int]]:
     """Return when what a block lacks at its place is free, and the bytes of it, in the order of copying."""
     pieces = occupancy.within(stay[1], stay[1] + size)
-    return sorted((freed_at[owner], last - first) for first, last, owner in pieces if owner != stay)
+    free = [(freed_at[owner], last - first) for first, last, owner in pieces if owner != stay]
+    free.sort()
+    return free
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +194,14 @@ class PlannedCopy:
         occupancy: Occupancy[tuple[int, int]],
         freed_at: Mapping[tuple[int, int] | None, float],
         size: int,
+        beside: Iterable[tuple[int, int, object]],
     ) -> int:
-        """Return where so many bytes are copied soonest; of equals, where memory has been free for longest."""
-        edges = {edge for first, last, _ in occupancy.pieces for edge in (first, last)}
-        last_begin = max(edges) - size
+        """Return where so many bytes are copied soonest; of equals, where memory has been free for longest.
+
+        They begin or end where one of some pieces does, or all memory.
+        """
+        last_begin = occupancy.pieces[-1][1] - size
+        edges = {0, last_begin, *(edge for first, last, _ in beside for edge in (first, last))}
 
         def cost(begin: int) -> tuple[float, float, int]:
             pieces = free_pieces(occupancy, freed_at, (-1, begin), size)

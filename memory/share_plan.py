@@ -123,7 +123,8 @@ def plan_share(
     capacity = machine.device(device)
     if from_disk:
         capacity = replace(capacity, link_bytes_per_s=None)
-    in_order = [number for number in block_seconds or blocks if number in blocks]
+    ours = frozenset(blocks)
+    in_order = [number for number in block_seconds or blocks if number in ours]
     sizes = {number: block_bytes(component.blocks[number], cast) for number in in_order}
     whole = SharePlan(
         device=device,
@@ -253,8 +254,8 @@ def keep_residents(
         if staging_bytes < (prefetch_blocks + 1) * current.streamed_block_bytes:
             return None
         return place_streamed(ordered, seconds, resident, staging_bytes, idle_s=idle_s)
-    numbers = list(sizes)
-    places = tuple({numbers.index(number): begin for number, begin in here.items()} for here in current.places)
+    positions = {number: position for position, number in enumerate(sizes)}
+    places = tuple({positions[number]: begin for number, begin in here.items()} for here in current.places)
     pass_s = pass_seconds(ordered, seconds, resident, current.staging_bytes, places, idle_s=idle_s)
     return Schedule(resident, current.staging_bytes, places, pass_s)
 

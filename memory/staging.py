@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 
@@ -12,7 +13,8 @@ from .transfer import CopyStream
 
 __all__ = ["StagingArea", "Stay"]
 
-Range = tuple[int, int]
+Piece: TypeAlias = tuple[int, int, int, "Stay | None"]
+"""Which use must be over before it is overwritten, 0 if the copy stream has waited for it; begin, end and owner."""
 
 
 class Stay:
@@ -31,15 +33,16 @@ class Stay:
         self.in_use = False
         self.version: int | None = None
         """That of the master whose bytes are there: a host may write to masters."""
-        self.missing: list[Range] = [self.place]
+        self.missing_bytes = slab.numel()
+        """What others have taken since it was filled."""
 
     @property
-    def place(self) -> Range:
+    def place(self) -> tuple[int, int]:
         return self.begin, self.begin + self.slab.numel()
 
     def holds(self, version: int) -> bool:
         """Whether all bytes are there, or on their way, as the master now is."""
-        return self.version == version and not self.missing
+        return self.version == version and not self.missing_bytes
 
 
 class StagingArea:
@@ -65,6 +68,8 @@ class StagingArea:
         self.stays = {block: tuple(stays[block, here[block]] for here in places) for block in sizes}
         """Of each block, one for each round."""
         self.num_uses = 0
+        self.last_awaited = 0
+        """The latest use that the copy stream waits for: those before it are over as well."""
         self.bytes_moved = 0
 
     def find(self, block: int, round_number: int, version: int) -> Stay:
@@ -81,33 +86,37 @@ class StagingArea:
         if stay.holds(version):
             return True
         assert not stay.in_use, f"block {stay.block} refilled while it computes"
-        if stay.version != version:
-            stay.missing = [stay.place]
-        free, left = [], []
-        for missing in stay.missing:
-            for begin, end, owner in self.occupancy.within(*missing):
-                if owner is not None and (owner.in_use or owner in keep):
-                    left.append((begin, end))
-                else:
-                    free.append((owner.last_use if owner else 0, begin, end, owner))
+        free: list[Piece] = []
+        left_bytes = 0
+        for begin, end, owner in self.occupancy.within(*stay.place):
+            if owner is stay and stay.version == version:
+                continue
+            if owner is not None and (owner.in_use or owner in keep):
+                left_bytes += end - begin
+            else:
+                last_use = owner.last_use if owner else 0
+                free.append((last_use if last_use > self.last_awaited else 0, begin, end, owner))
         stay.version = None  # until all is queued: reading a file may fail
-        for _, begin, end, owner in sorted(free, key=lambda piece: piece[:3]):  # first what is free first
-            self.claim(begin, end, owner, stay)
+        for pieces in touching(sorted(free, key=lambda piece: piece[:2])):  # first what is free first
+            for _, begin, end, owner in pieces:
+                self.claim(begin, end, owner, stay)
+            begin, end = pieces[0][1], pieces[-1][2]
             master.copy_to(stay.slab[begin - stay.begin : end - stay.begin], begin - stay.begin, self.copies)
             self.bytes_moved += end - begin
         if free:
             self.copies.mark_ready(stay.ready)
-        stay.missing = left
+        stay.missing_bytes = left_bytes
         stay.version = version
-        return not left
+        return not left_bytes
 
     def claim(self, begin: int, end: int, owner: Stay | None, stay: Stay) -> None:
         """Let the next copy overwrite bytes after their last use, and their owner miss them."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
             self.copies.await_free(owner.ready, owner.free)
+            self.last_awaited = max(self.last_awaited, owner.last_use)
             if owner is not stay:
-                owner.missing.append((begin, end))
+                owner.missing_bytes += end - begin
         self.occupancy.take(begin, end, stay)
 
     def use(self, stay: Stay) -> None:
@@ -131,3 +140,15 @@ class StagingArea:
     def __iter__(self) -> Iterator[Stay]:
         for stays in self.stays.values():
             yield from dict.fromkeys(stays)
+
+
+def touching(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield pieces together that one copy can fill as soon as each alone: neighbours that wait for the same."""
+    together: list[Piece] = []
+    for piece in pieces:
+        if together and (piece[0] != together[-1][0] or piece[1] != together[-1][2]):
+            yield together
+            together = []
+        together.append(piece)
+    if together:
+        yield together

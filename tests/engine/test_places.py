@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -12,15 +13,23 @@ from hypothesis import strategies as st
 ranges = st.tuples(st.integers(0, 19), st.integers(1, 20)).map(lambda pair: (pair[0], min(20, sum(pair))))
 
 
-@given(st.lists(ranges, max_size=12), ranges)
-def test_an_occupancy_is_what_a_list_of_bytes_would_be(taken: list[tuple[int, int]], asked: tuple[int, int]) -> None:
+@given(st.lists(st.tuples(ranges, st.integers(0, 2)), max_size=12), ranges)
+def test_an_occupancy_is_what_a_list_of_bytes_would_be(
+    taken: list[tuple[tuple[int, int], int]], asked: tuple[int, int]
+) -> None:
     occupancy, owners = Occupancy[int](20), [None] * 20
-    for number, (begin, end) in enumerate(taken):
-        occupancy.take(begin, end, number)
-        owners[begin:end] = [number] * (end - begin)
+    for (begin, end), owner in taken:
+        occupancy.take(begin, end, owner)
+        owners[begin:end] = [owner] * (end - begin)
     found = [owner for begin, end, owner in occupancy.within(*asked) for _ in range(begin, end)]
     assert found == owners[slice(*asked)]
-    assert [begin for begin, _, _ in occupancy.pieces] == [0, *(end for _, end, _ in occupancy.pieces[:-1])]
+    begins = [begin for begin, _, _ in occupancy.pieces]
+    assert begins == [0, *(end for _, end, _ in occupancy.pieces[:-1])]
+    assert all(before[2] != after[2] for before, after in itertools.pairwise(occupancy.pieces))
+    for count in range(1, len(begins) + 2):
+        behind = [begin for begin, _, _ in occupancy.following(asked[0], count)]
+        turned = [begin for begin in begins if begin >= asked[0]] + [begin for begin in begins if begin < asked[0]]
+        assert behind == turned[:count]
 
 
 @st.composite

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from highwater.memory import places, schedule
 from highwater.memory.places import pass_seconds
 from highwater.memory.schedule import balanced_seconds, choose_schedule, place_streamed, spread_residents
 from highwater.memory.units import MIB
@@ -79,3 +84,57 @@ def test_another_device_computing_gives_copies_time() -> None:
     alone = choose_schedule(sizes, 6 * MIB, seconds=seconds)
     beside = choose_schedule(sizes, 6 * MIB, seconds=seconds, idle_s=5.0)
     assert beside.pass_s < alone.pass_s + 5.0
+
+
+@given(st.lists(st.sampled_from([0, 512, 3072, 9216]), min_size=2, max_size=20), st.floats(0.0, 1.0))
+def test_what_has_no_bytes_stays(sizes: list[int], part: float) -> None:
+    assume(sum(sizes) > max(sizes))
+    room = max(sizes) + int(part * (sum(sizes) - max(sizes) - 1))
+    chosen = choose_schedule(tuple(sizes), room, seconds=balanced_seconds(sizes, room))
+    assert chosen.resident >= {position for position, size in enumerate(sizes) if not size}
+    assert chosen.pass_s > 0
+
+
+MANY_BLOCKS = {
+    "a large one": [1 << 28, *(Random(1).choices(range(512, 32768, 512), k=1000))],
+    "experts": ([40 * MIB] + [9 * MIB] * 25) * 30,
+    "unequal": Random(2).choices(range(512, 20 * MIB, 512), k=1500),
+}
+
+
+@pytest.mark.parametrize("part", [0.3, 0.8])
+@pytest.mark.parametrize("name", MANY_BLOCKS)
+def test_the_work_of_a_search_grows_no_faster_than_blocks(monkeypatch, name: str, part: float) -> None:
+    calls = []
+
+    def counted(module, name: str):
+        function = getattr(module, name)
+
+        def call(*args, **kwargs):
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(places, "free_pieces")
+    counted(schedule, "window_seconds")
+    sizes = tuple(MANY_BLOCKS[name])
+    room = max(max(sizes), int(part * sum(sizes)))
+    choose_schedule.__wrapped__(sizes, room, seconds=balanced_seconds(sizes, room))
+    assert calls.count("free_pieces") <= 20 * len(sizes)
+    assert calls.count("window_seconds") <= 20
+
+
+def test_spreading_goes_through_unequal_blocks_a_few_times() -> None:
+    class Counted(list):
+        num_times = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.num_times += 1
+            return super().__iter__()
+
+    sizes = Counted(MANY_BLOCKS["a large one"])
+    for budget in range(0, sum(sizes), sum(sizes) // 7):
+        sizes.num_times = 0
+        spread_residents(sizes, budget)
+        assert sizes.num_times <= 50
