@@ -58,6 +58,7 @@ UNLIMITED_BYTES = 1 << 60
 _ops = torch.ops.highwater_simdevice
 _name: str | None = None
 _specs: list[SimDeviceSpec] = []
+_unrestored: list[SimDeviceSpec] = []  # the hardware around a cluster on which bytes were left
 _strict = {"defer_copies": False, "check_races": False}
 
 
@@ -183,6 +184,7 @@ def configure(specs: Sequence[SimDeviceSpec], pinned_bytes: int | None = None) -
         UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
     )
     _specs[:] = specs
+    _unrestored.clear()
     reset_stats()
 
 
@@ -205,7 +207,7 @@ def cluster(
     abandoned = _ops.abandon()
     if abandoned:
         warnings.warn(f"{abandoned} bytes from before this cluster are still allocated; not counted", stacklevel=3)
-    specs_before = list(_specs)
+    specs_before = list(_unrestored or _specs)
     configure(specs, pinned_bytes)
     reset_clock()
     races()
@@ -220,7 +222,9 @@ def cluster(
         _ops.finish_everything()
         races()
         strict(**before)
-        if not _devices_in_use():
+        if _devices_in_use():
+            _unrestored[:] = specs_before
+        else:
             configure(specs_before)
         _ops.take_last_error()
         fail_registration(0)
