@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+# Models this small gain nothing from more threads, which get in each other's way: in here and in what tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 NOTES = ("MarkdownNote", "Note")  # of the page itself, no node of any host
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 CONTROL = "control_after_generate"  # a widget that the page adds beside a seed

@@ -68,7 +68,7 @@ def test_another_model_streamed(gpu_host: HostProcess, case: str, reference: Cal
     expected = reference(gpu_host, case)
     gpu_host.forget()
     assert_same(ours(gpu_host, case, Loaders(profile=STREAMED[case])), expected)
-    components = [component for component in gpu_host.report()["components"] if component["kind"] != "vae"]
+    components = [component for component in gpu_host.part("components") if component["kind"] != "vae"]
     assert len(components) == STREAMED[case].count("MiB")
     for component in components:
         (share,) = component["plan"]["shares"]
@@ -87,7 +87,7 @@ def test_the_lora_on_a_text_encoder_matters(gpu_host: HostProcess, reference: Ca
 def test_a_unet_is_split(gpu_host: HostProcess, case: str, reference: Callable, ours: Callable) -> None:
     """Its skips join outputs of early blocks, on one device, with those of late blocks, on the other."""
     actual = ours(gpu_host, case, ON_GPUS["split"])
-    shares = [len(entry["plan"]["shares"]) for entry in gpu_host.report()["components"] if entry["kind"] == "diffusion"]
+    shares = [len(entry["plan"]["shares"]) for entry in gpu_host.part("components") if entry["kind"] == "diffusion"]
     assert shares == [2]
     assert_same(actual, reference(gpu_host, case))
 
@@ -171,6 +171,6 @@ def test_cores_own_multi_gpu_nodes_take_our_models(gpu_host: HostProcess, node: 
     gpu_host.forget()
     actual = run(ON_GPUS[mode])
     if node == "SelectModelDevice":  # what was asked for holds on the other device, too
-        (entry,) = (found for found in gpu_host.report()["components"] if "gpu:1" in found["tiers"])
+        (entry,) = (found for found in gpu_host.part("components") if "gpu:1" in found["tiers"])
         assert (entry["plan"]["shares"][0]["streamed_blocks"] > 0) == ("streamed" in mode)
     assert_same(actual, run(CORE))

@@ -62,5 +62,5 @@ def test_9_a_lora_takes_effect_at_once_on_a_resident_model(gpu_host: HostProcess
     gpu_host.forget()
     for name in names:
         assert torch.equal(sample(gpu_host, MODES[mode], name), wanted[name])
-        (entry,) = gpu_host.report()["components"]
+        (entry,) = gpu_host.part("components")
         assert entry["tiers"]["gpu:0"] and entry["in_effect"]
