@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -75,6 +77,17 @@ def sim() -> ModuleType:
             pytest.fail(str(error))
         pytest.skip(f"NOT TESTED: {error}")
     return simdevice
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[[str], None]:
+    """Run a script in a process of its own, where nothing is imported yet; what it raises fails the test."""
+
+    def run(script: str) -> None:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -382,7 +381,7 @@ def with_spec(name: str) -> ModuleType:
     return module
 
 
-def test_importing_the_pack_and_listing_its_nodes_loads_nothing_heavy() -> None:
+def test_importing_the_pack_and_listing_its_nodes_loads_nothing_heavy(run_python: Callable[[str], None]) -> None:
     """Where ComfyUI is: torch is there already, its own modules stay untouched. The import benchmark has the times."""
     script = (
         "import asyncio, importlib.util, sys, types\n"
@@ -400,5 +399,4 @@ def test_importing_the_pack_and_listing_its_nodes_loads_nothing_heavy() -> None:
         "heavy = {'torch', 'diffusers', 'safetensors', 'optimum', 'PIL', 'psutil', 'highwater.nodes.host'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script)
