@@ -14,7 +14,7 @@ serve:
 test:
 	@scripts/setup with-browser
 	@$(MAKE) --no-print-directory check
-	@$(PY) -m pytest
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check:
 	@.venv/bin/ruff check .

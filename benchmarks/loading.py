@@ -1,12 +1,18 @@
-"""From disk into the engine's slabs, with the page cache cold and warm, and the RAM that it takes beside them.
+"""From disk into the engine's slabs and to a device, with the page cache cold and warm, and the RAM that it takes.
 
 A file of random bytes has its tensors in the order of their names, as the official writer has them within a dtype; the
 slabs, one for each block, have them in another. Cold means that the system was told to forget the file's pages; how
 many it still had is counted before each run. The raw rate is that of the plainest loop there is, one large buffer
-filled again and again with the next bytes, with the advice that ours gives, too; the two take turns. ``load_file`` maps
-the file, so its bytes are copied to the slabs as any host does that wants them in memory of its own; it comes last,
-because on the machine of the kept table all that read after it from the disk was slower for minutes. No device takes
-part.
+filled again and again with the next bytes, with the advice that ours gives, too; it and ours take turns.
+
+To the device goes a model that rests at tier ``disk``, by its first forward. Where there is no accelerator the device
+is a simulated one. Its memory is RAM of this process, which is taken off again. A copy to it is a memcpy by a thread of
+its own, beside the host as on a card, and costs more than there: the memory is touched for the first time, and the
+thread takes a core. Its virtual time does not count, seconds are real.
+
+``load_file`` maps the file, so its bytes are copied to the slabs or to the device as any host does that wants them
+there. It comes last, because on the machine of the kept table all that read after it from the disk was slower for
+minutes.
 
 ``LOADING_SIZE`` names another size of the file, such as 1GiB, and ``TMPDIR`` the folder that it is written to and
 deleted from again.
@@ -14,7 +20,9 @@ deleted from again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import json
 import math
 import mmap
@@ -24,28 +32,33 @@ import struct
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 
 import psutil
 import torch
+from highwater.headless import simdevice
+from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
 from highwater.memory.reading import WeightsFile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
 from highwater.memory.weights import read_header
 from safetensors.torch import load_file
+from torch import nn
 
 from .case import Result
 
 NUM_RUNS = 6
+RAW, OURS = "raw, one buffer", "Highwater, disk to device"
 TARGET_RATIO = 0.9
 TARGET_BYTES = 512 * MIB
 RAW_BUFFER_BYTES = 16 * MIB
 PIECE_BYTES = 64 * MIB
 # A block of a large transformer in bf16; the names come in another order than the layers.
 BLOCK_SHAPES = {
-    "norm": (3072,), "attention.qkv": (9216, 3072), "attention.scale": (128,), "attention.out": (3072, 3072),
+    "norm": (3072,), "attention_qkv": (9216, 3072), "attention_scale": (128,), "attention_out": (3072, 3072),
     "up": (12288, 3072), "up_bias": (12288,), "down": (3072, 12288), "bias": (3072,),
 }  # fmt: skip
 BLOCK_BYTES = 2 * sum(math.prod(shape) for shape in BLOCK_SHAPES.values())
@@ -73,6 +86,30 @@ def write_file(path: Path, size_bytes: int) -> None:
         os.fsync(file.fileno())
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in BLOCK_SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16), requires_grad=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm[:1]
+
+
+class Model(nn.Module):
+    """The model of the file, with next to nothing to compute."""
+
+    def __init__(self, num_blocks: int, rest_bytes: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.rest = nn.Parameter(torch.empty(rest_bytes, dtype=torch.uint8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 def allocate_targets(path: Path) -> dict[str, torch.Tensor]:
     """Return memory for each tensor, a slab for each block, all of it in RAM; page-locked where there is a device."""
     blocks = defaultdict(dict)
@@ -83,33 +120,99 @@ def allocate_targets(path: Path) -> dict[str, torch.Tensor]:
     for tensors in blocks.values():
         ordered = [tensors[name] for name in [*BLOCK_SHAPES, "rest"] if name in tensors]
         offsets, slab_bytes = slab_offsets(tensor.weight_bytes for tensor in ordered)
-        slab = torch.empty(slab_bytes, dtype=torch.uint8, pin_memory=torch.accelerator.is_available()).zero_()
+        slab = torch.empty(slab_bytes, dtype=torch.uint8, pin_memory=not simdevice.installed()).zero_()
         for tensor, offset in zip(ordered, offsets, strict=True):
             targets[tensor.name] = slab[offset : offset + tensor.weight_bytes]
     return targets
 
 
-def read_raw(path: Path, _: dict[str, torch.Tensor]) -> None:
+# -- ways to read: each makes ready what does not count, and yields what does, which returns bytes by name
+
+
+Read = Callable[[], dict[str, torch.Tensor]]
+
+
+@contextlib.contextmanager
+def raw(path: Path) -> Iterator[Read]:
     buffer = bytearray(RAW_BUFFER_BYTES)
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while os.readv(file.fileno(), [buffer]):
-            pass
+
+    def read() -> dict[str, torch.Tensor]:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while os.readv(file.fileno(), [buffer]):
+                pass
+        return {}
+
+    yield read
 
 
-def read_ours(path: Path, targets: dict[str, torch.Tensor]) -> None:
-    WeightsFile(read_header(path)).read_into(targets.items())
+@contextlib.contextmanager
+def ours_to_slabs(path: Path) -> Iterator[Read]:
+    targets = allocate_targets(path)
+
+    def read() -> dict[str, torch.Tensor]:
+        WeightsFile(read_header(path)).read_into(targets.items())
+        return targets
+
+    yield read
 
 
-def read_official(path: Path, targets: dict[str, torch.Tensor]) -> None:
-    for name, tensor in load_file(path).items():
-        targets[name].copy_(tensor.reshape(-1).view(torch.uint8))
+@contextlib.contextmanager
+def ours_to_device(path: Path) -> Iterator[Read]:
+    header = read_header(path)
+    sizes = {tensor.name: tensor.weight_bytes for tensor in header.tensors}
+    config = {"num_blocks": (len(sizes) - 1) // len(BLOCK_SHAPES), "rest_bytes": sizes["rest"]}
+    model = load_model(path, Model, config=config)
+    manager = MemoryManager()
+    manager.set_watermark("*", 0, 0)
+    managed = manage(model, placement="gpu:0:disk", manager=manager)
+    x = torch.zeros(1, dtype=torch.bfloat16, device=managed.device)
+
+    def read() -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            model(x)
+        torch.accelerator.synchronize()
+        return dict(model.named_parameters())
+
+    try:
+        yield read
+    finally:
+        managed.discard()
 
 
-METHODS: dict[str, Callable[[Path, dict[str, torch.Tensor]], None]] = {
-    "raw, one buffer": read_raw,
-    "Highwater": read_ours,
-    "load_file and copy": read_official,
+@contextlib.contextmanager
+def official_to_slabs(path: Path) -> Iterator[Read]:
+    targets = allocate_targets(path)
+
+    def read() -> dict[str, torch.Tensor]:
+        for name, tensor in load_file(path).items():
+            targets[name].copy_(tensor.reshape(-1).view(torch.uint8))
+        return targets
+
+    yield read
+
+
+@contextlib.contextmanager
+def official_to_device(path: Path) -> Iterator[Read]:
+    device = torch.accelerator.current_accelerator()
+
+    def read() -> dict[str, torch.Tensor]:
+        if simdevice.installed():  # a device that the official reader has never heard of
+            tensors = {name: tensor.to(device) for name, tensor in load_file(path).items()}
+        else:
+            tensors = load_file(path, device=str(device))
+        torch.accelerator.synchronize()
+        return tensors
+
+    yield read
+
+
+METHODS: dict[str, Callable[[Path], AbstractContextManager[Read]]] = {
+    RAW: raw,
+    "Highwater, disk to slabs": ours_to_slabs,
+    OURS: ours_to_device,
+    "load_file, copied to slabs": official_to_slabs,
+    "load_file, to device": official_to_device,
 }
 
 
@@ -137,22 +240,31 @@ def status_bytes(word: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_once(method: str, path: Path, targets: dict[str, torch.Tensor]) -> tuple[float, int]:
-    """Return the seconds of one run, and by how many bytes RAM grew meanwhile at most, without the page cache."""
-    Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the peak
-    before, begin = status_bytes("VmRSS"), time.perf_counter()
-    METHODS[method](path, targets)
-    return time.perf_counter() - begin, status_bytes("VmHWM") - before
+def run_once(method: str, path: Path) -> tuple[float, int]:
+    """Return the seconds of one run, and by how many bytes RAM grew meanwhile at most, without the page cache.
+
+    What a simulated device holds is not RAM that a card would take.
+    """
+    with METHODS[method](path) as read:
+        Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the peak
+        before, begin = status_bytes("VmRSS"), time.perf_counter()
+        tensors = read()
+        seconds, grown = time.perf_counter() - begin, status_bytes("VmHWM") - before
+        on_device = sum(tensor.nbytes for tensor in tensors.values() if tensor.device.type != "cpu")
+    return seconds, grown - (on_device if simdevice.installed() else 0)
 
 
-def measure_rows(path: Path, targets: dict[str, torch.Tensor], *, cold: bool) -> list[dict[str, str | float | int]]:
+def measure_rows(path: Path, *, cold: bool) -> list[dict[str, str | float | int]]:
     runs, residents = defaultdict(list), []
-    *in_turns, last = METHODS
-    for method in [*(in_turns + in_turns[::-1]) * (NUM_RUNS // 2), *[last] * NUM_RUNS]:
+    ours, official = list(METHODS)[:3], list(METHODS)[3:]
+    for method in [*(ours + ours[::-1]) * (NUM_RUNS // 2), *official * NUM_RUNS]:
         if cold:
             drop_pages(path)
+        else:  # the engine takes what it read for a device out of the page cache
+            run_once(RAW, path)
         residents.append(resident_share(path))
-        runs[method].append(run_once(method, path, targets))
+        runs[method].append(run_once(method, path))
+        gc.collect()
     file_bytes = path.stat().st_size
     rates = {method: [file_bytes / 1e9 / seconds for seconds, _ in runs[method]] for method in METHODS}
     return [
@@ -163,19 +275,22 @@ def measure_rows(path: Path, targets: dict[str, torch.Tensor], *, cold: bool) ->
             "GB/s": median(rates[method]),
             "slowest": min(rates[method]),
             "fastest": max(rates[method]),
-            "over raw": median(rates[method]) / median(rates["raw, one buffer"]),
-            "extra RAM, MiB": max(extra_bytes for _, extra_bytes in runs[method]) // MIB,
+            "over raw": median(rates[method]) / median(rates[RAW]),
+            "extra RAM, MiB": max(0, *(extra_bytes for _, extra_bytes in runs[method])) // MIB,
         }
         for method in METHODS
     ]
 
 
-def check_bytes(path: Path, targets: dict[str, torch.Tensor]) -> None:
-    """Read the file once, and compare with the official reader."""
-    read_ours(path, targets)
-    for name, tensor in load_file(path).items():
-        if not torch.equal(targets[name], tensor.reshape(-1).view(torch.uint8)):
-            raise stop(f"{name} has other bytes than the official reader's")
+def check_bytes(path: Path) -> None:
+    """Read the file once in each of our ways, and compare with the official reader."""
+    for way in (ours_to_slabs, ours_to_device):
+        with way(path) as read:
+            tensors = read()
+            for name, tensor in load_file(path).items():
+                actual, expected = (flat.reshape(-1).view(torch.uint8) for flat in (tensors[name].cpu(), tensor))
+                if not torch.equal(actual, expected):
+                    raise stop(f"{name} has other bytes than the official reader's")
 
 
 def check_room(directory: Path, size_bytes: int) -> None:
@@ -190,12 +305,24 @@ def check_room(directory: Path, size_bytes: int) -> None:
     if in_ram < 2 * size_bytes + GIB:
         raise stop(
             f"{format_bytes(in_ram)} of RAM are available, {format_bytes(2 * size_bytes + GIB)} are needed for slabs "
-            "and page cache; name a smaller size in LOADING_SIZE"
+            "or a simulated device, and page cache; name a smaller size in LOADING_SIZE"
         )
 
 
+@contextlib.contextmanager
+def any_device(size_bytes: int) -> Iterator[str]:
+    """Have a device that holds so many bytes, and yield what it is: a simulated one where there is no other."""
+    if torch.accelerator.is_available():
+        yield str(torch.accelerator.current_accelerator())
+        return
+    simdevice.install(num_devices=1)
+    spec = simdevice.SimDeviceSpec(total_bytes=2 * size_bytes)
+    with simdevice.cluster([spec], defer_copies=False, check_races=False), simdevice.copy_engine():
+        yield "a simulated one: RAM that is not counted as extra, written by a thread as a card's copy engine would"
+
+
 def measure() -> Result:
-    """Write the file and read it 18 times cold and as often warm; about four minutes for 6 GiB.
+    """Write the file and read it 30 times cold and as often warm; about six minutes for 6 GiB.
 
     Raises:
         SystemExit: too little disk or RAM, a folder that is in memory itself, or a system other than Linux.
@@ -211,24 +338,24 @@ def measure() -> Result:
         drop_pages(path)
         if resident_share(path) > 0.01:
             raise stop(f"{path.parent} keeps its files in memory; name a folder on a disk in TMPDIR")
-        targets = allocate_targets(path)
-        check_bytes(path, targets)  # from here on it is warm
-        warm = measure_rows(path, targets, cold=False)
-        cold = measure_rows(path, targets, cold=True)
-        is_pinned = targets["rest"].is_pinned()
-    ours = [row for row in [*cold, *warm] if row["read"] == "Highwater"]
-    extra = max(int(row["extra RAM, MiB"]) for row in ours)
+        with any_device(size_bytes) as device:
+            check_bytes(path)
+            warm = measure_rows(path, cold=False)
+            cold = measure_rows(path, cold=True)
+    (ratio,) = (float(row["over raw"]) for row in cold if row["read"] == OURS)
+    extra = max(int(row["extra RAM, MiB"]) for row in [*cold, *warm] if str(row["read"]).startswith("Highwater"))
+    slabs = "pageable" if simdevice.installed() else "pinned"
     return Result(
         question=(
-            f"Rate from disk into {'pinned' if is_pinned else 'pageable'} slabs, one for each block, of a file of "
-            f"{format_bytes(size_bytes)}; medians of {NUM_RUNS} runs. `in it before`: the file's pages in "
-            "RAM by mincore, the most of the cold runs, the least of the warm ones. Extra RAM: the peak beyond the "
-            "slabs, without the page cache; what is mapped counts. No device takes part."
+            f"Rate of reading a file of {format_bytes(size_bytes)} into {slabs} slabs, one for each block, and to a "
+            f"device, which is {device}; medians of {NUM_RUNS} runs. `in it before`: the file's pages in RAM by "
+            "mincore, the most of the cold runs, the least of the warm ones. Extra RAM: the peak beyond slabs and "
+            "device, without the page cache; what is mapped counts."
         ),
         rows=[*cold, *warm],
-        ratio=float(ours[0]["over raw"]),
+        ratio=ratio,
         meaning=(
-            f"cold, Highwater over raw, target at least {TARGET_RATIO}; extra RAM {extra} MiB, target at most "
+            f"cold, {OURS}, over raw, target at least {TARGET_RATIO}; extra RAM {extra} MiB, target at most "
             f"{TARGET_BYTES // MIB} MiB"
         ),
     )

@@ -107,9 +107,7 @@ def parse_hardware(text: str) -> Hardware:
     """
     scanner = Scanner(text, what="devices")
     sizes: dict[str, tuple[int, int]] = {}
-    while True:
-        scanner.skip_blanks()
-        begin = scanner.position
+    for begin in scanner.items("@"):
         name = parse_name(scanner)
         if name in sizes:
             scanner.fail(f"{name!r} is described twice", at=begin)
@@ -122,10 +120,6 @@ def parse_hardware(text: str) -> Hardware:
             if not scanner.take("/s"):
                 scanner.fail("'/s' must follow a speed, such as 25GB/s")
         sizes[name] = total, speed
-        if scanner.at_end:
-            break
-        if not scanner.take(","):
-            scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',', '@' or the end")
     host_bytes, _ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0))
     names = sorted(sizes, key=lambda name: int(name[4:]))
     if not names or names != [f"gpu:{number}" for number in range(len(names))]:

@@ -21,6 +21,7 @@ from .units import MIB, UNITS, parse_bytes
 
 __all__ = [
     "BudgetItem",
+    "add_item",
     "as_left_free",
     "exact_size",
     "parse_budget_item",
@@ -162,6 +163,13 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
     )
 
 
+def add_item(scanner: Scanner, at: int, items: list[BudgetItem], item: BudgetItem, what: str) -> None:
+    """Append an item; two of one target are refused."""
+    if any(item.target == other.target for other in items):
+        scanner.fail(f"{item.target!r} has two {what}", at=at)
+    items.append(item)
+
+
 # -- mmgp's form
 
 
@@ -190,15 +198,8 @@ def read_mmgp_budgets(
     if isinstance(budgets, str) and not is_size(budgets):
         scanner = Scanner(budgets, what=what)
         parsed: list[BudgetItem] = []
-        while not parsed or scanner.take(","):
-            scanner.skip_blanks()
-            begin = scanner.position
-            item = parse_budget_item(scanner, devices, components)
-            if any(item.target == other.target for other in parsed):
-                scanner.fail(f"{item.target!r} has two {what}", at=begin)
-            parsed.append(item)
-        if not scanner.at_end:
-            scanner.fail(f"{budgets[scanner.position]!r} is unexpected; allowed: ',' or the end")
+        for begin in scanner.items():
+            add_item(scanner, begin, parsed, parse_budget_item(scanner, devices, components), what)
         return tuple(parsed)
     return (read_mmgp_size(budgets, "*", what),)
 

@@ -13,7 +13,7 @@ One parser, everywhere. Every error names the column, the value and what is allo
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -121,6 +121,21 @@ class Scanner:
             self.position = match.end()
         return match
 
+    def items(self, *others: str) -> Iterator[int]:
+        """Yield where each item of a list with commas begins; who gets it consumes the item. ``others`` may follow one.
+
+        Raises:
+            InvalidInput: an item is followed by something else.
+        """
+        while True:
+            self.skip_blanks()
+            yield self.position
+            if self.at_end:
+                return
+            if not self.take(","):
+                allowed = ", ".join(map(repr, [",", *others]))
+                self.fail(f"{self.text[self.position]!r} is unexpected; allowed: {allowed} or the end")
+
     def fail(self, problem: str, *, at: int | None = None) -> NoReturn:
         """Raise the one line that says what is wrong, where."""
         column = (self.position if at is None else at) + 1
@@ -138,17 +153,12 @@ def parse_placement(text: str, *, devices: Collection[str], components: Sequence
     """
     scanner = Scanner(text, what="placement")
     items: list[PlacementItem] = []
-    while True:
-        scanner.skip_blanks()
-        begin = scanner.position
+    for begin in scanner.items("&", "@", ":"):
         item = parse_item(scanner, devices, components)
         if any(item.component == other.component for other in items):
             scanner.fail(f"{item.component!r} is placed twice", at=begin)
         items.append(item)
-        if scanner.at_end:
-            return Placement(items=tuple(items))
-        if not scanner.take(","):
-            scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',', '&', '@', ':' or the end")
+    return Placement(items=tuple(items))
 
 
 def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[str]) -> PlacementItem:

@@ -19,6 +19,7 @@ from typing import Any
 
 from .budget import (
     BudgetItem,
+    add_item,
     as_left_free,
     parse_budget_item,
     parse_size,
@@ -194,9 +195,7 @@ def parse_profile(text: str, *, devices: Collection[str], components: Sequence[s
     budgets: list[BudgetItem] = []
     settings: dict[str, Any] = {}
     reserve: list[BudgetItem] = []
-    while True:
-        scanner.skip_blanks()
-        begin = scanner.position
+    for begin in scanner.items():
         setting = parse_setting(scanner, devices, components)
         if setting is None:
             item = parse_budget_item(scanner, devices, components, others=SETTINGS)
@@ -207,19 +206,9 @@ def parse_profile(text: str, *, devices: Collection[str], components: Sequence[s
             scanner.fail(f"{setting[0]!r} is set twice", at=begin)
         else:
             settings[setting[0]] = setting[1]
-        if scanner.at_end:
-            break
-        if not scanner.take(","):
-            scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: ',' or the end")
     named = {item.target for item in budgets}
     kept = [item for item in profile.budgets if item.target not in named]
     return replace(profile, budgets=(*budgets, *kept), reserve=tuple(reserve), **settings)
-
-
-def add_item(scanner: Scanner, at: int, items: list[BudgetItem], item: BudgetItem, what: str) -> None:
-    if any(item.target == other.target for other in items):
-        scanner.fail(f"{item.target!r} has two {what}", at=at)
-    items.append(item)
 
 
 def parse_base(scanner: Scanner) -> str | None:

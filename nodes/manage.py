@@ -11,7 +11,6 @@ from comfy_api.latest import io
 
 from .model_request import ModelNode, answer, read_request, request_inputs
 from .schema import make_schema
-from .watermark import Watermark
 
 __all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
 
@@ -39,12 +38,10 @@ class HighwaterManageModel(ModelNode):
         )
 
     @classmethod
-    def execute(
-        cls, model: Any, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         return answer(host.manage_model(model, request), notes=notes)
 
 
@@ -68,12 +65,10 @@ class HighwaterManageCLIP(ModelNode):
         )
 
     @classmethod
-    def execute(
-        cls, clip: Any, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, clip: Any, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         return answer(host.manage_clip(clip, request), notes=notes)
 
 
@@ -95,10 +90,8 @@ class HighwaterManageVAE(ModelNode):
         )
 
     @classmethod
-    def execute(
-        cls, vae: Any, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, vae: Any, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         return answer(host.manage_vae(vae, request), notes=notes)

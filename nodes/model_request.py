@@ -13,7 +13,7 @@ from .watermark import Watermark, WatermarkType
 if TYPE_CHECKING:
     from .host import Request
 
-__all__ = ["AUTO_PROFILE", "ModelNode", "answer", "read_request", "request_inputs"]
+__all__ = ["ModelNode", "answer", "read_request", "request_inputs"]
 
 AUTO_PROFILE = "auto"
 
@@ -84,9 +84,16 @@ def check_profile(profile: str | None) -> None:
 
 
 def read_request(
-    node: type[io.ComfyNode], profile: str, precision: str, placement: str, watermark: Watermark | None
+    node: type[io.ComfyNode],
+    *,
+    profile: str = AUTO_PROFILE,
+    precision: str = PRECISIONS[0],
+    placement: str = DEFAULT,
+    watermark: Watermark | None = None,
 ) -> tuple[Request, list[str]]:
-    """Return what the inputs ask for, and what the node has to say about it; a linked watermark is set now.
+    """Return what the inputs of `request_inputs` ask for, and what the node has to say about it.
+
+    A linked watermark is set now.
 
     Raises:
         InvalidInput: a linked widget gave what the check before the run would have refused.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from comfy_api.latest import io
 
-from .device_choices import DEFAULT
 from .model_files import check_text_encoders, find_model_file, list_model_files, named_as
-from .model_request import AUTO_PROFILE, ModelNode, answer, read_request, request_inputs
-from .pipeline import PRECISIONS
+from .model_request import ModelNode, answer, read_request, request_inputs
 from .schema import make_schema
-from .watermark import Watermark
 
 __all__ = [
     "HighwaterLoadCLIPVision",
@@ -56,12 +55,10 @@ class HighwaterLoadDiffusionModel(ModelNode):
         )  # fmt: skip
 
     @classmethod
-    def execute(
-        cls, unet_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, unet_name: str, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         path = find_model_file("diffusion_models", unet_name)
         with named_as(path, "a diffusion model"):
             return answer(host.load_diffusion_model(path, request), notes=notes)
@@ -113,14 +110,11 @@ class HighwaterLoadTextEncoder(ModelNode):
         clip_name2: str = NO_FILE,
         clip_name3: str = NO_FILE,
         clip_name4: str = NO_FILE,
-        profile: str = AUTO_PROFILE,
-        precision: str = PRECISIONS[0],
-        placement: str = DEFAULT,
-        watermark: Watermark | None = None,
+        **asked: Any,
     ) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         names = [clip_name1, *(name for name in (clip_name2, clip_name3, clip_name4) if name != NO_FILE)]
         paths = [find_model_file("text_encoders", name) for name in names]
         check_text_encoders(paths, type)
@@ -145,12 +139,10 @@ class HighwaterLoadVAE(ModelNode):
         )
 
     @classmethod
-    def execute(
-        cls, vae_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, vae_name: str, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         path = find_model_file("vae", vae_name)
         with named_as(path, "a VAE"):
             return answer(host.load_vae(path, request), notes=notes)
@@ -180,12 +172,10 @@ class HighwaterLoadCheckpoint(ModelNode):
         )  # fmt: skip
 
     @classmethod
-    def execute(
-        cls, ckpt_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, ckpt_name: str, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         path = find_model_file("checkpoints", ckpt_name)
         with named_as(path, "a checkpoint"):
             model, clip, vae = host.load_checkpoint(path, request)
@@ -221,12 +211,10 @@ class HighwaterLoadControlNet(ModelNode):
         )
 
     @classmethod
-    def execute(
-        cls, control_net_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, control_net_name: str, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         return answer(host.load_controlnet(find_model_file("controlnet", control_net_name), request), notes=notes)
 
 
@@ -254,10 +242,8 @@ class HighwaterLoadCLIPVision(ModelNode):
         )
 
     @classmethod
-    def execute(
-        cls, clip_name: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
-    ) -> io.NodeOutput:
+    def execute(cls, clip_name: str, **asked: Any) -> io.NodeOutput:
         from . import host
 
-        request, notes = read_request(cls, profile, precision, placement, watermark)
+        request, notes = read_request(cls, **asked)
         return answer(host.load_clip_vision(find_model_file("clip_vision", clip_name), request), notes=notes)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Models this small gain nothing from more threads, which get in each other's way: in here and in what tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NOTES = ("MarkdownNote", "Note")  # of the page itself, no node of any host
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
@@ -72,6 +77,17 @@ def sim() -> ModuleType:
             pytest.fail(str(error))
         pytest.skip(f"NOT TESTED: {error}")
     return simdevice
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[[str], None]:
+    """Run a script in a process of its own, where nothing is imported yet; what it raises fails the test."""
+
+    def run(script: str) -> None:
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    return run
 
 
 @pytest.fixture(scope="session")

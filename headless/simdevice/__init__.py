@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ __all__ = [
     "clock_s",
     "cluster",
     "configure",
+    "copy_engine",
+    "copying_bytes",
     "default_build_directory",
     "fail_alloc",
     "fail_copy",
@@ -46,11 +50,15 @@ __all__ = [
 ]
 
 MAX_DEVICES = 8
+# What the copy engine moves at a time; nobody else gets at the books meanwhile.
+ENGINE_PIECE_BYTES = 4 << 20
+ENGINE_PAUSE_S = 0.0002
 UNLIMITED_BYTES = 1 << 60
 
 _ops = torch.ops.highwater_simdevice
 _name: str | None = None
 _specs: list[SimDeviceSpec] = []
+_unrestored: list[SimDeviceSpec] = []  # the hardware around a cluster on which bytes were left
 _strict = {"defer_copies": False, "check_races": False}
 
 
@@ -176,6 +184,7 @@ def configure(specs: Sequence[SimDeviceSpec], pinned_bytes: int | None = None) -
         UNLIMITED_BYTES if pinned_bytes is None else pinned_bytes,
     )
     _specs[:] = specs
+    _unrestored.clear()
     reset_stats()
 
 
@@ -198,7 +207,7 @@ def cluster(
     abandoned = _ops.abandon()
     if abandoned:
         warnings.warn(f"{abandoned} bytes from before this cluster are still allocated; not counted", stacklevel=3)
-    specs_before = list(_specs)
+    specs_before = list(_unrestored or _specs)
     configure(specs, pinned_bytes)
     reset_clock()
     races()
@@ -213,7 +222,9 @@ def cluster(
         _ops.finish_everything()
         races()
         strict(**before)
-        if not _devices_in_use():
+        if _devices_in_use():
+            _unrestored[:] = specs_before
+        else:
             configure(specs_before)
         _ops.take_last_error()
         fail_registration(0)
@@ -306,6 +317,33 @@ def strict(*, defer_copies: bool | None = None, check_races: bool | None = None)
     if check_races is not None:
         _strict["check_races"] = check_races
     _ops.strict(_strict["defer_copies"], _strict["check_races"])
+
+
+@contextlib.contextmanager
+def copy_engine() -> Iterator[None]:
+    """Let a thread move asynchronous copies during the body, as a card does while its host goes on. For measuring real
+    seconds: see [Note: copy engine] in ``simdevice.cpp``."""
+    ended = threading.Event()
+
+    def move() -> None:
+        while not ended.is_set():
+            if not _ops.move_deferred(ENGINE_PIECE_BYTES):
+                time.sleep(ENGINE_PAUSE_S)
+
+    thread = threading.Thread(target=move, name="simdevice-copy-engine", daemon=True)
+    _ops.copy_engine(True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _ops.copy_engine(False)
+
+
+def copying_bytes() -> int:
+    """The bytes of asynchronous copies that have not been moved yet."""
+    return _ops.move_deferred(0)
 
 
 def races() -> list[str]:

@@ -1,4 +1,4 @@
-"""Hosts for the tests in here: one per kind and session. Without a ComfyUI everything is skipped, and says so."""
+"""Hosts for the tests in here: one per kind and worker, or per file. Without a ComfyUI all is skipped, and says so."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def cpu_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
         yield host
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plain_host(host_files: HostFiles, models: Path) -> Iterator[HostProcess]:
     """The host without the pack, on the CPU."""
     with HostProcess(host_files, models=models, with_pack=False) as host:
@@ -98,7 +98,7 @@ def gpu_host(start_gpu_host: Callable[..., HostProcess]) -> Iterator[HostProcess
         yield host
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def old_host(models: Path) -> Iterator[HostProcess]:
     files = find_host("COMFYUI_OLD_DIR", default="~/comfy/ComfyUI-0.8.0")
     if files is None:
@@ -143,7 +143,7 @@ def run_case(host: HostProcess, name: str, loaders: Loaders) -> Tensors:
     told = [line for output in result.outputs.values() for line in output.get("text", [])]
     assert [line for line in told if "not managed" in line] == []
     if loaders.kind != "core" and host.total_bytes:
-        assert all(component["in_effect"] for component in host.report()["components"])
+        assert all(component["in_effect"] for component in host.part("components"))
     names = [node["inputs"]["name"] for node in graph.nodes.values() if node["class_type"] == "TestKeep"]
     return {f"{kept} {key}": tensor for kept in names for key, tensor in result.kept(kept).items()}
 

@@ -156,7 +156,7 @@ class HostProcess:
                 [str(self.files.python), "main.py", *self.arguments],
                 cwd=self.files.directory,
                 env=self.environment(),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # the helper pack ends the host when this process, and so the pipe, is gone
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -215,6 +215,7 @@ class HostProcess:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+        self.process.stdin.close()
 
     def log(self) -> str:
         return COLOURS.sub("", (self.base / "log.txt").read_text(errors="replace"))
@@ -241,8 +242,12 @@ class HostProcess:
         return self.request("POST", path, {} if body is None else body)
 
     def report(self) -> dict[str, Any]:
-        """Return the manager's books as the page gets them."""
+        """Return the manager's books as the page gets them; after some hundred prompts that is much."""
         return self.get("/highwater/report")
+
+    def part(self, name: str) -> Any:
+        """Return one part of the report."""
+        return self.get(f"/highwater/report?only={name}")[name]
 
     def queue(self, graph: dict[str, Any], **extra_data: Any) -> str:
         """Queue an API-format graph; returns the prompt's id. Raises `PromptRefused`."""

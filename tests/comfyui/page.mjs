@@ -2,73 +2,19 @@
 // usage: page.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has one of each node that is named here)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { createRequire } from "node:module";
+import { inPage, onCanvas, openPage } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
-const { chromium } = createRequire(new URL("../web/package.json", import.meta.url))("playwright-core");
 const LOADER = "HighwaterLoadDiffusionModel";
 const SAMPLER = "KSampler";
 const IN_RAM = /^RAM [1-9][\d.]*[KMG]( fp8)?$/;
 const ON_DEVICE = /^VRAM [1-9][\d.]*[KMG]/;
-// The page asks for files of the user that need not be there, and complains about its own start.
-const ITS_OWN = /^Failed to load resource|graph accessed before initialization|huggingface\.co/;
-const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
-const started = Date.now();
-const browser = await chromium.launch({
-  executablePath,
-  headless: true,
-  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", ...QUIET],
-});
-const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });
-const errors = [];
-page.on("pageerror", (error) => errors.push(String(error)));
-page.on("console", (message) => {
-  if (message.type() === "error" && !ITS_OWN.test(message.text())) errors.push(message.text());
-});
-await page.route((url) => url.origin !== base, (route) => route.abort());
-
-/** Read a value in the page until it is what is wanted; the last value is in the error. */
-async function eventually(name, read, wanted, timeout = 40_000) {
-  const end = Date.now() + timeout;
-  let value;
-  do {
-    value = await page.evaluate(read);
-    if (wanted(value)) return console.log(`${((Date.now() - started) / 1000).toFixed(1)} s  ${name}: ${JSON.stringify(value)}`);
-    await page.waitForTimeout(150);
-  } while (Date.now() < end);
-  await page.screenshot({ path: `${screenshots}/failed.png` });
-  assert.fail(`${name}: still ${JSON.stringify(value)} after ${timeout} ms; errors: ${JSON.stringify(errors)}`);
-}
-
-/** Badges by node class: by the canvas renderer's own call, or as text in the page. */
-const onCanvas = () =>
-  Object.fromEntries(
-    app.rootGraph.nodes.map((node) => [
-      node.type,
-      node.badges.map((badge) => (typeof badge === "function" ? badge() : badge).text).filter((text) => /^V?RAM /.test(text)).join(""),
-    ]),
-  );
-const inPage = () =>
-  Object.fromEntries(
-    app.rootGraph.nodes.map((node) => [
-      node.type,
-      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \S+( fp8)?/)?.[0] ?? "",
-    ]),
-  );
+const { browser, page, errors, shoot, eventually, setting, widgets } = await openPage(base, executablePath, screenshots);
 const isShown = (badges) => IN_RAM.test(badges[LOADER]) && ON_DEVICE.test(badges[SAMPLER]);
 const isEmpty = (badges) => LOADER in badges && Object.values(badges).every((text) => text === "");
 const notes = () => [...document.querySelectorAll(".highwater-text")].map((box) => box.textContent).join("\n");
-const setting = (id, value) => page.evaluate(([id, value]) => app.extensionManager.setting.set(id, value), [id, value]);
 const run = () => page.evaluate(() => app.queuePrompt(0));
-const widgets = (values) =>
-  page.evaluate(
-    ([type, values]) => {
-      const node = app.rootGraph.nodes.find((node) => node.type === type);
-      for (const [name, value] of Object.entries(values)) node.widgets.find((widget) => widget.name === name).value = value;
-    },
-    [LOADER, values],
-  );
 
 for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.Enabled", false]]) {
   await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
@@ -88,17 +34,17 @@ await eventually("canvas before", onCanvas, isEmpty);
 await run();
 await eventually("canvas after", onCanvas, isShown);
 await page.waitForTimeout(500);
-await page.screenshot({ path: `${screenshots}/comfyui_canvas.png` });
+await shoot("comfyui_canvas");
 
 // The same values in the other renderer; they change with the next run.
 await setting("Comfy.VueNodes.Enabled", true);
 await eventually("Nodes 2.0 after the switch", inPage, isShown);
-await widgets({ precision: "fp8 scaled", placement: "gpu:7" });
+await widgets(LOADER, { precision: "fp8 scaled", placement: "gpu:7" });
 await run();
 await eventually("Nodes 2.0 in fp8", inPage, (badges) => isShown(badges) && badges[LOADER].endsWith(" fp8"));
 await eventually("what the loader says", notes, (text) => text.includes("this machine has no gpu:7"));
 await page.waitForTimeout(500);
-await page.screenshot({ path: `${screenshots}/comfyui_nodes2.png` });
+await shoot("comfyui_nodes2");
 const saved = await page.evaluate(() => JSON.stringify(app.rootGraph.serialize()));
 assert.ok(!/V?RAM \d|this machine has no/.test(saved), "a readout was saved with the workflow");
 assert.deepEqual(errors, [], "errors in the page");
@@ -117,12 +63,12 @@ await page.evaluate((graph) => app.loadGraphData(graph), first);
 await eventually("after a reload", inPage, isShown);
 
 // A budget that is too small is found when the sampler asks for the model; the page itself says only that it failed.
-await widgets({ precision: "as stored", placement: "default", profile: "0.25MiB" });
+await widgets(LOADER, { precision: "as stored", placement: "default", profile: "0.25MiB" });
 await run();
 await page.getByText("An input cannot be used").first().waitFor({ timeout: 20_000 });
 await page.getByText(/'0\.25MiB' is too small/).first().waitFor({ timeout: 20_000 });
 await page.waitForTimeout(300);
-await page.screenshot({ path: `${screenshots}/comfyui_refused.png` });
+await shoot("comfyui_refused");
 
 // A model that does not fit beside what others hold: the notice has the sum and the remedy.
 const occupy = { class_type: "TestOccupy", inputs: { device: 0, free_bytes: 1 << 20, run: 1 } };
@@ -132,11 +78,11 @@ const isOccupied = async () => {
   return Object.values(history).some((entry) => entry.prompt[2][1].class_type === "TestOccupy" && entry.status.completed);
 };
 await eventually("others hold the device", isOccupied, Boolean);
-await widgets({ profile: "auto" });
+await widgets(LOADER, { profile: "auto" });
 await run();
 await page.getByText("Does not fit in memory").first().waitFor({ timeout: 20_000 });
 await page.getByText(/tiny_flux needs at least .* can be had of .* kept free; /).first().waitFor({ timeout: 20_000 });
 await page.waitForTimeout(300);
-await page.screenshot({ path: `${screenshots}/comfyui_does_not_fit.png` });
+await shoot("comfyui_does_not_fit");
 assert.deepEqual(errors.filter((text) => !/DoesNotFit|InvalidInput|PromptExecutionError/.test(text)), [], "errors in the page");
 await browser.close();

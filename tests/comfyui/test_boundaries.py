@@ -73,11 +73,11 @@ def test_nothing_is_done_before_the_first_prompt_with_a_node_of_ours(host_files:
         assert report["runs"] == report["nodes"] == report["devices"] == []
         assert set(report["in_effect"].values()) == {True}
         assert host.post("/highwater/free") == {"freed_bytes": {}}
-        assert host.report()["devices"] == []
+        assert host.part("devices") == []
 
         result = run(host, {**small_graph(), "9": ours}, "first")
         assert {node["node_id"] for node in told(host, result.prompt_id)} == {"5:7", "2", "9"}
-        assert [run["run_id"] for run in host.report()["runs"]] == [result.prompt_id]
+        assert [run["run_id"] for run in host.part("runs")] == [result.prompt_id]
         assert host.error_lines() == []
 
 
@@ -89,7 +89,7 @@ def test_every_node_is_told_with_its_execution_id_and_its_workflow(host: HostPro
     assert {node["workflow_id"] for node in reports.values()} == {"wf-1"}
     assert reports["5:7"]["title"] == "A canvas"
     assert reports["2"]["title"] == "PreviewImage"
-    last = host.report()["runs"][-1]
+    last = host.part("runs")[-1]
     assert (last["run_id"], last["name"]) == (result.prompt_id, "wf-1")
 
     again = run(host, nodes, "wf-2")  # all cached, but for the report, which is made every time
@@ -126,7 +126,7 @@ def test_nothing_is_freed_while_a_prompt_runs_and_all_that_is_idle_after(host: H
     host.wait_until(lambda: not host.get("/queue")["queue_running"], "an empty queue")
     freed = host.post("/highwater/free")["freed_bytes"]
     assert (sum(freed.values()) > 0) == bool(host.total_bytes)
-    accelerators = [device for device in host.report()["devices"] if device["name"] != "cpu"]
+    accelerators = [device for device in host.part("devices") if device["name"] != "cpu"]
     assert [device["reserved_bytes"] for device in accelerators] == [0] * len(host.total_bytes)
 
 

@@ -1,4 +1,7 @@
-"""Our loaders beside core's in the same host: the same bits, wherever the weights are."""
+"""Our loaders beside core's in the same host: the same bits, wherever the weights are.
+
+Before that, what the comparisons stand on: core's own results, on the CPU and on the simulated GPUs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,21 @@ ON_GPUS = {
     "managed": Loaders(kind="managed"),
     "managed and streamed": Loaders(kind="managed", profile="4MiB"),
 }
+# Modes that have nothing but what two others have, and cases that bring nothing new to those.
+LIKE_ANOTHER_MODE = ["split and streamed", "second GPU", "managed and streamed"]
+LIKE_ANOTHER_CASE = ["plain", "lora_at_half", "two_loras", "model_sampling", "guided", "batch_of_two"]
 ON_CPU = {"loaded": Loaders(), "managed": Loaders(kind="managed")}
+# Cases whose results cannot differ from those of another case, and the other.
+DIFFERENT = [
+    ("plain", "lora_at_1"),
+    ("lora_at_1", "lora_at_half"),
+    ("lora_at_1", "two_loras"),
+    ("plain", "model_sampling"),
+    ("guided", "skipped_blocks"),
+    ("guided", "two_prompts"),
+    ("guided", "weight_hook"),
+    ("plain", "merge"),
+]
 OTHER_CASES = ["encoded_image", "text", "vision", "checkpoint", "lora_on_text", "controlnet"]
 DIFFUSION_CASES = [name for name in CASES if name not in OTHER_CASES]
 # CLIP-L has 236 MiB, of which 74 are outside its blocks; the shallow SD 49, its ControlNet 29.
@@ -42,8 +59,38 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
         assert torch.equal(actual[name], tensor), f"{name} differs by up to {difference:.3g}"
 
 
-@pytest.mark.parametrize("case", DIFFUSION_CASES)
-@pytest.mark.parametrize("mode", ON_GPUS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_result_is_finite_and_not_constant(host: HostProcess, case: str, reference: Callable) -> None:
+    for tensor in reference(host, case).values():
+        if tensor.is_floating_point() and tensor.numel() > 1:
+            assert tensor.isfinite().all() and tensor.float().std() > 1e-3
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_what_a_case_adds_changes_the_result(host: HostProcess, one: str, other: str, reference: Callable) -> None:
+    first, second = (next(iter(reference(host, case).values())) for case in (one, other))
+    assert (first - second).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_simulated_gpus_compute_what_the_cpu_does(
+    cpu_host: HostProcess, gpu_host: HostProcess, case: str, reference: Callable
+) -> None:
+    """Not bit-equal: core computes in 32 bits on the CPU and in 16 on a GPU."""
+    for on_cpu, on_gpu in zip(reference(cpu_host, case).values(), reference(gpu_host, case).values(), strict=True):
+        a, b = on_cpu.double().flatten(), on_gpu.double().flatten()
+        assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [
+        (mode, case)
+        for mode in ON_GPUS
+        for case in DIFFUSION_CASES
+        if mode not in LIKE_ANOTHER_MODE or case not in LIKE_ANOTHER_CASE
+    ],
+)
 def test_a_diffusion_model_on_gpus(
     gpu_host: HostProcess, mode: str, case: str, reference: Callable, ours: Callable
 ) -> None:
@@ -68,7 +115,7 @@ def test_another_model_streamed(gpu_host: HostProcess, case: str, reference: Cal
     expected = reference(gpu_host, case)
     gpu_host.forget()
     assert_same(ours(gpu_host, case, Loaders(profile=STREAMED[case])), expected)
-    components = [component for component in gpu_host.report()["components"] if component["kind"] != "vae"]
+    components = [component for component in gpu_host.part("components") if component["kind"] != "vae"]
     assert len(components) == STREAMED[case].count("MiB")
     for component in components:
         (share,) = component["plan"]["shares"]
@@ -87,7 +134,7 @@ def test_the_lora_on_a_text_encoder_matters(gpu_host: HostProcess, reference: Ca
 def test_a_unet_is_split(gpu_host: HostProcess, case: str, reference: Callable, ours: Callable) -> None:
     """Its skips join outputs of early blocks, on one device, with those of late blocks, on the other."""
     actual = ours(gpu_host, case, ON_GPUS["split"])
-    shares = [len(entry["plan"]["shares"]) for entry in gpu_host.report()["components"] if entry["kind"] == "diffusion"]
+    shares = [len(entry["plan"]["shares"]) for entry in gpu_host.part("components") if entry["kind"] == "diffusion"]
     assert shares == [2]
     assert_same(actual, reference(gpu_host, case))
 
@@ -171,6 +218,6 @@ def test_cores_own_multi_gpu_nodes_take_our_models(gpu_host: HostProcess, node: 
     gpu_host.forget()
     actual = run(ON_GPUS[mode])
     if node == "SelectModelDevice":  # what was asked for holds on the other device, too
-        (entry,) = (found for found in gpu_host.report()["components"] if "gpu:1" in found["tiers"])
+        (entry,) = (found for found in gpu_host.part("components") if "gpu:1" in found["tiers"])
         assert (entry["plan"]["shares"][0]["streamed_blocks"] > 0) == ("streamed" in mode)
     assert_same(actual, run(CORE))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
+
+HELPER_PACK = Path(__file__).with_name("helper_pack")
 
 # In a process of its own: the tests' own may have simulated devices, which would be offered as placements.
 HEADLESS_SCHEMAS = """
@@ -20,6 +25,16 @@ folder_paths.configure(models=sys.argv[1], output=sys.argv[1])
 from highwater.nodes import extension
 print(json.dumps(comfy_api.object_info([*extension.NODE_CLASSES, *extension.MODEL_NODES])))
 """
+
+
+def test_a_host_ends_when_whoever_started_it_is_gone() -> None:
+    """A worker of the test run that is interrupted stops nothing."""
+    command = [sys.executable, "-c", "import lifeline, time; lifeline.end_with_standard_input(); time.sleep(60)"]
+    with subprocess.Popen(command, cwd=HELPER_PACK, stdin=subprocess.PIPE) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        process.stdin.close()
+        assert process.wait(30) == -signal.SIGTERM
 
 
 def our_schemas(host: HostProcess) -> dict[str, Any]:
@@ -72,7 +87,7 @@ def test_no_function_is_replaced_while_a_model_streams(
     """With the streamed and split models still there, whose blocks have hooks."""
     for case, loaders in (("lora_at_1", Loaders(profile="4MiB")), ("images", Loaders(placement="gpu:0&gpu:1"))):
         ours(gpu_host, case, loaders)
-    (component,) = (entry for entry in gpu_host.report()["components"] if entry["kind"] == "diffusion")
+    (component,) = (entry for entry in gpu_host.part("components") if entry["kind"] == "diffusion")
     assert component["in_effect"] and len(component["plan"]["shares"]) == 2
     with start_gpu_host(with_pack=False) as without:
         for case in ("lora_at_1", "images"):
@@ -82,7 +97,7 @@ def test_no_function_is_replaced_while_a_model_streams(
 
 def test_a_linked_watermark_is_set_before_the_model_is_loaded(gpu_host: HostProcess) -> None:
     gpu_host.forget()
-    num_events = len(gpu_host.report()["events"])
+    num_events = len(gpu_host.part("events"))
     graph = Graph()
     # The default of a device this small, so that nothing else changes: 10 and 15%.
     mark = graph.add("HighwaterWatermark", device="gpu:0", low="184.4MiB", high="276.7MiB")
@@ -91,7 +106,7 @@ def test_a_linked_watermark_is_set_before_the_model_is_loaded(gpu_host: HostProc
     )
     graph.keep(sample_flux(graph, model))
     assert gpu_host.run(graph.nodes).outcome == "success"
-    kinds = [event["kind"] for event in gpu_host.report()["events"][num_events:]]
+    kinds = [event["kind"] for event in gpu_host.part("events")[num_events:]]
     assert kinds.index("watermark") < kinds.index("load")
 
 
@@ -133,6 +148,6 @@ def test_an_old_host_loads_the_pack_and_samples(old_host: HostProcess, reference
     expected = reference(old_host, "wan")
     actual = ours(old_host, "wan", Loaders())
     assert all(bool((actual[name] == tensor).all()) for name, tensor in expected.items())
-    in_effect = old_host.report()["in_effect"]
+    in_effect = old_host.part("in_effect")
     assert "missing" in str(in_effect["run_boundaries"])
     assert old_host.error_lines() == []

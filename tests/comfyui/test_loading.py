@@ -28,7 +28,7 @@ def test_a_model_in_another_packs_format_is_left_to_it(gpu_host: HostProcess, ki
     name = "PackedTensor" if kind == "weights" else "PackedPatcher"
     assert any("not managed" in line and name in line for line in told(result))
     assert torch.equal(result.kept()["value.samples"], result.kept("kept-foreign")["value.samples"])
-    assert gpu_host.report()["components"] == []
+    assert gpu_host.part("components") == []
     gpu_host.forget()
 
 

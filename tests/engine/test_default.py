@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 
 
-def test_looking_for_the_manager_makes_none_and_loads_no_torch() -> None:
+def test_looking_for_the_manager_makes_none_and_loads_no_torch(run_python: Callable[[str], None]) -> None:
     script = (
         "import sys\n"
         "from highwater.memory import default_manager, existing_manager\n"
@@ -15,5 +14,4 @@ def test_looking_for_the_manager_makes_none_and_loads_no_torch() -> None:
         "made = default_manager()\n"
         "assert existing_manager() is made is default_manager()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -283,7 +283,7 @@ def test_16_what_a_process_shares_is_untouched(toys, machine, tmp_path, profile:
         torch._dynamo.reset()
 
 
-def test_16_importing_the_engine_changes_nothing_either() -> None:
+def test_16_importing_the_engine_changes_nothing_either(run_python: Callable[[str], None]) -> None:
     script = (
         "import accelerate, diffusers.models.modeling_utils, optimum.quanto, transformers.modeling_utils\n"
         "import safetensors.torch, torch._dynamo\n"
@@ -295,5 +295,4 @@ def test_16_importing_the_engine_changes_nothing_either() -> None:
         "highwater.memory.default_manager()\n"
         "assert not changes_since(before), changes_since(before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(script)

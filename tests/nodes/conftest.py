@@ -6,19 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from highwater.headless.runner import WorkflowRunner
 from highwater.headless.tiny import ensure_pipelines
 from highwater.memory import default_manager
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from more threads, which get in each other's way on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -382,27 +381,22 @@ def with_spec(name: str) -> ModuleType:
     return module
 
 
-def test_importing_the_pack_and_listing_its_nodes_costs_little() -> None:
-    """Below 100 ms as the best of three; where ComfyUI is: torch is there already, its own modules stay untouched."""
+def test_importing_the_pack_and_listing_its_nodes_loads_nothing_heavy(run_python: Callable[[str], None]) -> None:
+    """Where ComfyUI is: torch is there already, its own modules stay untouched. The import benchmark has the times."""
     script = (
-        "import asyncio, importlib.util, sys, time, types\n"
+        "import asyncio, importlib.util, sys, types\n"
         "from highwater.headless import comfy_api; comfy_api.install()\n"
         "sys.modules['comfy'] = comfy = types.ModuleType('comfy')\n"
         "comfy.__spec__ = importlib.util.spec_from_loader('comfy', loader=None)\n"
         "for name in [n for n in sys.modules if n.startswith('highwater') and '.headless' not in n]:\n"
         "    del sys.modules[name]\n"
-        "begin = time.perf_counter()\n"
         "async def main():\n"
         "    import highwater\n"
         "    extension = await highwater.comfy_entrypoint()\n"
         "    return await extension.get_node_list()\n"
         "nodes = asyncio.run(main())\n"
-        "seconds = time.perf_counter() - begin\n"
         "assert len(nodes) >= 14, nodes\n"
         "heavy = {'torch', 'diffusers', 'safetensors', 'optimum', 'PIL', 'psutil', 'highwater.nodes.host'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "print(seconds)"
     )
-    command = [sys.executable, "-c", script]
-    seconds = [float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(3)]
-    assert min(seconds) < 0.1
+    run_python(script)

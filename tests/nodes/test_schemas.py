@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,18 +89,11 @@ def test_an_option_that_the_stand_in_lacks_is_refused() -> None:
         io.Int.Input("steps", maximum=3)
 
 
-def test_listing_the_nodes_imports_no_torch_and_takes_no_time() -> None:
-    """Below 100 ms as the best of three, in processes of their own."""
+def test_listing_the_nodes_imports_no_torch(run_python: Callable[[str], None]) -> None:
     script = (
-        "import sys, time; begin = time.perf_counter()\n"
+        "import sys\n"
         "from highwater.headless import comfy_api; comfy_api.install()\n"
         "import highwater.nodes.extension\n"
-        "seconds = time.perf_counter() - begin\n"
         "assert not {'torch', 'diffusers', 'transformers', 'PIL'} & set(sys.modules)\n"
-        "print(seconds)"
     )
-    seconds = [
-        float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(seconds) < 0.1
+    run_python(script)

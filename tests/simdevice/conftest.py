@@ -12,13 +12,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def _repeatable() -> Iterator[None]:
-    """The same numbers every time, and one thread: the tensors are too small for two to be worth waking."""
+def _same_numbers_every_time() -> None:
     torch.manual_seed(0)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -238,7 +238,10 @@ def test_a_device_in_use_cannot_be_removed(hardware: ModuleType) -> None:
 
 
 def test_cluster_reports_what_is_left(sim: ModuleType) -> None:
+    """And the hardware is what it was as soon as nothing is left on it."""
     kept = []
+    num_devices = torch.accelerator.device_count()
+    assert num_devices > 1
     with (
         pytest.raises(AssertionError, match=r"sim:0 still holds 40 bytes in 1 allocations; 64 bytes are still pinned"),
         sim.cluster([sim.SimDeviceSpec(total_bytes=MIB)]),
@@ -249,6 +252,7 @@ def test_cluster_reports_what_is_left(sim: ModuleType) -> None:
         assert used(sim, 0) == sim.pinned().used_bytes == 0, "the next one starts clean"
         kept.clear()
         assert used(sim, 0) == sim.pinned().used_bytes == 0
+    assert torch.accelerator.device_count() == num_devices
 
 
 def test_cluster_does_not_hide_an_exception(sim: ModuleType) -> None:

@@ -1,7 +1,8 @@
-"""Streams, events, deferred copies and virtual time. Every time here is exact: no wall clock is read."""
+"""Streams, events, deferred copies and virtual time. Every time here is exact: no wall clock is read for it."""
 
 from __future__ import annotations
 
+import time
 from types import ModuleType
 
 import pytest
@@ -129,6 +130,33 @@ def test_a_pinned_buffer_overwritten_in_flight_sends_the_wrong_bytes(hardware: M
     target.copy_(source, non_blocking=True)
     source.fill_(2.0)
     assert target[0].item() == 2.0
+
+
+@pytest.mark.parametrize("num_bytes", [4 * MIB, 9 * MIB])
+def test_the_copy_engine_moves_bytes_while_the_host_does_something_else(timed: ModuleType, num_bytes: int) -> None:
+    """In pieces of 4 MiB, and the virtual clock knows nothing of it."""
+    source, target = pinned_ones(num_bytes), torch.empty(num_bytes // 4, device=DEVICE)
+    with timed.copy_engine():
+        target.copy_(source, non_blocking=True)
+        until_s = time.monotonic() + 30
+        while timed.copying_bytes() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        source.fill_(2.0)
+        assert timed.clock_s() == pytest.approx(LAUNCH_S, rel=1e-12), "nobody waited"
+        assert (target == 1).all().item()
+    target.copy_(source, non_blocking=True)
+    assert timed.copying_bytes() == num_bytes, "the engine has ended with its body"
+    assert (target == 2).all().item()
+
+
+def test_whoever_waits_finishes_what_the_copy_engine_has_begun(timed: ModuleType) -> None:
+    values = torch.arange(6 * MIB)  # 48 MiB
+    source, target = values.pin_memory(), torch.empty_like(values, device=DEVICE)
+    with timed.copy_engine():
+        target.copy_(source, non_blocking=True)
+        torch.accelerator.current_stream(0).synchronize()
+        source.zero_()
+        assert torch.equal(target.cpu(), values)
 
 
 def test_copies_of_one_stream_stay_in_order(hardware: ModuleType) -> None:

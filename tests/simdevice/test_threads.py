@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+
+def run_in_threads(work: Callable[[int], None], values: Iterable[int]) -> None:
+    threads = [threading.Thread(target=work, args=(value,), daemon=True) for value in values]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads), "deadlock"
 
 
 def test_threads_under_memory_pressure(sim: ModuleType) -> None:
@@ -50,12 +59,7 @@ def test_threads_under_memory_pressure(sim: ModuleType) -> None:
 
     specs = [sim.SimDeviceSpec(total_bytes=8 << 20)] * 2
     with sim.cluster(specs, check_races=False):
-        threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        assert not any(thread.is_alive() for thread in threads), "deadlock"
+        run_in_threads(work, range(6))
         assert not errors
         assert sum(sim.stats(i).num_ooms for i in range(2)) > 50
         assert all(sim.stats(i).peak_bytes <= 8 << 20 for i in range(2))
@@ -75,10 +79,5 @@ def test_two_threads_enqueue_copies_that_the_other_one_runs(sim: ModuleType) -> 
                 if target[:2].sum().item() != 2 * value:
                     wrong.append(value)
 
-        threads = [threading.Thread(target=work, args=(value,), daemon=True) for value in (1, 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        assert not any(thread.is_alive() for thread in threads), "deadlock"
+        run_in_threads(work, (1, 2))
         assert not wrong

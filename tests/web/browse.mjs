@@ -1,71 +1,20 @@
 // Looks at the served page as a user does, in both renderers; test_browser.py starts it.
 // usage: browse.mjs ADDRESS CHROMIUM SCREENSHOTS
 import assert from "node:assert/strict";
-import { chromium } from "playwright-core";
+import { inPage, onCanvas, openPage } from "./open_page.mjs";
 
 const [base, executablePath, screenshots] = process.argv.slice(2);
+const LOADER = "HighwaterLoadPipeline";
 // The nodes of the example.
-const OURS = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "HighwaterSaveImage", "HighwaterMemoryReport"];
+const OURS = [LOADER, "HighwaterSamplePipeline", "HighwaterSaveImage", "HighwaterMemoryReport"];
 const BYTES = /^(RAM|VRAM) [1-9][\d.]*[KMG]( fp8)?$/;
-const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
-const started = Date.now();
-const browser = await chromium.launch({
-  executablePath,
-  headless: true,
-  args: ["--no-sandbox", "--disable-gpu", "--disable-quic", ...QUIET],
-});
-const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });
-const errors = [];
-page.on("pageerror", (error) => errors.push(String(error)));
-page.on("console", (message) => {
-  // The page itself asks for files of the user that need not be there, and for other servers; 1.48 also complains
-  // about its own start.
-  const own = /^Failed to load resource|graph accessed before initialization/;
-  if (message.type() === "error" && !own.test(message.text())) errors.push(message.text());
-});
-const foreign = new Set();
-await page.route(
-  (url) => url.origin !== base,
-  (route) => (foreign.add(new URL(route.request().url()).origin), route.abort()),
-);
-
-/** Read a value in the page until it is what is wanted; the last value is in the error. */
-async function eventually(name, read, wanted, timeout = 25_000) {
-  const end = Date.now() + timeout;
-  let value;
-  do {
-    value = await page.evaluate(read);
-    if (wanted(value)) return console.log(`${((Date.now() - started) / 1000).toFixed(1)} s  ${name}: ${JSON.stringify(value)}`);
-    await page.waitForTimeout(150);
-  } while (Date.now() < end);
-  assert.fail(`${name}: still ${JSON.stringify(value)} after ${timeout} ms; errors: ${JSON.stringify(errors)}`);
-}
-
-/** What each of our nodes' badges says: by the canvas renderer's own call, or as text in the page. */
-const onCanvas = () =>
-  app.rootGraph.nodes
-    .filter((node) => node.type.startsWith("Highwater"))
-    .map((node) => node.badges.map((badge) => (typeof badge === "function" ? badge() : badge).text).filter((text) => /^V?RAM /.test(text)).join(""));
-const inPage = () =>
-  app.rootGraph.nodes
-    .filter((node) => node.type.startsWith("Highwater"))
-    .map((node) => document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \S+( fp8)?/)?.[0] ?? "");
-const allEmpty = (texts) => texts.length === OURS.length && texts.every((text) => text === "");
-const allBytes = (texts) => texts.length === OURS.length && texts.every((text) => BYTES.test(text));
+const { browser, page, errors, foreign, shoot, eventually, setting, widgets } = await openPage(base, executablePath, screenshots);
+const allEmpty = (badges) => OURS.every((type) => badges[type] === "");
+const allBytes = (badges) => OURS.every((type) => BYTES.test(badges[type]));
 const exampleIsOpen = () => window.app?.rootGraph?.nodes?.map((node) => node.type) ?? [];
 const hasOurs = (types) => OURS.every((type) => types.includes(type));
-const widget = (type, name, value) =>
-  page.evaluate(
-    ([type, name, value]) => {
-      const node = app.rootGraph.nodes.find((node) => node.type === type);
-      node.widgets.find((widget) => widget.name === name).value = value;
-    },
-    [type, name, value],
-  );
 const run = () => page.getByRole("button", { name: "Run", exact: true }).first().click();
-const setting = (id, value) => page.evaluate(([id, value]) => app.extensionManager.setting.set(id, value), [id, value]);
-const shoot = (name) => page.screenshot({ path: `${screenshots}/${name}.png` });
 
 // A newcomer opens the address: the example is there, and Run is all it takes.
 await page.goto(base);
@@ -91,10 +40,10 @@ await eventually("Nodes 2.0 after a reload", inPage, allBytes);
 // A graph of another id has nothing yet, though its nodes have the same ids. Then it runs, in fp8.
 await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
 await eventually("Nodes 2.0 before", inPage, allEmpty);
-await widget("HighwaterLoadPipeline", "precision", "fp8 scaled");
+await widgets(LOADER, { precision: "fp8 scaled" });
 await run();
-await eventually("Nodes 2.0 after", inPage, (texts) => allBytes(texts) && texts[0].endsWith(" fp8"));
-assert.ok(Number.parseFloat((await page.evaluate(inPage))[0].slice(4)) < 35, "another workflow's loader was counted too");
+await eventually("Nodes 2.0 after", inPage, (badges) => allBytes(badges) && badges[LOADER].endsWith(" fp8"));
+assert.ok(Number.parseFloat((await page.evaluate(inPage))[LOADER].slice(4)) < 35, "another workflow's loader was counted too");
 const image = '[data-node-id="3"] img';
 await eventually("image in Nodes 2.0", `document.querySelector('${image}')?.naturalWidth`, (width) => width === 64);
 await page.waitForTimeout(400);
@@ -107,13 +56,13 @@ assert.deepEqual(await page.evaluate(async () => Object.keys((await app.graphToP
 assert.deepEqual(errors, [], "errors in the page");
 
 // A value that cannot be used is explained at once, and marked on its node.
-await widget("HighwaterLoadPipeline", "profile", "12");
+await widgets(LOADER, { profile: "12" });
 await run();
 await page.getByText(/'12' has no unit/).first().waitFor({ timeout: 20_000 });
 await page.waitForTimeout(300);
 await shoot("refused");
 // One that fails only when the weights are known is explained too: there the page itself says only that it failed.
-await widget("HighwaterLoadPipeline", "profile", "1MiB");
+await widgets(LOADER, { profile: "1MiB" });
 await run();
 await page.getByText(/'1MiB' is too small: transformer needs at least/).first().waitFor({ timeout: 20_000 });
 await page.waitForTimeout(300);

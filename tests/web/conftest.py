@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import pytest
 from aiohttp import ClientWebSocketResponse
 from aiohttp.test_utils import TestClient, TestServer
+from filelock import FileLock
 from highwater.headless.comfy_api import install
 from highwater.headless.comfy_io import AnyType, Combo, ComfyNode, Int, NodeOutput, Schema, String
 from highwater.headless.runner import WorkflowRunner
@@ -198,20 +199,21 @@ def node() -> str:
 
 
 @pytest.fixture(scope="session")
-def packages(node: str) -> Path:
+def packages(node: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """``node_modules`` as the lock file says; installed when that file has changed (some seconds, network)."""
     modules = HERE / "node_modules"
     lock = hashlib.sha256((HERE / "package-lock.json").read_bytes()).hexdigest()
     stamp = modules / ".highwater-lock"
-    if not stamp.is_file() or stamp.read_text() != lock:
-        npm = shutil.which("npm")
-        if npm is None:
-            untested("the browser test needs npm")
-        command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-        result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240)
-        if result.returncode:
-            untested(f"npm ci failed: {result.stderr.strip().splitlines()[-1:]}")
-        stamp.write_text(lock)
+    with FileLock(tmp_path_factory.getbasetemp().parent / "npm.lock"):  # the folder of all workers of a run
+        if not stamp.is_file() or stamp.read_text() != lock:
+            npm = shutil.which("npm")
+            if npm is None:
+                untested("the browser test needs npm")
+            command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+            result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240)
+            if result.returncode:
+                untested(f"npm ci failed: {result.stderr.strip().splitlines()[-1:]}")
+            stamp.write_text(lock)
     return modules
 
 

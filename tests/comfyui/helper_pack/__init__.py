@@ -19,6 +19,10 @@ import torch
 from aiohttp import web
 from server import PromptServer
 
+from .lifeline import end_with_standard_input
+
+end_with_standard_input()
+
 # The harness asks for all stacks when it waits in vain.
 faulthandler.register(signal.SIGUSR1, all_threads=True)
 

@@ -1,0 +1,73 @@
+// A page in Chromium for the scripts beside this one: asks no other server, notes its errors, and waits for values.
+import assert from "node:assert/strict";
+import { chromium } from "playwright-core";
+
+// The page asks for files of the user that need not be there, and for other servers; 1.48 complains about its own start.
+const ITS_OWN = /^Failed to load resource|graph accessed before initialization|huggingface\.co/;
+const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
+
+/** Open a browser at no address yet. `errors` grows with what the page complains about, `foreign` with whom it asked. */
+export async function openPage(base, executablePath, screenshots) {
+  const started = Date.now();
+  const browser = await chromium.launch({
+    executablePath,
+    headless: true,
+    args: ["--no-sandbox", "--disable-gpu", "--disable-quic", ...QUIET],
+  });
+  const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });
+  const errors = [];
+  page.on("pageerror", (error) => errors.push(String(error)));
+  page.on("console", (message) => {
+    if (message.type() === "error" && !ITS_OWN.test(message.text())) errors.push(message.text());
+  });
+  const foreign = new Set();
+  await page.route(
+    (url) => url.origin !== base,
+    (route) => (foreign.add(new URL(route.request().url()).origin), route.abort()),
+  );
+
+  const shoot = (name) => page.screenshot({ path: `${screenshots}/${name}.png` });
+
+  /** Read a value in the page until it is what is wanted; the last value is in the error. */
+  async function eventually(name, read, wanted, timeout = 40_000) {
+    const end = Date.now() + timeout;
+    let value;
+    do {
+      value = await page.evaluate(read);
+      if (wanted(value)) return console.log(`${((Date.now() - started) / 1000).toFixed(1)} s  ${name}: ${JSON.stringify(value)}`);
+      await page.waitForTimeout(150);
+    } while (Date.now() < end);
+    await shoot("stuck");
+    assert.fail(`${name}: still ${JSON.stringify(value)} after ${timeout} ms; errors: ${JSON.stringify(errors)}`);
+  }
+
+  const setting = (id, value) => page.evaluate(([id, value]) => app.extensionManager.setting.set(id, value), [id, value]);
+
+  /** Write to the widgets of the first node of a class. */
+  const widgets = (type, values) =>
+    page.evaluate(
+      ([type, values]) => {
+        const node = app.rootGraph.nodes.find((node) => node.type === type);
+        for (const [name, value] of Object.entries(values)) node.widgets.find((widget) => widget.name === name).value = value;
+      },
+      [type, values],
+    );
+
+  return { browser, page, errors, foreign, shoot, eventually, setting, widgets };
+}
+
+// Badges by node class, read in the page: by the canvas renderer's own call, or as text.
+export const onCanvas = () =>
+  Object.fromEntries(
+    app.rootGraph.nodes.map((node) => [
+      node.type,
+      node.badges.map((badge) => (typeof badge === "function" ? badge() : badge).text).filter((text) => /^V?RAM /.test(text)).join(""),
+    ]),
+  );
+export const inPage = () =>
+  Object.fromEntries(
+    app.rootGraph.nodes.map((node) => [
+      node.type,
+      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \S+( fp8)?/)?.[0] ?? "",
+    ]),
+  );
