@@ -7,7 +7,7 @@ the system's cache behind it. What no file has (buffers, weights that were writt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -58,6 +58,9 @@ class FileMaster:
         self.kept = dict(kept)
         self.source = source
         self.bounce = bounce
+        # Leaves that are in no file come first.
+        at = [("", 0) if name is None else source.position_of(name) for name in names]
+        self.places_in_file = sorted(range(len(names)), key=at.__getitem__)
 
     @property
     def kept_bytes(self) -> int:
@@ -78,16 +81,44 @@ class FileMaster:
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Read a part of the slab and queue its copies, window by window; returns when all is read.
 
-        A window is what a bounce buffer holds of the slab, wherever that cuts a weight.
+        A window is what a bounce buffer holds, in the order of the file, wherever that cuts a weight.
 
         Raises:
             InvalidInput: the file is not what it was.
         """
-        for done in range(0, target.numel(), self.bounce.buffer_bytes):
-            part = target[done : done + self.bounce.buffer_bytes]
-            window = self.bounce.take()[: part.numel()]
-            self.read_window(begin + done, window)
-            self.bounce.send(window, part)
+        for window in self.windows(begin, begin + target.numel()):
+            buffer = self.bounce.take()
+            to_read: list[Target] = []
+            parts = []
+            filled = 0
+            for place, first, last in window:
+                part = buffer[filled : filled + last - first]
+                name, offset = self.names[place], self.layout.offsets[place]
+                if name is None:
+                    part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
+                else:
+                    to_read.append((name, part, first - offset))
+                parts.append((part, target[first - begin : last - begin]))
+                filled += last - first
+            self.source.read_into(to_read, drop_pages=True)
+            self.bounce.send(parts)
+
+    def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield what fits a bounce buffer: places of leaves, and which bytes of the slab of each; between two of these."""
+        window: list[tuple[int, int, int]] = []
+        left = self.bounce.buffer_bytes
+        for place in self.places_in_file:
+            first, last = max(begin, self.layout.offsets[place]), min(end, self.layout.end_of(place))
+            while first < last:
+                cut = min(last, first + left)
+                window.append((place, first, cut))
+                left -= cut - first
+                first = cut
+                if not left:
+                    yield window
+                    window, left = [], self.bounce.buffer_bytes
+        if window:
+            yield window
 
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
@@ -98,17 +129,3 @@ class FileMaster:
                 if not torch.equal(stored, view.reshape(-1).view(torch.uint8)):
                     return True
         return False
-
-    def read_window(self, begin: int, window: torch.Tensor) -> None:
-        """Fill host memory with what a slab has from this byte on; what lies between its weights stays as it is."""
-        targets: list[Target] = []
-        for place, (name, offset) in enumerate(zip(self.names, self.layout.offsets, strict=True)):
-            first, last = max(begin, offset), min(begin + window.numel(), self.layout.end_of(place))
-            if first >= last:
-                continue
-            part = window[first - begin : last - begin]
-            if name is None:
-                part.copy_(self.layout.forms[place].bytes_of(self.kept[place])[first - offset : last - offset])
-            else:
-                targets.append((name, part, first - offset))
-        self.source.read_into(targets, drop_pages=True)

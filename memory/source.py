@@ -46,6 +46,11 @@ class WeightsSource:
         tensor = self.files[spec.name][1]
         return (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
 
+    def position_of(self, name: str) -> tuple[str, int]:
+        """Return in which file a weight lies, and where it begins there."""
+        file, tensor = self.files[name]
+        return str(file.path), tensor.begin
+
     def covers(self, component: Component) -> bool:
         """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""
         return all(self.holds(spec) for block in [*component.blocks, component.rest] for spec in block.tensors)

@@ -15,7 +15,7 @@ device-wide synchronize:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -219,9 +219,10 @@ class Bounce:
         self.done[self.turn].synchronize()
         return self.buffers[self.turn]
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue the copy of what was read into the buffer that was taken last."""
-        self.copies.copy(target, source)
+    def send(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue the copies of what was read into parts of the buffer that was taken last, each to its target."""
+        for source, target in parts:
+            self.copies.copy(target, source)
         self.copies.mark_ready(self.done[self.turn])
 
 
