@@ -104,7 +104,7 @@ class FileMaster:
             self.bounce.send(parts)
 
     def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield what fits a bounce buffer: places of leaves, and which bytes of the slab of each; between two of these."""
+        """Yield what fits a bounce buffer: places of leaves, and the bytes of each, between two bytes of the slab."""
         window: list[tuple[int, int, int]] = []
         left = self.bounce.buffer_bytes
         for place in self.places_in_file:
