@@ -168,7 +168,7 @@ class Attachment:
         finally:
             # They refer to the manager's member or to us: the module would live until the next garbage collection.
             self.acquire, self.give_back = refuse_entry, forget_pass
-            self.passes.finish = lambda current, completed: None
+            self.passes.finish, self.moves = lambda current, completed: None, None
 
     def hook(self) -> None:
         attached.add(self)
@@ -316,7 +316,7 @@ class Attachment:
             raise
         if queued:  # another form: its passes take other times
             for share in self.shares:
-                share.passes = 0
+                share.passes = share.num_partial = 0
         self.plan, self.is_loaded = plan, True
         return queued
 

@@ -76,11 +76,9 @@ class Roster:
             patterns: what a block is, by component (`find_blocks`), where structure does not tell.
             is_hosted: a host decides when they come (`bring`) and go (`leave`).
         """
-        unknown = sorted(set(sources or {}) - set(modules))
-        if unknown:
-            raise InvalidInput(
-                f"files of {unknown[0]!r}: no such component; {allowed_values(unknown[0], list(modules))}"
-            )
+        for what, named in (("files of", sources), ("blocks of", patterns)):
+            for unknown in sorted(set(named or {}) - set(modules)):
+                raise InvalidInput(f"{what} {unknown!r}: no such component; {allowed_values(unknown, list(modules))}")
         components, plan = plan_modules(
             modules,
             self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values()))),

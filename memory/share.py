@@ -19,6 +19,8 @@ from .transfer import Bounce, CopyStream, Stopwatch, allocate_device
 __all__ = ["Share"]
 
 TIMED_PASS = 2
+# After so many passes that left blocks out nothing is timed any more.
+MAX_PARTIAL = 8
 
 
 def ignore(num_bytes: int) -> None:
@@ -39,7 +41,7 @@ class Share:
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
         self.bounce = None if self.copies is None else Bounce(self.copies)
-        self.passes = 0
+        self.passes = self.num_partial = 0
         self.computes: Stopwatch | None = None
         self.loading = None if self.copies is None else Stopwatch(self.copies)
         self.bounce_bytes = 0
@@ -83,7 +85,12 @@ class Share:
         if computes is None:
             return None
         self.computes = None
-        return computes if computes.keys() == self.blocks.keys() else None  # blocks were skipped
+        if computes.keys() == self.blocks.keys():
+            return computes
+        if self.num_partial < MAX_PARTIAL:  # blocks were skipped: the next pass may be a whole one
+            self.num_partial += 1
+            self.passes = TIMED_PASS - 1
+        return None
 
     def take_link(self) -> float | None:
         """Return the bytes per second of the fastest copy of a loading, once, when they are known.

@@ -1,8 +1,8 @@
 """Streaming: which block comes next, and getting it into staging memory before it is needed.
 
-The order is learned: at first the order of definition, then whatever the last complete pass ran. A prefetch is a
-hint that is checked when the block is entered, so skipped, repeated or re-ordered blocks (step caching, skip-layer
-guidance) cost at most the copies that were under way and leave nothing behind.
+The order is learned: at first the order of definition, then that of the last whole pass, or of two equal ones. A
+prefetch is a hint that is checked when the block is entered, so skipped, repeated or re-ordered blocks (step caching,
+skip-layer guidance) cost at most the copies that were under way and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Streamer:
         self.position = 0
         self.pass_number = 0
         self.trace: list[int] = []
+        self.last_trace: list[int] = []
 
     def begin_pass(self) -> None:
         """Start recording a pass; queues the first blocks unless the last pass already did."""
@@ -32,9 +33,14 @@ class Streamer:
         self.prefetch()
 
     def end_pass(self, *, completed: bool) -> None:
-        """Adopt the order that a completed pass ran, and queue the first blocks of the next one."""
+        """Adopt the order that a completed pass ran, and queue the first blocks of the next one.
+
+        A pass that left blocks out has to come twice: caches of steps and ControlNets take turns with whole ones.
+        """
         if self.trace and completed:
-            self.order = self.trace
+            if self.trace == self.last_trace or set(self.trace) == self.units.keys():
+                self.order = self.trace
+            self.last_trace = self.trace
         self.trace, self.position = [], 0
         self.pass_number += 1
         if completed:

@@ -220,6 +220,8 @@ def test_the_user_says_what_a_block_is(toys, machine) -> None:
             assert torch.equal(net(x).cpu(), want)
         with pytest.raises(InvalidInput, match=r"blocks 'layers\.\*': model has no such parts"):
             manage(net, blocks={"model": "layers.*"}, manager=manager)
+        with pytest.raises(InvalidInput, match="blocks of 'unet': no such component"):
+            manage(net, blocks={"unet": "*.*"}, manager=manager)
 
 
 def test_what_another_thread_computes_with_is_not_released(toys, machine) -> None:

@@ -95,3 +95,27 @@ def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
             assert list(managed.members[0].block_seconds) == list(range(8))[::-1]
             assert share.pass_s is not None
             assert list(share.places[0]) == sorted(share.streamed, reverse=True)
+
+
+def test_times_are_learned_behind_a_pass_that_left_blocks_out(toys, machine) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, profile="0.45MiB", manager=manager) as managed:
+            net(torch.randn(2, 5, 64))
+            net.skip = frozenset({2})
+            net(torch.randn(2, 5, 64))
+            net.skip = frozenset()
+            for _ in range(3):
+                net(torch.randn(2, 5, 64))
+            assert managed.members[0].block_seconds is not None
+
+
+def test_short_passes_in_turn_with_whole_ones_keep_the_order(toys, machine) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, profile="0.45MiB", manager=manager) as managed:
+            for number in range(8):
+                net.skip = frozenset(range(3, 20)) if number % 2 else frozenset()
+                net(torch.randn(2, 5, 64))
+                (share,) = managed.members[0].attachment.shares
+                assert set(share.streamer.order) == share.streamer.units.keys()
