@@ -19,6 +19,7 @@ from .devices import Device
 from .entries import find_entries
 from .errors import UnsafeState
 from .footprint import fixed_tensors
+from .hooks import Hooks
 from .ledger import Ledger
 from .moved import MoveGuard
 from .packing import Ending, Packing
@@ -86,10 +87,7 @@ class Attachment:
         self.is_attached = False
         self.is_loaded = False
         self.shares = self.build_shares(devices)
-        self.successor: Attachment | None = None
-        """What has taken its place."""
-        if after is not None:
-            after.successor = self
+        self.hooks: Hooks = after.hooks if after is not None else Hooks()
         earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
         self.passes = Passes(module, self.finish_pass, exclusive)
@@ -97,6 +95,7 @@ class Attachment:
         self.moves: MoveGuard | None = None
         """While it is attached, unless a host moves single weights itself."""
         self.share_of = {number: share for share in self.shares for number in share.blocks}
+        self.returning = self.find_returning()
 
     @property
     def primary(self) -> Device:
@@ -148,16 +147,19 @@ class Attachment:
             raise
 
     def detach(self, ending: Ending = Ending.RESTORED) -> None:
-        """Leave every device, remove every hook, give the module what the ending says. Idempotent.
+        """Leave every device, give the module what the ending says, remove every hook. Idempotent.
+
+        What is handed over keeps its forward hooks, for the attachment that comes next.
 
         Raises:
             InvalidInput: as `Packing.end`, when all else is done.
         """
         for handle in self.handles:
             handle.remove()
+        self.handles = []
         if not self.is_attached:
             return
-        self.handles, self.is_attached = [], False
+        self.is_attached = False
         attached.discard(self)
         self.passes.heal_for(None)
         if self.compiled is not None:
@@ -166,26 +168,23 @@ class Attachment:
         try:
             self.packing.end(ending)
         finally:
-            # They refer to the manager's member or to us: the module would live until the next garbage collection.
-            self.acquire, self.give_back = refuse_entry, forget_pass
+            # It refers to us: the module would live until the next garbage collection.
             self.passes.finish, self.moves = lambda current, completed: None, None
+            if ending is not Ending.HANDED_OVER:  # last: who comes until now waits for the weights
+                self.hooks.remove()
+
+    def dismiss(self) -> None:
+        """Let nobody in any more: another one has the module now, or none."""
+        # They refer to the manager's member and to us, as `Passes.finish` does.
+        self.acquire, self.give_back = refuse_entry, forget_pass
 
     def hook(self) -> None:
         attached.add(self)
-
-        def on(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-            self.handles.append(module.register_forward_hook(after, always_call=True))
-
         if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
             self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
-        for entry in self.find_entry_modules():
-            if entry not in blocks:
-                on(entry, self.before_entry, self.after_entry)
-        for block, number in blocks.items():
-            on(block, self.before_block(number), self.after_block(number))
+        self.hooks.lead_to(self, self.find_entry_modules(), blocks)
         if len(self.shares) > 1:
             for module in self.find_rest_modules():
                 self.handles.append(module.register_forward_pre_hook(self.before_rest, with_kwargs=True))
@@ -200,21 +199,28 @@ class Attachment:
 
     # -- entries
 
-    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, module: nn.Module) -> bool:
+        """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
         self.passes.heal_for(module)
         if self.passes.outermost is not None:
             self.passes.enter(module)
-            return None
-        if not self.passes.begin(module, self.acquire):  # while it waited, another one took its place, or none
-            return self.successor.before_entry(module, args, kwargs) if self.successor is not None else None
-        if not self.is_loaded:
-            return None
-        streams = self.plan.streams  # else nothing is planned by the times
-        for share in self.shares:
-            share.begin_pass(is_timed=streams)
-        return self.hops.move((args, kwargs), self.primary.torch_device)
+            return True
+        if not self.passes.begin(module, self.acquire):
+            return False
+        if self.is_loaded:
+            for share in self.shares:
+                share.begin_pass(is_timed=self.plan.streams)  # else nothing is planned by the times
+        return True
 
-    def after_entry(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def is_entered(self) -> bool:
+        """Whether this thread is in the middle of a pass."""
+        return self.passes.outermost is not None
+
+    def before_entry(self, args: Any, kwargs: Any) -> Any:
+        is_nested = self.passes.depth > 1
+        return None if is_nested or not self.is_loaded else self.hops.move((args, kwargs), self.primary.torch_device)
+
+    def after_entry(self, module: nn.Module, output: Any) -> Any:
         if not self.passes.leave(module):
             return None
         completed = output is not None  # an always-called hook has none after an exception
@@ -237,38 +243,37 @@ class Attachment:
 
     # -- blocks
 
-    def before_block(self, number: int) -> Callable[..., Any]:
+    def find_returning(self) -> set[int]:
+        """Return the blocks whose output goes back to the device of the rest.
+
+        What the root does with an output expects it there; in a chain it only hands it on.
+        """
+        found = set()
+        for share in self.shares[1:]:
+            for number in share.blocks:
+                is_chain = self.component.kind in CHAINS and not has_skips(self.component.blocks[number].name)
+                if not is_chain or number == max(share.blocks):
+                    found.add(number)
+        return found
+
+    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.is_loaded:
+            return None  # a hosted component off its devices computes as its host left it
         share = self.share_of[number]
+        share.enter(number)
+        alone = len(self.shares) == 1 and self.passes.outermost is not module
+        return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if self.passes.outermost is None:  # called from outside, as its own entry
-                self.before_entry(module, (), {})
-            if not self.is_loaded:
-                return None  # a hosted component off its devices computes as its host left it
-            share.enter(number)
-            alone = len(self.shares) == 1 and self.passes.outermost is not module
-            return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
-
-        return before
-
-    def after_block(self, number: int) -> Callable[..., Any]:
-        share = self.share_of[number]
-        module_name = self.component.blocks[number].name
-        # What the root does with an output expects the device of the rest; in a chain it only hands it on.
-        is_chain = self.component.kind in CHAINS and not has_skips(module_name)
-        returns = share is not self.shares[0] and (number == max(share.blocks) or not is_chain)
-
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            changes_hands = share.leave(number, prefetches=output is not None)
-            if changes_hands and torch.is_grad_enabled():
-                refuse_backward(output, f"{self.owner}: block {module_name}")
-            if returns and output is not None:
-                output = self.hops.move(output, self.primary.torch_device)
-            if self.passes.outermost is module:
-                self.after_entry(module, args, output)
-            return output
-
-        return after
+    def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
+        changes_hands = self.share_of[number].leave(number, prefetches=output is not None)
+        if changes_hands and torch.is_grad_enabled():
+            refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
+        if number in self.returning and output is not None:
+            output = self.hops.move(output, self.primary.torch_device)
+        if self.passes.outermost is module:
+            moved = self.after_entry(module, output)
+            return output if moved is None else moved
+        return output
 
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.hops.move((args, kwargs), self.primary.torch_device)

@@ -126,11 +126,11 @@ class Managed:
             InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
             UnsafeState: one of them computes.
         """
-        busy = [member.id for member in self.members if member.attachment.passes.is_busy()]
-        if busy:
-            raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
-        self.unmark_execution_device()
         with self.manager.exclusive():
+            busy = [member.id for member in self.members if member.attachment.passes.is_busy()]
+            if busy:
+                raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
+            self.unmark_execution_device()
             for member in self.members:
                 self.manager.remove(member)
 

@@ -77,6 +77,12 @@ class Passes:
         current = self.here
         return current.outermost if current is not None else None
 
+    @property
+    def depth(self) -> int:
+        """How many entries of this thread are inside one another."""
+        current = self.here
+        return len(current.entered) if current is not None else 0
+
     def begin(self, module: nn.Module, acquire: Callable[[Pass], bool]) -> bool:
         """Wait until no pass is open, then open one and call what has to hold for it.
 

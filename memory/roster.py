@@ -151,14 +151,22 @@ class Roster:
         except BaseException:
             for member, attachment, old_profile in before:
                 if member.attachment is not attachment or member.id not in self.members:
-                    self.detach(member, Ending.HANDED_OVER)
-                    self.give(member, old_profile)
-                    old = attachment.component, attachment.plan, attachment.source
-                    self.prepare(member, attachment.module, *old, after=member.attachment)
-                    self.attach(member)
+                    self.put_back(member, attachment, old_profile)
             raise
         self.room.epoch += 1
         return plan
+
+    def put_back(self, member: Member, attachment: Attachment, profile: OffloadProfile) -> None:
+        """Give a component the form again that it had in an earlier attachment; released if that fails."""
+        self.detach(member, Ending.HANDED_OVER)
+        self.give(member, profile)
+        try:
+            former = attachment.component, attachment.plan, attachment.source
+            self.prepare(member, attachment.module, *former, after=member.attachment)
+            self.attach(member)
+        except BaseException:
+            attachment.hooks.remove()
+            raise
 
     def give(self, member: Member, profile: OffloadProfile) -> None:
         member.profile, member.block_seconds, member.planned_in_epoch = profile, None, -1

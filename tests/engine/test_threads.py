@@ -1,0 +1,175 @@
+"""Threads that compute, release and give other profiles at the same time: nothing hangs, nothing is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from highwater.memory import manage
+from highwater.memory.errors import UnsafeState
+from highwater.memory.split import Hops
+
+TIGHT = "0.45MiB"
+X = torch.randn(2, 4, 64)
+
+
+@torch.no_grad()
+def compute(net: torch.nn.Module) -> torch.Tensor:
+    return net(X).cpu()
+
+
+def test_what_waits_to_compute_is_not_released(toys, machine) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool:
+        managed = manage(net, TIGHT, manager=manager)
+        want = compute(net)
+        with manager.exclusive():  # as a long loading of something else would
+            entering = pool.submit(compute, net)
+            while not managed.members[0].attachment.passes.open:
+                pass
+            with pytest.raises(UnsafeState, match="computes"):
+                managed.release()
+        assert torch.equal(entering.result(20), want)
+        managed.release()
+        assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}
+
+
+def test_what_waits_to_compute_does_so_with_the_new_profile(toys, machine) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool:
+        managed = manage(net, TIGHT, manager=manager)
+        want, former = compute(net), managed.members[0].attachment
+        with manager.exclusive():
+            entering = pool.submit(compute, net)
+            while not former.passes.open:
+                pass
+            managed.reprofile("unlimited")
+        assert torch.equal(entering.result(20), want)
+        member = managed.members[0]
+        assert former.passes.open is None
+        assert member.attachment.is_loaded
+        assert not member.leases
+
+
+@pytest.mark.parametrize("through", ["root", "block"])
+@pytest.mark.parametrize("change", ["release", "reprofile"])
+def test_the_module_changes_between_torchs_look_at_its_hooks_and_the_first(
+    toys, machine, monkeypatch, change: str, through: str
+) -> None:
+    """torch has its list of hooks when the change begins, and calls them when it is over."""
+    net = toys.build_net()
+    entry = net if through == "root" else net.doubles[0]
+    inputs = (X,) if through == "root" else (X, X)
+    with machine(8) as manager, torch.no_grad():
+        managed = manage(net, TIGHT, manager=manager)
+        want = entry(*inputs).cpu()
+
+        def change_it(module: torch.nn.Module, args: object) -> None:
+            if module is entry:
+                getattr(managed, change)()
+
+        first = torch.nn.modules.module.register_module_forward_pre_hook(change_it)
+        try:
+            got = entry(*inputs).cpu()
+        finally:
+            first.remove()
+        assert torch.allclose(got, want, atol=1e-5)  # released, it computes on the CPU
+        assert not managed.members[0].leases
+        assert managed.members[0].attachment.passes.open is None
+
+
+@pytest.mark.parametrize("change", ["0.45MiB", "0.9MiB", "unlimited"])
+def test_other_profiles_between_the_passes_of_another_thread(toys, machine, change: str) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool:
+        managed = manage(net, "0.6MiB", manager=manager)
+        want = compute(net)
+        passes = pool.submit(lambda: [compute(net) for _ in range(60)])
+        num_changed = 0
+        while not passes.done():
+            time.sleep(0.002)  # the lock is not fair
+            try:
+                managed.reprofile([change, "0.6MiB"][num_changed % 2])
+                num_changed += 1
+            except UnsafeState as refused:
+                assert "computes" in str(refused)
+        assert all(torch.equal(got, want) for got in passes.result())
+        assert num_changed
+        assert not managed.members[0].leases
+
+
+@pytest.mark.parametrize("profile", [TIGHT, "auto"])
+def test_threads_whose_components_push_each_other_out(toys, machine, profile: str) -> None:
+    """Two threads with three components, on a device that has room for two."""
+    nets = [toys.build_net(seed=seed) for seed in range(3)]
+    with machine(1.5 if profile == TIGHT else 2.75, low=256 << 10, high=256 << 10) as manager:
+        for number, net in enumerate(nets):
+            manage({f"part{number}": net}, profile, manager=manager)
+        want = [compute(net) for net in nets]
+
+        def passes(first: int) -> list[bool]:
+            return [torch.equal(compute(nets[(first + i) % 3]), want[(first + i) % 3]) for i in range(30)]
+
+        with ThreadPoolExecutor(2) as pool:
+            assert all(itertools.chain(*pool.map(passes, range(2))))
+        assert any(event.kind == "evict" for event in manager.recorder.events)
+        assert not any(member.leases for member in manager.members.values())
+
+
+@pytest.mark.parametrize("nth", range(1, 12))
+def test_out_of_memory_in_a_hop_leaves_no_pass_open(toys, machine, monkeypatch, nth: int) -> None:
+    """Also in the last one, which brings the result back when all blocks have computed."""
+    net, move, left = toys.build_net(), Hops.move, [0]
+
+    def fail_nth(self: Hops, *args: object) -> object:
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError("no room for a hidden state")
+        return move(self, *args)
+
+    monkeypatch.setattr(Hops, "move", fail_nth)
+    with machine(8, 8) as manager, ThreadPoolExecutor(1) as pool:
+        manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
+        want = compute(net)
+        for again in (lambda work: work(), lambda work: pool.submit(work).result(20)):
+            run: Callable[..., torch.Tensor] = again
+            left[0] = nth
+            with pytest.raises(torch.OutOfMemoryError, match="hidden state"):
+                compute(net)
+            assert torch.equal(run(lambda: compute(net)), want)
+
+
+def test_what_computes_is_not_released_from_inside(toys, machine) -> None:
+    net = toys.build_net()
+    with machine(8) as manager:
+        managed = manage(net, TIGHT, manager=manager)
+        want, errors = compute(net), []
+
+        def release(*_: object) -> None:
+            with pytest.raises(UnsafeState, match="computes") as refused:
+                managed.release()
+            errors.append(str(refused.value))
+
+        handle = net.singles[1].register_forward_hook(release)
+        assert torch.equal(compute(net), want)
+        assert errors
+        handle.remove()
+        managed.release()
+        assert not manager.members
+
+
+def test_a_watch_may_be_ended_twice(toys, machine) -> None:
+    with machine(8) as manager:
+        seen: list[int] = []
+        end, other = (manager.watch_loading(lambda *step: seen.append(1)) for _ in range(2))
+        end()
+        end()
+        manage(toys.build_net(), TIGHT, manager=manager)
+        compute(manager.members["model"].attachment.module)
+        assert seen
+        other()
+        assert not manager.watchers
