@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
@@ -96,6 +97,9 @@ class Attachment:
         """While it is attached, unless a host moves single weights itself."""
         self.share_of = {number: share for share in self.shares for number in share.blocks}
         self.returning = self.find_returning()
+        self.in_parts: int | None = None
+        """The block that is here because something inside it was called from outside."""
+        self.seen_in_parts: set[int] = set()
 
     @property
     def primary(self) -> Device:
@@ -185,12 +189,20 @@ class Attachment:
             self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
         self.hooks.lead_to(self, self.find_entry_modules(), blocks)
+        if not self.compiles:  # the compiler would trace them
+            self.hooks.watch_parts(self.find_parts(blocks))
         if len(self.shares) > 1:
             for module in self.find_rest_modules():
                 self.handles.append(module.register_forward_pre_hook(self.before_rest, with_kwargs=True))
 
     def find_entry_modules(self) -> list[nn.Module]:
         return [self.module, *(child for child in self.module.children() if is_callable(child))]
+
+    def find_parts(self, blocks: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
+        """Return the modules inside one block each, with its number."""
+        inside = [(part, number) for block, number in blocks.items() for part in block.modules() if part is not block]
+        num_blocks = Counter(part for part, _ in inside)
+        return {part: number for part, number in inside if num_blocks[part] == 1 and is_callable(part)}
 
     def find_rest_modules(self) -> list[nn.Module]:
         """Return the modules that hold weights of the rest themselves, except the root."""
@@ -235,8 +247,12 @@ class Attachment:
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         try:
+            self.in_parts = None
             for share in self.shares:
                 share.end_pass(completed=completed)
+                if completed:
+                    for number in share.entered - self.seen_in_parts:
+                        self.hooks.forget_parts(number)
         finally:
             self.hops.forget()
             self.give_back(current)
@@ -260,6 +276,7 @@ class Attachment:
         if not self.is_loaded:
             return None  # a hosted component off its devices computes as its host left it
         share = self.share_of[number]
+        self.in_parts = None
         share.enter(number)
         alone = len(self.shares) == 1 and self.passes.outermost is not module
         return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
@@ -274,6 +291,29 @@ class Attachment:
             moved = self.after_entry(module, output)
             return output if moved is None else moved
         return output
+
+    # -- blocks whose forward is not what runs them
+    #
+    # A parent may call what is inside its blocks itself: a modulation for all blocks beforehand, or the layers of a
+    # Sequential one by one. The first of them that comes brings its block, which goes when the next block comes.
+
+    def before_part(self, number: int, args: Any, kwargs: Any) -> Any:
+        share = self.share_of[number]
+        if not self.is_loaded or (number in share.computing and self.in_parts != number):
+            return None  # inside the block's own forward
+        if number not in share.computing:
+            self.in_parts = number
+            self.seen_in_parts.add(number)
+            share.enter(number)
+        return self.hops.move((args, kwargs), share.device.torch_device) if len(self.shares) > 1 else None
+
+    def after_part(self, number: int, output: Any) -> Any:
+        if self.in_parts != number or output is None:
+            return None
+        share = self.share_of[number]
+        if torch.is_grad_enabled() and share.changes_hands(number):
+            refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
+        return self.hops.move(output, self.primary.torch_device) if share is not self.shares[0] else None
 
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.hops.move((args, kwargs), self.primary.torch_device)

@@ -190,13 +190,15 @@ def is_castable(owner: nn.Module, parameter_name: str) -> bool:
 
 
 def is_callable(module: nn.Module | None) -> bool:
-    """Whether calling the module is what runs its weights: lists and dicts of modules have no forward to hook.
+    """Whether calling the module may be what runs its weights: lists, dicts and bare modules have no forward to hook.
 
     Subclasses of ``Sequential`` are passed by, too: ComfyUI's UNet calls the children of its own from outside.
     """
     if isinstance(module, nn.Sequential) and type(module) is not nn.Sequential:
         return False
-    return module is not None and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
+    if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
+        return False
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def group_tensors(

@@ -36,13 +36,17 @@ class Hooked(Protocol):
 
     def after_block(self, number: int, module: nn.Module, output: Any) -> Any: ...
 
+    def before_part(self, number: int, args: Any, kwargs: Any) -> Any: ...
+
+    def after_part(self, number: int, output: Any) -> Any: ...
+
     def dismiss(self) -> None:
         """Let nobody in any more."""
         ...
 
 
 class Hooks:
-    """The hooks of one component's module, on its entries and its blocks.
+    """The hooks of one component's module, on its entries, its blocks and what is inside these.
 
     They call the attachment that has it now.
     """
@@ -50,6 +54,8 @@ class Hooks:
     def __init__(self) -> None:
         self.target: Hooked | None = None
         self.handles: list[RemovableHandle] = []
+        self.part_handles: dict[int, list[RemovableHandle]] = {}
+        """By block, those on the modules inside it."""
 
     def lead_to(self, target: Hooked, entries: Collection[nn.Module], blocks: Mapping[nn.Module, int]) -> None:
         """Call this attachment from now on, in place of the one before; the first one has the hooks registered.
@@ -64,19 +70,28 @@ class Hooks:
             return
         for entry in entries:
             if entry not in blocks:
-                self.register(entry, self.before_entry, self.after_entry)
+                self.handles += register(entry, self.before_entry, self.after_entry)
         for block, number in blocks.items():
-            self.register(block, self.before_block(number), self.after_block(number))
+            self.handles += register(block, self.before_block(number), self.after_block(number))
 
-    def register(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        self.handles.append(module.register_forward_hook(after, always_call=True))
+    def watch_parts(self, parts: Mapping[nn.Module, int]) -> None:
+        """Call the attachment before and after modules inside blocks, too, until `forget_parts`."""
+        for part, number in parts.items():
+            before, after = self.before_part(number), self.after_part(number)
+            self.part_handles.setdefault(number, []).extend(register(part, before, after))
+
+    def forget_parts(self, number: int) -> None:
+        """Let the modules inside a block be called without us."""
+        for handle in self.part_handles.pop(number, ()):
+            handle.remove()
 
     def remove(self) -> None:
         """Call nobody any more. Idempotent."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        for number in list(self.part_handles):
+            self.forget_parts(number)
         if self.target is not None:
             self.target.dismiss()
             self.target = None
@@ -116,3 +131,26 @@ class Hooks:
             return target.after_block(number, module, output) if target is not None and target.is_entered() else None
 
         return after
+
+    def before_part(self, number: int) -> Callable[..., Any]:
+        def before(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+            target = self.target
+            if target is None or kwargs is None or not target.is_entered():
+                return None
+            return target.before_part(number, args, kwargs)
+
+        return before
+
+    def after_part(self, number: int) -> Callable[..., Any]:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            target = self.target
+            return target.after_part(number, output) if target is not None and target.is_entered() else None
+
+        return after
+
+
+def register(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    ]

@@ -53,6 +53,8 @@ class Share:
         self.staging: tuple[int, Places] = (0, ())
         """The bytes and places of the staging memory."""
         self.computing: dict[int, Stay | None] = {}
+        self.entered: set[int] = set()
+        """The blocks that have come here to compute, in any pass."""
         self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
         self.past_streamed_bytes = 0
@@ -267,6 +269,9 @@ class Share:
         if self.copies is not None:
             self.copies.begin_pass()
             self.fixed.await_copy(self.copies)
+            for number, unit in self.blocks.items():
+                if number not in self.entered:  # its weights may be used by whoever has the block, without calling it
+                    unit.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
 
@@ -280,6 +285,7 @@ class Share:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         unit = self.blocks[number]
+        self.entered.add(number)
         if unit.device_slab is not None:
             assert self.copies is not None
             unit.await_copy(self.copies)
@@ -318,6 +324,10 @@ class Share:
         if stay is not None and prefetches and self.streamer is not None:
             self.streamer.prefetch()
         return stay is not None or bool(unit.cast_names)
+
+    def changes_hands(self, number: int) -> bool:
+        """Whether the memory that a block computes from now is used for other weights after it."""
+        return self.computing.get(number) is not None or bool(self.blocks[number].cast_names)
 
     def heal(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""
