@@ -137,11 +137,11 @@ class Attachment:
 
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
         """Pack the masters (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
-        self.packing.pack(progress)
         self.is_attached = True
-        if self.guards_state:
-            self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
         try:
+            self.packing.pack(progress)
+            if self.guards_state:
+                self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
             self.hook()
             if self.compiles:
                 blocks = [self.module.get_submodule(block.name) for block in self.component.blocks]

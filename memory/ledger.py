@@ -14,7 +14,7 @@ class Kind(enum.Enum):
     WEIGHTS = "weights"
     """Fixed tensors and resident blocks on a device; masters in host memory."""
     STAGING = "staging"
-    """Slots through which streamed blocks pass."""
+    """Through which streamed blocks pass, and what is read from files."""
     SCRATCH = "scratch"
     """Where eight-bit weights are widened."""
 
@@ -41,6 +41,13 @@ class Ledger:
         self.totals[place] -= num_bytes
         if not self.entries[place, component, kind]:
             del self.entries[place, component, kind]
+
+    def change(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
+        """Charge bytes, or credit them where the number is negative."""
+        if num_bytes > 0:
+            self.charge(place, component, kind, num_bytes)
+        elif num_bytes < 0:
+            self.credit(place, component, kind, -num_bytes)
 
     def used(self, place: str) -> int:
         """Return the bytes that all components have in a place."""

@@ -81,7 +81,7 @@ class Witness:
         held = entry.held
         if unit.master is None:  # computes in place
             return held.device.type != "cpu"
-        slab = unit.host_slab if unit.device_slab is None else unit.device_slab
+        slab = unit.resting_slab
         if slab is not None:
             address = slab.data_ptr() + unit.layout.offsets[self.leaf]
         else:
@@ -108,10 +108,10 @@ class Witness:
             if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
                 entry.hold(placed)
         self.adopt()
-        unit.masters = renewed_masters(unit)
-        if unit.device_slab is not None:
-            views = zip(unit.entries, unit.device_views, unit.held_views(unit.device_slab), strict=True)
-            unit.device_views = [old if entry.is_plain_buffer else new for entry, old, new in views]
+        unit.renew(renewed_masters(unit))
+        if unit.copy is not None:
+            views = zip(unit.entries, unit.copy.views, unit.held_views(unit.copy.slab), strict=True)
+            unit.copy.views = [old if entry.is_plain_buffer else new for entry, old, new in views]
         unit.forget_views()
         unit.rest()
         return None if dtype is unit.layout.forms[self.leaf].dtype else dtype
@@ -119,7 +119,7 @@ class Witness:
     def adopt(self) -> None:
         """Take over weights that somebody gave the module instead of ours, where they have their dtype and shape."""
         unit = self.unit
-        slab = unit.host_slab if unit.device_slab is None else unit.device_slab
+        slab = unit.resting_slab
         if slab is None:
             return
         for entry, leaves in zip(unit.entries, unit.leaf_views(slab), strict=True):

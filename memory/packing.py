@@ -61,6 +61,8 @@ class Packing:
         self.source = source
         self.host_bytes = Counter[str]()
         """What the masters take of host memory, by tier."""
+        self.charged = Counter[str]()
+        """What of that is in the ledger."""
         self.was_refused = False
         """Whether the driver would not page-lock all the masters that the plan wanted to be."""
         self.told_refusal = False
@@ -96,7 +98,7 @@ class Packing:
         return sum(entry.spec.weight_bytes for unit in self.units for entry in unit.entries if entry.held.is_meta)
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
-        """Make the masters; on failure the module is as it was.
+        """Make the masters; on failure the caller ends it as `Ending.TAKEN_BACK`.
 
         Holds, beside the masters, one arena of slabs at a time. The caller measured all that it packs, before any
         weight loses a bit.
@@ -105,29 +107,22 @@ class Packing:
             progress: called with the bytes that were read of the files since it was called last; what it raises is
                 raised here.
         """
-        packed: list[Unit] = []
-        try:
-            for share in self.shares:
-                if self.plan.tier == "disk":
-                    self.leave_in_file(share, packed)
-                else:
-                    self.pack_share(share, packed, progress)
-        except BaseException:
-            for unit in packed:
-                unit.unpack(unit.bare)
-            raise
+        for share in self.shares:
+            if self.plan.tier == "disk":
+                self.leave_in_file(share)
+            else:
+                self.pack_share(share, progress)
         for tier, num_bytes in self.host_bytes.items():
-            self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
-        for unit in packed:
+            self.charge(tier, num_bytes)
+        for unit in self.units:
             unit.charge_host = self.charge_host
 
-    def pack_share(self, share: Share, packed: list[Unit], progress: Callable[[int], None] | None) -> None:
+    def pack_share(self, share: Share, progress: Callable[[int], None] | None) -> None:
         """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
         if share.copies is None:  # others compute in place, in the memory they came in
             units = [unit for unit in share.units if unit.cast_names]
             for unit in share.units:
                 if unit not in units:
-                    packed.append(unit)
                     unit.fill(self.source, progress)
         else:
             units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
@@ -141,18 +136,16 @@ class Packing:
             streams=streams,
         )
         for unit, slab in zip(units, slabs, strict=True):
-            packed.append(unit)
             unit.pack(slab, self.source, progress)
             if not slab.is_pinned():
                 self.host_bytes["host"] += unit.slab_bytes
         self.host_bytes["pinned"] += slabs.locked_bytes
         self.was_refused = self.was_refused or slabs.was_refused
 
-    def leave_in_file(self, share: Share, packed: list[Unit]) -> None:
+    def leave_in_file(self, share: Share) -> None:
         """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for unit in share.units:
-            packed.append(unit)
             unit.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(unit.master, FileMaster)
             self.host_bytes["host"] += unit.master.kept_bytes
@@ -162,7 +155,11 @@ class Packing:
     def charge_host(self, num_bytes: int) -> None:
         if num_bytes:
             self.host_bytes["host"] += num_bytes
-            self.ledger.charge("host", self.owner, Kind.WEIGHTS, num_bytes)
+            self.charge("host", num_bytes)
+
+    def charge(self, tier: str, num_bytes: int) -> None:
+        self.charged[tier] += num_bytes
+        self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
 
     def end(self, ending: Ending) -> None:
         """Give the module what the ending says, and strike the masters from the books. The units left every device.
@@ -180,7 +177,8 @@ class Packing:
                 self.end_unit(unit, ending)
             except InvalidInput as problem:
                 error = error or problem
-        for tier, num_bytes in self.host_bytes.items():
+        while self.charged:
+            tier, num_bytes = self.charged.popitem()
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         if error is not None:
             raise error

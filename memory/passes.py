@@ -23,6 +23,7 @@ from torch import nn
 
 __all__ = ["Pass", "Passes"]
 
+CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # How often a waiting thread looks whether the pass that it waits for was abandoned.
 LOOK_EVERY_S = 0.5
 
@@ -36,10 +37,11 @@ class Pass:
         self.entered = [module]
 
     def is_on_stack(self) -> bool:
-        """Whether a frame of its thread runs the outermost entry. Walks that thread's stack."""
+        """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
         frame = sys._current_frames().get(self.thread_id)
         while frame is not None:
-            if frame.f_locals.get("self") is self.outermost:
+            # Looking at a frame's variables keeps them alive, so at no others.
+            if frame.f_code is CALL_OF_A_MODULE and frame.f_locals.get("self") is self.outermost:
                 return True
             frame = frame.f_back
         return False

@@ -1,4 +1,4 @@
-"""One block's weights: the master in host memory, copies on a device, and which of them the module holds."""
+"""One block's weights: the master, the copy on a device, and which of them the module holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from .device_copy import DeviceCopy
 from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput
 from .leaves import leaves_of
@@ -32,7 +33,7 @@ class BlockState(enum.Enum):
     RESIDENT = "resident"
     """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
     COMPUTING = "computing"
-    """Views that its forward can use: the slab or a staging slot, cast weights in the shared scratch."""
+    """Views that its forward can use: the slab or staging memory, cast weights in the shared scratch."""
 
 
 class Unit:
@@ -55,13 +56,10 @@ class Unit:
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
         self.master: HostMaster | FileMaster | None = None
-        self.device_slab: torch.Tensor | None = None
-        self.device_views: list[torch.Tensor] = []
-        self.device_buffers: list[torch.Tensor] = []
-        self.loaded_version = 0
-        self.ready: torch.Event | None = None
-        self.awaited: set[int] = set()
-        """The streams that already wait for the copy."""
+        self.copy: DeviceCopy | None = None
+        """While it is resident."""
+        self.past_writes = 0
+        """Makes up for the counters of objects that are masters no more."""
         self.bare: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
@@ -91,7 +89,14 @@ class Unit:
         """That of the masters; grows when weights are written to, through the slab or through the module's objects."""
         assert self.master is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
-        return self.master.version + sum(weight._version for weight in self.masters if not weight.is_inference())
+        own = sum(weight._version for weight in self.masters if not weight.is_inference())
+        return self.master.version + own + self.past_writes
+
+    def renew(self, masters: Sequence[torch.Tensor]) -> None:
+        """Let other objects be the masters, for the same memory; counts as a write, so that no version comes again."""
+        before = self.version
+        self.masters = list(masters)
+        self.past_writes += before + 1 - self.version
 
     # -- the master in host memory
 
@@ -177,8 +182,12 @@ class Unit:
     def newest_slab(self) -> torch.Tensor:
         """The slab that has the last word: the one on the device if it was written to there."""
         assert self.host_slab is not None
-        is_changed = self.device_slab is not None and self.device_slab._version != self.loaded_version
-        return self.device_slab if is_changed and self.device_slab is not None else self.host_slab
+        return self.copy.slab if self.copy is not None and self.copy.is_written else self.host_slab
+
+    @property
+    def resting_slab(self) -> torch.Tensor | None:
+        """The slab that the module's weights are views into between computes; None where they rest in their file."""
+        return self.copy.slab if self.copy is not None else self.host_slab
 
     def index_of(self, name: str) -> int:
         return next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
@@ -191,7 +200,7 @@ class Unit:
         """
         index = self.index_of(name)
         entry = self.entries[index]
-        slab = self.host_slab if self.device_slab is None else self.device_slab
+        slab = self.resting_slab
         assert slab is not None
         with torch.no_grad():
             if entry.scale is not None:
@@ -247,16 +256,19 @@ class Unit:
                 if own:
                     repoint(entry, own, lasting=True)
             entry.scale = None
-        self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
+        self.forget_masters()
 
     def discard(self) -> None:
         """Drop the masters, and let the module hold shapes without memory: nobody uses it any more. Reads nothing."""
         for entry in self.entries:
             entry.wrapper = None
             repoint(entry, [torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")])
+        self.forget_masters()
+
+    def forget_masters(self) -> None:
         self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
 
-    # -- copies on a device
+    # -- the copy on a device
 
     def load(self, copies: CopyStream, watch: Stopwatch | None = None) -> None:
         """Become resident: allocate a slab on the device and queue its copy, timed if it tells the link's speed.
@@ -264,7 +276,7 @@ class Unit:
         Raises:
             torch.OutOfMemoryError: nothing changed.
         """
-        assert self.master is not None and self.device_slab is None
+        assert self.master is not None and self.copy is None
         self.rest()  # a buffer that was replaced meanwhile goes to the master, before that is copied
         slab, ready = copies.allocate(self.slab_bytes), copies.event()
         telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
@@ -275,53 +287,43 @@ class Unit:
             copies.mark_ready(ready)
             if watch is not None and telling:
                 watch.stop(self.slab_bytes, copies.stream)
-        except BaseException:
-            copies.drain()  # the slab is freed now, and its copy may be under way
-            raise
-        # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
-        views = zip(self.entries, self.held_views(slab), strict=True)
-        self.device_views = [view.data if entry.is_plain_buffer else view for entry, view in views]
-        self.device_buffers = [
-            view for entry, view in zip(self.entries, self.device_views, strict=True) if entry.is_plain_buffer
-        ]
-        self.device_slab, self.ready, self.awaited = slab, ready, set()
-        self.loaded_version = self.device_slab._version
-        self.put(self.device_views, BlockState.RESIDENT)
+            self.copy = DeviceCopy(slab, self.entries, self.held_views(slab), ready)
+        finally:
+            if self.copy is None:
+                copies.drain()  # the slab is freed now, and its copy may be under way
+        self.put(self.copy.views, BlockState.RESIDENT)
 
     def drop(self) -> int:
         """Leave the device without copying back; returns the bytes freed. The caller drained the copy stream."""
-        assert self.device_slab is not None
+        assert self.copy is not None
         self.rest()
-        self.save_changes()
-        self.device_slab, self.device_views, self.device_buffers, self.ready = None, [], [], None
-        self.rest()
+        self.save_changes(self.copy)
+        self.put(self.masters, BlockState.HOST)
+        self.copy = None
         return self.slab_bytes
 
-    def save_changes(self) -> None:
+    def save_changes(self, copy: DeviceCopy) -> None:
         """Keep what was written on the device: counters in buffers, weights loaded into a resident module.
 
         Weights are read-only at inference, so almost always there is nothing, and nothing is copied back. Those that
         rest in their file but are not what it has any more stay in host memory from now on.
         """
-        assert self.device_slab is not None
-        is_written = self.device_slab._version != self.loaded_version
-        if not is_written and not any(buffer._version for buffer in self.device_buffers):
+        if not copy.is_written and not copy.has_written_buffers:
             return
         with torch.no_grad():
             if self.host_slab is not None:
-                self.host_slab.copy_(self.device_slab)
-            elif isinstance(self.master, FileMaster) and not (is_written and self.leave_file(self.master)):
-                views = self.layout.views(self.device_slab)
+                self.host_slab.copy_(copy.slab)
+            elif isinstance(self.master, FileMaster) and not (copy.is_written and self.leave_file(self.master, copy)):
+                views = self.layout.views(copy.slab)
                 for place, leaf in self.master.kept.items():
                     with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
                         leaf.copy_(views[place])
 
-    def leave_file(self, master: FileMaster) -> bool:
+    def leave_file(self, master: FileMaster, copy: DeviceCopy) -> bool:
         """Take what is on the device for the master if it is not what the file has; returns whether that was so."""
-        assert self.device_slab is not None
         with torch.inference_mode(False):
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
-            slab.copy_(self.device_slab)
+            slab.copy_(copy.slab)
         try:
             if not master.differs(slab):
                 return False
@@ -331,18 +333,12 @@ class Unit:
         self.charge_host(self.slab_bytes - master.kept_bytes)
         return True
 
-    def await_copy(self, copies: CopyStream) -> None:
-        """Let the compute stream wait for this unit's own copy, each stream once."""
-        stream = copies.compute_stream.stream_id
-        if self.ready is not None and stream not in self.awaited:
-            copies.await_on_compute(self.ready)
-            self.awaited.add(stream)
-
     # -- what the module holds
 
     def compute_from(self, slab: torch.Tensor, scratch: torch.Tensor | None) -> None:
         """Let the module compute from a slab on the device; widens cast weights into the scratch there."""
-        views = self.device_views if slab is self.device_slab else self.cached_views(slab, self.layout)
+        is_resident = self.copy is not None and slab is self.copy.slab
+        views = self.copy.views if self.copy is not None and is_resident else self.cached_views(slab, self.layout)
         if self.cast_names:
             assert scratch is not None
             wide = iter(self.cached_views(scratch, self.wide_layout))
@@ -358,17 +354,17 @@ class Unit:
 
     def rest(self) -> None:
         """Give the module what it holds between computes: its resident views, else the masters."""
-        if self.device_slab is not None:
-            self.put(self.device_views, BlockState.RESIDENT)
+        if self.copy is not None:
+            self.put(self.copy.views, BlockState.RESIDENT)
         else:
             self.put(self.masters, BlockState.HOST)
 
     def forget_views(self) -> None:
-        """Drop the cached views into slots and scratch: they would keep freed slabs alive."""
+        """Drop the cached views into staging memory and scratch: they would keep freed slabs alive."""
         self.view_cache.clear()
 
     def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
-        # Building a block's parameters costs microseconds per tensor; a slot sees the same blocks every step.
+        # Building a block's parameters costs microseconds per tensor; a place sees the same block every step.
         if id(slab) not in self.view_cache:
             self.view_cache[id(slab)] = self.held_views(slab, wide=layout is self.wide_layout)
         return self.view_cache[id(slab)]

@@ -207,8 +207,13 @@ class Roster:
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
-        attachment.attach(self.show_progress(member, attachment.packing.to_read()))
-        self.members[member.id] = member
+        try:
+            attachment.attach(self.show_progress(member, attachment.packing.to_read()))
+            self.members[member.id] = member
+        except BaseException:
+            if member.id not in self.members:
+                attachment.detach(Ending.TAKEN_BACK)
+            raise
         for reason in plan.reasons:
             self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
         self.note_refusal(member)

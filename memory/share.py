@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -112,7 +112,7 @@ class Share:
         if self.copies is None:
             return 0
         units = [self.fixed, *(self.blocks[number] for number in plan.resident)]
-        return sum(unit.slab_bytes for unit in units if unit.device_slab is None)
+        return sum(unit.slab_bytes for unit in units if unit.copy is None)
 
     def load(self, plan: SharePlan, progress: Callable[[int], None] | None = None) -> int:
         """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
@@ -137,49 +137,68 @@ class Share:
             if not plan.staging_bytes:
                 self.close_bounce()
             # A host may read buffers (noise schedules) before any entry of ours; the blocks are waited for one by one.
-            self.fixed.await_copy(self.copies)
+            if self.fixed.copy is not None:
+                self.fixed.copy.await_copy(self.copies)
         except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
             self.unload()
             raise
         return self.loaded_bytes - before
 
     def load_unit(self, unit: Unit) -> None:
-        if unit.device_slab is None:
+        if unit.copy is None:
             assert self.copies is not None
-            with self.charged(Kind.WEIGHTS, unit.slab_bytes, lambda: unit.device_slab is not None):
+            with self.weights_booked(unit):
                 unit.load(self.copies, self.loading)
             self.loaded_bytes += unit.slab_bytes
             self.progress(unit.slab_bytes)
 
     @contextmanager
-    def charged(self, kind: Kind, num_bytes: int, is_there: Callable[[], bool]) -> Iterator[None]:
-        """Enter bytes of the device in the ledger, and strike them if what takes them is not there in the end."""
-        self.ledger.charge(self.device.name, self.owner, kind, num_bytes)
+    def booked(self, kind: Kind, held: Callable[[], Mapping[str, int]]) -> Iterator[None]:
+        """Enter in the ledger, or strike from it, by how much the bytes that are held have changed, however it ends.
+
+        Args:
+            held: returns them by place.
+        """
+        before = held()
         try:
             yield
         finally:
-            if not is_there():
-                self.ledger.credit(self.device.name, self.owner, kind, num_bytes)
+            now = held()
+            for place in before.keys() | now.keys():
+                self.ledger.change(place, self.owner, kind, now.get(place, 0) - before.get(place, 0))
+
+    def weights_booked(self, unit: Unit) -> AbstractContextManager[None]:
+        return self.booked(Kind.WEIGHTS, lambda: {self.device.name: unit.slab_bytes if unit.copy is not None else 0})
+
+    def scratch_booked(self) -> AbstractContextManager[None]:
+        return self.booked(
+            Kind.SCRATCH, lambda: {self.device.name: self.scratch.numel() if self.scratch is not None else 0}
+        )
+
+    def staging_booked(self) -> AbstractContextManager[None]:
+        return self.booked(
+            Kind.STAGING, lambda: {self.device.name: self.streamer.area.num_bytes if self.streamer is not None else 0}
+        )
+
+    def bounce_booked(self, bounce: Bounce) -> AbstractContextManager[None]:
+        return self.booked(Kind.STAGING, lambda: bounce.host_bytes)
 
     def open_bounce(self) -> None:
         if self.bounce is not None and self.bounce_bytes and not self.bounce.buffers:
-            self.bounce.open(self.bounce_bytes, locks=self.locks_bounce)
-            for tier, num_bytes in self.bounce.host_bytes.items():
-                self.ledger.charge(tier, self.owner, Kind.STAGING, num_bytes)
+            with self.bounce_booked(self.bounce):
+                self.bounce.open(self.bounce_bytes, locks=self.locks_bounce)
 
     def close_bounce(self) -> None:
         if self.bounce is not None and self.bounce.buffers:
-            held = self.bounce.host_bytes
-            self.bounce.close()
-            for tier, num_bytes in held.items():
-                self.ledger.credit(tier, self.owner, Kind.STAGING, num_bytes)
+            with self.bounce_booked(self.bounce):
+                self.bounce.close()
 
     def fit_scratch(self, num_bytes: int) -> None:
         have = self.scratch.numel() if self.scratch is not None else 0
         if have != num_bytes:
             self.free_scratch()
             if num_bytes:
-                with self.charged(Kind.SCRATCH, num_bytes, lambda: self.scratch is not None):
+                with self.scratch_booked():
                     self.scratch = (
                         self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
                     )
@@ -192,7 +211,7 @@ class Share:
             assert self.copies is not None
             streamed = {number: self.blocks[number] for number in plan.streamed}
             sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
-            with self.charged(Kind.STAGING, plan.staging_bytes, lambda: self.streamer is not None):
+            with self.staging_booked():
                 area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
                 self.staging, self.streamer = wanted, Streamer(streamed, area)
 
@@ -220,40 +239,38 @@ class Share:
         self.drop_blocks(list(self.blocks))
         self.free_staging()
         self.free_scratch()
-        if self.fixed.device_slab is not None:
+        if self.fixed.copy is not None:
             self.drop_unit(self.fixed)
         self.close_bounce()
         return before - self.held_bytes()
 
     def drop_blocks(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
-            if self.blocks[number].device_slab is not None:
+            if self.blocks[number].copy is not None:
                 self.drop_unit(self.blocks[number])
 
     def drop_unit(self, unit: Unit) -> None:
         assert self.copies is not None
         self.copies.drain()
-        freed = unit.drop()
-        self.ledger.credit(self.device.name, self.owner, Kind.WEIGHTS, freed)
+        with self.copies.home, self.weights_booked(unit):  # what was written is saved behind what wrote it
+            unit.drop()
 
     def free_staging(self) -> None:
         if self.streamer is not None:
             assert self.copies is not None
             self.copies.drain()
             self.forget_views()
-            area = self.streamer.area
-            self.past_streamed_bytes += area.bytes_moved
-            self.streamer = None
-            self.ledger.credit(self.device.name, self.owner, Kind.STAGING, area.num_bytes)
+            self.past_streamed_bytes += self.streamer.area.bytes_moved
+            with self.staging_booked():
+                self.streamer = None
 
     def free_scratch(self) -> None:
         if self.scratch is not None:
             if self.copies is not None:
                 self.copies.drain()
             self.forget_views()
-            num_bytes = self.scratch.numel()
-            self.scratch = None
-            self.ledger.credit(self.device.name, self.owner, Kind.SCRATCH, num_bytes)
+            with self.scratch_booked():
+                self.scratch = None
 
     def forget_views(self) -> None:
         for unit in self.units:
@@ -268,10 +285,11 @@ class Share:
             self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
-            self.fixed.await_copy(self.copies)
-            for number, unit in self.blocks.items():
-                if number not in self.entered:  # its weights may be used by whoever has the block, without calling it
-                    unit.await_copy(self.copies)
+            # Weights of a block that never came here yet may be used by others, without calling it.
+            waited_for = [self.fixed, *(unit for number, unit in self.blocks.items() if number not in self.entered)]
+            for unit in waited_for:
+                if unit.copy is not None:
+                    unit.copy.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
 
@@ -286,11 +304,11 @@ class Share:
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         unit = self.blocks[number]
         self.entered.add(number)
-        if unit.device_slab is not None:
+        if unit.copy is not None:
             assert self.copies is not None
-            unit.await_copy(self.copies)
+            unit.copy.await_copy(self.copies)
             self.computing[number] = None
-            unit.compute_from(unit.device_slab, self.scratch)
+            unit.compute_from(unit.copy.slab, self.scratch)
         elif self.copies is None:
             self.computing[number] = None
             if unit.host_slab is not None:

@@ -28,6 +28,8 @@ class Stay:
         """Recorded behind the last copy."""
         self.free = copies.event()
         """Recorded behind the last compute."""
+        self.stream = copies.compute_stream
+        """On which it computes, or did last."""
         self.last_use = 0
         """Grows from compute to compute; 0 is never."""
         self.in_use = False
@@ -122,11 +124,12 @@ class StagingArea:
     def use(self, stay: Stay) -> None:
         """A block is about to compute from here: the compute stream waits for its bytes."""
         stay.in_use = True
+        stay.stream = self.copies.compute_stream
         self.copies.await_on_compute(stay.ready)
 
     def give_back(self, stay: Stay) -> None:
         """A block has computed from here: once the compute stream gets there, its bytes may be overwritten."""
-        self.copies.mark_free(stay.free)
+        self.copies.mark_free(stay.free, stay.stream)
         stay.in_use = False
         self.num_uses += 1
         stay.last_use = self.num_uses

@@ -153,9 +153,9 @@ class CopyStream:
         """Note on the copy stream that what was queued so far is there."""
         ready.record(self.stream)
 
-    def mark_free(self, free: torch.Event) -> None:
-        """Note on the compute stream that what was used so far is no longer needed."""
-        free.record(self.compute_stream)
+    def mark_free(self, free: torch.Event, stream: torch.Stream) -> None:
+        """Note on the stream that computed with it that what was used so far is no longer needed."""
+        free.record(stream)
 
     def await_on_compute(self, ready: torch.Event) -> None:
         """Let the compute stream wait for a copy (rule 2); the host goes on."""
@@ -186,13 +186,20 @@ class Bounce:
 
     def __init__(self, copies: CopyStream) -> None:
         self.copies = copies
-        self.buffers: list[torch.Tensor] = []
+        self.slabs: tuple[list[torch.Tensor], dict[str, int]] = [], {}
         self.done = [copies.event(), copies.event()]
         self.turn = 0
-        self.host_bytes: dict[str, int] = {}
-        """What the buffers take of host memory, by tier."""
         self.was_refused = False
         """Whether the driver would not lock them."""
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        return self.slabs[0]
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """What the buffers take of host memory, by tier."""
+        return self.slabs[1]
 
     @property
     def buffer_bytes(self) -> int:
@@ -203,15 +210,15 @@ class Bounce:
         assert not self.buffers
         limit = 4 * buffer_bytes if locks else 0  # where locking rounds up to a power of two it is less than double
         slabs = allocate_slabs([buffer_bytes] * 2, pinned_bytes=limit, streams=[self.copies])
-        self.buffers = list(slabs)
-        pageable_bytes = sum(buffer.numel() for buffer in self.buffers if not buffer.is_pinned())
-        self.host_bytes = {"pinned": slabs.locked_bytes, "host": pageable_bytes}
+        buffers = list(slabs)
+        pageable_bytes = sum(buffer.numel() for buffer in buffers if not buffer.is_pinned())
+        self.slabs = buffers, {"pinned": slabs.locked_bytes, "host": pageable_bytes}
         self.was_refused = slabs.was_refused
 
     def close(self) -> None:
         """Give both buffers back once nothing is copied from them."""
         self.copies.wait()
-        self.buffers, self.host_bytes = [], {}
+        self.slabs = [], {}
 
     def take(self) -> torch.Tensor:
         """Return the buffer whose turn it is, when its last copy is done."""
