@@ -24,34 +24,36 @@ class Ledger:
 
     def __init__(self) -> None:
         self.entries: Counter[tuple[str, str, Kind]] = Counter()
-        self.totals: Counter[str] = Counter()
 
     def charge(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Enter bytes that have been allocated; none make no entry."""
         assert num_bytes >= 0, num_bytes
-        if not num_bytes:
-            return
-        self.entries[place, component, kind] += num_bytes
-        self.totals[place] += num_bytes
+        if num_bytes:
+            self.entries[place, component, kind] += num_bytes
 
     def credit(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Strike bytes that have been freed; never more than were entered."""
-        assert 0 <= num_bytes <= self.entries[place, component, kind], (place, component, kind, num_bytes)
-        self.entries[place, component, kind] -= num_bytes
-        self.totals[place] -= num_bytes
-        if not self.entries[place, component, kind]:
-            del self.entries[place, component, kind]
+        held = self.entries[place, component, kind]
+        assert 0 <= num_bytes <= held, (place, component, kind, num_bytes, held)
+        if num_bytes == held:
+            self.entries.pop((place, component, kind), None)
+        else:
+            self.entries[place, component, kind] = held - num_bytes
 
     def change(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Charge bytes, or credit them where the number is negative."""
-        if num_bytes > 0:
-            self.charge(place, component, kind, num_bytes)
-        elif num_bytes < 0:
+        if num_bytes < 0:
             self.credit(place, component, kind, -num_bytes)
+        else:
+            self.charge(place, component, kind, num_bytes)
+
+    def settle(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
+        """Let an entry be what is there, whatever it was."""
+        self.change(place, component, kind, num_bytes - self.entries[place, component, kind])
 
     def used(self, place: str) -> int:
         """Return the bytes that all components have in a place."""
-        return self.totals[place]
+        return sum(num_bytes for (where, _, _), num_bytes in self.entries.items() if where == place)
 
     def held(self, component: str, place: str) -> int:
         """Return the bytes that one component has in a place."""
@@ -70,10 +72,6 @@ class Ledger:
         return {owner: self.held(owner, place) for where, owner, _ in sorted(self.entries, key=str) if where == place}
 
     def check(self) -> None:
-        """Assert that the books agree with themselves; run whenever nothing computes."""
-        sums: Counter[str] = Counter()
-        for (place, _, _), num_bytes in self.entries.items():
-            assert num_bytes > 0, f"an entry of {num_bytes} bytes in {place}"
-            sums[place] += num_bytes
-        for place, total in self.totals.items():
-            assert sums[place] == total, f"{place}: entries sum to {sums[place]}, the total says {total}"
+        """Assert that no entry is empty; run whenever nothing computes."""
+        for entry, num_bytes in self.entries.items():
+            assert num_bytes > 0, (entry, num_bytes)

@@ -121,6 +121,7 @@ class Share:
             torch.OutOfMemoryError: or whatever ``progress`` raises: the share was unloaded, its books are at zero.
         """
         self.heal()
+        self.settle()
         before = self.loaded_bytes
         self.progress = progress or ignore
         try:
@@ -152,6 +153,21 @@ class Share:
             self.loaded_bytes += unit.slab_bytes
             self.progress(unit.slab_bytes)
 
+    def settle(self) -> None:
+        """Let the ledger say what is there: an interrupt may have come between a step and its entry."""
+        name = self.device.name
+        self.ledger.settle(
+            name, self.owner, Kind.WEIGHTS, sum(unit.slab_bytes for unit in self.units if unit.copy is not None)
+        )
+        for kind, held in ((Kind.SCRATCH, self.held_scratch()), (Kind.STAGING, self.held_staging())):
+            self.ledger.settle(name, self.owner, kind, held.get(name, 0))
+
+    def held_scratch(self) -> dict[str, int]:
+        return {self.device.name: self.scratch.numel()} if self.scratch is not None else {}
+
+    def held_staging(self) -> dict[str, int]:
+        return {self.device.name: self.streamer.area.num_bytes} if self.streamer is not None else {}
+
     @contextmanager
     def booked(self, kind: Kind, held: Callable[[], Mapping[str, int]]) -> Iterator[None]:
         """Enter in the ledger, or strike from it, by how much the bytes that are held have changed, however it ends.
@@ -168,37 +184,26 @@ class Share:
                 self.ledger.change(place, self.owner, kind, now.get(place, 0) - before.get(place, 0))
 
     def weights_booked(self, unit: Unit) -> AbstractContextManager[None]:
-        return self.booked(Kind.WEIGHTS, lambda: {self.device.name: unit.slab_bytes if unit.copy is not None else 0})
-
-    def scratch_booked(self) -> AbstractContextManager[None]:
-        return self.booked(
-            Kind.SCRATCH, lambda: {self.device.name: self.scratch.numel() if self.scratch is not None else 0}
-        )
-
-    def staging_booked(self) -> AbstractContextManager[None]:
-        return self.booked(
-            Kind.STAGING, lambda: {self.device.name: self.streamer.area.num_bytes if self.streamer is not None else 0}
-        )
-
-    def bounce_booked(self, bounce: Bounce) -> AbstractContextManager[None]:
-        return self.booked(Kind.STAGING, lambda: bounce.host_bytes)
+        return self.booked(Kind.WEIGHTS, lambda: {self.device.name: unit.slab_bytes} if unit.copy is not None else {})
 
     def open_bounce(self) -> None:
-        if self.bounce is not None and self.bounce_bytes and not self.bounce.buffers:
-            with self.bounce_booked(self.bounce):
-                self.bounce.open(self.bounce_bytes, locks=self.locks_bounce)
+        bounce = self.bounce
+        if bounce is not None and self.bounce_bytes and not bounce.buffers:
+            with self.booked(Kind.STAGING, lambda: bounce.host_bytes):
+                bounce.open(self.bounce_bytes, locks=self.locks_bounce)
 
     def close_bounce(self) -> None:
-        if self.bounce is not None and self.bounce.buffers:
-            with self.bounce_booked(self.bounce):
-                self.bounce.close()
+        bounce = self.bounce
+        if bounce is not None and bounce.buffers:
+            with self.booked(Kind.STAGING, lambda: bounce.host_bytes):
+                bounce.close()
 
     def fit_scratch(self, num_bytes: int) -> None:
         have = self.scratch.numel() if self.scratch is not None else 0
         if have != num_bytes:
             self.free_scratch()
             if num_bytes:
-                with self.scratch_booked():
+                with self.booked(Kind.SCRATCH, self.held_scratch):
                     self.scratch = (
                         self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
                     )
@@ -211,7 +216,7 @@ class Share:
             assert self.copies is not None
             streamed = {number: self.blocks[number] for number in plan.streamed}
             sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
-            with self.staging_booked():
+            with self.booked(Kind.STAGING, self.held_staging):
                 area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
                 self.staging, self.streamer = wanted, Streamer(streamed, area)
 
@@ -222,8 +227,9 @@ class Share:
 
     def shrink(self, num_bytes: int) -> int:
         """Give back at least so many bytes if they are there: blocks from the end, then all else; returns them."""
-        before = self.held_bytes()
         self.heal()
+        self.settle()
+        before = self.held_bytes()
         for number in sorted(self.blocks, reverse=True):
             if before - self.held_bytes() >= num_bytes:
                 break
@@ -234,8 +240,9 @@ class Share:
 
     def unload(self) -> int:
         """Leave the device; returns the bytes freed, after which the ledger holds none of this share."""
-        before = self.held_bytes()
         self.heal()
+        self.settle()
+        before = self.held_bytes()
         self.drop_blocks(list(self.blocks))
         self.free_staging()
         self.free_scratch()
@@ -261,7 +268,7 @@ class Share:
             self.copies.drain()
             self.forget_views()
             self.past_streamed_bytes += self.streamer.area.bytes_moved
-            with self.staging_booked():
+            with self.booked(Kind.STAGING, self.held_staging):
                 self.streamer = None
 
     def free_scratch(self) -> None:
@@ -269,7 +276,7 @@ class Share:
             if self.copies is not None:
                 self.copies.drain()
             self.forget_views()
-            with self.scratch_booked():
+            with self.booked(Kind.SCRATCH, self.held_scratch):
                 self.scratch = None
 
     def forget_views(self) -> None:

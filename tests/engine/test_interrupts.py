@@ -10,12 +10,18 @@ import pytest
 import torch
 from highwater.memory import MemoryManager, manage
 from highwater.memory.attachment import Attachment
+from highwater.memory.ledger import Ledger
+from highwater.memory.packing import Packing
 from highwater.memory.passes import Passes
+from highwater.memory.places import Occupancy
 from highwater.memory.residency import Unit
+from highwater.memory.roster import Roster
 from highwater.memory.share import Share
 from highwater.memory.split import Hops
 from highwater.memory.staging import StagingArea
 from highwater.memory.streaming import Streamer
+from highwater.memory.transfer import Bounce, CopyStream
+from safetensors.torch import save_model
 
 CASES = {"streamed": ("0.45MiB", "gpu:0"), "split": ("gpu:0=unlimited,gpu:1=0.3MiB", "gpu:0&gpu:1@0.5")}
 STEPS = [
@@ -38,6 +44,7 @@ STEPS = [
     (StagingArea, "use"),
     (Unit, "compute_from"),
     (Unit, "rest"),
+    (Occupancy, "take"),
     (Hops, "move"),
 ]
 
@@ -50,12 +57,8 @@ def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:
     return outcome[0] if outcome else "hangs"
 
 
-@pytest.mark.parametrize("nth", [1, 4])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("kind", "step"), STEPS, ids=lambda part: part if isinstance(part, str) else part.__name__)
-def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: type, step: str, nth: int) -> None:
-    profile, placement = CASES[case]
-    net, x = toys.build_net(), torch.randn(1, 3, 64)
+def interrupt(monkeypatch: pytest.MonkeyPatch, kind: type, step: str) -> list[int]:
+    """Let a `KeyboardInterrupt` come behind a call of a step; returns the countdown to it, which runs from 1 on."""
     original, left = getattr(kind, step), [0]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -65,11 +68,22 @@ def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: typ
             raise KeyboardInterrupt
         return result
 
+    monkeypatch.setattr(kind, step, interrupted)
+    return left
+
+
+@pytest.mark.parametrize("nth", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "step"), STEPS, ids=lambda part: part if isinstance(part, str) else part.__name__)
+def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: type, step: str, nth: int) -> None:
+    profile, placement = CASES[case]
+    net, x = toys.build_net(), torch.randn(1, 3, 64)
+    left = interrupt(monkeypatch, kind, step)
+
     @torch.no_grad()
     def compute() -> torch.Tensor:
         return net(x).cpu()
 
-    monkeypatch.setattr(kind, step, interrupted)
     with machine(8, 8) as manager, manage(net, profile=profile, placement=placement, manager=manager) as managed:
         want = compute()
         for another in (True, False):
@@ -84,3 +98,88 @@ def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: typ
             got = in_another_thread(compute) if another else compute()
             assert isinstance(got, torch.Tensor) and torch.equal(got, want)
         assert not managed.members[0].leases
+
+
+COMING_AND_GOING = [
+    (Bounce, "close"),
+    (Bounce, "open"),
+    (CopyStream, "allocate"),
+    (CopyStream, "drain"),
+    (Ledger, "change"),
+    (Share, "fit_staging"),
+    (Share, "free_staging"),
+    (Share, "load"),
+    (Unit, "drop"),
+    (Unit, "load"),
+    (Unit, "put"),
+]
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("placement", ["gpu:0:host", "gpu:0:disk"])
+@pytest.mark.parametrize(("kind", "step"), COMING_AND_GOING, ids=lambda part: getattr(part, "__name__", part))
+def test_the_books_say_what_is_there(
+    toys, machine, sim, tmp_path, monkeypatch, placement: str, kind: type, step: str, nth: int
+) -> None:
+    """Interrupted while it is loaded, and while it leaves."""
+    net, x = toys.build_net(), torch.randn(1, 3, 64)
+    path = tmp_path / "net.safetensors"
+    save_model(net, str(path))
+    left = interrupt(monkeypatch, kind, step)
+
+    @torch.no_grad()
+    def compute() -> torch.Tensor:
+        return net(x).cpu()
+
+    num_interrupted = 0
+    with machine(8) as manager:
+        files = {"net": [path]}
+        managed = manage({"net": net}, "0.45MiB", placement=placement, files=files, manager=manager)
+        attachment, want = managed.members[0].attachment, compute()
+        for is_leaving in (False, True):
+            (compute if is_leaving else attachment.unload)()
+            left[0] = nth
+            try:
+                (attachment.unload if is_leaving else compute)()
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            left[0] = 0
+            manager.heal()  # a pass may be open, with what it holds
+            attachment.unload()
+            assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0") == 0
+            got = compute()
+            assert torch.equal(got, want)
+            assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0") > 0
+        managed.release()
+        assert not manager.ledger.entries
+    assert num_interrupted or nth > 1 or (kind is Bounce and placement == "gpu:0:host")
+
+
+JOINING = [
+    (Attachment, "attach"),
+    (Attachment, "hook"),
+    (Attachment, "find_parts"),
+    (Ledger, "charge"),
+    (Packing, "measure"),
+    (Packing, "pack"),
+    (Roster, "attach"),
+    (Roster, "prepare"),
+    (Unit, "pack"),
+]
+
+
+@pytest.mark.parametrize(("kind", "step"), JOINING, ids=lambda part: getattr(part, "__name__", part))
+def test_who_was_interrupted_while_joining_is_not_there(toys, machine, monkeypatch, kind: type, step: str) -> None:
+    net, x = toys.build_net(), torch.randn(1, 3, 64)
+    left = interrupt(monkeypatch, kind, step)
+    with machine(8) as manager, torch.no_grad():
+        want = net(x)
+        left[0] = 1
+        with pytest.raises(KeyboardInterrupt):
+            manage(net, "0.45MiB", manager=manager)
+        assert not manager.members
+        assert not manager.ledger.entries
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+        assert torch.equal(net(x), want)
+        with manage(net, "0.45MiB", manager=manager):
+            assert torch.allclose(net(x).cpu(), want, atol=1e-5)
