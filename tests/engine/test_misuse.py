@@ -63,6 +63,49 @@ def test_passes_on_several_streams_are_ordered(toys, machine, budget: str, preci
 
 
 @torch.no_grad()
+def test_what_an_interrupted_pass_reads_on_another_stream_is_not_overwritten(toys, machine, sim) -> None:
+    with machine(8, h2d_bytes_per_s=2e9) as manager:
+        net, side = toys.build_net(), torch.Stream(device="sim:0")
+        with manage(net, profile="0.45MiB", placement="gpu:0", manager=manager):
+            want = net(X).cpu()
+
+            def read_slowly(*_: object) -> None:
+                sim.advance(side, 0.05)
+                net.singles[2].up(torch.zeros(1, 64, device="sim:0"))
+                raise KeyboardInterrupt
+
+            handle = net.singles[2].down.register_forward_hook(read_slowly)
+            with side, pytest.raises(KeyboardInterrupt):
+                net(X)
+            handle.remove()
+            assert torch.equal(net(X).cpu(), want)  # leaving the machine fails on a race
+
+
+@torch.no_grad()
+def test_what_was_written_on_one_stream_is_saved_from_another(toys, machine, sim) -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(256, 256)
+            self.register_buffer("count", torch.zeros(256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            sim.advance(torch.accelerator.current_stream(0), 0.05)
+            self.count.add_(1)
+            return self.inner(x)
+
+    with machine(0.3) as manager:
+        first, second = (Counting().requires_grad_(False) for _ in range(2))
+        for name, net in (("first", first), ("second", second)):
+            manage({name: net}, placement="gpu:0", manager=manager)
+        for net in (first, second):
+            with torch.Stream(device="sim:0"):
+                net(torch.ones(1, 256))
+        assert not manager.ledger.held("first", "gpu:0")
+        assert (first.count == 1).all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("budget", ["auto", "0.45MiB"])
 def test_threads_take_turns(toys, machine, budget: str) -> None:
     with machine(8) as manager:

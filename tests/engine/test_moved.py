@@ -184,3 +184,20 @@ def test_what_computes_on_the_cpu_comes_back_there(toys, machine) -> None:
             net.to("sim:0")
             assert torch.equal(net(X), want)
             assert net.out.weight is net.embed.weight
+
+
+@pytest.mark.parametrize("num_writes", range(4))
+def test_every_write_counts_also_after_the_weights_were_moved(toys, machine, conversion: str, num_writes: int) -> None:
+    """As many writes before as the objects' counters lose: their sum stands still."""
+    with machine(8) as manager, torch.no_grad():
+        net, other = toys.build_net(), toys.build_net(seed=1)
+        with manage(other, placement="gpu:0", manager=manager):
+            want = other(X).cpu()
+        with manage(net, "0.45MiB", placement="gpu:0", manager=manager):
+            net(X)
+            for _ in range(num_writes):  # to the weights that differ
+                torch._foreach_mul_([weight for name, weight in net.named_parameters() if "norm" not in name], 1.0)
+            net(X)
+            net.to("sim:0")
+            torch._foreach_copy_(list(net.parameters()), list(other.parameters()))
+            assert torch.equal(net(X).cpu(), want)

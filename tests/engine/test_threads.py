@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
+from highwater.memory.passes import LOOK_EVERY_S
 from highwater.memory.split import Hops
 
 TIGHT = "0.45MiB"
@@ -173,3 +175,32 @@ def test_a_watch_may_be_ended_twice(toys, machine) -> None:
         assert seen
         other()
         assert not manager.watchers
+
+
+def test_waiting_for_a_pass_keeps_nothing_of_it_alive(machine) -> None:
+    """The waiting thread looks at the stack of the one that computes, where a tensor was just dropped."""
+
+    class Dropping(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(64, 64)
+            self.is_waited_for = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            large = torch.ones(1 << 10)
+            dropped = weakref.ref(large)
+            if self.is_waited_for:
+                waiting.append(pool.submit(compute, net))
+                time.sleep(2.5 * LOOK_EVERY_S)
+            del large
+            alive.append(dropped() is not None)
+            self.is_waited_for = False
+            return self.inner(x)
+
+    net, waiting, alive = Dropping().requires_grad_(False), [], []
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool, manage(net, placement="gpu:0", manager=manager):
+        want = compute(net)
+        net.is_waited_for = True
+        assert torch.equal(compute(net), want)
+        assert torch.equal(waiting[0].result(20), want)
+        assert not any(alive)
