@@ -195,7 +195,7 @@ class MemoryManager:
             link = share.take_link()
             if link is not None and share.device.name not in self.room.links:
                 self.room.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
-        if seconds.keys() == member.attachment.share_of.keys():
+        if seconds.keys() == member.attachment.forwards.share_of.keys():
             member.block_seconds = seconds
             member.planned_in_epoch = -1
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from highwater.memory import MemoryManager, manage
 from highwater.memory.attachment import Attachment
+from highwater.memory.forwards import Forwards
 from highwater.memory.ledger import Ledger
 from highwater.memory.packing import Packing
 from highwater.memory.passes import Passes
@@ -28,7 +29,7 @@ STEPS = [
     (MemoryManager, "acquire"),
     (MemoryManager, "enter"),
     (MemoryManager, "learn_times"),
-    (Attachment, "finish_pass"),
+    (Forwards, "finish_pass"),
     (Passes, "begin"),
     (Passes, "end"),
     (Passes, "leave"),
