@@ -140,6 +140,14 @@ def encoded_image(graph: Graph, loaders: Loaders) -> None:
     graph.keep(graph.add("VAEEncode", pixels=image, vae=loaders.vae(graph)))
 
 
+def autoencoder(graph: Graph, loaders: Loaders) -> None:
+    vae = loaders.vae(graph, "autoencoder.safetensors")
+    image = graph.add("EmptyImage", width=64, height=64, batch_size=1, color=0x336699)
+    latent = graph.add("VAEEncode", pixels=image, vae=vae)
+    graph.keep(latent, "latent")
+    graph.keep(graph.add("VAEDecode", samples=latent, vae=vae), "image")
+
+
 def lora_at_1(graph: Graph, loaders: Loaders) -> None:
     graph.keep(sample_flux(graph, lora(graph, loaders.diffusion_model(graph), 1.0)))
 
@@ -297,6 +305,7 @@ CASES: dict[str, Callable[[Graph, Loaders], None]] = {
         plain,
         images,
         encoded_image,
+        autoencoder,
         lora_at_1,
         lora_at_half,
         two_loras,

@@ -206,6 +206,45 @@ def taesd(latent_channels: int) -> Shapes:
     return shapes | prefixed("taesd_encoder.", encoder) | prefixed("taesd_decoder.", decoder)
 
 
+def autoencoder() -> Shapes:
+    """The autoencoder of SD 1.5, in the one size that ComfyUI builds (335 MB)."""
+    widths, latent_channels = (128, 256, 512, 512), 4
+
+    def residual(name: str, num_in: int, num_out: int) -> Shapes:
+        shapes = norm(f"{name}.norm1", num_in) | convolution(f"{name}.conv1", num_in, num_out)
+        shapes |= norm(f"{name}.norm2", num_out) | convolution(f"{name}.conv2", num_out, num_out)
+        return shapes | (convolution(f"{name}.nin_shortcut", num_in, num_out, 1) if num_in != num_out else {})
+
+    def middle(width: int) -> Shapes:
+        shapes = residual("mid.block_1", width, width) | residual("mid.block_2", width, width)
+        shapes |= norm("mid.attn_1.norm", width)
+        for part in ("q", "k", "v", "proj_out"):
+            shapes |= convolution(f"mid.attn_1.{part}", width, width, 1)
+        return shapes
+
+    def ends(num_in: int, first: int, last: int, num_out: int) -> Shapes:
+        return convolution("conv_in", num_in, first) | norm("norm_out", last) | convolution("conv_out", last, num_out)
+
+    encoder = ends(3, widths[0], widths[-1], 2 * latent_channels) | middle(widths[-1])
+    decoder = ends(latent_channels, widths[-1], widths[0], 3) | middle(widths[-1])
+    num_in = widths[0]
+    for level, width in enumerate(widths):
+        for index in range(2):
+            encoder |= residual(f"down.{level}.block.{index}", num_in, width)
+            num_in = width
+        if level < 3:
+            encoder |= convolution(f"down.{level}.downsample.conv", width, width)
+    for level, width in reversed(list(enumerate(widths))):
+        for index in range(3):
+            decoder |= residual(f"up.{level}.block.{index}", num_in, width)
+            num_in = width
+        if level:
+            decoder |= convolution(f"up.{level}.upsample.conv", width, width)
+    shapes = prefixed("encoder.", encoder) | prefixed("decoder.", decoder)
+    shapes |= convolution("quant_conv", 2 * latent_channels, 2 * latent_channels, 1)
+    return shapes | convolution("post_quant_conv", latent_channels, latent_channels, 1)
+
+
 def clip_layers(prefix: str, num_layers: int, width: int) -> Shapes:
     shapes: Shapes = {}
     for index in range(num_layers):
@@ -359,6 +398,7 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "loras/sd_convolution_differences.safetensors": lambda: (sd_convolution_differences(), 0.01),
     "loras/sd_convolution_lora.safetensors": lambda: (sd_convolution_lora(), 0.1),
     "vae/tiny_vae.safetensors": lambda: (taesd(16), 0.04),
+    "vae/autoencoder.safetensors": lambda: (autoencoder(), 0.03),
     "text_encoders/clip_l.safetensors": lambda: (clip_l(), 0.03),
     "clip_vision/clip_vision.safetensors": lambda: (clip_vision(), 0.03),
     "checkpoints/shallow_sd.safetensors": lambda: (sd_checkpoint(), 0.03),
