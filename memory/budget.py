@@ -37,6 +37,9 @@ SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
 class BudgetItem:
     """A limit for a device, a component or everything (``*``); at most one of the four numbers is set.
 
+    A component's limit, and that of ``*``, is for each component by itself. A device's is for the weights of all that
+    were managed together: idle ones leave it to the one that computes. Where both are set the smaller counts.
+
     ``limit_bytes`` caps the device bytes of the weights, ``share`` does so as a part of the device's total.
     ``leave_bytes`` and ``leave_share`` keep that much of the device free. All None means unlimited.
     """
@@ -54,11 +57,16 @@ class BudgetItem:
 
         What is kept free anyway counts towards what is to be left.
         """
-        if self.limit_bytes is not None:
-            return min(self.limit_bytes, available_bytes)
-        if self.share is not None:
-            return min(int(total_bytes * self.share), available_bytes)
+        most = self.most(total_bytes)
+        if most is not None:
+            return min(most, available_bytes)
         return max(0, available_bytes - max(0, self.left_free(total_bytes) - kept_free_bytes))
+
+    def most(self, total_bytes: int) -> int | None:
+        """Return the cap on the weights' bytes, of a device with so many; None where the item sets none."""
+        if self.share is not None:
+            return int(total_bytes * self.share)
+        return self.limit_bytes
 
     def left_free(self, total_bytes: int) -> int:
         """Return the bytes of a device that have to stay free."""

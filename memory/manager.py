@@ -151,6 +151,8 @@ class MemoryManager:
                 outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch
                 if outdated and not member.is_hosted:
                     self.admit(member)
+                elif not member.is_hosted:
+                    self.room.clear_left_free(member)
                 self.recorder.used_by_node(member.id)
                 member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
             except BaseException:
@@ -222,6 +224,7 @@ class MemoryManager:
         plan = replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
         for share in plan.shares:
             if share.device != "cpu":
+                self.room.keep_budget(self.devices[share.device], share.device_bytes, member)
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
                 self.room.make_room(self.devices[share.device], need_bytes, member)
         try:

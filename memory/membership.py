@@ -54,6 +54,8 @@ class Member:
         self.attachment: Attachment
         self.is_hosted = False
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
+        self.call: object = self
+        """The call of `Roster.add` that it came with; those of one call share a profile's budget for a device."""
         self.patterns: Mapping[str, str] | None = None
         self.is_kept = False
         """It leaves a device only when nothing else is left to leave."""

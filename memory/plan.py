@@ -12,7 +12,7 @@ from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import all_resident_bytes, block_bytes
 from .machine import DeviceCapacity, Machine
-from .placement import DeviceShare, Placement, PlacementItem
+from .placement import DeviceShare, Placement, PlacementItem, names_device
 from .profile import LANGUAGE, TITLES, OffloadProfile, covers
 from .schedule import cut_runs
 from .share_plan import SharePlan, plan_share
@@ -128,7 +128,8 @@ class Plan:
     @property
     def explicit_profile(self) -> str:
         """The plan as one profile text, in which nothing is left to ``auto``."""
-        budgets = []
+        # A device's budget is for all components together: no budget of each says the same.
+        budgets = [item for item in self.profile.budgets if names_device(item.target)]
         for plan in self.components:
             limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
             budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))

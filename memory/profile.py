@@ -90,16 +90,22 @@ class OffloadProfile:
         """The profile's name in words, such as ``LowRAM_LowVRAM``."""
         return TITLES.get(self.name, self.name)
 
-    def budget_for(self, device: str, component: str, kind: str) -> BudgetItem | None:
-        """Return the most specific budget: component name, kind, device, then ``*``; the user's before a profile's."""
-        own = [item for item in self.budgets if not item.from_profile]
-        brought = [item for item in self.budgets if item.from_profile]
-        return find_item(own, device, component, kind) or find_item(brought, device, component, kind)
+    def budgets_for(self, device: str, component: str, kind: str) -> tuple[BudgetItem, ...]:
+        """Return the budgets that all count: the component's (by name, else kind, else ``*``) and the device's.
+
+        Those of the user, or where none of them is meant, those that the profile brought.
+        """
+        own = find_items([item for item in self.budgets if not item.from_profile], device, component, kind)
+        return own or find_items([item for item in self.budgets if item.from_profile], device, component, kind)
 
     def reserve_for(self, device: str, component: str, kind: str, total_bytes: int) -> int:
-        """Return the bytes of a device that have to stay free beside a component."""
-        item = find_item(self.reserve, device, component, kind)
-        return item.left_free(total_bytes) if item else 0
+        """Return the bytes of a device that the reserve keeps free beside a component."""
+        return most_left_free(find_items(self.reserve, device, component, kind), total_bytes)
+
+    def left_free(self, device: str, component: str, kind: str, total_bytes: int) -> int:
+        """Return the bytes of a device that have to stay free beside a component, by the reserve or by a budget."""
+        by_budget = most_left_free(self.budgets_for(device, component, kind), total_bytes)
+        return max(by_budget, self.reserve_for(device, component, kind, total_bytes))
 
     def to_json(self) -> dict[str, Any]:
         """Return every value, and what it was made for."""
@@ -139,9 +145,14 @@ class OffloadProfile:
         return ",".join(items if items and self.name == AUTO else [self.name, *items])
 
 
-def find_item(items: Sequence[BudgetItem], device: str, component: str, kind: str) -> BudgetItem | None:
+def find_items(items: Sequence[BudgetItem], device: str, component: str, kind: str) -> tuple[BudgetItem, ...]:
     by_target = {item.target: item for item in items}
-    return next((by_target[key] for key in (component, kind, device, "*") if key in by_target), None)
+    of_component = next((by_target[key] for key in (component, kind, "*") if key in by_target), None)
+    return tuple(item for item in (of_component, by_target.get(device)) if item is not None)
+
+
+def most_left_free(items: Sequence[BudgetItem], total_bytes: int) -> int:
+    return max((item.left_free(total_bytes) for item in items), default=0)
 
 
 def covers(names: Collection[str], component: str, *kinds: str) -> bool:

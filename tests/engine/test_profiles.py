@@ -181,8 +181,8 @@ def test_profiles_have_mmgps_values(
 ) -> None:
     profile = PROFILES[name]
     for kind, megabytes in (("diffusion", diffusion), ("text", others), ("vae", others)):
-        item = profile.budget_for("gpu:0", "part", kind)
-        assert (item.limit(GIB << 10, GIB << 10) if item else None) == (megabytes and megabytes * MIB)
+        items = profile.budgets_for("gpu:0", "part", kind)
+        assert [item.limit(GIB << 10, GIB << 10) for item in items] == ([megabytes * MIB] if megabytes else [])
     assert (profile.pinned, profile.quantize) == (pinned, quantize)
     assert (profile.prefetch_blocks, profile.on_demand, profile.reserve, profile.compile) == (None, (), (), False)
 
@@ -300,8 +300,8 @@ def test_mmgp_defect_4_a_model_too_large_is_clamped_whatever_is_logged(level: in
 def test_every_form_of_mmgps_budgets(budgets: object, transformer: int, others: int | None) -> None:
     profile = build_profile("2", devices=DEVICES, components=["transformer", "t5"], budgets=budgets)
     for name, kind, expected in (("transformer", "diffusion", transformer), ("t5", "text", others)):
-        item = profile.budget_for("gpu:0", name, kind)
-        assert (item.limit(24 * GIB, 20 * GIB) if item else None) == expected
+        items = profile.budgets_for("gpu:0", name, kind)
+        assert [item.limit(24 * GIB, 20 * GIB) for item in items] == ([] if expected is None else [expected])
 
 
 @pytest.mark.parametrize(
