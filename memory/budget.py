@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from .errors import InvalidInput
@@ -28,8 +29,16 @@ __all__ = [
     "parse_size",
     "parse_target",
     "read_mmgp_budgets",
+    "read_target",
 ]
 
+NUMBERS: dict[str, tuple[tuple[type, ...], str]] = {
+    "limit_bytes": ((int,), "a whole number from 0"),
+    "leave_bytes": ((int,), "a whole number from 0"),
+    "share": ((int, float), "more than 0 to 1"),
+    "leave_share": ((int, float), "more than 0 and less than 1"),
+}
+ALL_FREE = ("leave_share", 1)
 SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
 
 
@@ -51,6 +60,19 @@ class BudgetItem:
     leave_share: float | None = None
     from_profile: bool = False
     """A profile brought it, not the user: it rises to what a component needs at least."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.target, str) or not self.target:
+            raise InvalidInput(f"budget target {self.target!r}: allowed is a device, a component or '*'")
+        numbers = {name: getattr(self, name) for name in ("limit_bytes", "share", "leave_bytes", "leave_share")}
+        given = {name: number for name, number in numbers.items() if number is not None}
+        if len(given) > 1:
+            raise InvalidInput(f"budget of {self.target!r}: {' and '.join(given)} are set, allowed is one of them")
+        for name, number in given.items():
+            kinds, allowed = NUMBERS[name]
+            is_number = isinstance(number, kinds) and not isinstance(number, bool)
+            if not is_number or number < 0 or (float in kinds and not 0 < number <= 1) or (name, number) == ALL_FREE:
+                raise InvalidInput(f"budget of {self.target!r}: {name} {number!r}, allowed is {allowed}")
 
     def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
         """Return the most bytes that weights may take on a device with these bytes in all and to have.
@@ -100,7 +122,8 @@ def exact_size(num_bytes: int) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.10g}%"
+    """Return a share so that it is read back as the very same number, such as ``30%``."""
+    return f"{Decimal(repr(float(share))).scaleb(2).normalize():f}%"
 
 
 # -- the grammar
@@ -158,7 +181,7 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
         scanner.fail("a size is missing; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)
     minus, number, unit = match.groups()
     if unit == "%":
-        share = float(number) / 100
+        share = float(Decimal(number).scaleb(-2))
         if not 0 < share <= 1 or (minus and share == 1):
             scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% to 100%", at=begin)
         return BudgetItem(target=target, leave_share=share) if minus else BudgetItem(target=target, share=share)
@@ -195,12 +218,9 @@ def read_mmgp_budgets(
     if isinstance(budgets, Mapping):
         items: dict[str, BudgetItem] = {}
         for name, value in budgets.items():
-            scanner = Scanner(str(name), what=what)
-            target = parse_target(scanner, devices, components)
-            if not scanner.at_end:
-                scanner.fail("allowed is the name of one component or device")
+            target = read_target(name, devices=devices, components=components, what=what)
             if target in items:
-                scanner.fail(f"{target!r} has two {what}")
+                raise InvalidInput(f"{what}: {target!r} has two {what}")
             items[target] = read_mmgp_size(value, target, what)
         return tuple(items.values())
     if isinstance(budgets, str) and not is_size(budgets):
@@ -210,6 +230,15 @@ def read_mmgp_budgets(
             add_item(scanner, begin, parsed, parse_budget_item(scanner, devices, components), what)
         return tuple(parsed)
     return (read_mmgp_size(budgets, "*", what),)
+
+
+def read_target(name: Any, *, devices: Collection[str], components: Sequence[str], what: str) -> str:
+    """Return the plain name of the device, component or kind that Python code names. Raises `InvalidInput`."""
+    scanner = Scanner(str(name), what=what)
+    target = parse_target(scanner, devices, components)
+    if not scanner.at_end:
+        scanner.fail("allowed is the name of one component or device")
+    return target
 
 
 def is_size(text: str) -> bool:

@@ -213,6 +213,7 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("pinned=vae&fast", 12, "component 'fast' is unknown"),
         ("pinned=language", 8, "component 'language' is unknown"),
         ("reserve=much", 9, "a size is missing"),
+        ("reserve=100%", 9, "allowed: more than 0% and less than 100%"),
         ("reserve=1GiB,reserve=2GiB", 14, "'*' has two reserves"),
         ("reserve:=1GiB", 9, "a device or a component is missing"),
     ],
