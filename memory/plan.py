@@ -52,6 +52,8 @@ class ComponentPlan:
     host_bytes: int = 0
     """The bytes of RAM, page-locked or not: the masters', or those of the buffers through which a file is read."""
     pinned_bytes: int = 0
+    oversize_bytes: int = 0
+    """What is pageable only because it is in pieces that no slab of page-locked memory holds."""
     choices: tuple[str, ...] = ()
     """Why precision, device, tier and split are what they are; the shares say why blocks stream."""
 
@@ -119,7 +121,7 @@ class Plan:
         if not plans:
             return ""
         streams = any(plan.streams for plan in plans)
-        if all(plan.pinned_bytes == plan.host_bytes and plan.tier == "pinned" for plan in plans):
+        if all(plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes and plan.tier != "disk" for plan in plans):
             return "2" if streams else "1"
         if not streams:
             return "3"
@@ -237,6 +239,7 @@ def plan_components(
                 pinned=part.pinned,
                 host_bytes=part.host_bytes,
                 pinned_bytes=part.pinned_bytes,
+                oversize_bytes=part.oversize_bytes,
                 choices=(*reasons, *part.reasons),
             )
         )

@@ -13,7 +13,7 @@ from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.placement import parse_placement
 from highwater.memory.plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components
 from highwater.memory.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, build_profile, parse_profile
-from highwater.memory.units import GIB, MIB
+from highwater.memory.units import GIB, MIB, format_bytes
 from highwater.memory.upcast import Precision
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -150,6 +150,32 @@ def test_the_text_that_auto_prints_gives_the_same_plan_again(pipeline: str, vram
     again = plan(PIPELINES[pipeline], machine(vram, ram), first.explicit_profile)
     for one, other in zip(first.components, again.components, strict=True):
         assert (one.shares, one.tier, one.pinned) == (other.shares, other.tier, other.pinned)
+
+
+@pytest.mark.parametrize(
+    ("stacks", "rest", "oversize"),
+    [([], 5000, 5000), ([("layers", 28, 450)], 2200, 2200), ([("layers", 3, 2048)], 9, 6144)],
+)
+@pytest.mark.parametrize("ram", [256, 16])
+def test_a_piece_that_no_page_locked_slab_holds_is_pageable_by_itself_and_the_plan_says_so(
+    stacks: list[tuple[str, int, float]], rest: float, oversize: int, ram: int
+) -> None:
+    component = replace(part("text_encoder", "text", stacks, rest, "self_attn.q_proj"), has_file=False)
+    decided = plan([component], machine(24, ram))
+    encoder = decided["text_encoder"]
+    whole, lockable = encoder.host_bytes, encoder.host_bytes - oversize * MIB
+    told = [reason for reason in encoder.reasons if "block the host" in reason]
+    assert told[0] == (
+        f"{format_bytes(oversize * MIB)} in pieces of 2 GiB or more rest in pageable RAM, "
+        "page-locked slabs are smaller; their copies block the host"
+    )
+    if ram == 256 or lockable < 8 * GIB:
+        assert encoder.pinned_bytes == lockable and len(told) == 1
+        assert decided.like == "1"
+    else:
+        assert 7 * GIB < encoder.pinned_bytes < lockable
+        assert told[1].startswith(f"{format_bytes(encoder.pinned_bytes)} of {format_bytes(whole)} page-locked")
+        assert decided.like == "3"
 
 
 def test_a_profile_without_auto_is_not_explained_by_another() -> None:
