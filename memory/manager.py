@@ -22,7 +22,7 @@ from .ledger import Ledger
 from .link import link_bytes_per_s
 from .membership import Member, Watermark, default_watermark
 from .passes import Pass
-from .plan import Plan, replan
+from .plan import Plan
 from .policy import EvictionPolicy, LeastRecentlyUsed
 from .report import DeviceReport, Report
 from .reporting import component_report, device_report
@@ -190,15 +190,18 @@ class MemoryManager:
                 self.learn_times(member)
 
     def learn_times(self, member: Member) -> None:
-        """Take what was timed of a component's passes; a streamed one is planned again with it."""
-        seconds: dict[int, float] = {}
-        for share in member.attachment.shares:
-            seconds |= share.take_times() or {}
+        """Take what was timed of a component's passes; a streamed one is planned again when it has all."""
+        shares = member.attachment.shares
+        for share in shares:
+            seconds = share.take_times()
+            if seconds is not None:
+                member.taken_seconds[share.device.name] = seconds
             link = share.take_link()
             if link is not None and share.device.name not in self.room.links:
                 self.room.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
-        if seconds.keys() == member.attachment.share_of.keys():
-            member.block_seconds = seconds
+        if member.taken_seconds and all(share.device.name in member.taken_seconds for share in shares):
+            taken = [member.taken_seconds.pop(share.device.name).items() for share in shares]
+            member.block_seconds = dict(itertools.chain(*taken))
             member.planned_in_epoch = -1
 
     @contextmanager
@@ -220,8 +223,7 @@ class MemoryManager:
                 if it could not compute otherwise.
         """
         attachment = member.attachment
-        machine = self.room.machine(member, computable(member, ceilings or {}))
-        plan = replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
+        plan = self.room.replan(member, computable(member, ceilings or {}))
         for share in plan.shares:
             if share.device != "cpu":
                 self.room.keep_budget(self.devices[share.device], share.device_bytes, member)
@@ -277,12 +279,10 @@ class MemoryManager:
     def planned_bytes(self, member: Member, device: str) -> int:
         """Return the bytes that a component would take of a device now: of the free, its own and the idle ones."""
         with self.exclusive():
-            attachment = member.attachment
             try:
-                plan = replan(attachment.component, attachment.plan, self.room.machine(member), member.profile)
+                return self.room.replan(member).device_bytes.get(device, 0)
             except (DoesNotFit, InvalidInput):
-                return attachment.component.weight_bytes
-            return plan.device_bytes.get(device, 0)
+                return member.attachment.component.weight_bytes
 
     def leave(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""

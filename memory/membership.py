@@ -72,6 +72,8 @@ class Member:
         self.allocated_at_entry: dict[str, int] = {}
         self.block_seconds: dict[int, float] | None = None
         """What each block was seen to take to compute, in the order in which they ran."""
+        self.taken_seconds: dict[str, dict[int, float]] = {}
+        """The same by device, until all devices of a split have timed theirs, which may be in different passes."""
 
 
 def refuse_unsuitable(

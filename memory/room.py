@@ -22,7 +22,7 @@ from .machine import DeviceCapacity, Machine
 from .membership import Member, Watermark, default_watermark
 from .pinning import pin_limit_bytes
 from .placement import canonical_device
-from .plan import replan
+from .plan import ComponentPlan, replan
 from .policy import EvictionPolicy, Victim
 from .units import format_bytes
 
@@ -130,6 +130,15 @@ class Room:
         if member is None and len(self.devices) > 1:
             pinned = pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
         return Machine(devices=tuple(capacities), pinned_bytes=pinned)
+
+    def replan(self, member: Member, ceilings: Mapping[str, int] | None = None) -> ComponentPlan:
+        """Return what a member would be brought to now, by all that is known of it; moves nothing.
+
+        Raises:
+            InvalidInput, DoesNotFit: as `plan_components`.
+        """
+        attachment, machine = member.attachment, self.machine(member, ceilings)
+        return replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
 
     # -- who leaves
 
@@ -244,8 +253,7 @@ class Room:
         """
         ceilings = {device.name: ceiling}
         try:
-            machine = self.machine(member, ceilings if whole else computable(member, ceilings))
-            plan = replan(member.attachment.component, member.attachment.plan, machine, member.profile)
+            plan = self.replan(member, ceilings if whole else computable(member, ceilings))
         except (DoesNotFit, InvalidInput):
             return not whole
         member.attachment.load(plan)

@@ -172,6 +172,7 @@ class Roster:
 
     def give(self, member: Member, profile: OffloadProfile) -> None:
         member.profile, member.block_seconds, member.planned_in_epoch = profile, None, -1
+        member.taken_seconds = {}
 
     def prepare(
         self,
