@@ -13,7 +13,7 @@ from torch import nn
 from .building import source_of
 from .default import default_manager
 from .devices import list_devices
-from .errors import InvalidInput, UnsafeState
+from .errors import InvalidInput
 from .manager import MemoryManager
 from .membership import Member
 from .placement import parse_placement
@@ -127,9 +127,7 @@ class Managed:
             UnsafeState: one of them computes.
         """
         with self.manager.exclusive():
-            busy = [member.id for member in self.members if member.attachment.passes.is_busy()]
-            if busy:
-                raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
+            self.manager.refuse_computing(self.members)
             self.unmark_execution_device()
             for member in self.members:
                 self.manager.remove(member)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -17,7 +17,7 @@ from torch import nn
 from .attachment import Attachment
 from .books import Recorder
 from .devices import Device, list_devices
-from .errors import DoesNotFit, InvalidInput
+from .errors import DoesNotFit, InvalidInput, UnsafeState
 from .ledger import Ledger
 from .link import link_bytes_per_s
 from .membership import Member, Watermark, default_watermark
@@ -33,7 +33,11 @@ __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 
 class MemoryManager:
-    """Admits, evicts and reports; every public call is serialised by one lock."""
+    """Admits, evicts and reports; what changes who is there, and where, is serialised by one lock.
+
+    `bytes_moved`, `device_reports`, `subscribe` and `watch_loading` take no lock: they may be called in the middle of
+    anything. Listeners and watchers are called while the lock is held.
+    """
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.lock = threading.RLock()
@@ -121,9 +125,20 @@ class MemoryManager:
             finally:
                 self.lock.release()
 
+    def refuse_computing(self, members: Iterable[Member]) -> None:
+        """Raise `UnsafeState` for those that somebody computes with; the caller holds the lock."""
+        busy = [member.id for member in members if member.attachment.passes.is_busy()]
+        if busy:
+            raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
+
     def release_all(self) -> None:
-        """Release every component."""
+        """Release every component.
+
+        Raises:
+            UnsafeState: one of them computes; none is released.
+        """
         with self.exclusive():
+            self.refuse_computing(self.members.values())
             for member in list(self.members.values()):
                 self.remove(member)
 
@@ -132,12 +147,16 @@ class MemoryManager:
     def acquire(self, member: Member, holder: object) -> None:
         """Admit a component and hold a lease on it; loads what its plan wants and evicts for that.
 
+        Where a pass is under way that is not the holder, it stays as it is: blocks do not move under what computes. So
+        does a hosted component, whose host loads it.
+
         Args:
             holder: for what; gives the lease back.
 
         Raises:
-            DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
-            UnsafeState: somebody changed the dtype of the weights; that is undone.
+            DoesNotFit: no lease is held; what was on devices is still there.
+            torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
+            UnsafeState: somebody changed the dtype of the weights; that is undone, no lease is held.
         """
         with self.exclusive():
             try:
@@ -145,19 +164,31 @@ class MemoryManager:
                 member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
                 self.recorder.sample()
                 self.heal_abandoned(member)
-                if member.attachment.moves is not None:
-                    member.attachment.moves.put_back()
-                    member.attachment.moves.refuse_changed_dtype()
-                outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch
-                if outdated and not member.is_hosted:
-                    self.admit(member)
-                elif not member.is_hosted:
-                    self.room.clear_left_free(member)
+                if self.is_at_rest(member, holder):
+                    self.bring_up(member)
                 self.recorder.used_by_node(member.id)
-                member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
             except BaseException:
                 member.leases.discard(holder)
                 raise
+
+    def is_at_rest(self, member: Member, holder: object) -> bool:
+        """Whether no pass of a component is under way but the holder; ends one that an interrupt left open."""
+        passes = member.attachment.passes
+        if passes.open is not holder:
+            passes.heal_abandoned()
+        return passes.open is None or passes.open is holder
+
+    def bring_up(self, member: Member) -> None:
+        """Let a component at rest hold what it is to compute with. Raises as `acquire`."""
+        if member.attachment.moves is not None:
+            member.attachment.moves.put_back()
+            member.attachment.moves.refuse_changed_dtype()
+        if not member.is_hosted:
+            if not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch:
+                self.admit(member)
+            else:
+                self.room.clear_left_free(member)
+        member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
     def enter(self, member: Member, attachment: Attachment, current: Pass) -> bool:
         """Acquire a component for a pass; False if another attachment has it now, or none."""
@@ -206,13 +237,13 @@ class MemoryManager:
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
-        """Hold a component loaded for a while, such as a whole sampling run."""
+        """Hold a component for a while, such as a whole sampling run, and loaded as `acquire` does it."""
         holder = object()
         try:
             self.acquire(member, holder)
             yield
         finally:
-            member.attachment.passes.heal_for(None)
+            member.attachment.passes.heal_abandoned()
             self.give_back(member, holder)
 
     def admit(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
