@@ -88,7 +88,8 @@ class MemoryManager:
 
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
-        return self.roster.moved_by_released + sum(member.attachment.bytes_moved for member in self.members.values())
+        members = list(self.members.values())  # in one step: another thread may add or remove some
+        return self.roster.moved_by_released + sum(member.attachment.bytes_moved for member in members)
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
@@ -154,9 +155,10 @@ class MemoryManager:
             holder: for what; gives the lease back.
 
         Raises:
-            DoesNotFit: no lease is held; what was on devices is still there.
-            torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
-            UnsafeState: somebody changed the dtype of the weights; that is undone, no lease is held.
+            DoesNotFit, InvalidInput: no plan fits the device, or the budget; what was on devices stays there.
+            torch.OutOfMemoryError, or whatever ends the loading: nothing of the component is on a device.
+            UnsafeState: somebody changed the dtype of the weights; that is undone.
+            In each case no lease is held.
         """
         with self.exclusive():
             try:
@@ -383,6 +385,7 @@ class MemoryManager:
         return partial(discard, self.recorder.listeners, listener)
 
     def device_reports(self) -> list[DeviceReport]:
+        """Return what each device has in all, free, and of managed weights; asks the driver."""
         none = Watermark(low_bytes=0, high_bytes=0)
         return [
             device_report(device, none if device.is_cpu else self.room.watermark(name), self.ledger)
