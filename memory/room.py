@@ -109,19 +109,20 @@ class Room:
         ``freed_bytes``: the host memory that a newcomer's weights take now, and give back as they are packed.
         """
         capacities = []
+        computing = [other.id for other in self.siblings(member) if other.leases] if member else []
         for device in self.devices.values():
             low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
             others = sum(victim.device_bytes for victim in self.victims(device, member))
             own = self.ledger.held(member.id, device.name) if member else 0
-            computing = [other.id for other in self.siblings(member) if other.leases]
             available = device.free_bytes() + own + others - low
             capacities.append(
                 DeviceCapacity(
                     name=device.name,
                     total_bytes=device.total_bytes(),
-                    available_bytes=max(0, min(available, (ceilings or {}).get(device.name, available))),
+                    available_bytes=max(0, available),
                     kept_free_bytes=low,
                     link_bytes_per_s=self.links.get(device.name),
+                    ceiling_bytes=(ceilings or {}).get(device.name),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                 )
             )
@@ -142,11 +143,9 @@ class Room:
 
     # -- who leaves
 
-    def siblings(self, member: Member | None) -> list[Member]:
-        """Return those that came under management by the same call."""
-        return [
-            other for other in self.members.values() if member and other is not member and other.call is member.call
-        ]
+    def siblings(self, member: Member) -> list[Member]:
+        """Return the others that came under management by the same call."""
+        return [other for other in self.members.values() if other is not member and other.call is member.call]
 
     def victims(self, device: Device, member: Member | None) -> list[Victim]:
         """Return the idle components with bytes on a device, other than the member."""

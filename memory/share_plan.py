@@ -210,9 +210,13 @@ def limit_by(budget: BudgetItem, capacity: DeviceCapacity) -> int:
 
 
 def available_bytes(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> int:
-    """Return what the device can give when the profile's reserve stays free; what is kept free counts towards it."""
+    """Return what the device can give when the profile's reserve stays free, up to its ceiling.
+
+    What is kept free counts towards the reserve.
+    """
     reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
-    return max(0, capacity.available_bytes - max(0, reserve - capacity.kept_free_bytes))
+    available = max(0, capacity.available_bytes - max(0, reserve - capacity.kept_free_bytes))
+    return available if capacity.ceiling_bytes is None else min(available, capacity.ceiling_bytes)
 
 
 def find_seconds(
@@ -323,10 +327,11 @@ def refuse(
             f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}"
             f"{held if is_shared else ''}"
         )
-    if available < capacity.available_bytes:
-        kept = format_bytes(capacity.kept_free_bytes + capacity.available_bytes - available)
+    reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
+    if reserve > capacity.kept_free_bytes:
         raise InvalidInput(
-            f"a reserve of {kept} leaves {format_bytes(available)} of {capacity.name}: {component.name} needs {form}"
+            f"a reserve of {format_bytes(reserve)} leaves {format_bytes(available)} of {capacity.name}: "
+            f"{component.name} needs {form}"
         )
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} can be had of "

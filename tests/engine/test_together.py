@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 from highwater.memory import InvalidInput, manage
+from highwater.memory.placement import parse_placement
+from highwater.memory.profile import parse_profile
 from highwater.memory.units import MIB
 
 X = torch.randn(2, 5, 64)
@@ -80,6 +82,29 @@ def test_of_two_reserves_and_what_a_budget_leaves_the_larger_counts(toys, machin
             with manage(toys.build_net(), text, placement="gpu:0", manager=manager) as managed:
                 (share,) = managed.plan["model"].shares
                 assert 0.6 * MIB < share.device_bytes <= 0.75 * MIB
+
+
+@pytest.mark.parametrize("profile", ["auto,reserve=1MiB", "-1MiB"])
+@torch.no_grad()
+def test_a_hosts_ceiling_and_what_is_to_stay_free_do_not_add_up(toys, machine, profile: str) -> None:
+    with machine(4) as manager:
+        (member,), _ = manager.add(
+            {"model": toys.build_net()},
+            placement=parse_placement("gpu:0", devices=["gpu:0"]),
+            profile=parse_profile(profile, devices=["gpu:0"]),
+            precision=None,
+            name=None,
+            node_id=None,
+            is_hosted=True,
+        )
+        manager.bring(member, {"gpu:0": int(0.9 * MIB)})
+        assert 0.8 * MIB < manager.ledger.used("gpu:0") <= 0.9 * MIB
+        freed = manager.give_up("gpu:0", 64 << 10, "the host asks")
+        assert 64 << 10 <= freed < 192 << 10
+        filler = torch.empty(int(2.5 * MIB), dtype=torch.uint8, device="sim:0")
+        manager.bring(member, {"gpu:0": int(0.9 * MIB)})
+        assert manager.ledger.used("gpu:0") <= 0.5 * MIB
+        del filler
 
 
 # -- a device's budget
