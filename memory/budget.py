@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -32,13 +32,13 @@ __all__ = [
     "read_target",
 ]
 
-NUMBERS: dict[str, tuple[tuple[type, ...], str]] = {
-    "limit_bytes": ((int,), "a whole number from 0"),
-    "leave_bytes": ((int,), "a whole number from 0"),
-    "share": ((int, float), "more than 0 to 1"),
-    "leave_share": ((int, float), "more than 0 and less than 1"),
+# What each number of an item may be: of which types, in which range, and how that is said.
+NUMBERS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "limit_bytes": ((int,), lambda number: number >= 0, "a whole number from 0"),
+    "share": ((int, float), lambda number: 0 < number <= 1, "more than 0 to 1"),
+    "leave_bytes": ((int,), lambda number: number >= 0, "a whole number from 0"),
+    "leave_share": ((int, float), lambda number: 0 < number < 1, "more than 0 and less than 1"),
 }
-ALL_FREE = ("leave_share", 1)
 SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
 
 
@@ -64,14 +64,12 @@ class BudgetItem:
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not self.target:
             raise InvalidInput(f"budget target {self.target!r}: allowed is a device, a component or '*'")
-        numbers = {name: getattr(self, name) for name in ("limit_bytes", "share", "leave_bytes", "leave_share")}
-        given = {name: number for name, number in numbers.items() if number is not None}
+        given = {name: number for name in NUMBERS if (number := getattr(self, name)) is not None}
         if len(given) > 1:
             raise InvalidInput(f"budget of {self.target!r}: {' and '.join(given)} are set, allowed is one of them")
         for name, number in given.items():
-            kinds, allowed = NUMBERS[name]
-            is_number = isinstance(number, kinds) and not isinstance(number, bool)
-            if not is_number or number < 0 or (float in kinds and not 0 < number <= 1) or (name, number) == ALL_FREE:
+            types, is_allowed, allowed = NUMBERS[name]
+            if isinstance(number, bool) or not isinstance(number, types) or not is_allowed(number):
                 raise InvalidInput(f"budget of {self.target!r}: {name} {number!r}, allowed is {allowed}")
 
     def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
