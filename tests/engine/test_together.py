@@ -8,9 +8,12 @@ import re
 import pytest
 import torch
 from highwater.memory import InvalidInput, manage
+from highwater.memory.budget import exact_size
 from highwater.memory.placement import parse_placement
 from highwater.memory.profile import parse_profile
 from highwater.memory.units import MIB
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 X = torch.randn(2, 5, 64)
 PARTS = ("transformer", "text_encoder", "vae")
@@ -105,6 +108,45 @@ def test_a_hosts_ceiling_and_what_is_to_stay_free_do_not_add_up(toys, machine, p
         manager.bring(member, {"gpu:0": int(0.9 * MIB)})
         assert manager.ledger.used("gpu:0") <= 0.5 * MIB
         del filler
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@given(
+    sequence=st.lists(st.sampled_from("abcd"), min_size=2, max_size=10),
+    together=st.floats(0.3, 4),
+    reserve=st.floats(0, 2.5),
+    low=st.floats(0, 0.5),
+    precision=st.sampled_from(["as stored", "fp8 scaled"]),
+)
+def test_any_sequence_keeps_to_what_two_calls_allow_and_leave_free(
+    toys, machine, sequence: list[str], together: float, reserve: float, low: float, precision: str
+) -> None:
+    nets = {name: toys.build_net(seed) for seed, name in enumerate("abcd")}
+    budget, left = int(together * MIB), int(reserve * MIB)
+    with torch.no_grad(), machine(4, low=int(low * MIB), high=int(low * MIB)) as manager:
+        first = manage(
+            {name: nets[name] for name in "ab"},
+            f"gpu:0={exact_size(budget)},*=1MiB",
+            placement="gpu:0",
+            precision=precision,
+            manager=manager,
+        )
+        manage(
+            {name: nets[name] for name in "cd"},
+            f"-{exact_size(left)}",
+            placement="gpu:0",
+            precision=precision,
+            manager=manager,
+        )
+        want = {}
+        for name in sequence:
+            result = nets[name](X).cpu()
+            assert torch.equal(result, want.setdefault(name, result))
+            manager.ledger.check()
+            held = manager.ledger.by_component("gpu:0")
+            assert sum(held.get(member.id, 0) for member in first.members) <= budget
+            assert all(held.get(member.id, 0) <= MIB for member in first.members)
+            assert manager.devices["gpu:0"].free_bytes() >= max(int(low * MIB), left if name in "cd" else 0)
 
 
 # -- a device's budget
