@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .memory import (
+        BudgetItem,
         Managed,
         MemoryManager,
+        OffloadProfile,
         default_manager,
         discover_components,
         load_model,
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetItem",
     "Managed",
     "MemoryManager",
+    "OffloadProfile",
     "default_manager",
     "discover_components",
     "load_model",

@@ -12,16 +12,20 @@ from .default import default_manager, existing_manager
 from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
+    from .budget import BudgetItem
     from .building import load_model, load_weights
     from .managed import Managed, discover_components, manage
     from .manager import MemoryManager
     from .membership import Watermark
+    from .profile import OffloadProfile
 
 __all__ = [
+    "BudgetItem",
     "DoesNotFit",
     "InvalidInput",
     "Managed",
     "MemoryManager",
+    "OffloadProfile",
     "Watermark",
     "default_manager",
     "discover_components",
@@ -32,7 +36,9 @@ __all__ = [
 ]
 
 LAZY = {
+    "BudgetItem": "budget",
     "MemoryManager": "manager",
+    "OffloadProfile": "profile",
     "Watermark": "membership",
     "load_model": "building",
     "load_weights": "building",

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from .errors import InvalidInput
@@ -28,14 +29,25 @@ __all__ = [
     "parse_size",
     "parse_target",
     "read_mmgp_budgets",
+    "read_target",
 ]
 
+# What each number of an item may be: of which types, in which range, and how that is said.
+NUMBERS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "limit_bytes": ((int,), lambda number: number >= 0, "a whole number from 0"),
+    "share": ((int, float), lambda number: 0 < number <= 1, "more than 0 to 1"),
+    "leave_bytes": ((int,), lambda number: number >= 0, "a whole number from 0"),
+    "leave_share": ((int, float), lambda number: 0 < number < 1, "more than 0 and less than 1"),
+}
 SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetItem:
     """A limit for a device, a component or everything (``*``); at most one of the four numbers is set.
+
+    A component's limit, and that of ``*``, is for each component by itself. A device's is for the weights of all that
+    were managed together: idle ones leave it to the one that computes. Where both are set the smaller counts.
 
     ``limit_bytes`` caps the device bytes of the weights, ``share`` does so as a part of the device's total.
     ``leave_bytes`` and ``leave_share`` keep that much of the device free. All None means unlimited.
@@ -49,16 +61,32 @@ class BudgetItem:
     from_profile: bool = False
     """A profile brought it, not the user: it rises to what a component needs at least."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.target, str) or not self.target:
+            raise InvalidInput(f"budget target {self.target!r}: allowed is a device, a component or '*'")
+        given = {name: number for name in NUMBERS if (number := getattr(self, name)) is not None}
+        if len(given) > 1:
+            raise InvalidInput(f"budget of {self.target!r}: {' and '.join(given)} are set, allowed is one of them")
+        for name, number in given.items():
+            types, is_allowed, allowed = NUMBERS[name]
+            if isinstance(number, bool) or not isinstance(number, types) or not is_allowed(number):
+                raise InvalidInput(f"budget of {self.target!r}: {name} {number!r}, allowed is {allowed}")
+
     def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
         """Return the most bytes that weights may take on a device with these bytes in all and to have.
 
         What is kept free anyway counts towards what is to be left.
         """
-        if self.limit_bytes is not None:
-            return min(self.limit_bytes, available_bytes)
-        if self.share is not None:
-            return min(int(total_bytes * self.share), available_bytes)
+        most = self.most(total_bytes)
+        if most is not None:
+            return min(most, available_bytes)
         return max(0, available_bytes - max(0, self.left_free(total_bytes) - kept_free_bytes))
+
+    def most(self, total_bytes: int) -> int | None:
+        """Return the cap on the weights' bytes, of a device with so many; None where the item sets none."""
+        if self.share is not None:
+            return int(total_bytes * self.share)
+        return self.limit_bytes
 
     def left_free(self, total_bytes: int) -> int:
         """Return the bytes of a device that have to stay free."""
@@ -92,7 +120,8 @@ def exact_size(num_bytes: int) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.10g}%"
+    """Return a share so that it is read back as the very same number, such as ``30%``."""
+    return f"{Decimal(repr(float(share))).scaleb(2).normalize():f}%"
 
 
 # -- the grammar
@@ -150,7 +179,7 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
         scanner.fail("a size is missing; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)
     minus, number, unit = match.groups()
     if unit == "%":
-        share = float(number) / 100
+        share = float(Decimal(number).scaleb(-2))
         if not 0 < share <= 1 or (minus and share == 1):
             scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% to 100%", at=begin)
         return BudgetItem(target=target, leave_share=share) if minus else BudgetItem(target=target, share=share)
@@ -187,12 +216,9 @@ def read_mmgp_budgets(
     if isinstance(budgets, Mapping):
         items: dict[str, BudgetItem] = {}
         for name, value in budgets.items():
-            scanner = Scanner(str(name), what=what)
-            target = parse_target(scanner, devices, components)
-            if not scanner.at_end:
-                scanner.fail("allowed is the name of one component or device")
+            target = read_target(name, devices=devices, components=components, what=what)
             if target in items:
-                scanner.fail(f"{target!r} has two {what}")
+                raise InvalidInput(f"{what}: {target!r} has two {what}")
             items[target] = read_mmgp_size(value, target, what)
         return tuple(items.values())
     if isinstance(budgets, str) and not is_size(budgets):
@@ -202,6 +228,15 @@ def read_mmgp_budgets(
             add_item(scanner, begin, parsed, parse_budget_item(scanner, devices, components), what)
         return tuple(parsed)
     return (read_mmgp_size(budgets, "*", what),)
+
+
+def read_target(name: Any, *, devices: Collection[str], components: Sequence[str], what: str) -> str:
+    """Return the plain name of the device, component or kind that Python code names. Raises `InvalidInput`."""
+    scanner = Scanner(str(name), what=what)
+    target = parse_target(scanner, devices, components)
+    if not scanner.at_end:
+        scanner.fail("allowed is the name of one component or device")
+    return target
 
 
 def is_size(text: str) -> bool:

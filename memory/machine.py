@@ -17,6 +17,10 @@ class DeviceCapacity:
     kept_free_bytes: int = 0
     link_bytes_per_s: float | None = None
     """How fast page-locked host memory reaches the device; None is not known."""
+    ceiling_bytes: int | None = None
+    """The most that the component's host allows it, where one does."""
+    sibling_bytes: int = 0
+    """What others that were managed together with the component hold while they compute: a device's budget has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from torch import nn
 from .building import source_of
 from .default import default_manager
 from .devices import list_devices
-from .errors import InvalidInput, UnsafeState
+from .errors import InvalidInput
 from .manager import MemoryManager
 from .membership import Member
 from .placement import parse_placement
@@ -127,9 +127,7 @@ class Managed:
             UnsafeState: one of them computes.
         """
         with self.manager.exclusive():
-            busy = [member.id for member in self.members if member.attachment.passes.is_busy()]
-            if busy:
-                raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
+            self.manager.refuse_computing(self.members)
             self.unmark_execution_device()
             for member in self.members:
                 self.manager.remove(member)
@@ -159,7 +157,7 @@ def manage(
     *,
     placement: str = "auto",
     precision: str | None = None,
-    files: Mapping[str, Sequence[str | Path] | WeightsSource] | None = None,
+    files: Mapping[str, str | Path | Sequence[str | Path] | WeightsSource] | None = None,
     blocks: Mapping[str, str] | None = None,
     manager: MemoryManager | None = None,
     name: str | None = None,
@@ -178,14 +176,16 @@ def manage(
         placement: where each component computes and rests, in the placement grammar.
         precision: ``as stored``, or ``fp8 scaled`` for the blocks' weights; None, or ``by profile``,
             is what the profile says.
-        files: the safetensors files of components by name; those may rest on disk, at tier ``disk`` or where RAM is
-            short, and their modules may be on the meta device. What `load_model` built knows its own.
+        files: the safetensors files of components by name, one path or several; those may rest on disk, at tier
+            ``disk`` or where RAM is short, and their modules may be on the meta device. What `load_model` built knows
+            its own.
         blocks: what moves together, by component, as a glob of module paths such as ``layers.*``, where the structure
             does not tell.
         manager: the manager to join; by default the process-wide one.
         name: a prefix for the components' ids; ``node_id`` the node that loads them, for the report.
         overrides: fields of the profile: ``budgets``, ``pinned``, ``prefetch_blocks``, ``quantize``, ``on_demand``,
-            ``reserve``, ``compile``.
+            ``reserve``, ``compile``. Each replaces the whole field: ``budgets`` leaves none of the profile's own, while
+            the text ``4,vae=1GiB`` keeps its others.
 
     Raises:
         InvalidInput: one line naming the value and what is allowed; the target is as it was.
@@ -197,17 +197,31 @@ def manage(
     members, plan = manager.add(
         modules,
         **read_choices(profile, placement, precision, list(modules), overrides),
-        sources=sources
-        | {
-            component: paths if isinstance(paths, WeightsSource) else WeightsSource(paths)
-            for component, paths in (files or {}).items()
-        },
+        sources=sources | read_files({} if files is None else files),
         patterns=blocks,
         name=name,
         node_id=node_id,
     )
     is_pipeline = not isinstance(target, nn.Module | dict)
     return Managed(manager, members, plan, target if is_pipeline else None)
+
+
+def read_files(files: Any) -> dict[str, WeightsSource]:
+    """Return where components have their weights, from the paths of their files. Raises `InvalidInput`."""
+    if not isinstance(files, Mapping):
+        raise InvalidInput(f"files {files!r}: allowed is a dict of paths by component")
+    sources = {}
+    for component, paths in files.items():
+        several = [paths] if isinstance(paths, str | Path) else paths
+        if isinstance(several, list | tuple) and several and all(isinstance(path, str | Path) for path in several):
+            sources[component] = WeightsSource(several)
+        elif isinstance(paths, WeightsSource):
+            sources[component] = paths
+        else:
+            raise InvalidInput(
+                f"files of {component!r}: {paths!r}; allowed is the path of a .safetensors file, or a list"
+            )
+    return sources
 
 
 def read_choices(

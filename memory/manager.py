@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -17,12 +17,12 @@ from torch import nn
 from .attachment import Attachment
 from .books import Recorder
 from .devices import Device, list_devices
-from .errors import DoesNotFit, InvalidInput
+from .errors import DoesNotFit, InvalidInput, UnsafeState
 from .ledger import Ledger
 from .link import link_bytes_per_s
 from .membership import Member, Watermark, default_watermark
 from .passes import Pass
-from .plan import Plan, replan
+from .plan import Plan
 from .policy import EvictionPolicy, LeastRecentlyUsed
 from .report import DeviceReport, Report
 from .reporting import component_report, device_report
@@ -33,7 +33,11 @@ __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 
 class MemoryManager:
-    """Admits, evicts and reports; every public call is serialised by one lock."""
+    """Admits, evicts and reports; what changes who is there, and where, is serialised by one lock.
+
+    `bytes_moved`, `device_reports`, `subscribe` and `watch_loading` take no lock: they may be called in the middle of
+    anything. Listeners and watchers are called while the lock is held.
+    """
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.lock = threading.RLock()
@@ -84,7 +88,8 @@ class MemoryManager:
 
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
-        return self.roster.moved_by_released + sum(member.attachment.bytes_moved for member in self.members.values())
+        members = list(self.members.values())  # in one step: another thread may add or remove some
+        return self.roster.moved_by_released + sum(member.attachment.bytes_moved for member in members)
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
@@ -121,9 +126,20 @@ class MemoryManager:
             finally:
                 self.lock.release()
 
+    def refuse_computing(self, members: Iterable[Member]) -> None:
+        """Raise `UnsafeState` for those that somebody computes with; the caller holds the lock."""
+        busy = [member.id for member in members if member.attachment.passes.is_busy()]
+        if busy:
+            raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
+
     def release_all(self) -> None:
-        """Release every component."""
+        """Release every component.
+
+        Raises:
+            UnsafeState: one of them computes; none is released.
+        """
         with self.exclusive():
+            self.refuse_computing(self.members.values())
             for member in list(self.members.values()):
                 self.remove(member)
 
@@ -132,12 +148,17 @@ class MemoryManager:
     def acquire(self, member: Member, holder: object) -> None:
         """Admit a component and hold a lease on it; loads what its plan wants and evicts for that.
 
+        Where a pass is under way that is not the holder, it stays as it is: blocks do not move under what computes. So
+        does a hosted component, whose host loads it.
+
         Args:
             holder: for what; gives the lease back.
 
         Raises:
-            DoesNotFit, torch.OutOfMemoryError: no lease is held, nothing of the component is on a device.
+            DoesNotFit, InvalidInput: no plan fits the device, or the budget; what was on devices stays there.
+            torch.OutOfMemoryError, or whatever ends the loading: nothing of the component is on a device.
             UnsafeState: somebody changed the dtype of the weights; that is undone.
+            In each case no lease is held.
         """
         with self.exclusive():
             try:
@@ -145,17 +166,31 @@ class MemoryManager:
                 member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
                 self.recorder.sample()
                 self.heal_abandoned(member)
-                if member.attachment.moves is not None:
-                    member.attachment.moves.put_back()
-                    member.attachment.moves.refuse_changed_dtype()
-                outdated = not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch
-                if outdated and not member.is_hosted:
-                    self.admit(member)
+                if self.is_at_rest(member, holder):
+                    self.bring_up(member)
                 self.recorder.used_by_node(member.id)
-                member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
             except BaseException:
                 member.leases.discard(holder)
                 raise
+
+    def is_at_rest(self, member: Member, holder: object) -> bool:
+        """Whether no pass of a component is under way but the holder; ends one that an interrupt left open."""
+        passes = member.attachment.passes
+        if passes.open is not holder:
+            passes.heal_abandoned()
+        return passes.open is None or passes.open is holder
+
+    def bring_up(self, member: Member) -> None:
+        """Let a component at rest hold what it is to compute with. Raises as `acquire`."""
+        if member.attachment.moves is not None:
+            member.attachment.moves.put_back()
+            member.attachment.moves.refuse_changed_dtype()
+        if not member.is_hosted:
+            if not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch:
+                self.admit(member)
+            else:
+                self.room.clear_left_free(member)
+        member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
     def enter(self, member: Member, attachment: Attachment, current: Pass) -> bool:
         """Acquire a component for a pass; False if another attachment has it now, or none."""
@@ -188,26 +223,29 @@ class MemoryManager:
                 self.learn_times(member)
 
     def learn_times(self, member: Member) -> None:
-        """Take what was timed of a component's passes; a streamed one is planned again with it."""
-        seconds: dict[int, float] = {}
-        for share in member.attachment.shares:
-            seconds |= share.take_times() or {}
+        """Take what was timed of a component's passes; a streamed one is planned again when it has all."""
+        shares = member.attachment.shares
+        for share in shares:
+            seconds = share.take_times()
+            if seconds is not None:
+                member.taken_seconds[share.device.name] = seconds
             link = share.take_link()
             if link is not None and share.device.name not in self.room.links:
                 self.room.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
-        if seconds.keys() == member.attachment.forwards.share_of.keys():
-            member.block_seconds = seconds
+        if member.taken_seconds and all(share.device.name in member.taken_seconds for share in shares):
+            taken = [member.taken_seconds.pop(share.device.name).items() for share in shares]
+            member.block_seconds = dict(itertools.chain(*taken))
             member.planned_in_epoch = -1
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
-        """Hold a component loaded for a while, such as a whole sampling run."""
+        """Hold a component for a while, such as a whole sampling run, and loaded as `acquire` does it."""
         holder = object()
         try:
             self.acquire(member, holder)
             yield
         finally:
-            member.attachment.passes.heal_for(None)
+            member.attachment.passes.heal_abandoned()
             self.give_back(member, holder)
 
     def admit(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
@@ -218,10 +256,10 @@ class MemoryManager:
                 if it could not compute otherwise.
         """
         attachment = member.attachment
-        machine = self.room.machine(member, computable(member, ceilings or {}))
-        plan = replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
+        plan = self.room.replan(member, computable(member, ceilings or {}))
         for share in plan.shares:
             if share.device != "cpu":
+                self.room.keep_budget(self.devices[share.device], share.device_bytes, member)
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
                 self.room.make_room(self.devices[share.device], need_bytes, member)
         try:
@@ -274,12 +312,10 @@ class MemoryManager:
     def planned_bytes(self, member: Member, device: str) -> int:
         """Return the bytes that a component would take of a device now: of the free, its own and the idle ones."""
         with self.exclusive():
-            attachment = member.attachment
             try:
-                plan = replan(attachment.component, attachment.plan, self.room.machine(member), member.profile)
+                return self.room.replan(member).device_bytes.get(device, 0)
             except (DoesNotFit, InvalidInput):
-                return attachment.component.weight_bytes
-            return plan.device_bytes.get(device, 0)
+                return member.attachment.component.weight_bytes
 
     def leave(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""
@@ -349,6 +385,7 @@ class MemoryManager:
         return partial(discard, self.recorder.listeners, listener)
 
     def device_reports(self) -> list[DeviceReport]:
+        """Return what each device has in all, free, and of managed weights; asks the driver."""
         none = Watermark(low_bytes=0, high_bytes=0)
         return [
             device_report(device, none if device.is_cpu else self.room.watermark(name), self.ledger)

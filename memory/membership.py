@@ -54,6 +54,8 @@ class Member:
         self.attachment: Attachment
         self.is_hosted = False
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
+        self.call: object = self
+        """The call of `Roster.add` that it came with; those of one call share a profile's budget for a device."""
         self.patterns: Mapping[str, str] | None = None
         self.is_kept = False
         """It leaves a device only when nothing else is left to leave."""
@@ -70,6 +72,8 @@ class Member:
         self.allocated_at_entry: dict[str, int] = {}
         self.block_seconds: dict[int, float] | None = None
         """What each block was seen to take to compute, in the order in which they ran."""
+        self.taken_seconds: dict[str, dict[int, float]] = {}
+        """The same by device, until all devices of a split have timed theirs, which may be in different passes."""
 
 
 def refuse_unsuitable(

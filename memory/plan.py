@@ -12,7 +12,7 @@ from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import all_resident_bytes, block_bytes
 from .machine import DeviceCapacity, Machine
-from .placement import DeviceShare, Placement, PlacementItem
+from .placement import DeviceShare, Placement, PlacementItem, names_device
 from .profile import LANGUAGE, TITLES, OffloadProfile, covers
 from .schedule import cut_runs
 from .share_plan import SharePlan, plan_share
@@ -52,6 +52,8 @@ class ComponentPlan:
     host_bytes: int = 0
     """The bytes of RAM, page-locked or not: the masters', or those of the buffers through which a file is read."""
     pinned_bytes: int = 0
+    oversize_bytes: int = 0
+    """What is pageable only because it is in pieces that no slab of page-locked memory holds."""
     choices: tuple[str, ...] = ()
     """Why precision, device, tier and split are what they are; the shares say why blocks stream."""
 
@@ -119,7 +121,7 @@ class Plan:
         if not plans:
             return ""
         streams = any(plan.streams for plan in plans)
-        if all(plan.pinned_bytes == plan.host_bytes and plan.tier == "pinned" for plan in plans):
+        if all(plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes and plan.tier != "disk" for plan in plans):
             return "2" if streams else "1"
         if not streams:
             return "3"
@@ -128,7 +130,8 @@ class Plan:
     @property
     def explicit_profile(self) -> str:
         """The plan as one profile text, in which nothing is left to ``auto``."""
-        budgets = []
+        # A device's budget is for all components together: no budget of each says the same.
+        budgets = [item for item in self.profile.budgets if names_device(item.target)]
         for plan in self.components:
             limits = [share.limit_bytes for share in plan.shares if share.limit_bytes is not None]
             budgets.append(BudgetItem(target=plan.component, limit_bytes=max(limits, default=None)))
@@ -236,6 +239,7 @@ def plan_components(
                 pinned=part.pinned,
                 host_bytes=part.host_bytes,
                 pinned_bytes=part.pinned_bytes,
+                oversize_bytes=part.oversize_bytes,
                 choices=(*reasons, *part.reasons),
             )
         )

@@ -25,6 +25,7 @@ from .budget import (
     parse_size,
     parse_target,
     read_mmgp_budgets,
+    read_target,
 )
 from .errors import InvalidInput, allowed_values
 from .placement import WORD, Scanner, resolve_kind
@@ -54,6 +55,7 @@ EVERYTHING = ("*",)
 # Among the text encoders, those that are language models (T5, Llama and their like); CLIP is not one.
 LANGUAGE = "language"
 LARGEST_PREFETCH = 4
+NAMES = ("pinned", "quantize", "on_demand")
 SETTINGS = ("pinned", "prefetch", "quantize", "disk", "reserve", "compile")
 NUMBER = re.compile(r"\d+(?=\s*(,|$))")
 
@@ -63,6 +65,9 @@ class OffloadProfile:
     """How much memory the weights may take, and how they rest; ``auto`` fills what is free.
 
     ``pinned``, ``quantize`` and ``on_demand`` name components or kinds; ``("*",)`` means all, ``()`` none.
+
+    Raises:
+        InvalidInput: a field of another type or out of its range. Names are looked up where the profile is used.
     """
 
     name: str = AUTO
@@ -81,25 +86,43 @@ class OffloadProfile:
 
     def __post_init__(self) -> None:
         if self.name not in (AUTO, *TITLES):
-            raise InvalidInput(f"profile {self.name!r} is unknown; {allowed_values(self.name, [AUTO, *TITLES])}")
-        if self.prefetch_blocks is not None and not 1 <= self.prefetch_blocks <= LARGEST_PREFETCH:
-            raise InvalidInput(f"prefetch {self.prefetch_blocks!r}: allowed is 1 to {LARGEST_PREFETCH}, or auto")
+            raise InvalidInput(f"profile {self.name!r} is unknown; {allowed_values(str(self.name), [AUTO, *TITLES])}")
+        refuse_wrong_items(self.budgets, "budgets")
+        refuse_wrong_items(self.reserve, "reserve")
+        for item in self.reserve:
+            if item.limit_bytes is not None or item.share is not None:
+                raise InvalidInput(f"reserve of {item.target!r}: allowed is leave_bytes or leave_share")
+        for field in NAMES:
+            names = getattr(self, field)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise InvalidInput(f"{field} {names!r}: allowed is a tuple of names, such as ('diffusion',)")
+        ahead = self.prefetch_blocks
+        if ahead is not None and (type(ahead) is not int or not 1 <= ahead <= LARGEST_PREFETCH):
+            raise InvalidInput(f"prefetch_blocks {ahead!r}: allowed is 1 to {LARGEST_PREFETCH}, or None")
+        if not isinstance(self.compile, bool):
+            raise InvalidInput(f"compile {self.compile!r}: allowed is True or False")
 
     @property
     def title(self) -> str:
         """The profile's name in words, such as ``LowRAM_LowVRAM``."""
         return TITLES.get(self.name, self.name)
 
-    def budget_for(self, device: str, component: str, kind: str) -> BudgetItem | None:
-        """Return the most specific budget: component name, kind, device, then ``*``; the user's before a profile's."""
-        own = [item for item in self.budgets if not item.from_profile]
-        brought = [item for item in self.budgets if item.from_profile]
-        return find_item(own, device, component, kind) or find_item(brought, device, component, kind)
+    def budgets_for(self, device: str, component: str, kind: str) -> tuple[BudgetItem, ...]:
+        """Return the budgets that all count: the component's (by name, else kind, else ``*``) and the device's.
+
+        Those of the user, or where none of them is meant, those that the profile brought.
+        """
+        own = find_items([item for item in self.budgets if not item.from_profile], device, component, kind)
+        return own or find_items([item for item in self.budgets if item.from_profile], device, component, kind)
 
     def reserve_for(self, device: str, component: str, kind: str, total_bytes: int) -> int:
-        """Return the bytes of a device that have to stay free beside a component."""
-        item = find_item(self.reserve, device, component, kind)
-        return item.left_free(total_bytes) if item else 0
+        """Return the bytes of a device that the reserve keeps free beside a component."""
+        return most_left_free(find_items(self.reserve, device, component, kind), total_bytes)
+
+    def left_free(self, device: str, component: str, kind: str, total_bytes: int) -> int:
+        """Return the bytes of a device that have to stay free beside a component, by the reserve or by a budget."""
+        by_budget = most_left_free(self.budgets_for(device, component, kind), total_bytes)
+        return max(by_budget, self.reserve_for(device, component, kind, total_bytes))
 
     def to_json(self) -> dict[str, Any]:
         """Return every value, and what it was made for."""
@@ -122,9 +145,13 @@ class OffloadProfile:
         """The profile as text that `parse_profile` takes: its name, and what differs from it."""
         base = PROFILES[self.name]
         own = [item for item in self.budgets if not item.from_profile]
-        targets = {item.target for item in self.budgets}
+        brought = [item for item in self.budgets if item.from_profile]
+        targets = {item.target for item in own}
+        if "*" not in targets and {item for item in base.budgets if item.target not in targets} != set(brought):
+            own += [replace(item, from_profile=False) for item in brought if item.target not in targets]
+            if "*" not in {item.target for item in own}:
+                own.append(BudgetItem(target="*"))  # or the text would bring what was replaced
         items = [str(item) for item in own]
-        items += [f"{item.target}=unlimited" for item in base.budgets if item.target not in targets]
         for word, field in (("pinned", "pinned"), ("quantize", "quantize"), ("disk", "on_demand")):
             names = getattr(self, field)
             if names != getattr(base, field):
@@ -139,9 +166,24 @@ class OffloadProfile:
         return ",".join(items if items and self.name == AUTO else [self.name, *items])
 
 
-def find_item(items: Sequence[BudgetItem], device: str, component: str, kind: str) -> BudgetItem | None:
+def find_items(items: Sequence[BudgetItem], device: str, component: str, kind: str) -> tuple[BudgetItem, ...]:
     by_target = {item.target: item for item in items}
-    return next((by_target[key] for key in (component, kind, device, "*") if key in by_target), None)
+    of_component = next((by_target[key] for key in (component, kind, "*") if key in by_target), None)
+    return tuple(item for item in (of_component, by_target.get(device)) if item is not None)
+
+
+def most_left_free(items: Sequence[BudgetItem], total_bytes: int) -> int:
+    return max((item.left_free(total_bytes) for item in items), default=0)
+
+
+def refuse_wrong_items(items: Any, field: str) -> None:
+    if not isinstance(items, tuple) or not all(isinstance(item, BudgetItem) for item in items):
+        raise InvalidInput(f"{field} {items!r}: allowed is a tuple of BudgetItem")
+    seen = set()
+    for item in items:
+        if (item.target, item.from_profile) in seen:
+            raise InvalidInput(f"{field}: {item.target!r} has two")
+        seen.add((item.target, item.from_profile))
 
 
 def covers(names: Collection[str], component: str, *kinds: str) -> bool:
@@ -207,7 +249,7 @@ def parse_profile(text: str, *, devices: Collection[str], components: Sequence[s
         else:
             settings[setting[0]] = setting[1]
     named = {item.target for item in budgets}
-    kept = [item for item in profile.budgets if item.target not in named]
+    kept = [item for item in profile.budgets if not named & {item.target, "*"}]
     return replace(profile, budgets=(*budgets, *kept), reserve=tuple(reserve), **settings)
 
 
@@ -250,7 +292,12 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
     if not scanner.take("="):
         scanner.fail(f"'=' must follow {word!r}")
     if word == "reserve":
-        return word, as_left_free(parse_size(scanner, target))
+        scanner.skip_blanks()
+        begin = scanner.position
+        item = parse_size(scanner, target)
+        if item.share == 1:
+            scanner.fail("nothing would be left for weights; allowed: more than 0% and less than 100%", at=begin)
+        return word, as_left_free(item)
     if word == "prefetch":
         return "prefetch_blocks", parse_choice(scanner, word, {AUTO: None, "1": 1, "2": 2, "3": 3, "4": 4})
     if word == "compile":
@@ -298,13 +345,16 @@ def build_profile(
 
     Args:
         profile: a text, the number of a profile, or a profile.
-        overrides: any field. ``budgets`` and ``reserve`` in mmgp's form (`read_mmgp_budgets`); ``pinned``,
-            ``quantize`` and ``on_demand`` as a bool, a component or a sequence of them.
+        overrides: any field, which is replaced as a whole: of ``budgets`` none of the profile's own are left.
+            ``budgets`` and ``reserve`` in mmgp's form (`read_mmgp_budgets`); ``pinned``, ``quantize`` and
+            ``on_demand`` as a bool, a component or a sequence of them.
 
     Raises:
         InvalidInput: naming the value and what is allowed.
     """
-    if not isinstance(profile, OffloadProfile):
+    if isinstance(profile, OffloadProfile):
+        profile = resolve_names(profile, devices=devices, components=components)
+    else:
         profile = parse_profile(str(profile), devices=devices, components=components)
     allowed = [field.name for field in fields(OffloadProfile) if field.name != "name"]
     changes: dict[str, Any] = {}
@@ -317,14 +367,21 @@ def build_profile(
             value = read_mmgp_budgets(value, devices=devices, components=components, what=name)
             if name == "reserve":
                 value = tuple(as_left_free(item) for item in value)
-        elif name in ("pinned", "quantize", "on_demand"):
+        elif name in NAMES:
             value = read_names(value, components, name)
-        elif name == "prefetch_blocks" and (isinstance(value, bool) or not isinstance(value, int)):
-            raise InvalidInput(f"prefetch_blocks {value!r}: allowed is 1 to {LARGEST_PREFETCH}, or None")
-        elif name == "compile" and not isinstance(value, bool):
-            raise InvalidInput(f"compile {value!r}: allowed is True or False")
         changes[name] = value
     return replace(profile, **changes)
+
+
+def resolve_names(profile: OffloadProfile, *, devices: Collection[str], components: Sequence[str]) -> OffloadProfile:
+    """Return a profile with its names spelled as here. Raises `InvalidInput` for one that nothing here has."""
+    named: dict[str, Any] = {field: read_names(getattr(profile, field), components, field) for field in NAMES}
+    for field in ("budgets", "reserve"):
+        named[field] = tuple(
+            replace(item, target=read_target(item.target, devices=devices, components=components, what=field))
+            for item in getattr(profile, field)
+        )
+    return replace(profile, **named)
 
 
 def read_names(value: Any, components: Sequence[str], what: str) -> tuple[str, ...]:

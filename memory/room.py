@@ -3,7 +3,9 @@
 [Note: admission] A component is admitted when it is entered, never before. It may plan with what is free now,
 with its own bytes, and with those of idle components, less what the watermark keeps free. If loading it would
 leave less than ``low`` free, idle components leave, least recently used first and block by block, until ``high``
-is free. Between the marks nobody moves. A component that computes holds a lease and is never a victim.
+is free. Between the marks nobody moves. A component that computes holds a lease and is never a victim. What the
+profile of the newcomer leaves free raises both marks; and where it has a budget for the device, idle siblings, those
+managed by the same call, leave until all of them together are within it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from .machine import DeviceCapacity, Machine
 from .membership import Member, Watermark, default_watermark
 from .pinning import pin_limit_bytes
 from .placement import canonical_device
-from .plan import replan
+from .plan import ComponentPlan, replan
 from .policy import EvictionPolicy, Victim
 from .units import format_bytes
 
@@ -107,6 +109,7 @@ class Room:
         ``freed_bytes``: the host memory that a newcomer's weights take now, and give back as they are packed.
         """
         capacities = []
+        computing = [other.id for other in self.siblings(member) if other.leases] if member else []
         for device in self.devices.values():
             low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
             others = sum(victim.device_bytes for victim in self.victims(device, member))
@@ -116,9 +119,11 @@ class Room:
                 DeviceCapacity(
                     name=device.name,
                     total_bytes=device.total_bytes(),
-                    available_bytes=max(0, min(available, (ceilings or {}).get(device.name, available))),
+                    available_bytes=max(0, available),
                     kept_free_bytes=low,
                     link_bytes_per_s=self.links.get(device.name),
+                    ceiling_bytes=(ceilings or {}).get(device.name),
+                    sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                 )
             )
         # What a member keeps in host memory is decided when it is added.
@@ -127,7 +132,20 @@ class Room:
             pinned = pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
         return Machine(devices=tuple(capacities), pinned_bytes=pinned)
 
+    def replan(self, member: Member, ceilings: Mapping[str, int] | None = None) -> ComponentPlan:
+        """Return what a member would be brought to now, by all that is known of it; moves nothing.
+
+        Raises:
+            InvalidInput, DoesNotFit: as `plan_components`.
+        """
+        attachment, machine = member.attachment, self.machine(member, ceilings)
+        return replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
+
     # -- who leaves
+
+    def siblings(self, member: Member) -> list[Member]:
+        """Return the others that came under management by the same call."""
+        return [other for other in self.members.values() if other is not member and other.call is member.call]
 
     def victims(self, device: Device, member: Member | None) -> list[Victim]:
         """Return the idle components with bytes on a device, other than the member."""
@@ -139,11 +157,12 @@ class Room:
 
     def make_room(self, device: Device, need_bytes: int, member: Member | None) -> None:
         """Evict idle components if the need would leave less than the low mark free, until the high mark is."""
-        low, high = self.kept_free(device.name, member)
+        asked = self.left_free(device, member)
+        low, high = (max(mark, asked) for mark in self.kept_free(device.name, member))
         left = device.free_bytes() - need_bytes
         if left >= low:
             return
-        need = f"{member.id} needs {format_bytes(need_bytes)}" if member else "the watermark was raised"
+        need = f"{member.id} needs {format_bytes(max(0, need_bytes))}" if member else "the watermark was raised"
         for victim in self.policy.order(self.victims(device, member)):
             if left >= high:
                 return
@@ -156,6 +175,37 @@ class Room:
             if other.is_kept:
                 reason += "; it was to be kept, but nothing else is left"
             left += self.evict(other, device, high - left, reason)
+
+    def left_free(self, device: Device, member: Member | None) -> int:
+        """Return the bytes of a device that the member's profile leaves free."""
+        if member is None:
+            return 0
+        component = member.attachment.component
+        return member.profile.left_free(device.name, component.name, component.kind, device.total_bytes())
+
+    def clear_left_free(self, member: Member) -> None:
+        """Evict what idle components took of the bytes that a loaded member's profile leaves free."""
+        for share in member.attachment.shares:
+            if not share.device.is_cpu and self.left_free(share.device, member):
+                self.make_room(share.device, 0, member)
+
+    def keep_budget(self, device: Device, device_bytes: int, member: Member) -> None:
+        """Evict idle siblings if with so many bytes of the member they held more than its budget for the device."""
+        component = member.attachment.component
+        for budget in member.profile.budgets_for(device.name, component.name, component.kind):
+            most = budget.most(device.total_bytes())
+            if budget.target != device.name or most is None:
+                continue
+            siblings = {other.id for other in self.siblings(member)}
+            held = sum(self.ledger.held(sibling, device.name) for sibling in siblings)
+            for victim in self.policy.order(self.victims(device, member)):
+                excess = held + device_bytes - most
+                if excess > 0 and victim.component in siblings:
+                    reason = (
+                        f"{member.id} needs {format_bytes(device_bytes)}, others {format_bytes(held)}; "
+                        f"budget {budget} is for all of them together"
+                    )
+                    held -= self.evict(self.members[victim.component], device, excess, reason)
 
     def give_up(
         self, device_name: str, num_bytes: int, reason: str, *, spare: Collection[Member] = (), whole: bool = True
@@ -202,8 +252,7 @@ class Room:
         """
         ceilings = {device.name: ceiling}
         try:
-            machine = self.machine(member, ceilings if whole else computable(member, ceilings))
-            plan = replan(member.attachment.component, member.attachment.plan, machine, member.profile)
+            plan = self.replan(member, ceilings if whole else computable(member, ceilings))
         except (DoesNotFit, InvalidInput):
             return not whole
         member.attachment.load(plan)

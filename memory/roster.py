@@ -92,9 +92,11 @@ class Roster:
         prefix = f"{self.free_name(name)}/" if name else ""
         workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
         members: list[Member] = []
+        call = object()
         for component, module in zip(components, modules.values(), strict=True):
             member_id = self.free_name(prefix + component.name)
             member = Member(member_id, component.name, node_id, workflow_id, profile)
+            member.call = call
             member.is_hosted = is_hosted
             member.patterns = patterns
             members.append(member)
@@ -170,6 +172,7 @@ class Roster:
 
     def give(self, member: Member, profile: OffloadProfile) -> None:
         member.profile, member.block_seconds, member.planned_in_epoch = profile, None, -1
+        member.taken_seconds = {}
 
     def prepare(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+from .budget import BudgetItem
 from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import block_bytes, fixed_tensors, resting_bytes, wide_bytes
@@ -181,10 +182,10 @@ def find_limit(
         overlapping_bytes: the least with which copies and computes overlap; a profile's budget rises to it.
     """
     available = available_bytes(component, capacity, profile)
-    budget = profile.budget_for(capacity.name, component.name, component.kind)
+    budget = smallest_budget(component, capacity, profile)
     if budget is None:
         return available, f"{capacity.name} can give {format_bytes(available)}", []
-    limit = budget.limit(capacity.total_bytes, available, capacity.kept_free_bytes)
+    limit = min(limit_by(budget, capacity), available)
     needed = min(align_up(overlapping_bytes, MIB), whole_bytes, available)
     if not budget.from_profile or limit >= needed:
         return limit, f"budget {budget}", []
@@ -193,10 +194,29 @@ def find_limit(
     return needed, f"budget {raised}", [reason]
 
 
+def smallest_budget(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> BudgetItem | None:
+    """Return the budget that allows least of a device: the component's or the device's."""
+    budgets = profile.budgets_for(capacity.name, component.name, component.kind)
+    return min(budgets, key=lambda budget: limit_by(budget, capacity), default=None)
+
+
+def limit_by(budget: BudgetItem, capacity: DeviceCapacity) -> int:
+    """Return the most bytes that a budget allows of a device; of the device's own, what siblings leave."""
+    limit = budget.limit(capacity.total_bytes, capacity.available_bytes, capacity.kept_free_bytes)
+    most = budget.most(capacity.total_bytes)
+    if most is None or budget.target != capacity.name:
+        return limit
+    return max(0, min(limit, most - capacity.sibling_bytes))
+
+
 def available_bytes(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> int:
-    """Return what the device can give when the profile's reserve stays free; what is kept free counts towards it."""
+    """Return what the device can give when the profile's reserve stays free, up to its ceiling.
+
+    What is kept free counts towards the reserve.
+    """
     reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
-    return max(0, capacity.available_bytes - max(0, reserve - capacity.kept_free_bytes))
+    available = max(0, capacity.available_bytes - max(0, reserve - capacity.kept_free_bytes))
+    return available if capacity.ceiling_bytes is None else min(available, capacity.ceiling_bytes)
 
 
 def find_seconds(
@@ -298,14 +318,20 @@ def refuse(
         f"at least {format_bytes(least)} ({format_bytes(whole.fixed_bytes)} fixed, "
         f"{format_bytes(largest)} for the largest block, {format_bytes(whole.scratch_bytes)} scratch)"
     )
-    budget = profile.budget_for(capacity.name, component.name, component.kind)
+    budget = smallest_budget(component, capacity, profile)
     available = available_bytes(component, capacity, profile)
     if budget is not None and not budget.from_profile and limit < available:
-        raise InvalidInput(f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}")
-    if available < capacity.available_bytes:
-        kept = format_bytes(capacity.kept_free_bytes + capacity.available_bytes - available)
+        held = f"; components that compute hold {format_bytes(capacity.sibling_bytes)} of it"
+        is_shared = budget.target == capacity.name and capacity.sibling_bytes
         raise InvalidInput(
-            f"a reserve of {kept} leaves {format_bytes(available)} of {capacity.name}: {component.name} needs {form}"
+            f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}"
+            f"{held if is_shared else ''}"
+        )
+    reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
+    if reserve > capacity.kept_free_bytes:
+        raise InvalidInput(
+            f"a reserve of {format_bytes(reserve)} leaves {format_bytes(available)} of {capacity.name}: "
+            f"{component.name} needs {form}"
         )
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} can be had of "

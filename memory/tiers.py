@@ -53,6 +53,8 @@ class Masters:
     tier: str | None = None
     pinned: frozenset[str] = frozenset()
     pinned_bytes: int = 0
+    oversize_bytes: int = 0
+    """What would be page-locked if a slab of that could hold it."""
     reasons: tuple[str, ...] = ()
 
     @property
@@ -188,32 +190,45 @@ def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: Off
         return part if part.pinned_bytes else replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier is not None and part.tier != "pinned":
         return part
-    pinned_bytes = sum(pinned.values())
-    reasons = list(part.reasons)
-    if not part.on_cpu and pinned_bytes < part.ram_bytes:
-        if not may_be_pinned(part, profile):
-            reasons.append(f"rests in pageable RAM: profile {profile.name} page-locks others; copies block the host")
-        elif not pinned:
-            reasons.append(
-                f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned by all components, "
-                f"{format_bytes(part.ram_bytes)} would be needed; copies block the host"
-            )
-        else:
-            streamed = [name for name, _, streams in part.units() if streams]
-            first = (
-                f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
-            )
-            reasons.append(
-                f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
-                f"{format_bytes(machine.pinned_bytes)} may be by all components; copies of the others block the host"
-            )
+    if may_be_pinned(part, profile):
+        part = replace(part, oversize_bytes=sum(size for _, size, _ in part.units() if size >= LIMIT_BYTES))
     return replace(
         part,
         tier=part.tier or ("pinned" if pinned else "host"),
         pinned=frozenset(pinned),
-        pinned_bytes=pinned_bytes,
-        reasons=tuple(reasons),
+        pinned_bytes=sum(pinned.values()),
+        reasons=(*part.reasons, *explain_pageable(part, pinned, machine, profile)),
     )
+
+
+def explain_pageable(part: Masters, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> list[str]:
+    """Return why not all that rests in RAM is page-locked."""
+    pinned_bytes = sum(pinned.values())
+    if part.on_cpu or pinned_bytes == part.ram_bytes:
+        return []
+    if not may_be_pinned(part, profile):
+        return [f"rests in pageable RAM: profile {profile.name} page-locks others; copies block the host"]
+    reasons = []
+    if part.oversize_bytes:
+        reasons.append(
+            f"{format_bytes(part.oversize_bytes)} in pieces of 2 GiB or more rest in pageable RAM, "
+            "page-locked slabs are smaller; their copies block the host"
+        )
+    if pinned_bytes + part.oversize_bytes == part.ram_bytes:
+        return reasons
+    if not pinned:
+        reasons.append(
+            f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned by all components, "
+            f"{format_bytes(part.ram_bytes)} would be needed; copies block the host"
+        )
+        return reasons
+    streamed = [name for name, _, streams in part.units() if streams]
+    first = f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
+    reasons.append(
+        f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
+        f"{format_bytes(machine.pinned_bytes)} may be by all components; copies of the others block the host"
+    )
+    return reasons
 
 
 def explain(part: Masters, machine: Machine, profile: OffloadProfile) -> str:

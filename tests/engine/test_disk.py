@@ -703,6 +703,26 @@ def test_files_of_no_component_are_refused(toys, machine, files) -> None:
         manage({"net": toys.build_net()}, files={"unet": files}, manager=manager)
 
 
+@pytest.mark.parametrize("form", [str, lambda path: path, lambda path: (str(path),)])
+def test_one_file_is_a_path_a_string_or_a_list_of_one(toys, machine, tmp_path, form) -> None:
+    state = {name: tensor for name, tensor in toys.build_net().state_dict().items() if name != "out.weight"}
+    path = tmp_path / "net.safetensors"
+    save_file(state, path)
+    with machine(8) as manager, on_disk(toys.build_net(), form(path), manager) as managed:
+        assert managed.plan["net"].tier == "disk"
+
+
+@pytest.mark.parametrize("wrong", [None, {"a.safetensors": 1}, [], [None], 3])
+def test_what_is_no_path_is_refused_in_one_line(toys, machine, wrong) -> None:
+    allowed = "allowed is the path of a .safetensors file"
+    with machine(8) as manager:
+        with pytest.raises(InvalidInput) as error:
+            manage({"net": toys.build_net()}, files={"net": wrong}, manager=manager)
+        assert str(error.value).startswith(f"files of 'net': {wrong!r}; {allowed}")
+        with pytest.raises(InvalidInput, match="allowed is a dict of paths by component"):
+            manage({"net": toys.build_net()}, files="a.safetensors", manager=manager)
+
+
 def test_one_release_that_fails_does_not_hold_the_others_back(toys, machine, files) -> None:
     parts = {"net": toys.build_net(), "other": toys.build_net()}
     with machine(8) as manager, torch.no_grad():

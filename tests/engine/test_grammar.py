@@ -146,17 +146,20 @@ def test_the_most_specific_item_wins() -> None:
         ("auto,pinned=none", None),
         ("gpu:1=1GiB", None),
         ("gpu:0=2GiB,vae=unlimited", 2 * GIB),
-        ("dit=3GiB,gpu:0=2GiB", 3 * GIB),
+        ("dit=3GiB,gpu:0=2GiB", 2 * GIB),
+        ("dit=2GiB,gpu:0=3GiB,*=1GiB", 2 * GIB),
+        ("2GiB,gpu:0=-9GiB", GIB),
+        ("gpu:0=unlimited,3GiB", 3 * GIB),
+        ("4,gpu:1=1GiB", 1200 * MIB),
     ],
 )
 def test_every_form_of_budget(text: str, limits: int | None) -> None:
-    item = parse_profile(text, devices=DEVICES).budget_for("gpu:0", "transformer", "diffusion")
-    assert (item.limit(16 * GIB, 10 * GIB) if item else None) == limits
+    items = parse_profile(text, devices=DEVICES).budgets_for("gpu:0", "transformer", "diffusion")
+    assert min((item.limit(16 * GIB, 10 * GIB) for item in items), default=None) == limits
 
 
 def test_what_is_kept_free_anyway_counts_towards_what_a_budget_leaves() -> None:
-    item = parse_profile("-3GiB", devices=DEVICES).budget_for("gpu:0", "transformer", "diffusion")
-    assert item is not None
+    (item,) = parse_profile("-3GiB", devices=DEVICES).budgets_for("gpu:0", "transformer", "diffusion")
     assert item.limit(16 * GIB, 10 * GIB, kept_free_bytes=2 * GIB) == 9 * GIB
     assert item.limit(16 * GIB, 10 * GIB, kept_free_bytes=4 * GIB) == 10 * GIB
 
@@ -210,6 +213,7 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("pinned=vae&fast", 12, "component 'fast' is unknown"),
         ("pinned=language", 8, "component 'language' is unknown"),
         ("reserve=much", 9, "a size is missing"),
+        ("reserve=100%", 9, "allowed: more than 0% and less than 100%"),
         ("reserve=1GiB,reserve=2GiB", 14, "'*' has two reserves"),
         ("reserve:=1GiB", 9, "a device or a component is missing"),
     ],

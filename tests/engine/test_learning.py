@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from highwater.memory import manage
 from highwater.memory.link import known_link, link_bytes_per_s
+from highwater.memory.placement import parse_placement
+from highwater.memory.profile import parse_profile
 
 LINK = 8e9
 
@@ -119,3 +123,63 @@ def test_short_passes_in_turn_with_whole_ones_keep_the_order(toys, machine) -> N
                 net(torch.randn(2, 5, 64))
                 (share,) = managed.members[0].attachment.shares
                 assert set(share.streamer.order) == share.streamer.units.keys()
+
+
+class Chain(torch.nn.Module):
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        pairs = ((torch.nn.Linear(64, width), torch.nn.Linear(width, 64)) for width in widths)
+        self.layers = torch.nn.ModuleList(torch.nn.Sequential(*pair) for pair in pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", [7, 20, 34, 37])
+def test_a_host_is_told_and_left_with_what_measured_times_decide(machine, seed: int) -> None:
+    draw = random.Random(seed)
+    widths = [draw.choice([64, 128, 256, 400]) for _ in range(8)]
+    net = Chain(widths).eval().requires_grad_(False)
+    x = torch.randn(16, 64)
+    with machine(8, flops_per_s=10 ** draw.uniform(8.3, 10.5), h2d_bytes_per_s=1e9) as manager, torch.no_grad():
+        manager.room.links["gpu:0"] = 1e9
+        budget = draw.uniform(0.4, 0.8) * sum(widths) * 128 * 4
+        (member,), _ = manager.add(
+            {"model": net},
+            placement=parse_placement("gpu:0", devices=["gpu:0"]),
+            profile=parse_profile(f"{budget / 1e6:.4f}MB", devices=["gpu:0"]),
+            precision=None,
+            name=None,
+            node_id=None,
+            is_hosted=True,
+        )
+        manager.bring(member)
+        for _ in range(5):
+            net(x.to("sim:0"))
+        assert member.block_seconds is not None
+        manager.leave(member)
+        manager.bring(member)
+        manager.leave(member)
+        told = manager.planned_bytes(member, "gpu:0")
+        manager.bring(member)
+        assert told == manager.ledger.held("model", "gpu:0")
+        manager.give_up("gpu:0", 1, "the host asks")
+        assert manager.ledger.held("model", "gpu:0") < told
+        assert member.attachment.plan.shares[0].pass_s is not None
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2, 6, 7])
+def test_a_split_learns_where_a_pass_left_out_a_block_of_one_part(toys, machine, skipped: int) -> None:
+    with machine(8, 8, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        net = toys.build_net()
+        profile = "gpu:0=0.4MiB,gpu:1=0.3MiB"
+        with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
+            manager.room.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            (member,) = managed.members
+            for number in range(8):
+                net.skip = frozenset({skipped}) if number == 1 else frozenset()
+                net(torch.randn(2, 5, 64))
+            assert list(member.block_seconds) == list(range(8))
+            assert not member.taken_seconds

@@ -141,6 +141,22 @@ def test_what_does_not_fit_says_so_and_the_manager_goes_on(toys, machine) -> Non
 
 
 @torch.no_grad()
+def test_what_is_on_a_device_stays_there_when_no_plan_fits_any_more(toys, machine) -> None:
+    with machine(4) as manager:
+        nets, (managed,) = add(toys, manager, "a")
+        net = nets["a"]
+        want, held = net(X).cpu(), used(manager, "a")
+        with manager.lease(managed.members[0]):
+            manager.set_watermark("*", 4 * MIB, 4 * MIB)
+            with pytest.raises(DoesNotFit):
+                net(X)
+            assert used(manager, "a") == held
+            assert len(managed.members[0].leases) == 1
+            manager.set_watermark("*", 0, 0)
+            assert torch.equal(net(X).cpu(), want)
+
+
+@torch.no_grad()
 def test_a_raised_watermark_clears_room_at_once(toys, machine) -> None:
     with machine(4) as manager:
         nets, _ = add(toys, manager, "a")

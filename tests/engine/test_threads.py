@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -204,3 +206,93 @@ def test_waiting_for_a_pass_keeps_nothing_of_it_alive(machine) -> None:
         assert torch.equal(compute(net), want)
         assert torch.equal(waiting[0].result(20), want)
         assert not any(alive)
+
+
+@contextmanager
+def paused(net: torch.nn.Module, pool: ThreadPoolExecutor) -> Iterator[list[torch.Tensor]]:
+    """Let another thread compute, and stop in the middle of a block; behind it, its result is in the list."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    handle = net.singles[1].norm.register_forward_hook(wait)
+    computing, results = pool.submit(compute, net), []
+    try:
+        assert inside.wait(20)
+        yield results
+    finally:
+        go_on.set()
+        handle.remove()
+    results.append(computing.result(20))
+
+
+@pytest.mark.parametrize("profile", [TIGHT, "auto", "auto,quantize=all"])
+def test_a_lease_does_not_plan_anew_under_the_pass_of_another_thread(toys, machine, profile: str) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool:
+        managed = manage(net, profile, placement="gpu:0", manager=manager)
+        want, (member,) = compute(net), managed.members
+        plan = member.attachment.plan
+        with paused(net, pool) as results:
+            manager.set_watermark("*", 7 << 20, 7 << 20)  # for which the next pass will have less
+            with manager.lease(member):
+                assert member.attachment.plan is plan
+                assert member.planned_in_epoch != manager.room.epoch
+        assert torch.equal(results[0], want)
+        assert not member.leases
+        assert torch.equal(compute(net), want)
+        assert manager.ledger.used("gpu:0") <= 1 << 20
+
+
+@pytest.mark.parametrize("profile", [TIGHT, "auto"])
+def test_nor_does_a_lease_in_the_middle_of_a_pass_of_this_thread(toys, machine, profile: str) -> None:
+    net = toys.build_net()
+    with machine(8) as manager:
+        managed = manage(net, profile, placement="gpu:0", manager=manager)
+        want, (member,) = compute(net), managed.members
+
+        def lease(*_: object) -> None:
+            manager.set_watermark("*", 7 << 20, 7 << 20)
+            with manager.lease(member):
+                pass
+
+        handle = net.singles[1].norm.register_forward_hook(lease)
+        assert torch.equal(compute(net), want)
+        handle.remove()
+        assert torch.equal(compute(net), want)
+
+
+def test_a_lease_ends_a_pass_that_nobody_runs_and_loads(toys, machine) -> None:
+    net = toys.build_net()
+    with machine(8) as manager:
+        managed = manage(net, TIGHT, placement="gpu:0", manager=manager)
+        want, (member,) = compute(net), managed.members
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        handle = net.singles[1].norm.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compute(net)
+        handle.remove()
+        manager.room.epoch += 1
+        with manager.lease(member):
+            assert member.attachment.passes.open is None
+            assert member.planned_in_epoch == manager.room.epoch
+            assert torch.equal(compute(net), want)
+
+
+def test_not_all_is_released_while_some_computes(toys, machine) -> None:
+    nets = {"a": toys.build_net(), "b": toys.build_net(seed=1)}
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool:
+        manage(nets, TIGHT, placement="gpu:0", manager=manager)
+        want = compute(nets["b"])
+        with paused(nets["b"], pool) as results:
+            with pytest.raises(UnsafeState, match="b: computes now"):
+                manager.release_all()
+            assert sorted(manager.members) == ["a", "b"]
+        assert torch.equal(results[0], want)
+        manager.release_all()
+        assert not manager.members
