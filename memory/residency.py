@@ -87,6 +87,12 @@ class Unit:
         return self.master.slab if isinstance(self.master, HostMaster) else None
 
     @property
+    def blocks_host(self) -> bool:
+        """Whether a copy to a device holds the host until it is done."""
+        assert self.master is not None
+        return self.master.blocks_host
+
+    @property
     def version(self) -> int:
         """That of the masters; grows when weights are written to, through the slab or through the module's objects."""
         assert self.master is not None

@@ -53,6 +53,8 @@ class Share:
         self.staging: tuple[int, Places] = (0, ())
         """The bytes and places of the staging memory."""
         self.computing: dict[int, Stay | None] = {}
+        self.began_with: int | None = None
+        """The first block of the pass."""
         self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
         self.past_streamed_bytes = 0
@@ -262,6 +264,7 @@ class Share:
     def begin_pass(self, *, is_timed: bool) -> None:
         """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
         self.heal()
+        self.began_with = None
         if is_timed:
             self.begin_timing()
         if self.copies is not None:
@@ -274,12 +277,15 @@ class Share:
         """A forward has ended, by its return or by an exception."""
         self.heal()
         if self.streamer is not None:
-            self.streamer.end_pass(completed=completed)
+            is_first = 0 in self.blocks  # else those of another device run before
+            self.streamer.end_pass(completed=completed, began_with=self.began_with if is_first else None)
 
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         unit = self.blocks[number]
+        if self.began_with is None:
+            self.began_with = number
         if unit.device_slab is not None:
             assert self.copies is not None
             unit.await_copy(self.copies)

@@ -33,6 +33,8 @@ __all__ = ["Masters", "choose_tiers", "lock_pages"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
+# [Note: blocking copies] in `streaming.py`.
+NOT_AHEAD = "copies block the host, each is made when its block is entered"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,11 +194,11 @@ def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: Off
     reasons = list(part.reasons)
     if not part.on_cpu and pinned_bytes < part.ram_bytes:
         if not may_be_pinned(part, profile):
-            reasons.append(f"rests in pageable RAM: profile {profile.name} page-locks others; copies block the host")
+            reasons.append(f"rests in pageable RAM: profile {profile.name} page-locks others; {NOT_AHEAD}")
         elif not pinned:
             reasons.append(
                 f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned by all components, "
-                f"{format_bytes(part.ram_bytes)} would be needed; copies block the host"
+                f"{format_bytes(part.ram_bytes)} would be needed; {NOT_AHEAD}"
             )
         else:
             streamed = [name for name, _, streams in part.units() if streams]
@@ -205,7 +207,7 @@ def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: Off
             )
             reasons.append(
                 f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
-                f"{format_bytes(machine.pinned_bytes)} may be by all components; copies of the others block the host"
+                f"{format_bytes(machine.pinned_bytes)} may be by all components; of the others {NOT_AHEAD}"
             )
     return replace(
         part,
@@ -220,5 +222,5 @@ def explain(part: Masters, machine: Machine, profile: OffloadProfile) -> str:
     """Return why the buffers are pageable through which a file is read."""
     buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
     if not may_be_pinned(part, profile):
-        return f"{buffers}: profile {profile.name} page-locks others; copies block the host"
-    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be pinned by all components; copies block the host"
+        return f"{buffers}: profile {profile.name} page-locks others"
+    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be pinned by all components"

@@ -79,6 +79,24 @@ def test_what_is_copied_is_what_is_missing(machine) -> None:
             assert 0.9 * block_bytes < moved < 1.1 * block_bytes  # not both
 
 
+@pytest.mark.parametrize(("budget", "fetches"), [("0.012MB", True), ("0.03MB", False)])
+def test_a_copy_that_holds_the_host_is_made_ahead_only_where_nothing_runs_before(
+    machine, budget: str, fetches: bool
+) -> None:
+    net, x, order = Layers([32] * 8), torch.ones(1, WIDTH), list(range(8))
+    choices = {"profile": f"{budget},pinned=none", "placement": "gpu:0", "blocks": {"model": "layers.*"}}
+    with machine(4) as manager, torch.no_grad(), manage(net, manager=manager, **choices) as managed:
+
+        def state() -> tuple[bool, bool]:
+            streamer = managed.members[0].attachment.shares[0].streamer
+            first = streamer.find(*next(streamer.upcoming()))
+            return first.block == 0, streamer.is_there(first)
+
+        for _ in range(3):
+            net(x, order)
+            assert state() == (fetches, fetches)
+
+
 def test_unequal_blocks_are_copied_in_few_pieces(machine, monkeypatch) -> None:
     """Two or three blocks lie where one comes to be; what of them is free already is overwritten in one copy."""
     from highwater.memory.masters import HostMaster
