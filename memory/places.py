@@ -19,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Generic, TypeAlias, TypeVar
 
 __all__ = ["BlockSeconds", "Occupancy", "Places", "choose_places", "pass_seconds", "window_seconds"]
@@ -37,6 +38,7 @@ TIMED_PASSES = 2
 TRIED_PIECES = 2_000
 
 Owner = TypeVar("Owner")
+BEGIN = itemgetter(0)
 
 
 class Occupancy(Generic[Owner]):
@@ -48,25 +50,26 @@ class Occupancy(Generic[Owner]):
     def __init__(self, num_bytes: int) -> None:
         self.pieces: list[tuple[int, int, Owner | None]] = [(0, num_bytes, None)] if num_bytes else []
         """Begin, end and owner, in order, without gaps; neighbours have different owners."""
-        self.begins = [begin for begin, _, _ in self.pieces]
 
     def within(self, begin: int, end: int) -> list[tuple[int, int, Owner | None]]:
         """Return what lies between two addresses, cut off there."""
-        found = self.pieces[bisect_right(self.begins, begin) - 1 : bisect_left(self.begins, end)]
+        pieces = self.pieces
+        found = pieces[bisect_right(pieces, begin, key=BEGIN) - 1 : bisect_left(pieces, end, key=BEGIN)]
         found[0] = begin, found[0][1], found[0][2]
         found[-1] = found[-1][0], end, found[-1][2]
         return found
 
     def following(self, address: int, count: int) -> list[tuple[int, int, Owner | None]]:
         """Return the next so many pieces behind an address, the first of all after the last, each once."""
-        first = bisect_left(self.begins, address)
+        first = bisect_left(self.pieces, address, key=BEGIN)
         turned = max(0, first + count - len(self.pieces))
         return self.pieces[first : first + count] + self.pieces[: min(first, turned)]
 
     def take(self, begin: int, end: int, owner: Owner) -> None:
-        """Let these bytes be somebody else's."""
+        """Let these bytes be somebody else's; an interrupt finds it done or not begun."""
         # With the neighbours, which may be the same owner's.
-        first, last = max(0, bisect_left(self.begins, begin) - 1), bisect_right(self.begins, end)
+        first = max(0, bisect_left(self.pieces, begin, key=BEGIN) - 1)
+        last = bisect_right(self.pieces, end, key=BEGIN)
         before, after = self.pieces[first], self.pieces[last - 1]
         taken: list[tuple[int, int, Owner | None]] = []
         if before[0] < begin:
@@ -83,7 +86,6 @@ class Occupancy(Generic[Owner]):
         else:
             taken.append((begin, end, owner))
         self.pieces[first:last] = taken
-        self.begins[first:last] = [piece[0] for piece in taken]
 
 
 def choose_places(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 
 import pytest
+from highwater.memory import places
 from highwater.memory.places import Occupancy, Places, choose_places, pass_seconds, window_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,43 @@ def test_an_occupancy_is_what_a_list_of_bytes_would_be(
         behind = [begin for begin, _, _ in occupancy.following(asked[0], count)]
         turned = [begin for begin in begins if begin >= asked[0]] + [begin for begin in begins if begin < asked[0]]
         assert behind == turned[:count]
+
+
+def test_an_interrupt_leaves_an_occupancy_as_it_was_or_is_to_be() -> None:
+    def build() -> Occupancy[int]:
+        occupancy = Occupancy[int](20)
+        for begin, owner in ((0, 0), (5, 1), (10, 2), (15, 0)):
+            occupancy.take(begin, begin + 5, owner)
+        return occupancy
+
+    done, num_interrupts = build(), 0
+    done.take(3, 17, 3)
+    for nth in itertools.count():
+        occupancy, left = build(), nth
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if event == "line" and frame.f_code.co_filename == places.__file__:
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            occupancy.take(3, 17, 3)
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        finally:
+            sys.settrace(before)
+        if left >= 0:
+            break
+        assert occupancy.within(0, 20) in (build().within(0, 20), done.within(0, 20))
+        like = done if occupancy.within(0, 20) == done.within(0, 20) else build()
+        for begin, end in itertools.combinations(range(21), 2):
+            assert occupancy.within(begin, end) == like.within(begin, end)
+    assert num_interrupts > 5
 
 
 @st.composite
