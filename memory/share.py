@@ -290,6 +290,7 @@ class Share:
             assert self.copies is not None
             unit.await_copy(self.copies)
             self.computing[number] = None
+            self.start_watch(number)
             unit.compute_from(unit.device_slab, self.scratch)
         elif self.copies is None:
             self.computing[number] = None
@@ -300,7 +301,11 @@ class Share:
             stay = self.streamer.acquire(number)
             self.computing[number] = stay  # first: what is not noted here nobody gives back after an interrupt
             self.streamer.area.use(stay)
+            self.start_watch(number)
             unit.compute_from(stay.slab, self.scratch)
+
+    def start_watch(self, number: int) -> None:
+        """Time a block from here on, widening included: it waits for no copy any more."""
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.start(number, self.copies.compute_stream)
 

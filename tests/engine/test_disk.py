@@ -448,10 +448,10 @@ def test_a_file_that_goes_when_all_is_read_costs_nobody_the_finished_pass(toys, 
         del streamer
         handle = net.singles[-1].register_forward_hook(lambda *args: files[0].unlink(missing_ok=True))
         assert torch.equal(net(x).cpu(), want)
-        with pytest.raises(InvalidInput, match="a.safetensors"):
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
             net(x)
         handle.remove()
-        with pytest.raises(InvalidInput, match="a.safetensors"):
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
             managed.release()
 
 
