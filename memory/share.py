@@ -53,8 +53,10 @@ class Share:
         self.staging: tuple[int, Places] = (0, ())
         """The bytes and places of the staging memory."""
         self.computing: dict[int, Stay | None] = {}
-        self.began_with: int | None = None
-        """The first block of the pass."""
+        self.trace: list[int] = []
+        """The blocks of this pass, in the order in which they ran."""
+        self.order = sorted(self.blocks)
+        """That of the last whole pass."""
         self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
         self.past_streamed_bytes = 0
@@ -194,7 +196,8 @@ class Share:
             sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
             with self.charged(Kind.STAGING, plan.staging_bytes, lambda: self.streamer is not None):
                 area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
-                self.staging, self.streamer = wanted, Streamer(streamed, area)
+                order = [number for number in self.order if number in streamed]
+                self.staging, self.streamer = wanted, Streamer(streamed, area, order)
 
     # -- giving bytes back
 
@@ -264,7 +267,7 @@ class Share:
     def begin_pass(self, *, is_timed: bool) -> None:
         """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
         self.heal()
-        self.began_with = None
+        self.trace = []
         if is_timed:
             self.begin_timing()
         if self.copies is not None:
@@ -276,16 +279,18 @@ class Share:
     def end_pass(self, *, completed: bool) -> None:
         """A forward has ended, by its return or by an exception."""
         self.heal()
+        ran, self.trace = self.trace, []
+        if completed and set(ran) == self.blocks.keys():
+            self.order = ran
         if self.streamer is not None:
             is_first = 0 in self.blocks  # else those of another device run before
-            self.streamer.end_pass(completed=completed, began_with=self.began_with if is_first else None)
+            self.streamer.end_pass(completed=completed, began_with=ran[0] if ran and is_first else None)
 
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         unit = self.blocks[number]
-        if self.began_with is None:
-            self.began_with = number
+        self.trace.append(number)
         if unit.device_slab is not None:
             assert self.copies is not None
             unit.await_copy(self.copies)

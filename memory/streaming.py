@@ -1,8 +1,8 @@
 """Streaming: which block comes next, and getting it into staging memory before it is needed.
 
-The order is learned: at first the order of definition, then that of the last whole pass, or of two equal ones. A
-prefetch is a hint that is checked when the block is entered, so skipped, repeated or re-ordered blocks (step caching,
-skip-layer guidance) cost at most the copies that were under way and leave nothing behind.
+The order is learned: at first that of definition, then that of the last whole pass, which outlives the staging memory,
+or of two equal ones. A prefetch is a hint that is checked when the block is entered, so skipped, repeated or re-ordered
+blocks (step caching, skip-layer guidance) cost at most the copies that were under way and leave nothing behind.
 
 [Note: blocking copies] A copy from pageable memory holds the host until it is done, and a file has to be read. Queued
 ahead, such a copy would keep the host from launching what computes meanwhile; so it is made when its block is entered:
@@ -14,7 +14,7 @@ pass begins with does nothing wait behind it: that one is copied at the end of a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from .errors import InvalidInput
 from .residency import Unit
@@ -24,12 +24,16 @@ __all__ = ["Streamer"]
 
 
 class Streamer:
-    """Moves the streamed blocks of one device through its staging memory, ahead of their use."""
+    """Moves the streamed blocks of one device through its staging memory, ahead of their use.
 
-    def __init__(self, units: Mapping[int, Unit], area: StagingArea) -> None:
+    Args:
+        order: in which they are taken to run in the first pass; each at least once.
+    """
+
+    def __init__(self, units: Mapping[int, Unit], area: StagingArea, order: Sequence[int]) -> None:
         self.units = units
         self.area = area
-        self.order: list[int] = sorted(units)
+        self.order = list(order)
         self.position = 0
         self.pass_number = 0
         self.trace: list[int] = []

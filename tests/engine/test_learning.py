@@ -78,13 +78,35 @@ def test_a_split_of_which_one_part_streams_learns_the_times_of_both(toys, machin
             assert managed.members[0].block_seconds.keys() == {*first.blocks, *second.blocks}
 
 
-def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
-    class Backwards(torch.nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in reversed(self):
-                x = layer(x)
-            return x
+class Backwards(torch.nn.Sequential):
+    """Layers of which the last runs first."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def test_staging_memory_that_is_made_anew_knows_the_order(machine) -> None:
+    net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        with manage(net, profile="4.5MiB", manager=manager) as managed:
+            attachment = managed.members[0].attachment
+            for _ in range(4):
+                net(torch.randn(4, 512))
+            before = manager.bytes_moved()
+            net(torch.randn(4, 512))
+            moved = manager.bytes_moved() - before
+            attachment.unload()
+            before = manager.bytes_moved()
+            net(torch.randn(4, 512))
+            again = manager.bytes_moved() - before
+        # What is loaded besides: residents, and what the staging memory holds at the end. Nothing comes in vain.
+        (share,) = attachment.plan.shares
+        assert again <= share.fixed_bytes + share.resident_bytes + moved + share.staging_bytes
+
+
+def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
     net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
         manager.room.links["gpu:0"] = LINK
