@@ -17,6 +17,8 @@ class DeviceCapacity:
     kept_free_bytes: int = 0
     link_bytes_per_s: float | None = None
     """How fast page-locked host memory reaches the device; None is not known."""
+    pageable_bytes_per_s: float | None = None
+    """How fast other host memory does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

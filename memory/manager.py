@@ -192,9 +192,14 @@ class MemoryManager:
         seconds: dict[int, float] = {}
         for share in member.attachment.shares:
             seconds |= share.take_times() or {}
-            link = share.take_link()
-            if link is not None and share.device.name not in self.room.links:
-                self.room.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
+            for is_pinned, speed in share.take_speeds().items():
+                known = self.room.links if is_pinned else self.room.pageable_links
+                if share.device.name not in known:
+                    # Only that of the link itself is worth remembering; the other depends on what else the host does.
+                    known[share.device.name] = (
+                        link_bytes_per_s(share.device, partial(float, speed)) if is_pinned else speed
+                    )
+                    member.planned_in_epoch = -1
         if seconds.keys() == member.attachment.share_of.keys():
             member.block_seconds = seconds
             member.planned_in_epoch = -1

@@ -42,8 +42,7 @@ class Share:
         self.copies = None if device.is_cpu else CopyStream(device)
         self.bounce = None if self.copies is None else Bounce(self.copies)
         self.passes = self.num_partial = 0
-        self.computes: Stopwatch | None = None
-        self.loading = None if self.copies is None else Stopwatch(self.copies)
+        self.computes: Stopwatch[int] | None = None
         self.bounce_bytes = 0
         """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
         self.locks_bounce = False
@@ -79,7 +78,7 @@ class Share:
         """Time the pass that begins, if it is the one to time."""
         self.passes += 1
         if self.copies is not None and self.passes == TIMED_PASS:
-            self.computes = Stopwatch(self.copies)
+            self.computes = Stopwatch(self.device)
 
     def take_times(self) -> dict[int, float] | None:
         """Return the seconds of each block's computing, in the order in which they ran, once, when they are known."""
@@ -96,16 +95,9 @@ class Share:
             self.passes = TIMED_PASS - 1
         return None
 
-    def take_link(self) -> float | None:
-        """Return the bytes per second of the fastest copy of a loading, once, when they are known.
-
-        None where none was large enough to tell, or from page-locked memory.
-        """
-        copied = self.loading.read() if self.loading is not None else None
-        if not copied or self.loading is None:
-            return None
-        self.loading.stretches.clear()
-        return max((num_bytes / seconds for num_bytes, seconds in copied.items() if seconds), default=None)
+    def take_speeds(self) -> dict[bool, float]:
+        """Return bytes per second of copies, by whether they are from page-locked memory, each once it is known."""
+        return self.copies.speeds.take() if self.copies is not None else {}
 
     # -- being brought to a plan
 
@@ -149,7 +141,7 @@ class Share:
         if unit.device_slab is None:
             assert self.copies is not None
             with self.charged(Kind.WEIGHTS, unit.slab_bytes, lambda: unit.device_slab is not None):
-                unit.load(self.copies, self.loading)
+                unit.load(self.copies)
             self.loaded_bytes += unit.slab_bytes
             self.progress(unit.slab_bytes)
 

@@ -29,7 +29,7 @@ from .profile import OffloadProfile, covers
 from .share_plan import SharePlan
 from .units import format_bytes
 
-__all__ = ["Masters", "choose_tiers", "lock_pages"]
+__all__ = ["Masters", "choose_tiers", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
@@ -179,6 +179,7 @@ def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadPro
 
 
 def may_be_pinned(part: Masters, profile: OffloadProfile) -> bool:
+    """Whether the masters, or the buffers of their file, are to be page-locked as far as the machine allows it."""
     if part.tier in (None, "disk"):
         return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
     return part.tier == "pinned"

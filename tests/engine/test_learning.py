@@ -56,6 +56,41 @@ def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None
         assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
 
 
+@pytest.mark.parametrize("budget", ["9MiB", "17MiB"])
+def test_pageable_memory_is_learned_as_it_streams(sim, machine, budget: str) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with (
+        machine(64, h2d_bytes_per_s=LINK) as manager,
+        torch.no_grad(),
+        manage(net, profile=f"{budget},pinned=none", manager=manager) as managed,
+    ):
+        for _ in range(6):
+            net(torch.randn(4, 1024))
+        assert manager.room.links == {}
+        assert manager.room.pageable_links == pytest.approx({"gpu:0": LINK}, rel=0.05)
+        (share,) = managed.members[0].attachment.plan.shares
+        assert share.pass_s is not None
+        begin_s = sim.clock_s()
+        for _ in range(8):
+            net(torch.randn(4, 1024))
+        torch.accelerator.synchronize(0)
+        assert (sim.clock_s() - begin_s) / 8 == pytest.approx(share.pass_s, rel=0.1)
+
+
+def test_copies_are_timed_until_their_speed_is_known(sim, machine) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with (
+        machine(64, h2d_bytes_per_s=LINK) as manager,
+        torch.no_grad(),
+        manage(net, profile="17MiB", manager=manager) as managed,
+    ):
+        speeds = managed.members[0].attachment.shares[0].copies.speeds
+        assert speeds.watches.keys() == {True, False}
+        for _ in range(4):
+            net(torch.randn(4, 1024))
+        assert speeds.watches.keys() == {False}  # nothing is pageable, nothing of that is timed
+
+
 def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad(), manage(net, manager=manager) as managed:

@@ -43,14 +43,17 @@ def make_work(seed: int, num_blocks: int = 9) -> Work:
 
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("pinned", ["all", "none"])
-def test_the_engine_takes_the_time_that_the_model_says(sim, seed: int, share: float, pinned: str) -> None:
+@pytest.mark.parametrize("pinned", ["all", "half", "none"])
+def test_the_engine_takes_the_time_that_the_model_says(sim, monkeypatch, seed: int, share: float, pinned: str) -> None:
     """Copies that hold the host take no longer: it has launched all that can compute meanwhile."""
-    from highwater.benchmarks.streaming import NUM_STEPS, measure_engine
+    from highwater.benchmarks.streaming import NUM_STEPS, SCALE, measure_engine
 
     work = make_work(seed)
+    if pinned == "half":
+        half = int(share * work.weight_bytes / SCALE / 2)
+        monkeypatch.setattr("highwater.memory.room.pin_limit_bytes", lambda *args, **choices: half)
     names = [part.name for part in work.parts if part.weight_bytes]
-    engine = measure_engine(work, names, int(share * work.weight_bytes), pinned=pinned)
+    engine = measure_engine(work, names, int(share * work.weight_bytes), pinned="none" if pinned == "none" else "all")
     modelled = run_places(work, engine.resident, engine.staging_bytes, engine.places, NUM_STEPS)
     assert engine.seconds == pytest.approx(modelled.seconds, rel=1e-9)
     assert modelled.peak_bytes <= int(share * work.weight_bytes)
