@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -134,6 +135,9 @@ class Attachment:
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
         """Pack the masters (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
         self.packing.pack(progress)
+        if self.packing.was_refused:  # plans to come choose what streams by what is locked
+            pinned = {unit.name for unit in self.units if unit.master is not None and not unit.blocks_host}
+            self.plan = replace(self.plan, pinned=frozenset(pinned))
         self.is_attached = True
         if self.guards_state:
             self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)

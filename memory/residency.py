@@ -364,7 +364,7 @@ class Unit:
         self.view_cache.clear()
 
     def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
-        # Building a block's parameters costs microseconds per tensor; a block comes to lie at the same places every step.
+        # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
         if id(slab) not in self.view_cache:
             self.view_cache[id(slab)] = self.held_views(slab, wide=layout is self.wide_layout)
         return self.view_cache[id(slab)]

@@ -77,6 +77,15 @@ def test_pageable_memory_is_learned_as_it_streams(sim, machine, budget: str) -> 
         assert (sim.clock_s() - begin_s) / 8 == pytest.approx(share.pass_s, rel=0.1)
 
 
+def test_what_the_driver_does_not_lock_is_planned_as_pageable(sim, machine) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with machine(64) as manager, torch.no_grad():
+        sim.fail_registration(1)
+        with manage(net, profile="17MiB", manager=manager) as managed:
+            assert managed.members[0].attachment.plan.pinned == frozenset()
+            assert not any(weight.is_pinned() for weight in net.parameters())
+
+
 def test_copies_are_timed_until_their_speed_is_known(sim, machine) -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
     with (
