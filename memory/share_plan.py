@@ -147,11 +147,12 @@ def plan_share(
         refuse(component, capacity, profile, limit, whole, largest)
     if limit >= GIB:  # whole MiB: the text that gives the same plan again is read by people
         limit = max(least, limit // MIB * MIB)
-    room_bytes = (limit - whole.fixed_bytes - whole.scratch_bytes) // SLAB_ALIGNMENT * SLAB_ALIGNMENT
+    left_bytes = limit - whole.fixed_bytes - whole.scratch_bytes
+    room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
     names = {number: component.blocks[number].name for number in sizes}
     blocking = frozenset(number for number, name in names.items() if pinned is not None and name not in pinned)
     speeds = find_speeds(capacity, sizes, blocking)
-    work = find_workload(sizes, speeds, room_bytes, blocking, block_seconds)
+    work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
     are_known = block_seconds is not None and speeds is not None
     # Staging memory costs residents: only measured times tell whether it is worth that.
     prefetch_blocks = profile.prefetch_blocks or (None if are_known else USUAL_PREFETCH)
@@ -224,14 +225,14 @@ def find_speeds(
 def find_workload(
     sizes: Mapping[int, int],
     speeds: Mapping[int, float] | None,
-    room_bytes: int,
+    left_bytes: int,
     blocking: frozenset[int],
     block_seconds: Mapping[int, float] | None,
 ) -> Workload:
     """Return the workload of a pass, in seconds if all of them are known."""
     positions = frozenset(position for position, number in enumerate(sizes) if number in blocking)
     if block_seconds is None or speeds is None:
-        return balanced_workload(list(sizes.values()), room_bytes, blocking=positions)
+        return balanced_workload(list(sizes.values()), left_bytes, blocking=positions)
     compute_s = tuple(block_seconds[number] for number in sizes)
     return Workload(
         sizes=tuple(sizes.values()),
