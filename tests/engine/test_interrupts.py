@@ -17,7 +17,11 @@ from highwater.memory.split import Hops
 from highwater.memory.staging import StagingArea
 from highwater.memory.streaming import Streamer
 
-CASES = {"streamed": ("0.45MiB", "gpu:0"), "split": ("gpu:0=unlimited,gpu:1=0.3MiB", "gpu:0&gpu:1@0.5")}
+CASES = {
+    "streamed": ("0.45MiB", "gpu:0"),
+    "pageable": ("0.45MiB,pinned=none", "gpu:0"),
+    "split": ("gpu:0=unlimited,gpu:1=0.3MiB", "gpu:0&gpu:1@0.5"),
+}
 STEPS = [
     (MemoryManager, "acquire"),
     (MemoryManager, "enter"),

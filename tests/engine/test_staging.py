@@ -37,9 +37,9 @@ widths = st.lists(st.sampled_from([16, 48, 64, 208, 400]), min_size=2, max_size=
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
-@given(widths, st.floats(0.0, 1.0), st.booleans(), st.data())
+@given(widths, st.floats(0.0, 1.0), st.booleans(), st.sampled_from(["all", "some", "none"]), st.data())
 def test_any_order_within_any_memory_computes_the_same(
-    machine, widths: list[int], part: float, learns: bool, data
+    machine, widths: list[int], part: float, learns: bool, pinned: str, data
 ) -> None:
     orders = st.one_of(
         st.just(list(range(len(widths)))), st.lists(st.integers(0, len(widths) - 1), min_size=1, max_size=12)
@@ -50,13 +50,20 @@ def test_any_order_within_any_memory_computes_the_same(
     budget_bytes = max(sizes) + int(part * (sum(sizes) - max(sizes)))
     x = torch.randn(3, WIDTH)
     # Copies and computes take about as long as each other: what is in a wrong order is a race, and fails.
-    with machine(4, h2d_bytes_per_s=LINK, launch_s=1e-6) as manager, torch.no_grad():
+    with (
+        machine(4, h2d_bytes_per_s=LINK, launch_s=1e-6) as manager,
+        torch.no_grad(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if pinned == "some":
+            patch.setattr("highwater.memory.room.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2)
         if learns:
             manager.room.links["gpu:0"] = LINK
         twin.to("sim:0")
         wanted = [twin(x.to("sim:0"), order).cpu() for order in passes]
         twin.to("cpu")
-        with manage(net, profile=f"{budget_bytes / 1e6:.6f}MB", placement="gpu:0", manager=manager):
+        profile = f"{budget_bytes / 1e6:.6f}MB,pinned={pinned.replace('some', 'all')}"
+        with manage(net, profile=profile, placement="gpu:0", manager=manager):
             for order, want in zip(passes, wanted, strict=True):
                 assert torch.equal(net(x, order).cpu(), want)
 
