@@ -91,8 +91,11 @@ class StandIn(nn.Module):
         return x
 
 
-def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int) -> Found:
+def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int, *, pinned: str = "all") -> Found:
     """Return the virtual seconds of one run of the engine, its residents in place, nothing staged; and its choice.
+
+    Args:
+        pinned: of which components the weights are page-locked, as a profile says it: ``all`` or ``none``.
 
     Raises:
         InvalidInput: the engine cannot compute within the budget.
@@ -111,7 +114,7 @@ def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int) ->
         manager = MemoryManager()
         manager.set_watermark("*", 0, 0)
         model = StandIn(work, block_names)
-        profile = f"{(budget_bytes // SCALE + 0.5) / 1e6:.7f}MB"
+        profile = f"{(budget_bytes // SCALE + 0.5) / 1e6:.7f}MB,pinned={pinned}"
         with manage(model, profile=profile, placement="gpu:0", manager=manager) as managed:
             attachment = managed.members[0].attachment
             x = torch.ones(1, dtype=torch.bfloat16).to(f"{simdevice.name()}:0")

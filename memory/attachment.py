@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from weakref import WeakSet
 
 from torch import nn
@@ -139,6 +140,9 @@ class Attachment:
         self.is_attached = True
         try:
             self.packing.pack(progress)
+            if self.packing.was_refused:  # plans to come choose what streams by what is locked
+                pinned = {unit.name for unit in self.units if unit.master is not None and not unit.blocks_host}
+                self.plan = replace(self.plan, pinned=frozenset(pinned))
             if self.guards_state:
                 self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
             self.hook()

@@ -73,7 +73,7 @@ def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: b
 
 
 def least_bytes(component: Component, blocks: Sequence[int], cast: frozenset[str], *, first: bool) -> int:
-    """Return the fewest device bytes with which these blocks can compute: one slot, the fixed tensors, the scratch."""
+    """Return the fewest device bytes with which these blocks can compute: the largest, what is fixed, the scratch."""
     parts = [component.blocks[number] for number in blocks]
     largest = max((block_bytes(block, cast) for block in parts), default=0)
     scratch = max((wide_bytes(block, cast) for block in parts), default=0)

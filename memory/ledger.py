@@ -14,7 +14,7 @@ class Kind(enum.Enum):
     WEIGHTS = "weights"
     """Fixed tensors and resident blocks on a device; masters in host memory."""
     STAGING = "staging"
-    """Through which streamed blocks pass, and what is read from files."""
+    """Memory through which streamed blocks pass, and files on their way to a device."""
     SCRATCH = "scratch"
     """Where eight-bit weights are widened."""
 

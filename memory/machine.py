@@ -21,6 +21,8 @@ class DeviceCapacity:
     """The most that the component's host allows it, where one does."""
     sibling_bytes: int = 0
     """What others that were managed together with the component hold while they compute: a device's budget has it."""
+    pageable_bytes_per_s: float | None = None
+    """How fast other host memory does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -229,9 +229,14 @@ class MemoryManager:
             seconds = share.take_times()
             if seconds is not None:
                 member.taken_seconds[share.device.name] = seconds
-            link = share.take_link()
-            if link is not None and share.device.name not in self.room.links:
-                self.room.links[share.device.name] = link_bytes_per_s(share.device, partial(float, link))
+            for is_pinned, speed in share.take_speeds().items():
+                known = self.room.links if is_pinned else self.room.pageable_links
+                if share.device.name not in known:
+                    # Only that of the link itself is worth remembering; the other depends on what else the host does.
+                    known[share.device.name] = (
+                        link_bytes_per_s(share.device, partial(float, speed)) if is_pinned else speed
+                    )
+                    member.planned_in_epoch = -1
         if member.taken_seconds and all(share.device.name in member.taken_seconds for share in shares):
             taken = [member.taken_seconds.pop(share.device.name).items() for share in shares]
             member.block_seconds = dict(itertools.chain(*taken))

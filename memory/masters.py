@@ -23,6 +23,8 @@ class HostMaster:
 
     def __init__(self, slab: torch.Tensor) -> None:
         self.slab = slab
+        self.blocks_host = not slab.is_pinned()
+        """Whether the host goes on only when a copy is done."""
 
     @property
     def version(self) -> int:
@@ -44,6 +46,7 @@ class FileMaster:
     """
 
     version = -1  # no slab's: what replaces the file is another master
+    blocks_host = True  # which reads
 
     def __init__(
         self,

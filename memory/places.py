@@ -9,7 +9,8 @@ an odd number of equal blocks needs two rounds of them, which passes take in tur
 
 [Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
 one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
-own bytes are there. After a pass or two every further one takes the same time: that is what `pass_seconds` finds.
+own bytes are there. That holds for copies that block the host, too ([Note: blocking copies] in `streaming.py`). After a
+pass or two every further one takes the same time: that is what `pass_seconds` finds.
 """
 
 from __future__ import annotations
@@ -17,14 +18,12 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["BlockSeconds", "Occupancy", "Places", "choose_places", "pass_seconds", "window_seconds"]
-
-BlockSeconds: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
-"""Of computing and of copying, per block in the order in which they run."""
+__all__ = ["Occupancy", "Places", "Workload", "choose_places", "pass_seconds", "window_seconds"]
 
 Places: TypeAlias = tuple[dict[int, int], ...]
 """Rounds: where each streamed block begins in the staging memory, by its number."""
@@ -37,6 +36,33 @@ TIMED_PASSES = 2
 TRIED_PIECES = 2_000
 
 Owner = TypeVar("Owner")
+BEGIN = itemgetter(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What one pass does on a device: bytes, seconds of computing and of copying, per block as they run."""
+
+    sizes: tuple[int, ...]
+    compute_s: tuple[float, ...]
+    copy_s: tuple[float, ...]
+    idle_s: float = 0.0
+    """Between two passes, in which this device computes nothing."""
+    blocking: frozenset[int] = frozenset()
+    """The blocks whose copies hold the host: as well resident, where all else is equal."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def least_s(self) -> float:
+        """What a pass takes if all copies hide."""
+        return sum(self.compute_s) + self.idle_s
+
+    def streamed_sizes(self, resident: Collection[int]) -> list[int]:
+        """Return the bytes of the blocks that stream beside these residents."""
+        return [size for position, size in enumerate(self.sizes) if position not in resident]
 
 
 class Occupancy(Generic[Owner]):
@@ -48,25 +74,26 @@ class Occupancy(Generic[Owner]):
     def __init__(self, num_bytes: int) -> None:
         self.pieces: list[tuple[int, int, Owner | None]] = [(0, num_bytes, None)] if num_bytes else []
         """Begin, end and owner, in order, without gaps; neighbours have different owners."""
-        self.begins = [begin for begin, _, _ in self.pieces]
 
     def within(self, begin: int, end: int) -> list[tuple[int, int, Owner | None]]:
         """Return what lies between two addresses, cut off there."""
-        found = self.pieces[bisect_right(self.begins, begin) - 1 : bisect_left(self.begins, end)]
+        pieces = self.pieces
+        found = pieces[bisect_right(pieces, begin, key=BEGIN) - 1 : bisect_left(pieces, end, key=BEGIN)]
         found[0] = begin, found[0][1], found[0][2]
         found[-1] = found[-1][0], end, found[-1][2]
         return found
 
     def following(self, address: int, count: int) -> list[tuple[int, int, Owner | None]]:
         """Return the next so many pieces behind an address, the first of all after the last, each once."""
-        first = bisect_left(self.begins, address)
+        first = bisect_left(self.pieces, address, key=BEGIN)
         turned = max(0, first + count - len(self.pieces))
         return self.pieces[first : first + count] + self.pieces[: min(first, turned)]
 
     def take(self, begin: int, end: int, owner: Owner) -> None:
-        """Let these bytes be somebody else's."""
+        """Let these bytes be somebody else's; an interrupt finds it done or not begun."""
         # With the neighbours, which may be the same owner's.
-        first, last = max(0, bisect_left(self.begins, begin) - 1), bisect_right(self.begins, end)
+        first = max(0, bisect_left(self.pieces, begin, key=BEGIN) - 1)
+        last = bisect_right(self.pieces, end, key=BEGIN)
         before, after = self.pieces[first], self.pieces[last - 1]
         taken: list[tuple[int, int, Owner | None]] = []
         if before[0] < begin:
@@ -83,61 +110,37 @@ class Occupancy(Generic[Owner]):
         else:
             taken.append((begin, end, owner))
         self.pieces[first:last] = taken
-        self.begins[first:last] = [piece[0] for piece in taken]
 
 
-def choose_places(
-    sizes: Sequence[int], seconds: BlockSeconds, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1
-) -> Places:
+def choose_places(work: Workload, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1) -> Places:
     """Return where in the staging memory the streamed blocks begin; each fits.
 
     One after the other they take the place where their copy is done soonest, of equals the one that has been free for
     longest. Every streamed block has bytes.
     """
     places: Places = tuple({} for _ in range(num_rounds))
-    for _ in itertools.islice(play(sizes, seconds, resident, staging_bytes, places), num_rounds):
+    for _ in itertools.islice(play(work, resident, staging_bytes, places), num_rounds):
         pass
     return places
 
 
-def pass_seconds(
-    sizes: Sequence[int],
-    seconds: BlockSeconds,
-    resident: Collection[int],
-    staging_bytes: int,
-    places: Places,
-    *,
-    idle_s: float = 0.0,
-) -> float:
-    """Return the seconds of one pass in the steady state ([Note: steady state]).
-
-    Args:
-        sizes: bytes per block, in the order in which they run; ``seconds`` likewise.
-        idle_s: seconds between two passes in which this device computes nothing.
-    """
-    passes = play(sizes, seconds, resident, staging_bytes, places, idle_s=idle_s)
+def pass_seconds(work: Workload, resident: Collection[int], staging_bytes: int, places: Places) -> float:
+    """Return the seconds of one pass in the steady state ([Note: steady state])."""
+    passes = play(work, resident, staging_bytes, places)
     ends = list(itertools.islice(passes, WARM_UP_PASSES + TIMED_PASSES))
     return (ends[-1] - ends[WARM_UP_PASSES - 1]) / TIMED_PASSES
 
 
-def play(
-    sizes: Sequence[int],
-    seconds: BlockSeconds,
-    resident: Collection[int],
-    staging_bytes: int,
-    places: Places,
-    *,
-    idle_s: float = 0.0,
-) -> Iterator[float]:
+def play(work: Workload, resident: Collection[int], staging_bytes: int, places: Places) -> Iterator[float]:
     """Yield when each pass ends, for ever; a block without a place in a round gets one when its turn comes."""
-    compute_s, copy_s = seconds
+    compute_s, copy_s = work.compute_s, work.copy_s
     occupancy = Occupancy[tuple[int, int]](staging_bytes)
     freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
     copied = now = 0.0
     reach = 0
-    num_pieces = max(1, TRIED_PIECES // len(sizes))
+    num_pieces = max(1, TRIED_PIECES // len(work.sizes))
     for here in itertools.cycle(places):
-        for position, size in enumerate(sizes):
+        for position, size in enumerate(work.sizes):
             if position in resident:
                 now += compute_s[position]
                 continue
@@ -158,7 +161,7 @@ def play(
                 occupancy.take(stay[1], reach, stay)
             now = max(now, copied) + compute_s[position]
             freed_at[stay] = now
-        now += idle_s
+        now += work.idle_s
         yield now
 
 
@@ -212,20 +215,13 @@ class PlannedCopy:
         )
 
 
-def window_seconds(
-    sizes: Sequence[int],
-    seconds: BlockSeconds,
-    resident: Collection[int],
-    staging_bytes: int,
-    *,
-    idle_s: float = 0.0,
-) -> float:
+def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int) -> float:
     """Return what a pass takes in the steady state if staging memory could be cut anywhere, and nothing stays in it.
 
     A byte is copied as soon as the bytes that the staging memory holds after it may be overwritten. Needs no places and
     a tenth of the time of `pass_seconds`, so searches ask it.
     """
-    compute_s, copy_s = seconds
+    sizes, compute_s, copy_s = work.sizes, work.compute_s, work.copy_s
     # Per streamed block: its bytes, seconds per byte, its compute, and what computes from there to the next one.
     streamed: list[tuple[int, float, float, float]] = []
     following_s = 0.0
@@ -239,7 +235,7 @@ def window_seconds(
     lead_s = following_s
     streamed.reverse()
     if sum(size for size, *_ in streamed) <= staging_bytes:  # they stay where they are
-        return sum(compute_s) + idle_s
+        return work.least_s
     # Of the blocks that have computed: where their bytes end in the stream of all that is copied, and since when.
     freed: deque[tuple[int, float]] = deque()
     reach, end = staging_bytes, 0
@@ -264,5 +260,5 @@ def window_seconds(
             now += computing
             freed.append((end, now))
             now += following
-        now += idle_s
+        now += work.idle_s
     return (now - begin_s) / TIMED_PASSES

@@ -16,7 +16,7 @@ from .placement import DeviceShare, Placement, PlacementItem, names_device
 from .profile import LANGUAGE, TITLES, OffloadProfile, covers
 from .schedule import cut_runs
 from .share_plan import SharePlan, plan_share
-from .tiers import Masters, choose_tiers, lock_pages
+from .tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .units import format_bytes
 from .upcast import Precision, cast_tensors
 
@@ -216,6 +216,7 @@ def plan_components(
             plan_share(
                 part.component, share.device, group, machine, profile, part.cast,
                 first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
+                pinned=None if may_be_pinned(part, profile) else frozenset(),
             )
             for index, (share, group) in enumerate(zip(devices, groups, strict=True))
         )  # fmt: skip
@@ -296,6 +297,7 @@ def replan(
         plan_share(
             component, share.device, share.blocks, machine, profile, plan.cast,
             first=index == 0, from_disk=plan.tier == "disk", block_seconds=block_seconds, current=share,
+            pinned=plan.pinned,
         )
         for index, share in enumerate(plan.shares)
     )  # fmt: skip

@@ -14,15 +14,10 @@ from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
-from .transfer import Bounce, CopyStream, Form, SlabLayout, Stopwatch
-from .units import MIB
+from .transfer import Bounce, CopyStream, Form, SlabLayout
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 
 __all__ = ["BlockState", "Unit"]
-
-
-# The copy of fewer bytes says more of launching it than of the link.
-TELLING_BYTES = 2 * MIB
 
 
 class BlockState(enum.Enum):
@@ -33,7 +28,7 @@ class BlockState(enum.Enum):
     RESIDENT = "resident"
     """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
     COMPUTING = "computing"
-    """Views that its forward can use: the slab or staging memory, cast weights in the shared scratch."""
+    """Views that its forward can use: its own slab or staging memory, cast weights in the shared scratch."""
 
 
 class Unit:
@@ -83,6 +78,12 @@ class Unit:
     def host_slab(self) -> torch.Tensor | None:
         """The masters in host memory, if they are there."""
         return self.master.slab if isinstance(self.master, HostMaster) else None
+
+    @property
+    def blocks_host(self) -> bool:
+        """Whether a copy to a device holds the host until it is done."""
+        assert self.master is not None
+        return self.master.blocks_host
 
     @property
     def version(self) -> int:
@@ -270,8 +271,8 @@ class Unit:
 
     # -- the copy on a device
 
-    def load(self, copies: CopyStream, watch: Stopwatch | None = None) -> None:
-        """Become resident: allocate a slab on the device and queue its copy, timed if it tells the link's speed.
+    def load(self, copies: CopyStream) -> None:
+        """Become resident: allocate a slab on the device and queue its copy.
 
         Raises:
             torch.OutOfMemoryError: nothing changed.
@@ -279,14 +280,9 @@ class Unit:
         assert self.master is not None and self.copy is None
         self.rest()  # a buffer that was replaced meanwhile goes to the master, before that is copied
         slab, ready = copies.allocate(self.slab_bytes), copies.event()
-        telling = self.slab_bytes >= TELLING_BYTES and self.host_slab is not None and self.host_slab.is_pinned()
-        if watch is not None and telling:
-            watch.start(self.slab_bytes, copies.stream)  # behind whatever the copy has to wait for
         try:
             self.master.copy_to(slab, 0, copies)
             copies.mark_ready(ready)
-            if watch is not None and telling:
-                watch.stop(self.slab_bytes, copies.stream)
             self.copy = DeviceCopy(slab, self.entries, self.held_views(slab), ready)
         finally:
             if self.copy is None:
@@ -364,7 +360,7 @@ class Unit:
         self.view_cache.clear()
 
     def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
-        # Building a block's parameters costs microseconds per tensor; a place sees the same block every step.
+        # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
         if id(slab) not in self.view_cache:
             self.view_cache[id(slab)] = self.held_views(slab, wide=layout is self.wide_layout)
         return self.view_cache[id(slab)]

@@ -56,6 +56,8 @@ class Room:
             if not device.is_cpu and (speed := known_link(device)) is not None
         }
         """Bytes per second from page-locked memory, as far as they were ever measured."""
+        self.pageable_links: dict[str, float] = {}
+        """Those from other host memory, as far as they were measured in this process."""
         self.epoch = 0
         """Counts changes of what there is to share; a plan of an older epoch is looked at again."""
 
@@ -124,6 +126,7 @@ class Room:
                     link_bytes_per_s=self.links.get(device.name),
                     ceiling_bytes=(ceilings or {}).get(device.name),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
+                    pageable_bytes_per_s=self.pageable_links.get(device.name),
                 )
             )
         # What a member keeps in host memory is decided when it is added.

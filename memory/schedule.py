@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import accumulate, islice
 from random import Random
 
-from .places import BlockSeconds, Places, choose_places, pass_seconds, window_seconds
+from .places import Places, Workload, choose_places, pass_seconds, window_seconds
 
-__all__ = ["Schedule", "balanced_seconds", "choose_schedule", "cut_runs", "place_streamed", "spread_residents"]
+__all__ = ["Schedule", "balanced_workload", "choose_schedule", "cut_runs", "place_streamed", "spread_residents"]
 
 # Another schedule has to be this much faster to be preferred: even spreading and less staging memory vary less.
 SMALLEST_GAIN = 0.005
@@ -33,6 +33,8 @@ TRIED_BLOCKS = 10_000
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
 SLACK = 0.01
+# How many times as long a copy is taken to be that holds the host, where nobody knows: about what pageable memory does.
+BLOCKING_COPIES = 2.0
 
 
 def cut_runs(sizes: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, ...]]:
@@ -83,14 +85,16 @@ def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
     return resident
 
 
-def balanced_seconds(sizes: Sequence[int], room_bytes: int) -> BlockSeconds:
-    """Return what takes the place of seconds where speeds are not known.
+def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozenset[int] = frozenset()) -> Workload:
+    """Return what takes the place of a workload where speeds are not known.
 
     Computes are taken to be in proportion to bytes, and all of them as long as all copies: where one of the two is
     far longer any order will do, where they are equal the order matters most.
     """
     streamed_share = 1 - min(1.0, max(0, room_bytes - 2 * max(sizes)) / sum(sizes))
-    return tuple(size * streamed_share for size in sizes), tuple(float(size) for size in sizes)
+    compute_s = tuple(size * streamed_share for size in sizes)
+    copy_s = tuple(size * (BLOCKING_COPIES if position in blocking else 1.0) for position, size in enumerate(sizes))
+    return Workload(tuple(sizes), compute_s, copy_s, blocking=blocking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +109,7 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)
-def choose_schedule(
-    sizes: tuple[int, ...],
-    room_bytes: int,
-    *,
-    seconds: BlockSeconds,
-    prefetch_blocks: int | None = None,
-    idle_s: float = 0.0,
-) -> Schedule:
+def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | None = None) -> Schedule:
     """Return which blocks stay and where the others stream, so that a pass is short and the room holds both.
 
     Staging memory is what the residents leave of the room. Begins with residents spread evenly, beside staging memory
@@ -121,22 +118,21 @@ def choose_schedule(
     times as long for thousands: of so many fewer choices are looked at. Blocks of no bytes stay.
 
     Args:
-        sizes: bytes per block, in the order in which they run; not all fit into the room.
-        seconds: of computing and of copying, per block; `balanced_seconds` where they are not known.
+        work: not all of it fits into the room; `balanced_workload` where times are not known.
         prefetch_blocks: for how many blocks, beside the one that computes, there is to be staging memory, as far as
             the room holds them, and for no further one that could be resident; None: as much as is fastest.
     """
-    largest = max(sizes)
+    largest = max(work.sizes)
     assert largest <= room_bytes, (largest, room_bytes)
     depth = min(prefetch_blocks or 0, room_bytes // largest - 1)
 
     def timed(resident: Collection[int]) -> Trial | None:
         """Return what a choice takes at least; None where it leaves too little staging memory."""
-        streamed = [size for position, size in enumerate(sizes) if position not in resident]
-        staging_bytes = room_bytes - sum(sizes) + sum(streamed)
+        streamed = work.streamed_sizes(resident)
+        staging_bytes = room_bytes - work.num_bytes + sum(streamed)
         if not streamed or staging_bytes < (depth + 1) * max(streamed):
             return None
-        pass_s = window_seconds(sizes, seconds, resident, staging_bytes, idle_s=idle_s)
+        pass_s = window_seconds(work, resident, staging_bytes)
         return Trial(frozenset(resident), staging_bytes, pass_s)
 
     def changed(resident: Collection[int]) -> Trial | None:
@@ -144,22 +140,22 @@ def choose_schedule(
         trial = timed(resident)
         if trial is None or prefetch_blocks is None:
             return trial
-        streamed = [size for position, size in enumerate(sizes) if position not in resident]
+        streamed = work.streamed_sizes(resident)
         return trial if trial.staging_bytes < (depth + 1) * max(streamed) + min(streamed) else None
 
-    spread = spread_beside_staging(sizes, seconds[0], room_bytes, depth)
-    starts = list(islice(filter(None, map(timed, spread)), max(2, STARTED_BLOCKS // len(sizes))))
-    enough_s = (sum(seconds[0]) + idle_s) * (1 + SMALLEST_GAIN)
+    spread = spread_beside_staging(work, room_bytes, depth)
+    starts = list(islice(filter(None, map(timed, spread)), max(2, STARTED_BLOCKS // len(work.sizes))))
+    enough_s = work.least_s * (1 + SMALLEST_GAIN)
     # The sort is stable: of equals, even spreading and less staging memory come first.
     fastest = sorted(dict.fromkeys(starts), key=lambda trial: trial.pass_s)
-    improved = [improve(start, sizes, room_bytes, enough_s, changed) for start in fastest[:NUM_IMPROVED]]
+    improved = [improve(start, work.sizes, room_bytes, enough_s, changed) for start in fastest[:NUM_IMPROVED]]
     best: Schedule | None = None
     # What a choice could do at best its places may keep it from, some more than others.
     choices = dict.fromkeys([starts[0], *improved, *fastest[:NUM_PLACED]])
-    num_choices = max(1, PLACED_BLOCKS // len(sizes))
+    num_choices = max(1, PLACED_BLOCKS // len(work.sizes))
     kept = set(sorted(choices, key=lambda trial: trial.pass_s)[:num_choices])
     for trial in (trial for trial in choices if trial in kept):
-        schedule = place_streamed(sizes, seconds, trial.resident, trial.staging_bytes, idle_s=idle_s)
+        schedule = place_streamed(work, trial.resident, trial.staging_bytes)
         if best is None or schedule.pass_s < best.pass_s * (1 - SMALLEST_GAIN):
             best = schedule
         if best.pass_s <= enough_s:
@@ -168,24 +164,22 @@ def choose_schedule(
     return best
 
 
-def place_streamed(
-    sizes: Sequence[int], seconds: BlockSeconds, resident: frozenset[int], staging_bytes: int, *, idle_s: float = 0.0
-) -> Schedule:
+def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int) -> Schedule:
     """Return the schedule of a choice of residents: the places of the others in so much staging memory, or in less."""
 
     def place(staging_bytes: int, num_rounds: int) -> Schedule:
-        places = choose_places(sizes, seconds, resident, staging_bytes, num_rounds=num_rounds)
-        pass_s = pass_seconds(sizes, seconds, resident, staging_bytes, places, idle_s=idle_s)
+        places = choose_places(work, resident, staging_bytes, num_rounds=num_rounds)
+        pass_s = pass_seconds(work, resident, staging_bytes, places)
         return Schedule(resident, staging_bytes, places, pass_s)
 
-    streamed = [size for position, size in enumerate(sizes) if position not in resident]
+    streamed = work.streamed_sizes(resident)
     # Of equal blocks a whole number lie best side by side.
     whole_bytes = staging_bytes // max(streamed) * max(streamed)
-    if len(sizes) > PLACED_BLOCKS:
+    if len(work.sizes) > PLACED_BLOCKS:
         return place(whole_bytes if min(streamed) == max(streamed) else staging_bytes, 1)
     best = place(whole_bytes, 1)
     for less, num_rounds in ((staging_bytes, 1), (whole_bytes, 2), (staging_bytes, 2)):
-        if best.pass_s <= (sum(seconds[0]) + idle_s) * (1 + SMALLEST_GAIN):
+        if best.pass_s <= work.least_s * (1 + SMALLEST_GAIN):
             break
         other = place(less, num_rounds)
         if other.pass_s < best.pass_s * (1 - SMALLEST_GAIN):
@@ -243,23 +237,37 @@ def improve(
     return best
 
 
-def spread_beside_staging(
-    sizes: Sequence[int], compute_s: Sequence[float], room_bytes: int, depth: int
-) -> Iterator[set[int]]:
+def spread_beside_staging(work: Workload, room_bytes: int, depth: int) -> Iterator[set[int]]:
     """Yield residents spread by bytes, and by time, beside staging memory for every block, then for ever smaller ones.
 
     What is too large for it stays. The first is spread by bytes, beside staging memory for two of the largest, or for
-    as many as were asked for.
+    as many as were asked for; in front of it, if only some copies hold the host, one in which as few of them are made
+    as can be.
     """
-    for slot_bytes in sorted(set(sizes), reverse=True)[:MAX_BLOCK_SIZES]:
-        too_large = {position for position, size in enumerate(sizes) if size > slot_bytes}
-        others = [position for position in range(len(sizes)) if position not in too_large]
-        other_sizes = [sizes[position] for position in others]
+    sizes = work.sizes
+    for block_bytes in sorted(set(sizes), reverse=True)[:MAX_BLOCK_SIZES]:
+        too_large = {position for position, size in enumerate(sizes) if size > block_bytes}
         for factor in (depth + 1,) if depth else STAGING_SIZES:
-            left = room_bytes - int(factor * slot_bytes) - sum(sizes[position] for position in too_large)
-            if left >= 0:
-                yield too_large | {others[place] for place in spread_residents(other_sizes, left)}
-                yield spread_by_compute(sizes, compute_s, too_large, left)
+            left = room_bytes - int(factor * block_bytes)
+            if left < sum(sizes[position] for position in too_large):
+                continue
+            everyone = range(len(sizes))
+            if 0 < len(work.blocking) < len(sizes):
+                yield spread_among(sizes, too_large, left, work.blocking, everyone)
+            yield spread_among(sizes, too_large, left, everyone)
+            yield spread_by_compute(
+                sizes, work.compute_s, too_large, left - sum(sizes[position] for position in too_large)
+            )
+
+
+def spread_among(sizes: Sequence[int], kept: Collection[int], budget_bytes: int, *groups: Collection[int]) -> set[int]:
+    """Return what is kept, and beside it residents spread evenly within each group, as far as there is room for it."""
+    resident = set(kept)
+    for among in groups:
+        others = sorted(set(among) - resident)
+        left = budget_bytes - sum(sizes[position] for position in resident)
+        resident |= {others[place] for place in spread_residents([sizes[position] for position in others], left)}
+    return resident
 
 
 def spread_by_compute(

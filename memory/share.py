@@ -42,8 +42,7 @@ class Share:
         self.copies = None if device.is_cpu else CopyStream(device)
         self.bounce = None if self.copies is None else Bounce(self.copies)
         self.passes = self.num_partial = 0
-        self.computes: Stopwatch | None = None
-        self.loading = None if self.copies is None else Stopwatch(self.copies)
+        self.computes: Stopwatch[int] | None = None
         self.bounce_bytes = 0
         """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
         self.locks_bounce = False
@@ -55,6 +54,10 @@ class Share:
         self.computing: dict[int, Stay | None] = {}
         self.entered: set[int] = set()
         """The blocks that have come here to compute, in any pass."""
+        self.trace: list[int] = []
+        """The blocks of this pass, in the order in which they ran."""
+        self.order = sorted(self.blocks)
+        """That of the last whole pass."""
         self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
         self.past_streamed_bytes = 0
@@ -77,7 +80,7 @@ class Share:
         """Time the pass that begins, if it is the one to time."""
         self.passes += 1
         if self.copies is not None and self.passes == TIMED_PASS:
-            self.computes = Stopwatch(self.copies)
+            self.computes = Stopwatch(self.device)
 
     def take_times(self) -> dict[int, float] | None:
         """Return the seconds of each block's computing, in the order in which they ran, once, when they are known."""
@@ -94,16 +97,9 @@ class Share:
             self.passes = TIMED_PASS - 1
         return None
 
-    def take_link(self) -> float | None:
-        """Return the bytes per second of the fastest copy of a loading, once, when they are known.
-
-        None where none was large enough to tell, or from page-locked memory.
-        """
-        copied = self.loading.read() if self.loading is not None else None
-        if not copied or self.loading is None:
-            return None
-        self.loading.stretches.clear()
-        return max((num_bytes / seconds for num_bytes, seconds in copied.items() if seconds), default=None)
+    def take_speeds(self) -> dict[bool, float]:
+        """Return bytes per second of copies, by whether they are from page-locked memory, each once it is known."""
+        return self.copies.speeds.take() if self.copies is not None else {}
 
     # -- being brought to a plan
 
@@ -149,7 +145,7 @@ class Share:
         if unit.copy is None:
             assert self.copies is not None
             with self.weights_booked(unit):
-                unit.load(self.copies, self.loading)
+                unit.load(self.copies)
             self.loaded_bytes += unit.slab_bytes
             self.progress(unit.slab_bytes)
 
@@ -218,7 +214,8 @@ class Share:
             sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
             with self.booked(Kind.STAGING, self.held_staging):
                 area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
-                self.staging, self.streamer = wanted, Streamer(streamed, area)
+                order = [number for number in self.order if number in streamed]
+                self.staging, self.streamer = wanted, Streamer(streamed, area, order)
 
     # -- giving bytes back
 
@@ -288,6 +285,7 @@ class Share:
     def begin_pass(self, *, is_timed: bool) -> None:
         """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
         self.heal()
+        self.trace = []
         if is_timed:
             self.begin_timing()
         if self.copies is not None:
@@ -303,18 +301,24 @@ class Share:
     def end_pass(self, *, completed: bool) -> None:
         """A forward has ended, by its return or by an exception."""
         self.heal()
+        ran, self.trace = self.trace, []
+        if completed and set(ran) == self.blocks.keys():
+            self.order = ran
         if self.streamer is not None:
-            self.streamer.end_pass(completed=completed)
+            is_first = 0 in self.blocks  # else those of another device run before
+            self.streamer.end_pass(completed=completed, began_with=ran[0] if ran and is_first else None)
 
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         unit = self.blocks[number]
         self.entered.add(number)
+        self.trace.append(number)
         if unit.copy is not None:
             assert self.copies is not None
             unit.copy.await_copy(self.copies)
             self.computing[number] = None
+            self.start_watch(number)
             unit.compute_from(unit.copy.slab, self.scratch)
         elif self.copies is None:
             self.computing[number] = None
@@ -325,7 +329,11 @@ class Share:
             stay = self.streamer.acquire(number)
             self.computing[number] = stay  # first: what is not noted here nobody gives back after an interrupt
             self.streamer.area.use(stay)
+            self.start_watch(number)
             unit.compute_from(stay.slab, self.scratch)
+
+    def start_watch(self, number: int) -> None:
+        """Time a block from here on, widening included: it waits for no copy any more."""
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.start(number, self.copies.compute_stream)
 

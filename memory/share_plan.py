@@ -18,9 +18,9 @@ from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import block_bytes, fixed_tensors, resting_bytes, wide_bytes
 from .machine import DeviceCapacity, Machine
-from .places import BlockSeconds, Places, pass_seconds
+from .places import Places, Workload, pass_seconds
 from .profile import OffloadProfile
-from .schedule import Schedule, balanced_seconds, choose_schedule, place_streamed
+from .schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
 from .units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 
 __all__ = ["SharePlan", "plan_share"]
@@ -106,6 +106,7 @@ def plan_share(
     *,
     first: bool,
     from_disk: bool = False,
+    pinned: frozenset[str] | None = None,
     block_seconds: Mapping[int, float] | None = None,
     current: SharePlan | None = None,
 ) -> SharePlan:
@@ -114,6 +115,7 @@ def plan_share(
     Args:
         first: this device has the rest of the component too.
         from_disk: the link's speed does not tell that of copies.
+        pinned: the blocks that rest in page-locked memory, by name; None: all of them.
         block_seconds: what each block of the component was measured to compute, in the order in which they ran.
         current: what is in place; it stays if it fits, leaves no block's room unused and is as fast.
 
@@ -123,7 +125,7 @@ def plan_share(
     """
     capacity = machine.device(device)
     if from_disk:
-        capacity = replace(capacity, link_bytes_per_s=None)
+        capacity = replace(capacity, link_bytes_per_s=None, pageable_bytes_per_s=None)
     ours = frozenset(blocks)
     in_order = [number for number in block_seconds or blocks if number in ours]
     sizes = {number: block_bytes(component.blocks[number], cast) for number in in_order}
@@ -146,25 +148,31 @@ def plan_share(
         refuse(component, capacity, profile, limit, whole, largest)
     if limit >= GIB:  # whole MiB: the text that gives the same plan again is read by people
         limit = max(least, limit // MIB * MIB)
-    seconds, idle_s, are_known = find_seconds(component, whole, sizes, capacity, limit, block_seconds)
+    left_bytes = limit - whole.fixed_bytes - whole.scratch_bytes
+    room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
+    names = {number: component.blocks[number].name for number in sizes}
+    blocking = frozenset(number for number, name in names.items() if pinned is not None and name not in pinned)
+    speeds = find_speeds(capacity, sizes, blocking)
+    work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
+    are_known = block_seconds is not None and speeds is not None
     # Staging memory costs residents: only measured times tell whether it is worth that.
     prefetch_blocks = profile.prefetch_blocks or (None if are_known else USUAL_PREFETCH)
-    room_bytes = (limit - whole.fixed_bytes - whole.scratch_bytes) // SLAB_ALIGNMENT * SLAB_ALIGNMENT
-    ordered = tuple(sizes.values())
     in_place: Schedule | None = None
     if current is not None and current.staging_bytes and current.blocks == blocks:
         asked = min(profile.prefetch_blocks or 0, room_bytes // largest - 1)
-        in_place = keep_residents(current, sizes, seconds, room_bytes, asked, idle_s)
+        in_place = keep_residents(current, sizes, work, room_bytes, asked)
     if in_place is not None and current is not None and is_settled(current, in_place, are_known):
         schedule = in_place
     else:
-        schedule = choose_schedule(ordered, room_bytes, seconds=seconds, prefetch_blocks=prefetch_blocks, idle_s=idle_s)
+        schedule = choose_schedule(work, room_bytes, prefetch_blocks=prefetch_blocks)
         if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
             schedule = in_place
     share = stream(whole, sizes, schedule)
     streamed_bytes = sum(sizes[number] for number in share.streamed)
-    link = capacity.link_bytes_per_s
-    speed = f", at least {streamed_bytes / link:.2g} s at {link / 1e9:.3g} GB/s" if link else ""
+    speed = ""
+    if speeds is not None:
+        copies_s = sum(sizes[number] / speeds[number] for number in share.streamed)
+        speed = f", at least {copies_s:.2g} s at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
     reasons.append(
         f"{source}: {len(share.streamed)} of {len(blocks)} blocks stream, "
         f"{format_bytes(streamed_bytes)} per pass{speed}"
@@ -219,22 +227,40 @@ def available_bytes(component: Component, capacity: DeviceCapacity, profile: Off
     return available if capacity.ceiling_bytes is None else min(available, capacity.ceiling_bytes)
 
 
-def find_seconds(
-    component: Component,
-    whole: SharePlan,
-    sizes: dict[int, int],
-    capacity: DeviceCapacity,
-    limit: int,
+def find_speeds(
+    capacity: DeviceCapacity, sizes: Mapping[int, int], blocking: frozenset[int]
+) -> dict[int, float] | None:
+    """Return the bytes per second at which each block is copied, by how it rests; None if no speed was measured.
+
+    If one of the two was, the other is taken from it.
+    """
+    pinned, pageable = capacity.link_bytes_per_s, capacity.pageable_bytes_per_s
+    pinned = pinned or pageable
+    if pinned is None:
+        return None
+    pageable = pageable or pinned / BLOCKING_COPIES
+    return {number: pageable if number in blocking else pinned for number in sizes}
+
+
+def find_workload(
+    sizes: Mapping[int, int],
+    speeds: Mapping[int, float] | None,
+    left_bytes: int,
+    blocking: frozenset[int],
     block_seconds: Mapping[int, float] | None,
-) -> tuple[BlockSeconds, float, bool]:
-    """Return seconds of computing and copying per block, those that other devices compute, and whether all is known."""
-    link = capacity.link_bytes_per_s
-    if block_seconds is None or link is None:
-        room = limit - whole.fixed_bytes - whole.scratch_bytes
-        return balanced_seconds(list(sizes.values()), room), 0.0, False
+) -> Workload:
+    """Return the workload of a pass, in seconds if all of them are known."""
+    positions = frozenset(position for position, number in enumerate(sizes) if number in blocking)
+    if block_seconds is None or speeds is None:
+        return balanced_workload(list(sizes.values()), left_bytes, blocking=positions)
     compute_s = tuple(block_seconds[number] for number in sizes)
-    idle_s = max(0.0, sum(block_seconds.values()) - sum(compute_s))
-    return (compute_s, tuple(size / link for size in sizes.values())), idle_s, True
+    return Workload(
+        sizes=tuple(sizes.values()),
+        compute_s=compute_s,
+        copy_s=tuple(size / speeds[number] for number, size in sizes.items()),
+        idle_s=max(0.0, sum(block_seconds.values()) - sum(compute_s)),
+        blocking=positions,
+    )
 
 
 def stream(whole: SharePlan, sizes: Mapping[int, int], schedule: Schedule) -> SharePlan:
@@ -252,18 +278,12 @@ def stream(whole: SharePlan, sizes: Mapping[int, int], schedule: Schedule) -> Sh
 
 
 def keep_residents(
-    current: SharePlan,
-    sizes: Mapping[int, int],
-    seconds: BlockSeconds,
-    room_bytes: int,
-    prefetch_blocks: int,
-    idle_s: float,
+    current: SharePlan, sizes: Mapping[int, int], work: Workload, room_bytes: int, prefetch_blocks: int
 ) -> Schedule | None:
     """Return the schedule in which the blocks that are in place stay so; None if they leave too much room or little.
 
     The staging memory stays as it is, too, where it fits.
     """
-    ordered = tuple(sizes.values())
     resident = frozenset(position for position, number in enumerate(sizes) if number in current.resident)
     smallest = min(sizes[number] for number in current.streamed)
     unused_bytes = room_bytes - current.resident_bytes - current.staging_bytes
@@ -273,10 +293,10 @@ def keep_residents(
         staging_bytes = room_bytes - current.resident_bytes
         if staging_bytes < (prefetch_blocks + 1) * current.streamed_block_bytes:
             return None
-        return place_streamed(ordered, seconds, resident, staging_bytes, idle_s=idle_s)
+        return place_streamed(work, resident, staging_bytes)
     positions = {number: position for position, number in enumerate(sizes)}
     places = tuple({positions[number]: begin for number, begin in here.items()} for here in current.places)
-    pass_s = pass_seconds(ordered, seconds, resident, current.staging_bytes, places, idle_s=idle_s)
+    pass_s = pass_seconds(work, resident, current.staging_bytes, places)
     return Schedule(resident, current.staging_bytes, places, pass_s)
 
 

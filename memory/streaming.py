@@ -1,14 +1,22 @@
 """Streaming: which block comes next, and getting it into staging memory before it is needed.
 
-The order is learned: at first the order of definition, then that of the last whole pass, or of two equal ones. A
-prefetch is a hint that is checked when the block is entered, so skipped, repeated or re-ordered blocks (step caching,
-skip-layer guidance) cost at most the copies that were under way and leave nothing behind.
+The order is learned: at first that of definition, then that of the last whole pass, which outlives the staging memory,
+or of two equal ones. A prefetch is a hint that is checked when the block is entered, so skipped, repeated or re-ordered
+blocks (step caching, skip-layer guidance) cost at most the copies that were under way and leave nothing behind.
+
+[Note: blocking copies] A copy from pageable memory holds the host until it is done, and a file has to be read. Queued
+ahead, such a copy would keep the host from launching what computes meanwhile; so it is made when its block is entered:
+all that runs before has been launched then, and computes while the host waits for memory, reads and copies. Copies go
+in the order of use either way, each as soon as the one before it is done and its memory free, so passes take the same
+time as with copies that are queued ahead. Prefetching stops in front of such a block. Only with the block that the next
+pass begins with does nothing wait behind it: that one is copied at the end of a pass, where a host often waits anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from .errors import InvalidInput
 from .residency import Unit
 from .staging import StagingArea, Stay
 
@@ -16,26 +24,35 @@ __all__ = ["Streamer"]
 
 
 class Streamer:
-    """Moves the streamed blocks of one device through its staging memory, ahead of their use."""
+    """Moves the streamed blocks of one device through its staging memory, ahead of their use.
 
-    def __init__(self, units: Mapping[int, Unit], area: StagingArea) -> None:
+    Args:
+        order: in which they are taken to run in the first pass; each at least once.
+    """
+
+    def __init__(self, units: Mapping[int, Unit], area: StagingArea, order: Sequence[int]) -> None:
         self.units = units
         self.area = area
-        self.order: list[int] = sorted(units)
+        self.order = list(order)
         self.position = 0
         self.pass_number = 0
         self.trace: list[int] = []
         self.last_trace: list[int] = []
+        self.latest: Stay | None = None
+        """Where the last block computed, perhaps still does."""
 
     def begin_pass(self) -> None:
         """Start recording a pass; queues the first blocks unless the last pass already did."""
         self.trace = []
         self.prefetch()
 
-    def end_pass(self, *, completed: bool) -> None:
+    def end_pass(self, *, completed: bool, began_with: int | None = None) -> None:
         """Adopt the order that a completed pass ran, and queue the first blocks of the next one.
 
         A pass that left blocks out has to come twice: caches of steps and ControlNets take turns with whole ones.
+
+        Args:
+            began_with: the block that ran before all others, if it was one of this device.
         """
         if self.trace and completed:
             if self.trace == self.last_trace or set(self.trace) == self.units.keys():
@@ -44,7 +61,7 @@ class Streamer:
         self.trace, self.position = [], 0
         self.pass_number += 1
         if completed:
-            self.prefetch()
+            self.prefetch(began_with)
 
     def acquire(self, block: int) -> Stay:
         """Return where the block is, queuing its copy if no prefetch did; `StagingArea.use` is for the caller."""
@@ -58,13 +75,27 @@ class Streamer:
     def give_back(self, stay: Stay) -> None:
         """The block has computed: its memory may be overwritten once the compute stream gets there."""
         self.area.give_back(stay)
+        self.latest = stay
 
-    def prefetch(self) -> None:
-        """Queue copies of the next blocks into what memory is free, the nearest first."""
+    def prefetch(self, next_to_run: int | None = None) -> None:
+        """Queue copies of the next blocks into what memory is free, the nearest first ([Note: blocking copies]).
+
+        Args:
+            next_to_run: the block that no other one runs before.
+        """
         nearer: set[Stay] = set()
         for block, pass_number in self.upcoming():
             stay = self.find(block, pass_number)
-            if not self.fill(stay, keep=nearer):
+            blocks_host = self.units[block].blocks_host and not self.is_there(stay)
+            if blocks_host and block != next_to_run:
+                return
+            if blocks_host and self.latest is not None:  # not to wait for the end of what computes
+                nearer.add(self.latest)
+            try:
+                is_there = self.fill(stay, keep=nearer)
+            except InvalidInput:  # of a file: raised again by whoever really needs the block
+                return
+            if not is_there or blocks_host:
                 return
             nearer.add(stay)
 
@@ -83,6 +114,9 @@ class Streamer:
         if block in coming:
             return self.position + coming.index(block) + 1
         return gone.index(block) + 1 if block in gone else self.position
+
+    def is_there(self, stay: Stay) -> bool:
+        return stay.holds(self.units[stay.block].version)
 
     def find(self, block: int, pass_number: int) -> Stay:
         return self.area.find(block, pass_number, self.units[block].version)

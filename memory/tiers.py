@@ -29,10 +29,12 @@ from .profile import OffloadProfile, covers
 from .share_plan import SharePlan
 from .units import format_bytes
 
-__all__ = ["Masters", "choose_tiers", "lock_pages"]
+__all__ = ["Masters", "choose_tiers", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
+# [Note: blocking copies] in `streaming.py`.
+NOT_AHEAD = "copies block the host, each is made when its block is entered"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,7 @@ def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadPro
 
 
 def may_be_pinned(part: Masters, profile: OffloadProfile) -> bool:
+    """Whether the masters, or the buffers of their file, are to be page-locked as far as the machine allows it."""
     if part.tier in (None, "disk"):
         return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
     return part.tier == "pinned"
@@ -207,26 +210,26 @@ def explain_pageable(part: Masters, pinned: dict[str, int], machine: Machine, pr
     if part.on_cpu or pinned_bytes == part.ram_bytes:
         return []
     if not may_be_pinned(part, profile):
-        return [f"rests in pageable RAM: profile {profile.name} page-locks others; copies block the host"]
+        return [f"rests in pageable RAM: profile {profile.name} page-locks others; {NOT_AHEAD}"]
     reasons = []
     if part.oversize_bytes:
         reasons.append(
             f"{format_bytes(part.oversize_bytes)} in pieces of 2 GiB or more rest in pageable RAM, "
-            "page-locked slabs are smaller; their copies block the host"
+            f"page-locked slabs are smaller; {NOT_AHEAD}"
         )
     if pinned_bytes + part.oversize_bytes == part.ram_bytes:
         return reasons
     if not pinned:
         reasons.append(
             f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned by all components, "
-            f"{format_bytes(part.ram_bytes)} would be needed; copies block the host"
+            f"{format_bytes(part.ram_bytes)} would be needed; {NOT_AHEAD}"
         )
         return reasons
     streamed = [name for name, _, streams in part.units() if streams]
     first = f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
     reasons.append(
         f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
-        f"{format_bytes(machine.pinned_bytes)} may be by all components; copies of the others block the host"
+        f"{format_bytes(machine.pinned_bytes)} may be by all components; of the others {NOT_AHEAD}"
     )
     return reasons
 
@@ -235,5 +238,5 @@ def explain(part: Masters, machine: Machine, profile: OffloadProfile) -> str:
     """Return why the buffers are pageable through which a file is read."""
     buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
     if not may_be_pinned(part, profile):
-        return f"{buffers}: profile {profile.name} page-locks others; copies block the host"
-    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be pinned by all components; copies block the host"
+        return f"{buffers}: profile {profile.name} page-locks others"
+    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be pinned by all components"

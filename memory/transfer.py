@@ -15,17 +15,20 @@ device-wide synchronize:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from .devices import Device
 from .pinning import Slabs
-from .units import slab_offsets
+from .units import MIB, slab_offsets
 
 __all__ = [
     "Bounce",
+    "CopySpeeds",
     "CopyStream",
     "Form",
     "SlabLayout",
@@ -33,6 +36,13 @@ __all__ = [
     "allocate_device",
     "allocate_slabs",
 ]
+
+# The copy of fewer bytes says more of launching it than of the link.
+TELLING_BYTES = 2 * MIB
+# How many copies of equally many bytes are timed: the first may take longer.
+NUM_TIMED = 2
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +124,7 @@ class CopyStream:
         self.stream = torch.Stream(device=device.torch_device)
         self.home = self.compute_stream
         self.last_compute = self.home
+        self.speeds = CopySpeeds(device)
 
     @property
     def compute_stream(self) -> torch.Stream:
@@ -146,7 +157,7 @@ class CopyStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of host memory to the device. Blocks the host if it is not pinned."""
-        with self.stream, torch.no_grad():
+        with self.stream, torch.no_grad(), self.speeds.timed(source, self.stream):
             target.copy_(source, non_blocking=True)
 
     def mark_ready(self, ready: torch.Event) -> None:
@@ -244,28 +255,64 @@ def allocate_slabs(sizes: Sequence[int], *, pinned_bytes: int, streams: Sequence
     return Slabs(sizes, pinned_bytes=pinned_bytes, before_unlock=wait_for_copies)
 
 
-class Stopwatch:
+class Stopwatch(Generic[Key]):
     """Seconds of named stretches of a stream, taken by events and read when they are over; nobody waits for them."""
 
-    def __init__(self, copies: CopyStream) -> None:
-        self.copies = copies
-        self.stretches: dict[int, list[torch.Event]] = {}
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stretches: dict[Key, list[torch.Event]] = {}
 
-    def start(self, key: int, stream: torch.Stream) -> None:
+    def start(self, key: Key, stream: torch.Stream) -> None:
         self.stretches[key] = [self.mark(stream)]
 
-    def stop(self, key: int, stream: torch.Stream) -> None:
+    def stop(self, key: Key, stream: torch.Stream) -> None:
         if key in self.stretches:
             self.stretches[key].append(self.mark(stream))
 
     def mark(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(device=self.copies.device.torch_device, enable_timing=True)
+        event = torch.Event(device=self.device.torch_device, enable_timing=True)
         event.record(stream)
         return event
 
-    def read(self) -> dict[int, float] | None:
+    def read(self) -> dict[Key, float] | None:
         """Return the seconds of each stretch that was stopped; None while one of them is not over."""
         stopped = {key: events for key, events in self.stretches.items() if len(events) == 2}
         if not all(event.query() for events in stopped.values() for event in events):
             return None
         return {key: start.elapsed_time(stop) / 1000 for key, (start, stop) in stopped.items()}
+
+
+class CopySpeeds:
+    """How fast copies reach a device, from page-locked memory and from other; each is timed until it is known.
+
+    What a copy has to wait for is no part of its time.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.watches: dict[bool, Stopwatch[tuple[int, int]]] = {
+            is_pinned: Stopwatch[tuple[int, int]](device) for is_pinned in (True, False)
+        }
+        """By whether the memory is page-locked; the stretches are numbered for each number of bytes."""
+
+    @contextmanager
+    def timed(self, source: torch.Tensor, stream: torch.Stream) -> Iterator[None]:
+        """Time the copy in the body, if it tells something that is not known."""
+        watch = self.watches.get(source.is_pinned()) if self.watches and source.nbytes >= TELLING_BYTES else None
+        keys = [(source.nbytes, number) for number in range(NUM_TIMED)]
+        key = next((key for key in keys if watch is not None and key not in watch.stretches), None)
+        if watch is None or key is None:
+            yield
+            return
+        watch.start(key, stream)
+        yield
+        watch.stop(key, stream)
+
+    def take(self) -> dict[bool, float]:
+        """Return the bytes per second of the fastest copies, by whether the memory is page-locked; each once."""
+        taken = {}
+        for is_pinned, watch in list(self.watches.items()):
+            found = [num_bytes / seconds for (num_bytes, _), seconds in (watch.read() or {}).items() if seconds]
+            if found:
+                taken[is_pinned] = max(found)
+                del self.watches[is_pinned]
+        return taken

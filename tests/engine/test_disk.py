@@ -436,6 +436,25 @@ def test_a_file_that_changed_is_refused_by_name(toys, machine, files) -> None:
         manager.ledger.check()
 
 
+def test_a_file_that_goes_when_all_is_read_costs_nobody_the_finished_pass(toys, machine, files) -> None:
+    """Copying ahead what the next pass begins with is a hint; whoever needs that block hears of the file."""
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        managed = on_disk(net, files, manager, "0.42MiB")
+        want = net(x).cpu()
+        streamer = managed.members[0].attachment.shares[0].streamer
+        assert streamer.is_there(streamer.find(0, 1)), "it was copied ahead"
+        del streamer
+        handle = net.singles[-1].register_forward_hook(lambda *args: files[0].unlink(missing_ok=True))
+        assert torch.equal(net(x).cpu(), want)
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
+            net(x)
+        handle.remove()
+        with pytest.raises(InvalidInput, match=r"a\.safetensors"):
+            managed.release()
+
+
 def test_files_of_another_model_do_not_count(toys, machine, files) -> None:
     with machine(8) as manager, pytest.raises(InvalidInput, match="tier 'disk' is not available"):
         on_disk(toys.build_net(dim=32), files, manager)

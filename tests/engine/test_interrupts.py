@@ -24,7 +24,11 @@ from highwater.memory.streaming import Streamer
 from highwater.memory.transfer import Bounce, CopyStream
 from safetensors.torch import save_model
 
-CASES = {"streamed": ("0.45MiB", "gpu:0"), "split": ("gpu:0=unlimited,gpu:1=0.3MiB", "gpu:0&gpu:1@0.5")}
+CASES = {
+    "streamed": ("0.45MiB", "gpu:0"),
+    "pageable": ("0.45MiB,pinned=none", "gpu:0"),
+    "split": ("gpu:0=unlimited,gpu:1=0.3MiB", "gpu:0&gpu:1@0.5"),
+}
 STEPS = [
     (MemoryManager, "acquire"),
     (MemoryManager, "enter"),

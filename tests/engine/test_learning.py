@@ -60,6 +60,50 @@ def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None
         assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
 
 
+@pytest.mark.parametrize("budget", ["9MiB", "17MiB"])
+def test_pageable_memory_is_learned_as_it_streams(sim, machine, budget: str) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with (
+        machine(64, h2d_bytes_per_s=LINK) as manager,
+        torch.no_grad(),
+        manage(net, profile=f"{budget},pinned=none", manager=manager) as managed,
+    ):
+        for _ in range(6):
+            net(torch.randn(4, 1024))
+        assert manager.room.links == {}
+        assert manager.room.pageable_links == pytest.approx({"gpu:0": LINK}, rel=0.05)
+        (share,) = managed.members[0].attachment.plan.shares
+        assert share.pass_s is not None
+        begin_s = sim.clock_s()
+        for _ in range(8):
+            net(torch.randn(4, 1024))
+        torch.accelerator.synchronize(0)
+        assert (sim.clock_s() - begin_s) / 8 == pytest.approx(share.pass_s, rel=0.1)
+
+
+def test_what_the_driver_does_not_lock_is_planned_as_pageable(sim, machine) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with machine(64) as manager, torch.no_grad():
+        sim.fail_registration(1)
+        with manage(net, profile="17MiB", manager=manager) as managed:
+            assert managed.members[0].attachment.plan.pinned == frozenset()
+            assert not any(weight.is_pinned() for weight in net.parameters())
+
+
+def test_copies_are_timed_until_their_speed_is_known(sim, machine) -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))
+    with (
+        machine(64, h2d_bytes_per_s=LINK) as manager,
+        torch.no_grad(),
+        manage(net, profile="17MiB", manager=manager) as managed,
+    ):
+        speeds = managed.members[0].attachment.shares[0].copies.speeds
+        assert speeds.watches.keys() == {True, False}
+        for _ in range(4):
+            net(torch.randn(4, 1024))
+        assert speeds.watches.keys() == {False}  # nothing is pageable, nothing of that is timed
+
+
 def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad(), manage(net, manager=manager) as managed:
@@ -82,13 +126,35 @@ def test_a_split_of_which_one_part_streams_learns_the_times_of_both(toys, machin
             assert managed.members[0].block_seconds.keys() == {*first.blocks, *second.blocks}
 
 
-def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
-    class Backwards(torch.nn.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in reversed(self):
-                x = layer(x)
-            return x
+class Backwards(torch.nn.Sequential):
+    """Layers of which the last runs first."""
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            x = layer(x)
+        return x
+
+
+def test_staging_memory_that_is_made_anew_knows_the_order(machine) -> None:
+    net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
+        with manage(net, profile="4.5MiB", manager=manager) as managed:
+            attachment = managed.members[0].attachment
+            for _ in range(4):
+                net(torch.randn(4, 512))
+            before = manager.bytes_moved()
+            net(torch.randn(4, 512))
+            moved = manager.bytes_moved() - before
+            attachment.unload()
+            before = manager.bytes_moved()
+            net(torch.randn(4, 512))
+            again = manager.bytes_moved() - before
+        # What is loaded besides: residents, and what the staging memory holds at the end. Nothing comes in vain.
+        (share,) = attachment.plan.shares
+        assert again <= share.fixed_bytes + share.resident_bytes + moved + share.staging_bytes
+
+
+def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
     net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
         manager.room.links["gpu:0"] = LINK
@@ -99,6 +165,24 @@ def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
             assert list(managed.members[0].block_seconds) == list(range(8))[::-1]
             assert share.pass_s is not None
             assert list(share.places[0]) == sorted(share.streamed, reverse=True)
+
+
+def test_widening_is_part_of_what_a_block_takes(toys, machine, sim) -> None:
+    rates = {"h2d_bytes_per_s": LINK, "memory_bytes_per_s": 1e9, "flops_per_s": 1e15, "launch_s": 1e-7}
+    with machine(8, **rates) as manager, torch.no_grad():
+        manager.room.links["gpu:0"] = LINK
+        net = toys.build_net(dtype=torch.bfloat16)
+        choices = {"profile": "0.3MiB", "precision": "fp8 scaled", "manager": manager}
+        with manage({"transformer": net}, **choices) as managed:
+            for _ in range(4):
+                net(torch.randn(2, 5, 64, dtype=torch.bfloat16))
+            seconds = sum(managed.members[0].block_seconds.values())
+            torch.accelerator.synchronize(0)
+            begin_s = sim.clock_s()
+            net(torch.randn(2, 5, 64, dtype=torch.bfloat16))
+            torch.accelerator.synchronize(0)
+            # Little else computes, and copies take a tenth of it.
+            assert 0.8 <= seconds / (sim.clock_s() - begin_s) <= 1
 
 
 def test_times_are_learned_behind_a_pass_that_left_blocks_out(toys, machine) -> None:

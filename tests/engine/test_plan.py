@@ -77,9 +77,10 @@ def plan(*parts: Component, placement: str = "gpu:0", profile: str = "auto", on:
     )
 
 
-def linked(on: Machine, bytes_per_s: float) -> Machine:
-    """Return the machine with links of this speed."""
-    return replace(on, devices=tuple(replace(device, link_bytes_per_s=bytes_per_s) for device in on.devices))
+def linked(on: Machine, pinned: float | None, pageable: float | None = None) -> Machine:
+    """Return the machine with links of this speed from page-locked memory, and from other."""
+    speeds = {"link_bytes_per_s": pinned, "pageable_bytes_per_s": pageable}
+    return replace(on, devices=tuple(replace(device, **speeds) for device in on.devices))
 
 
 def with_ram(on: Machine, num_bytes: int) -> Machine:
@@ -189,6 +190,37 @@ def test_what_is_in_place_stays_while_it_fits_and_is_as_good() -> None:
     slow = linked(machine(first=24 * MIB), MIB / 0.1)
     filled = replan(part, decided, slow, profile, block_seconds=dict.fromkeys(range(40), 10.0))
     assert len(filled.shares[0].resident) >= len(decided.shares[0].resident) + 4
+
+
+def test_copies_are_priced_by_how_their_blocks_rest() -> None:
+    part, profile, times = component([MIB] * 16), parse_profile("auto", devices=DEVICES), dict.fromkeys(range(16), 0.1)
+    half = sum(part.blocks[0].weight_bytes for _ in range(8)) + 8 * SLAB_ALIGNMENT
+    decided = plan(part, on=machine(first=6 * MIB, pinned=half))["transformer"]
+    streamed = {f"layers.{number}" for number in decided.shares[0].streamed}
+    assert len(decided.pinned & streamed) == 8 < len(streamed)
+    took = []
+    for pinned, pageable in ((10.0, 10.0), (10.0, 2.5), (None, 2.5), (10.0, None)):
+        here = linked(machine(first=6 * MIB), pinned and pinned * MIB, pageable and pageable * MIB)
+        (share,) = replan(part, decided, here, profile, block_seconds=times).shares
+        num_pageable = sum(f"layers.{number}" not in decided.pinned for number in share.streamed)
+        num_pinned = len(share.streamed) - num_pageable
+        # A copy from page-locked memory takes as long as a compute; of other memory, half as fast if nobody knows.
+        slow, fast = 1 / (pageable or pinned / 2), 1 / (pinned or pageable)
+        took.append(share.pass_s)
+        bound_s = max(1.6, num_pageable * slow + num_pinned * fast)
+        assert bound_s <= share.pass_s <= 1.1 * bound_s
+        assert f"at least {num_pageable * slow + num_pinned * fast:.2g} s" in share.reasons[0]
+    assert took[0] < took[3] < took[1] < took[2]
+
+
+def test_residents_are_those_that_are_not_page_locked_once_there_is_no_room_for_all() -> None:
+    """All were resident as pages were locked; the blocks that stream now are chosen among those that are locked."""
+    part, profile = component([MIB] * 16), parse_profile("auto", devices=DEVICES)
+    half = sum(part.blocks[0].weight_bytes for _ in range(8)) + 8 * SLAB_ALIGNMENT
+    decided = plan(part, on=machine(pinned=half))["transformer"]
+    assert not decided.shares[0].streamed
+    (share,) = replan(part, decided, machine(first=12 * MIB), profile).shares
+    assert {f"layers.{number}" for number in share.streamed} <= decided.pinned
 
 
 def test_what_still_fits_and_was_chosen_with_the_same_times_is_not_searched_again(monkeypatch) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
 from highwater.memory import places, schedule
-from highwater.memory.places import pass_seconds
-from highwater.memory.schedule import balanced_seconds, choose_schedule, place_streamed, spread_residents
+from highwater.memory.places import Workload, pass_seconds
+from highwater.memory.schedule import balanced_workload, choose_schedule, place_streamed, spread_residents
 from highwater.memory.units import MIB
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -39,23 +40,23 @@ def test_equal_blocks_are_spread_evenly(count: int, data) -> None:
 def test_a_schedule_fits_its_room_and_is_no_slower_than_even_spreading(sizes: list[int], part: float, data) -> None:
     assume(len(sizes) > 1)
     room = max(sizes) + int(part * (sum(sizes) - max(sizes) - 1))
-    seconds = balanced_seconds(sizes, room)
+    work = balanced_workload(sizes, room)
     if data.draw(st.booleans()):
         speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=len(sizes), max_size=len(sizes)))
-        seconds = tuple(size * speed for size, speed in zip(sizes, speeds, strict=True)), seconds[1]
-    chosen = choose_schedule(tuple(sizes), room, seconds=seconds)
+        work = replace(work, compute_s=tuple(size * speed for size, speed in zip(sizes, speeds, strict=True)))
+    chosen = choose_schedule(work, room)
     streamed = [position for position in range(len(sizes)) if position not in chosen.resident]
     assert sum(sizes[position] for position in chosen.resident) + chosen.staging_bytes <= room
     for here in chosen.places:
         assert list(here) == streamed
         assert all(0 <= begin <= chosen.staging_bytes - sizes[position] for position, begin in here.items())
-    played = pass_seconds(sizes, seconds, chosen.resident, chosen.staging_bytes, chosen.places)
+    played = pass_seconds(work, chosen.resident, chosen.staging_bytes, chosen.places)
     assert chosen.pass_s == played
     if room >= 2 * max(sizes):
         spread = frozenset(spread_residents(sizes, room - 2 * max(sizes)))
-        even = place_streamed(sizes, seconds, spread, room - sum(sizes[position] for position in spread))
+        even = place_streamed(work, spread, room - sum(sizes[position] for position in spread))
         assert chosen.pass_s <= even.pass_s * 1.01
-    assert chosen == choose_schedule.__wrapped__(tuple(sizes), room, seconds=seconds)
+    assert chosen == choose_schedule.__wrapped__(work, room)
 
 
 @settings(deadline=None, max_examples=50)
@@ -63,26 +64,37 @@ def test_a_schedule_fits_its_room_and_is_no_slower_than_even_spreading(sizes: li
 def test_what_is_asked_to_be_copied_ahead_has_staging_memory(sizes: list[int], ahead: int, part: float) -> None:
     assume(len(sizes) > 1)
     room = max(sizes) + int(part * (sum(sizes) - max(sizes) - 1))
-    chosen = choose_schedule(tuple(sizes), room, seconds=balanced_seconds(sizes, room), prefetch_blocks=ahead)
+    chosen = choose_schedule(balanced_workload(sizes, room), room, prefetch_blocks=ahead)
     largest = max(size for position, size in enumerate(sizes) if position not in chosen.resident)
     assert chosen.staging_bytes >= largest * min(ahead + 1, room // max(sizes))
+
+
+@pytest.mark.parametrize("room", range(4, 12))
+@pytest.mark.parametrize("known", [False, True])
+def test_as_few_copies_hold_the_host_as_can_be(room: int, known: bool) -> None:
+    sizes, blocking = (MIB,) * 14, frozenset({0, 1, 2, 5, 7, 8})
+    work = balanced_workload(sizes, room * MIB, blocking=blocking)
+    if known:  # where computes hide all copies, too
+        work = replace(work, compute_s=(2.0,) * 14, copy_s=(1.0,) * 14)
+    chosen = choose_schedule(work, room * MIB, prefetch_blocks=1)
+    assert len(chosen.resident & blocking) == min(len(chosen.resident), len(blocking))
 
 
 def test_unequal_blocks_run_faster_than_evenly_spread() -> None:
     # As in a UNet: few bytes that compute long, then large blocks whose copies follow each other.
     sizes = (2,) * 3 + (10,) * 6 + (43,) * 10 + (3,) * 6 + (22,) * 9
     computes = (40.0,) * 3 + (20.0,) * 6 + (10.0,) * 10 + (40.0,) * 6 + (20.0,) * 9
-    seconds = computes, tuple(float(size) for size in sizes)
+    work = Workload(sizes, computes, tuple(float(size) for size in sizes))
     room = int(0.3 * sum(sizes))
     spread = frozenset(spread_residents(sizes, room - 2 * max(sizes)))
-    even = place_streamed(sizes, seconds, spread, 2 * max(sizes)).pass_s
-    assert choose_schedule(sizes, room, seconds=seconds).pass_s < 0.97 * even
+    even = place_streamed(work, spread, 2 * max(sizes)).pass_s
+    assert choose_schedule(work, room).pass_s < 0.97 * even
 
 
 def test_another_device_computing_gives_copies_time() -> None:
-    sizes, seconds = (MIB,) * 12, (tuple([0.1] * 12), tuple([1.0] * 12))
-    alone = choose_schedule(sizes, 6 * MIB, seconds=seconds)
-    beside = choose_schedule(sizes, 6 * MIB, seconds=seconds, idle_s=5.0)
+    work = Workload((MIB,) * 12, (0.1,) * 12, (1.0,) * 12)
+    alone = choose_schedule(work, 6 * MIB)
+    beside = choose_schedule(replace(work, idle_s=5.0), 6 * MIB)
     assert beside.pass_s < alone.pass_s + 5.0
 
 
@@ -90,7 +102,7 @@ def test_another_device_computing_gives_copies_time() -> None:
 def test_what_has_no_bytes_stays(sizes: list[int], part: float) -> None:
     assume(sum(sizes) > max(sizes))
     room = max(sizes) + int(part * (sum(sizes) - max(sizes) - 1))
-    chosen = choose_schedule(tuple(sizes), room, seconds=balanced_seconds(sizes, room))
+    chosen = choose_schedule(balanced_workload(sizes, room), room)
     assert chosen.resident >= {position for position, size in enumerate(sizes) if not size}
     assert chosen.pass_s > 0
 
@@ -120,7 +132,7 @@ def test_the_work_of_a_search_grows_no_faster_than_blocks(monkeypatch, name: str
     counted(schedule, "window_seconds")
     sizes = tuple(MANY_BLOCKS[name])
     room = max(max(sizes), int(part * sum(sizes)))
-    choose_schedule.__wrapped__(sizes, room, seconds=balanced_seconds(sizes, room))
+    choose_schedule.__wrapped__(balanced_workload(sizes, room), room)
     assert calls.count("free_pieces") <= 20 * len(sizes)
     assert calls.count("window_seconds") <= 20
 

@@ -43,15 +43,31 @@ def make_work(seed: int, num_blocks: int = 9) -> Work:
 
 @pytest.mark.parametrize("share", [0.4, 0.55, 0.7, 0.9, 1.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_engine_takes_the_time_that_the_model_says(sim, seed: int, share: float) -> None:
-    from highwater.benchmarks.streaming import NUM_STEPS, measure_engine
+@pytest.mark.parametrize("pinned", ["all", "half", "none"])
+def test_the_engine_takes_the_time_that_the_model_says(sim, monkeypatch, seed: int, share: float, pinned: str) -> None:
+    """Copies that hold the host take no longer: it has launched all that can compute meanwhile."""
+    from highwater.benchmarks.streaming import NUM_STEPS, SCALE, measure_engine
 
     work = make_work(seed)
+    if pinned == "half":
+        half = int(share * work.weight_bytes / SCALE / 2)
+        monkeypatch.setattr("highwater.memory.room.pin_limit_bytes", lambda *args, **choices: half)
     names = [part.name for part in work.parts if part.weight_bytes]
-    engine = measure_engine(work, names, int(share * work.weight_bytes))
+    engine = measure_engine(work, names, int(share * work.weight_bytes), pinned="none" if pinned == "none" else "all")
     modelled = run_places(work, engine.resident, engine.staging_bytes, engine.places, NUM_STEPS)
     assert engine.seconds == pytest.approx(modelled.seconds, rel=1e-9)
     assert modelled.peak_bytes <= int(share * work.weight_bytes)
+
+
+@pytest.mark.parametrize("compute_per_copy", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("tier", ["pinned", "pageable", "disk"])
+def test_copies_run_beside_computes_wherever_the_weights_rest(sim, tier: str, compute_per_copy: float) -> None:
+    from highwater.benchmarks import overlap
+
+    num_streamed, compute_s = 36, compute_per_copy * overlap.COPY_S
+    seconds = overlap.measure_engine(num_streamed, compute_s, tier)
+    longer_s = max(overlap.NUM_BLOCKS * compute_s, num_streamed * overlap.COPY_S)
+    assert seconds <= 1.002 * (overlap.NUM_STEPS * longer_s + overlap.COPY_S)
 
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])

@@ -37,9 +37,9 @@ widths = st.lists(st.sampled_from([16, 48, 64, 208, 400]), min_size=2, max_size=
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
-@given(widths, st.floats(0.0, 1.0), st.booleans(), st.data())
+@given(widths, st.floats(0.0, 1.0), st.booleans(), st.sampled_from(["all", "some", "none"]), st.data())
 def test_any_order_within_any_memory_computes_the_same(
-    machine, widths: list[int], part: float, learns: bool, data
+    machine, widths: list[int], part: float, learns: bool, pinned: str, data
 ) -> None:
     orders = st.one_of(
         st.just(list(range(len(widths)))), st.lists(st.integers(0, len(widths) - 1), min_size=1, max_size=12)
@@ -50,13 +50,20 @@ def test_any_order_within_any_memory_computes_the_same(
     budget_bytes = max(sizes) + int(part * (sum(sizes) - max(sizes)))
     x = torch.randn(3, WIDTH)
     # Copies and computes take about as long as each other: what is in a wrong order is a race, and fails.
-    with machine(4, h2d_bytes_per_s=LINK, launch_s=1e-6) as manager, torch.no_grad():
+    with (
+        machine(4, h2d_bytes_per_s=LINK, launch_s=1e-6) as manager,
+        torch.no_grad(),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        if pinned == "some":
+            patch.setattr("highwater.memory.room.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2)
         if learns:
             manager.room.links["gpu:0"] = LINK
         twin.to("sim:0")
         wanted = [twin(x.to("sim:0"), order).cpu() for order in passes]
         twin.to("cpu")
-        with manage(net, profile=f"{budget_bytes / 1e6:.6f}MB", placement="gpu:0", manager=manager):
+        profile = f"{budget_bytes / 1e6:.6f}MB,pinned={pinned.replace('some', 'all')}"
+        with manage(net, profile=profile, placement="gpu:0", manager=manager):
             for order, want in zip(passes, wanted, strict=True):
                 assert torch.equal(net(x, order).cpu(), want)
 
@@ -77,6 +84,24 @@ def test_what_is_copied_is_what_is_missing(machine) -> None:
             net(torch.ones(1, WIDTH), [0, 1])
             moved = manager.bytes_moved() - before
             assert 0.9 * block_bytes < moved < 1.1 * block_bytes  # not both
+
+
+@pytest.mark.parametrize(("budget", "fetches"), [("0.012MB", True), ("0.03MB", False)])
+def test_a_copy_that_holds_the_host_is_made_ahead_only_where_nothing_runs_before(
+    machine, budget: str, fetches: bool
+) -> None:
+    net, x, order = Layers([32] * 8), torch.ones(1, WIDTH), list(range(8))
+    choices = {"profile": f"{budget},pinned=none", "placement": "gpu:0", "blocks": {"model": "layers.*"}}
+    with machine(4) as manager, torch.no_grad(), manage(net, manager=manager, **choices) as managed:
+
+        def state() -> tuple[bool, bool]:
+            streamer = managed.members[0].attachment.shares[0].streamer
+            first = streamer.find(*next(streamer.upcoming()))
+            return first.block == 0, streamer.is_there(first)
+
+        for _ in range(3):
+            net(x, order)
+            assert state() == (fetches, fetches)
 
 
 def test_unequal_blocks_are_copied_in_few_pieces(machine, monkeypatch) -> None:

@@ -115,7 +115,7 @@ def test_a_hosts_ceiling_and_what_is_to_stay_free_do_not_add_up(toys, machine, p
     sequence=st.lists(st.sampled_from("abcd"), min_size=2, max_size=10),
     together=st.floats(0.3, 4),
     reserve=st.floats(0, 2.5),
-    low=st.floats(0, 0.5),
+    low=st.floats(0.1, 0.5),  # activations of a first pass need room
     precision=st.sampled_from(["as stored", "fp8 scaled"]),
 )
 def test_any_sequence_keeps_to_what_two_calls_allow_and_leave_free(
