@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["report_progress"]
+__all__ = ["report_progress", "showing_loadings"]
 
 
 def report_progress(done: int, total: int) -> None:
@@ -18,3 +20,21 @@ def report_progress(done: int, total: int) -> None:
     model_management = sys.modules.get("comfy.model_management")
     if model_management is not None:
         model_management.throw_exception_if_processing_interrupted()
+
+
+@contextmanager
+def showing_loadings() -> Iterator[None]:
+    """Show on the node's bar what is packed, read and loaded meanwhile; Cancel ends it within one block.
+
+    Our own host watches every node itself.
+    """
+    if "comfy.model_management" not in sys.modules:
+        yield
+        return
+    from ..memory import default_manager
+
+    end = default_manager().watch_loading(lambda component, done, total: report_progress(done, total))
+    try:
+        yield
+    finally:
+        end()

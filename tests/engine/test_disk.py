@@ -575,16 +575,14 @@ def test_reading_is_watched(toys, machine, files, placement: str, precision: str
     with machine(8, 8) as manager:
         manager.watch_loading(lambda *step: seen.append(step))
         manage({"net": net}, placement=placement, precision=precision, files={"net": files}, manager=manager)
-        weight_bytes = sum(parameter.nbytes for parameter in net.parameters())
-        if precision != "as stored":
-            weight_bytes = sum(parameter.nbytes for parameter in toys.build_net().parameters())
+        came = toys.build_net()
+        weight_bytes = sum(parameter.nbytes for parameter in came.parameters())
+        if placement != "cpu":  # there buffers compute in the memory that they came in
+            weight_bytes += sum(buffer.nbytes for buffer in came.buffers())
         assert seen[-1] == ("net", weight_bytes, weight_bytes)
         done = [step[1] for step in seen]
         assert done == sorted(set(done)) and len(done) > 8
         assert {(step[0], step[2]) for step in seen} == {("net", weight_bytes)}
-        seen.clear()
-        manage({"other": toys.build_net()}, manager=manager)
-        assert not seen  # nothing was read
 
 
 @pytest.mark.parametrize("after", [1, 5, 9])
