@@ -13,7 +13,8 @@ from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
     from .building import load_model, load_weights
-    from .managed import Managed, discover_components, manage
+    from .discovery import discover_components
+    from .managed import Managed, manage
     from .manager import MemoryManager
     from .membership import Watermark
 
@@ -34,6 +35,7 @@ __all__ = [
 LAZY = {
     "MemoryManager": "manager",
     "Watermark": "membership",
+    "discover_components": "discovery",
     "load_model": "building",
     "load_weights": "building",
 }
