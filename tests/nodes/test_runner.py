@@ -236,6 +236,37 @@ def test_only_comfyui_needs_a_pipelines_node_to_show_its_loadings(
     assert runner.manager.watchers == []
 
 
+def test_in_comfyui_the_cancel_button_ends_a_loading_at_every_step(
+    runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at those that the bar does not show."""
+    from highwater.headless.comfy_api import executing_node
+    from highwater.nodes.progress import showing_loadings
+
+    class Cancelled(BaseException):
+        """What ComfyUI raises."""
+
+    asked: list[int] = []
+
+    def cancel_third() -> None:
+        asked.append(len(asked) + 1)
+        if len(asked) == 3:
+            raise Cancelled
+
+    model_management = ModuleType("comfy.model_management")
+    monkeypatch.setattr(model_management, "throw_exception_if_processing_interrupted", cancel_third, raising=False)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", model_management)
+    monkeypatch.setattr("highwater.memory.default.made", [runner.manager])
+    monkeypatch.setattr("highwater.nodes.progress.SHOWN_EVERY_S", 3600.0)
+    shown: list[Any] = []
+    with executing_node(lambda *progress: shown.append(progress)), pytest.raises(Cancelled), showing_loadings():
+        for done in range(1, 5):
+            for watcher in list(runner.manager.watchers):
+                watcher("unet", done, 4)
+    assert shown == [(1, 4)] and asked == [1, 2, 3]
+    assert runner.manager.watchers == []
+
+
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_a_model_that_is_read_from_its_file_shows_how_far_it_is(
     runner: WorkflowRunner, tmp_path: Path, interrupts: bool
