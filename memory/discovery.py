@@ -58,14 +58,16 @@ def walk(parts: Mapping[Any, Any], path: str, seen: set[int]) -> Iterator[tuple[
         name = f"{path}.{key}" if path else str(key)
         if isinstance(part, nn.Module):
             yield name, name, part
-        elif isinstance(part, CONTAINERS):
-            if id(part) not in seen:
-                seen.add(id(part))
-                yield from walk(numbered(part), name, seen)
-        elif (components := components_of(part)) is not None:
-            for own_name, module in components.items():
-                if isinstance(module, nn.Module):
-                    yield str(own_name), f"{name}.{own_name}", module
+            continue
+        inside = numbered(part) if isinstance(part, CONTAINERS) else components_of(part)
+        if inside is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, CONTAINERS):
+            yield from walk(inside, name, seen)
+        else:
+            for own_name, own_path, module in walk(inside, "", seen):
+                yield own_name, f"{name}.{own_path}", module
 
 
 def parts_of(target: Any) -> Mapping[Any, Any]:

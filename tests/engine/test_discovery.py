@@ -68,6 +68,11 @@ TARGETS = {
         {"nets.0": one, "more.a": two, "more.b.0": three},
     ),
     "a dict of pipelines": (SimpleNamespace(pipes={"base": Pipeline(unet=one)}), {"unet": one}),
+    "a pipeline in a pipeline": (Pipeline(prior=Pipeline(unet=one), unet=two), {"unet": two, "prior.unet": one}),
+    "a list in a pipeline": (
+        SimpleNamespace(pipe=Pipeline(nets=[one, two], vae=three)),
+        {"nets.0": one, "nets.1": two, "vae": three},
+    ),
     "slots": (Slots(one, two), {"_Slots__hidden": two, "vae": one}),
     "the class": (OfTheClass(), {"vae": OfTheClass.vae}),
     "one under two names": (SimpleNamespace(model=one, same=one, nets=[one]), {"model": one}),
@@ -88,6 +93,9 @@ def test_what_holds_itself_comes_to_an_end() -> None:
     nets: list[Any] = [one]
     nets.append(nets)
     assert discover_components(SimpleNamespace(nets=nets)) == {"nets.0": one}
+    pipe = Pipeline(vae=one)
+    pipe.components["self"] = pipe
+    assert discover_components(SimpleNamespace(pipe=pipe, pipeline=pipe)) == {"vae": one}
 
 
 @pytest.mark.parametrize("target", [7, "a model", None, Pipeline(), SimpleNamespace(nets=[], pipe=Pipeline()), Wrapper])
