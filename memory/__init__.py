@@ -14,7 +14,8 @@ from .errors import DoesNotFit, InvalidInput
 if TYPE_CHECKING:
     from .budget import BudgetItem
     from .building import load_model, load_weights
-    from .managed import Managed, discover_components, manage
+    from .discovery import discover_components
+    from .managed import Managed, manage
     from .manager import MemoryManager
     from .membership import Watermark
     from .profile import OffloadProfile
@@ -40,6 +41,7 @@ LAZY = {
     "MemoryManager": "manager",
     "OffloadProfile": "profile",
     "Watermark": "membership",
+    "discover_components": "discovery",
     "load_model": "building",
     "load_weights": "building",
 }

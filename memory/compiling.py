@@ -2,8 +2,9 @@
 
 [Note: compiling] Only a block's own ``forward`` is compiled, so the hooks around it, which swap its weights, run as
 they do without: no graph break. Dynamo takes parameters as inputs, so weights that show other memory of the same
-shape and dtype do not compile again. The compiled function stands in the block's instance dictionary before the
-class's own and is deleted with the attachment.
+shape and dtype do not compile again. What else differs between blocks does (an ``int`` attribute, say), and dynamo
+compiles one function only so many times: the other blocks run as they are, and the report says how many. The compiled
+function stands in the block's instance dictionary before the class's own and is deleted with the attachment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ __all__ = ["CompiledBlocks"]
 
 # Devices that inductor has a code generator for; elsewhere dynamo's capture runs eagerly.
 INDUCTOR_DEVICES = ("cpu", "cuda", "xpu")
+OWN_FORWARD = "the block has a forward of its own, which is not its class's"
 
 
 class CompiledBlocks:
@@ -34,16 +36,48 @@ class CompiledBlocks:
         """How often dynamo handed a graph to the backend: one for each kind of block, shape of inputs and device."""
         self.backend = lookup_backend("inductor" if device.type in INDUCTOR_DEVICES else "eager")
         self.blocks = [block for block in blocks if "forward" not in vars(block)]
+        self.num_own = len(blocks) - len(self.blocks)
+        self.num_runs = 0
+        """How often a graph was run."""
+        self.uncompiled: set[nn.Module] = set()
+        """The blocks that ran no graph when they ran last."""
         for block in self.blocks:
-            block.forward = torch.compile(block.forward, backend=self.count)
+            block.forward = self.watched(block, torch.compile(block.forward, backend=self.count))
+
+    def watched(self, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a block's compiled forward, which also sees whether a graph ran; costs a call."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = self.num_runs
+            output = forward(*args, **kwargs)
+            if self.num_runs == before:
+                self.uncompiled.add(block)
+            else:
+                self.uncompiled.discard(block)
+            return output
+
+        return run
 
     def count(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         self.num_compiles += 1
         compiled: Callable[..., Any] = self.backend(graph, inputs)
-        return compiled
+
+        def run(*args: Any) -> Any:
+            self.num_runs += 1
+            return compiled(*args)
+
+        return run
+
+    def why_uncompiled(self) -> dict[str, int]:
+        """Return why blocks run uncompiled, and how many for each reason; only those that have run by now tell."""
+        limit = torch._dynamo.config.recompile_limit
+        left = f"torch._dynamo left it as it is: it cannot compile it, or has done so {limit} times (recompile_limit)"
+        counts = {OWN_FORWARD: self.num_own, left: len(self.uncompiled)}
+        return {reason: num_blocks for reason, num_blocks in counts.items() if num_blocks}
 
     def release(self) -> None:
         """Let every block run its class's own forward again. Idempotent."""
         for block in self.blocks:
             vars(block).pop("forward", None)
         self.blocks = []
+        self.uncompiled.clear()

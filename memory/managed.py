@@ -8,11 +8,11 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from .building import source_of
 from .default import default_manager
 from .devices import list_devices
+from .discovery import discover_components, holds_pipeline
 from .errors import InvalidInput
 from .manager import MemoryManager
 from .membership import Member
@@ -22,29 +22,7 @@ from .profile import OffloadProfile, build_profile
 from .source import WeightsSource
 from .upcast import parse_precision
 
-__all__ = ["Managed", "discover_components", "manage"]
-
-
-def discover_components(target: Any) -> dict[str, nn.Module]:
-    """Return the modules of a target by name.
-
-    Those are a module itself, a dict's, those of a pipeline's ``components``, or the attributes of any other object.
-
-    Raises:
-        InvalidInput: the target holds no module.
-    """
-    if isinstance(target, nn.Module):
-        return {"model": target}
-    parts = target if isinstance(target, dict) else getattr(target, "components", None)
-    if not isinstance(parts, dict):
-        parts = getattr(target, "__dict__", {})
-    modules = {str(name): part for name, part in parts.items() if isinstance(part, nn.Module)}
-    if not modules:
-        raise InvalidInput(
-            f"nothing to manage: the {type(target).__name__} holds no torch module; "
-            "allowed: a module, a dict of modules, a diffusers pipeline, an object with modules as attributes"
-        )
-    return modules
+__all__ = ["Managed", "manage"]
 
 
 class Managed:
@@ -170,7 +148,8 @@ def manage(
     and their parameter objects, stay the ones they were.
 
     Args:
-        target: a module, a dict of modules, a diffusers pipeline, or an object that has modules as attributes.
+        target: a module, a dict or a list of modules, a diffusers pipeline, or an object that has any of these as
+            attributes (`discover_components`).
         profile: ``auto`` fills what is free; ``1`` to ``5`` or their names as in mmgp; a budget such as ``6GiB`` or
             ``gpu:0=80%`` limits the weights. `highwater profiles` prints them all.
         placement: where each component computes and rests, in the placement grammar.
@@ -202,8 +181,7 @@ def manage(
         name=name,
         node_id=node_id,
     )
-    is_pipeline = not isinstance(target, nn.Module | dict)
-    return Managed(manager, members, plan, target if is_pipeline else None)
+    return Managed(manager, members, plan, target if holds_pipeline(target) else None)
 
 
 def read_files(files: Any) -> dict[str, WeightsSource]:

@@ -286,9 +286,10 @@ class MemoryManager:
     def watch_loading(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
         """Call the watcher with component, bytes done and bytes in all, and return what ends that.
 
-        It hears of each block of a loading, and every 4 MiB or sooner of what is read from files into RAM as a module
-        comes under management or gets another profile. What it raises cancels that and comes out of the forward that
-        needed the loading, or out of the call, after which the module is as it was.
+        It hears of each block that is loaded, and, as a module comes under management or gets another profile, of each
+        that is packed into host memory, every 4 MiB or sooner of what is read from files for that. What it raises
+        cancels it and comes out of the forward that needed the loading, or out of the call, after which the module is
+        as it was, or has its old profile. Weights that were packed in eight bits by then come back widened.
         """
         self.watchers.append(watcher)
         return partial(discard, self.watchers, watcher)

@@ -61,6 +61,8 @@ def plan_modules(
             asked = placement.item_for(name, kind).tier == "disk" or covers(profile.on_demand, name, kind)
             bare = name in in_file or any(parameter.is_meta for parameter in module.parameters())
             has_file = name in sources and (asked or bare) and sources[name].covers(component)
+            if name in sources:
+                sources[name].alias_tied(component)
             components.append(replace(component, has_file=has_file))
         if components == coarser and found is not None:
             return found

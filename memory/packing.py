@@ -91,21 +91,31 @@ class Packing:
         for unit in self.units:
             unit.measure()
 
-    def to_read(self) -> int:
-        """Return the bytes that `pack` would read from files into RAM; those of buffers do not count at tier disk."""
+    def to_pack(self) -> int:
+        """Return the bytes, as they come, of what `pack` would copy into slabs or read from files into RAM.
+
+        What rests in its file counts as nothing, nor does what computes in the memory that it came in.
+        """
         if self.plan.tier == "disk":
             return 0
-        return sum(entry.spec.weight_bytes for unit in self.units for entry in unit.entries if entry.held.is_meta)
+        return sum(
+            entry.spec.weight_bytes
+            for share in self.shares
+            for unit in share.units
+            for entry in unit.entries
+            if share.copies is not None or unit.cast_names or entry.held.is_meta
+        )
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
         """Make the masters; on failure the caller ends it as `Ending.TAKEN_BACK`.
 
         Holds, beside the masters, one arena of slabs at a time. The caller measured all that it packs, before any
-        weight loses a bit.
+        weight loses a bit: after that only ``progress``, the files or a lack of memory can fail, and what rests in
+        eight bits by then comes back widened, as there is no copy of what it was.
 
         Args:
-            progress: called with the bytes that were read of the files since it was called last; what it raises is
-                raised here.
+            progress: called with the bytes that were packed or read since it was called last, of `to_pack` in all,
+                for each block at least; what it raises is raised here.
         """
         for share in self.shares:
             if self.plan.tier == "disk":

@@ -49,7 +49,8 @@ class DeviceReport:
 class ComponentReport:
     """A component now; ``in_effect``: what is on its devices is what its plan says. The node loaded it.
 
-    ``num_compiles``: how many graphs its blocks were compiled into; None where they are not compiled.
+    ``num_compiles``: how many graphs its blocks were compiled into, and ``uncompiled_blocks``: how many of them run as
+    they are all the same, by the reason; None where they are not compiled.
     """
 
     id: str
@@ -65,6 +66,7 @@ class ComponentReport:
     bytes_moved: int
     plan: dict[str, Any]
     num_compiles: int | None = None
+    uncompiled_blocks: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

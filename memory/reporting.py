@@ -40,4 +40,5 @@ def component_report(member: Member, ledger: Ledger) -> ComponentReport:
         bytes_moved=attachment.bytes_moved,
         plan=attachment.plan.to_json(),
         num_compiles=attachment.compiled.num_compiles if attachment.compiled is not None else None,
+        uncompiled_blocks=attachment.compiled.why_uncompiled() if attachment.compiled is not None else None,
     )

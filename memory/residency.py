@@ -118,14 +118,16 @@ class Unit:
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
         on the meta device is read from the source, straight into the slab where it is not cast; ``progress`` is called
-        with the bytes read since it was called last, and what it raises ends that.
+        with the bytes packed or read since it was called last, and what it raises ends that.
         """
         self.master = HostMaster(slab)
         to_read = []
+        copied_bytes = 0
         self.remember_bare()
         for entry, views in zip(self.entries, self.leaf_views(slab), strict=True):
             weight = entry.held
             is_cast = entry.spec.name in self.cast_names
+            copied_bytes += 0 if weight.is_meta else entry.spec.weight_bytes
             if weight.is_meta and is_cast:
                 (weight,) = read_weights([entry], source, progress=add_up(progress))
                 entry.scale = find_scale(weight, name=entry.spec.name)
@@ -134,6 +136,8 @@ class Unit:
             else:
                 copy_leaves(views, weight if entry.scale is None else quantize_fp8(weight.detach(), entry.scale))
             self.masters.append(repoint(entry, views))
+        if progress is not None and copied_bytes:
+            progress(copied_bytes)
         if to_read:
             assert source is not None
             source.read_into(to_read, progress=add_up(progress))

@@ -31,7 +31,7 @@ class Roster:
     Args:
         exclusive: holds the manager's lock.
         enter, give_back: what a member's outermost entry and its exit call.
-        show_progress: returns what is called with the bytes read of files, of so many in all.
+        show_progress: returns what is called with the bytes packed or read, of so many in all.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Roster:
         try:
             former = attachment.component, attachment.plan, attachment.source
             self.prepare(member, attachment.module, *former, after=member.attachment)
-            self.attach(member)
+            self.attach(member, tells=False)  # who cancelled would cancel this, too
         except BaseException:
             attachment.hooks.remove()
             raise
@@ -206,12 +206,13 @@ class Roster:
         member.attachment = attachment
         attachment.packing.measure()
 
-    def attach(self, member: Member) -> None:
+    def attach(self, member: Member, *, tells: bool = True) -> None:
+        """Pack and hook a component that was prepared; ``tells`` those who watch loadings."""
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
         try:
-            attachment.attach(self.show_progress(member, attachment.packing.to_read()))
+            attachment.attach(self.show_progress(member, attachment.packing.to_pack()) if tells else None)
             self.members[member.id] = member
         except BaseException:
             if member.id not in self.members:

@@ -36,14 +36,22 @@ class WeightsSource:
         """Let a weight be found by another name, too."""
         self.files[name] = self.files[stored_name]
 
+    def alias_tied(self, component: Component) -> None:
+        """Let each tied weight be found by the name that its component gives it, whichever of its names the files have.
+
+        Who reads a component's weights, by those names, did this before.
+        """
+        for spec in all_tensors(component):
+            stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), spec.name)
+            if stored_name != spec.name:
+                self.alias(spec.name, stored_name)
+
     def holds(self, spec: TensorSpec) -> bool:
         """Whether a file has a weight as it is, to the byte, under any name of a tied one."""
-        for name in spec.other_names:
-            if spec.name not in self.files and name in self.files:
-                self.files[spec.name] = self.files[name]
-        if spec.leaves or spec.name not in self.files:
+        stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), None)
+        if spec.leaves or stored_name is None:
             return False
-        tensor = self.files[spec.name][1]
+        tensor = self.files[stored_name][1]
         return (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape)
 
     def position_of(self, name: str) -> tuple[str, int]:
@@ -63,16 +71,19 @@ class WeightsSource:
         drop_pages: bool = False,
     ) -> None:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all."""
-        by_file: dict[Path, list[Target]] = defaultdict(list)
+        by_file: dict[WeightsFile, list[Target]] = defaultdict(list)
         for name, *rest in targets:
             file, tensor = self.files[name]
-            by_file[file.path].append((tensor.name, *rest))
-        files = {file.path: file for file, _ in self.files.values()}
+            by_file[file].append((tensor.name, *rest))
         num_before = 0
-        for path, parts in by_file.items():
+        for file, parts in by_file.items():
             tell = None if progress is None else count_on(progress, num_before)
-            files[path].read_into(parts, progress=tell, drop_pages=drop_pages)
+            file.read_into(parts, progress=tell, drop_pages=drop_pages)
             num_before += sum(part[1].nbytes for part in parts)
+
+
+def all_tensors(component: Component) -> list[TensorSpec]:
+    return [tensor for block in [*component.blocks, component.rest] for tensor in block.tensors] + [*component.buffers]
 
 
 def count_on(progress: Callable[[int], None], num_before: int) -> Callable[[int], None]:

@@ -107,18 +107,20 @@ class HighwaterLoadPipeline(io.ComfyNode):
         from ..memory import manage
         from .diffusers_pipelines import LoadedPipeline, find_sources, load_pipeline
         from .pipeline_folders import find_pipeline
+        from .progress import showing_loadings
 
         folder = find_pipeline(pipeline)
         pipe = load_pipeline(folder)
-        managed = manage(
-            pipe,
-            profile=profile,
-            placement=placement,
-            precision=precision,
-            files=find_sources(pipe, folder),
-            name=pipeline,
-            node_id=cls.hidden.unique_id,
-        )
+        with showing_loadings():
+            managed = manage(
+                pipe,
+                profile=profile,
+                placement=placement,
+                precision=precision,
+                files=find_sources(pipe, folder),
+                name=pipeline,
+                node_id=cls.hidden.unique_id,
+            )
         return io.NodeOutput(LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark))
 
 
@@ -208,7 +210,7 @@ class HighwaterSamplePipeline(io.ComfyNode):
         seed: int,
     ) -> io.NodeOutput:
         from .diffusers_pipelines import Sampling
-        from .progress import report_progress
+        from .progress import report_progress, showing_loadings
 
         sampling = Sampling(
             prompt=prompt,
@@ -220,4 +222,5 @@ class HighwaterSamplePipeline(io.ComfyNode):
             guidance=guidance,
             seed=seed,
         )
-        return io.NodeOutput(pipeline.sample(sampling, on_step=report_progress))
+        with showing_loadings():
+            return io.NodeOutput(pipeline.sample(sampling, on_step=report_progress))

@@ -81,7 +81,8 @@ class HighwaterPatcher(ModelPatcher):
             self.unpatch_hooks()
             if tell_core_of_eviction not in manager.recorder.listeners:
                 manager.subscribe(tell_core_of_eviction)
-            member = self.hosted.join(self.model, torch.device(device_to))
+            with loading_bar():
+                member = self.hosted.join(self.model, torch.device(device_to))
             self.write_patches(torch.device(device_to))
             # Not `full_load`: core says so whenever its bytes exceed what we call our size, which is a plan's.
             limited = 0 < lowvram_model_memory < UNLIMITED_BYTES  # 0.1 byte is core's word for as little as possible
@@ -248,7 +249,7 @@ class HighwaterPatcher(ModelPatcher):
 
 @contextmanager
 def loading_bar() -> Iterator[None]:
-    """Show core's progress bar on the node while a model is copied; core's interrupt cancels within one block."""
+    """Show core's progress bar on the node while a model is packed or copied; core's interrupt cancels in one block."""
     bar = comfy.utils.ProgressBar(1)
 
     def show(component: str, done_bytes: int, total_bytes: int) -> None:

@@ -52,3 +52,19 @@ def test_a_controlnet_goes_where_the_sampler_is(gpu_host: HostProcess, reference
     actual = ours(gpu_host, "controlnet", WithOurControlNet(kind="core"))
     for name, expected in reference(gpu_host, "controlnet").items():
         assert torch.equal(actual[name], expected)
+
+
+def test_the_samplers_bar_shows_a_model_that_is_packed_and_then_loaded(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    model = Loaders().diffusion_model(graph)
+    graph.keep(sample_flux(graph, model))
+    sampler = next(node for node, found in graph.nodes.items() if found["class_type"] == "KSampler")
+    num_messages = len(gpu_host.messages)
+    assert gpu_host.run(graph.nodes).outcome == "success"
+    shown = [message["data"] for message in gpu_host.messages[num_messages:] if message["type"] == "progress"]
+    in_bytes = [(step["value"], step["max"]) for step in shown if step["node"] == sampler and step["max"] > 1000]
+    full = [total for done, total in in_bytes if done == total]
+    assert len(full) == 2  # core passes on the last step of each, and of the others what its throttle lets through
+    assert all(total > 8_000_000 for total in full)
+    gpu_host.forget()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from highwater.memory import manage
+from torch import nn
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +27,8 @@ def test_resident_and_streamed_blocks_compile_once_per_kind(toys, machine, profi
         with manage(net, profile=f"{profile},compile=on", manager=manager) as managed:
             for _ in range(4):
                 assert torch.equal(net(x).cpu(), want)
-            assert managed.report()["components"][0]["num_compiles"] == 2  # two kinds of blocks
+            (entry,) = managed.report()["components"]
+            assert (entry["num_compiles"], entry["uncompiled_blocks"]) == (2, {})  # two kinds of blocks
             assert not torch._dynamo.utils.counters["graph_break"]
         assert all("forward" not in vars(block) for block in [*net.doubles, *net.singles])
 
@@ -44,7 +48,8 @@ def test_nothing_is_compiled_unless_asked(toys, machine) -> None:
         net = toys.build_net()
         with manage(net, manager=manager) as managed:
             net(torch.randn(2, 5, 64))
-            assert managed.report()["components"][0]["num_compiles"] is None
+            (entry,) = managed.report()["components"]
+            assert entry["num_compiles"] is entry["uncompiled_blocks"] is None
             assert not torch._dynamo.utils.counters["frames"]
 
 
@@ -55,3 +60,58 @@ def test_inductor_compiles_on_the_cpu(toys, machine) -> None:
         net = toys.build_net(doubles=2, singles=0)
         with manage(net, placement="cpu", profile="auto,compile=on", manager=manager):
             assert torch.allclose(net(x), want, atol=1e-5)
+
+
+class Numbered(nn.Module):
+    """A block that knows its number, which dynamo takes for a constant."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (self.number + 1) / 16
+
+
+class InPython(Numbered):
+    """A block that dynamo does not compile."""
+
+    @torch._dynamo.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("profile", ["auto", "0.1MiB"])
+def test_blocks_beyond_dynamos_limit_are_said_to_run_uncompiled(machine, profile: str) -> None:
+    limit = torch._dynamo.config.recompile_limit
+    x = torch.randn(2, 64)
+    with machine(8) as manager, torch.no_grad():
+        net = nn.Sequential(*map(Numbered, range(limit + 3)))
+        want = net.to("sim:0")(x.to("sim:0")).cpu()
+        net.to("cpu")
+        with manage(net, f"{profile},compile=on", manager=manager) as managed:
+            assert managed.report()["components"][0]["uncompiled_blocks"] == {}  # nothing has run
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), want)
+                (entry,) = managed.report()["components"]
+                assert entry["num_compiles"] == limit
+                ((reason, num_blocks),) = entry["uncompiled_blocks"].items()
+                assert num_blocks == 3 and f"{limit} times (recompile_limit)" in reason
+        assert torch._dynamo.config.recompile_limit == limit
+        assert all("forward" not in vars(block) for block in net)
+
+
+def test_blocks_that_cannot_be_compiled_or_have_their_own_forward_are_counted(machine) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = nn.Sequential(*map(Numbered, range(4)), *map(InPython, range(2)))
+        own = net[1].forward = functools.partial(Numbered.forward, net[1])
+        with manage(net, "auto,compile=on", manager=manager) as managed:
+            assert managed.report()["components"][0]["uncompiled_blocks"] == {
+                "the block has a forward of its own, which is not its class's": 1
+            }
+            net(torch.randn(2, 64))
+            (entry,) = managed.report()["components"]
+            assert entry["num_compiles"] == 3
+            assert sorted(entry["uncompiled_blocks"].values()) == [1, 2]
+        assert net[1].forward is own

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -116,9 +118,9 @@ def test_what_is_kept_leaves_last(toys, machine) -> None:
 def test_a_loading_is_watched_block_by_block(toys, machine) -> None:
     seen = []
     with machine(8) as manager, torch.no_grad():
-        end = manager.watch_loading(lambda *step: seen.append(step))
         net = toys.build_net()
         with manage(net, manager=manager):
+            end = manager.watch_loading(lambda *step: seen.append(step))
             net(torch.randn(2, 5, 64))
             net(torch.randn(2, 5, 64))
             held = manager.ledger.held("model", "gpu:0")
@@ -153,6 +155,121 @@ def test_a_loading_is_cancelled_within_one_block(toys, machine, after: int) -> N
             assert not managed.members[0].leases
             end()
             assert torch.equal(net(x).cpu(), toys.build_net().to("sim:0")(x.to("sim:0")).cpu())
+
+
+class Cancelled(BaseException):
+    pass
+
+
+def cancel_after(steps: int, seen: list[tuple[str, int, int]]) -> Callable[..., None]:
+    """Return a watcher that writes down each step and raises at the one of this number, and at every later one."""
+
+    def watch(*step: Any) -> None:
+        seen.append(step)
+        if len(seen) >= steps:
+            raise Cancelled
+
+    return watch
+
+
+def contents(net: torch.nn.Module) -> dict[str, tuple[int, torch.Tensor]]:
+    tensors = [*net.named_parameters(), *net.named_buffers()]
+    return {name: (id(tensor), tensor.detach().clone()) for name, tensor in tensors}
+
+
+def is_untouched(net: torch.nn.Module, before: dict[str, tuple[int, torch.Tensor]]) -> bool:
+    """Whether a module has the objects that it had, with their bytes in memory of their own."""
+    now = contents(net)
+    storages = [tensor.untyped_storage() for tensor in net.parameters()]
+    return (
+        all(now[name][0] == id and torch.equal(now[name][1], tensor) for name, (id, tensor) in before.items())
+        and len({storage.data_ptr() for storage in storages}) == len(storages)
+        and not any(storage.is_pinned() for storage in storages)
+    )
+
+
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host", "gpu:0&gpu:1"])
+def test_packing_is_watched_block_by_block(toys, machine, placement: str) -> None:
+    """What `from_pretrained` has read lies in RAM: copying it into slabs takes long, too."""
+    seen: list[tuple[str, int, int]] = []
+    with machine(8, 8) as manager:
+        net = toys.build_net()
+        num_bytes = sum(tensor.nbytes for tensor in [*net.parameters(), *net.buffers()])
+        end = manager.watch_loading(lambda *step: seen.append(step))
+        with manage(net, placement=placement, manager=manager) as managed:
+            units = [unit for unit in managed.members[0].attachment.units if unit.entries]
+            assert len(seen) == len(units) >= 9
+            assert seen[-1] == ("model", num_bytes, num_bytes)
+            assert [step[1] for step in seen] == sorted({step[1] for step in seen})
+            seen.clear()
+            managed.reprofile(TIGHT)
+            assert len(seen) >= 9 and seen[-1] == ("model", num_bytes, num_bytes)
+            seen.clear()
+        end()
+        assert not seen
+
+
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host", "gpu:0&gpu:1"])
+@pytest.mark.parametrize("after", [1, 5, 9, 14])
+def test_packing_is_cancelled_within_one_block(toys, machine, after: int, placement: str) -> None:
+    """The part that was being packed, and those that were packed before it, are what they were."""
+    seen: list[tuple[str, int, int]] = []
+    nets = {"first": toys.build_net(), "second": toys.build_net(seed=1)}
+    before = {name: contents(net) for name, net in nets.items()}
+    with machine(8, 8) as manager, torch.no_grad():
+        end = manager.watch_loading(cancel_after(after, seen))
+        with pytest.raises(Cancelled):
+            manage(nets, placement=placement, manager=manager)
+        assert len(seen) == after
+        assert not manager.members and not any(manager.ledger.totals.values())
+        for name, net in nets.items():
+            assert is_untouched(net, before[name])
+            assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+        end()
+        x = torch.randn(2, 5, 64)
+        with manage(nets, TIGHT, manager=manager):
+            assert torch.equal(nets["second"](x).cpu(), toys.build_net(seed=1).to("sim:0")(x.to("sim:0")).cpu())
+
+
+@pytest.mark.parametrize("after", [1, 5, 9, 14])
+def test_another_profile_is_cancelled_within_one_block(toys, machine, after: int) -> None:
+    """By somebody who goes on raising: nobody is asked while the old profile comes back."""
+    seen: list[tuple[str, int, int]] = []
+    nets = {"first": toys.build_net(), "second": toys.build_net(seed=1)}
+    before = {name: contents(net) for name, net in nets.items()}
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager, torch.no_grad():
+        want = toys.build_net(seed=1).to("sim:0")(x.to("sim:0")).cpu()
+        with manage(nets, TIGHT, manager=manager) as managed:
+            nets["second"](x)
+            plans = [member.attachment.plan for member in managed.members]
+            end = manager.watch_loading(cancel_after(after, seen))
+            with pytest.raises(Cancelled):
+                managed.reprofile("auto", placement="gpu:0:host")
+            end()
+            assert len(seen) == after
+            assert sorted(manager.members) == ["first", "second"]
+            assert [member.attachment.plan.tier for member in managed.members] == [plan.tier for plan in plans]
+            assert streamed_blocks(managed, "first") and streamed_blocks(managed, "second")
+            assert torch.equal(nets["second"](x).cpu(), want)
+        assert all(is_untouched(net, before[name]) for name, net in nets.items())
+
+
+def test_a_cancelled_packing_in_eight_bits_gives_weights_that_compute(toys, machine) -> None:
+    """There is no copy of what they were: they are as after a release, and the next packing gives the same bits."""
+    x = torch.randn(2, 5, 64)
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad():
+        with manage(toys.build_net(), precision="fp8 scaled", manager=manager) as managed:
+            want = managed.members[0].attachment.module(x).cpu()
+        end = manager.watch_loading(cancel_after(7, []))
+        with pytest.raises(Cancelled):
+            manage(net, precision="fp8 scaled", manager=manager)
+        end()
+        assert not any(manager.ledger.totals.values())
+        assert torch.allclose(net(x), toys.build_net()(x), atol=0.3)
+        with manage(net, precision="fp8 scaled", manager=manager):
+            assert torch.equal(net(x).cpu(), want)
 
 
 @pytest.mark.parametrize("profile", ["auto", TIGHT, "auto,quantize=all"])

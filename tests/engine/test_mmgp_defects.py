@@ -1,4 +1,8 @@
-"""Defects that were found in mmgp 3.8.2, by number: each test fails if ours did the same. 1 to 4: test_profiles.py."""
+"""Defects that were found in mmgp 3.8.2, by number: each test fails if ours did the same.
+
+1 to 4: test_profiles.py. 7 to 9 are of its LoRAs: here those that Python programs make of modules and weights, in
+tests/comfyui/test_lora.py those of ComfyUI.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +121,164 @@ def test_6b_the_module_tree_stays_what_it_was(toys, machine, profile: str) -> No
                 assert net.to(torch.float32) is net
                 manager.give_up("gpu:0", 8 << 20, "unload all")
                 assert net.to("cpu") is net
+
+
+class ConvBlock(nn.Module):
+    """What LoRAs of U-Nets change: a norm, and a convolution with a bias."""
+
+    def __init__(self, channels: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, channels)
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, C, H, W]
+        return x + self.conv(nn.functional.silu(self.norm(x)))
+
+
+class WithLora(nn.Module):
+    """A convolution with a LoRA beside it, as PEFT puts one there."""
+
+    def __init__(self, conv: nn.Conv2d, rank: int = 4) -> None:
+        super().__init__()
+        self.base_layer = conv
+        self.down = nn.Conv2d(conv.in_channels, rank, 3, padding=1, bias=False)
+        self.up = nn.Conv2d(rank, conv.out_channels, 1, bias=False)
+        self.strength = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.strength * self.up(self.down(x))
+
+
+def build_conv_net(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Sequential(*(ConvBlock() for _ in range(8))).eval().requires_grad_(False)
+
+
+def add_loras(net: nn.Sequential, seed: int = 1) -> nn.Sequential:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for block in net:
+            block.conv = WithLora(block.conv).requires_grad_(False)
+    return net
+
+
+def lora_weights(net: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Return other factors for the LoRAs of a network, as their file has them; none at all for seed 0."""
+    generator = torch.Generator().manual_seed(seed)
+    names = [(name, weight.shape) for name, weight in net.state_dict().items() if ".down." in name or ".up." in name]
+    return {name: 0.1 * bool(seed) * torch.randn(shape, generator=generator) for name, shape in names}
+
+
+def conv_profile(streams: bool, precision: str = "as stored") -> str:
+    """Return a profile under which all blocks are resident, or some stream."""
+    if not streams:
+        return "auto"
+    return "0.14MiB" if precision == "as stored" else "0.09MiB"
+
+
+def assert_streams(managed, streams: bool) -> None:
+    assert managed.members[0].attachment.plan.streams == streams
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["norm.weight", "norm.bias", "conv.weight", "conv.bias"])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("way", ["in place", "loaded", "by the host", "by the host, in eight bits"])
+def test_7_differences_of_norms_biases_and_convolutions_take_effect(
+    machine, streams: bool, way: str, part: str
+) -> None:
+    x = torch.randn(1, 32, 8, 8)
+    net, patched = build_conv_net(), build_conv_net()
+    for block in patched:
+        block.get_parameter(part).add_(0.1 * torch.randn_like(block.get_parameter(part)))
+    weights = {name: weight.clone() for name, weight in patched.named_parameters() if name.endswith(part)}
+    precision = "fp8 scaled" if "eight bits" in way else "as stored"
+    choices = {"placement": "gpu:0", "precision": precision}
+    with machine(8) as manager:
+        want = on_device(patched, x)
+        if precision != "as stored":
+            with manage(patched, manager=manager, **choices):
+                want = patched(x).cpu()
+        with manage(net, conv_profile(streams, precision), manager=manager, **choices) as managed:
+            plain = net(x).cpu()
+            assert_streams(managed, streams)
+            assert not torch.equal(plain, want)
+            attachment = managed.members[0].attachment
+            torch.accelerator.synchronize(0)  # no copy under way: what was prefetched is old
+            if way == "in place":
+                for name, weight in weights.items():
+                    net.get_parameter(name).copy_(weight)
+            elif way == "loaded":
+                net.load_state_dict(weights, strict=False)
+            else:
+                attachment.settle()
+                for unit in attachment.units:
+                    for name in weights.keys() & {entry.spec.name for entry in unit.entries}:
+                        unit.overwrite(name, weights[name])
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), want)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+def test_8_a_lora_on_convolutions_works_and_unknown_keys_do_not_reject_it(
+    machine, streams: bool, precision: str
+) -> None:
+    x = torch.randn(1, 32, 8, 8)
+    net = add_loras(build_conv_net())
+    weights = lora_weights(net, seed=3)
+    unknown = {"9.conv.up.weight": torch.zeros(1), "of_another_program": torch.zeros(1)}
+    assert set(net.load_state_dict(weights | unknown, strict=False).unexpected_keys) == set(unknown)
+    with machine(8) as manager:
+        plain, want = on_device(build_conv_net(), x), on_device(net, x)
+        profile = conv_profile(streams, precision)
+        with manage(net, profile, placement="gpu:0", precision=precision, manager=manager) as managed:
+            for strength, wanted in ((1.0, want), (0.0, plain), (1.0, want)):
+                for block in net:
+                    block.conv.strength = strength
+                error = (net(x).cpu() - wanted).abs().max() / (want - plain).abs().max()
+                assert error == 0 if precision == "as stored" else error < 0.1
+            assert_streams(managed, streams)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [False, True])
+def test_9_a_lora_takes_effect_at_once_on_a_resident_model(machine, streams: bool) -> None:
+    """Its factors are loaded while the model is on its device: one after the other, and none again."""
+    x = torch.randn(1, 32, 8, 8)
+    net, other = add_loras(build_conv_net()), add_loras(build_conv_net())
+    unknown = {"of_another_program": torch.zeros(1)}
+    profile = conv_profile(streams)
+    with machine(8) as manager, manage(net, profile, placement="gpu:0", manager=manager) as managed:
+        for seed in (1, 2, 0, 1):
+            torch.accelerator.synchronize(0)
+            net.load_state_dict(lora_weights(net, seed) | unknown, strict=False)
+            other.load_state_dict(lora_weights(other, seed), strict=False)
+            want = on_device(other, x)
+            assert torch.equal(net(x).cpu(), want)
+            assert torch.equal(want, on_device(build_conv_net(), x)) == (seed == 0)
+            assert manager.ledger.used("gpu:0")
+            assert_streams(managed, streams)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("streams", [False, True])
+def test_9_layers_that_are_added_to_a_resident_model_join_it_with_its_next_profile(machine, streams: bool) -> None:
+    x = torch.randn(1, 32, 8, 8)
+    net = build_conv_net()
+    with machine(8) as manager:
+        want = on_device(add_loras(build_conv_net()), x)
+        profile = conv_profile(streams)
+        with manage(net, profile, placement="gpu:0", manager=manager) as managed:
+            net(x)
+            add_loras(net)
+            managed.reprofile(profile, placement="gpu:0")
+            assert torch.equal(net(x).cpu(), want)
+            assert_streams(managed, streams)
+            manager.ledger.check()
+        assert all(weight.device.type == "cpu" for weight in net.parameters())
 
 
 class Upcasting(nn.Linear):

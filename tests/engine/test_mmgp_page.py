@@ -45,7 +45,9 @@ def default(machine, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("code", EXAMPLES)
-def test_an_example_runs(code: str, models: Path, default, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_runs(
+    code: str, models: Path, default, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(models)
     names: dict[str, object] = {"__name__": "example"}
     exec(compile(code, "docs/mmgp.md", "exec"), names)
@@ -54,6 +56,10 @@ def test_an_example_runs(code: str, models: Path, default, monkeypatch: pytest.M
         assert not default.members
         if "load_model" in names:
             assert names["managed"].plan["text_encoder_2"].tier == "disk"
+    if "show" in names:
+        told = re.findall(r"^(\w+): (\d+) of (\d+) bytes$", capsys.readouterr().out, re.MULTILINE)
+        ends = [component for component, done, total in told if done == total]
+        assert sorted(ends) == sorted(["text_encoder", "text_encoder_2", "transformer", "vae"] * 2)  # packed, loaded
     if "image" in names:
         assert names["image"].size == (256, 256)
     if "load_weights" in names:
@@ -66,5 +72,5 @@ def test_each_function_of_the_table_has_an_example() -> None:
     """And each link of the table leads to one."""
     links = re.findall(r"\]\(#([\w.]+)\)", PAGE)
     anchors = {section.replace(".", ""): text for section, text in SECTIONS.items()}
-    assert len(links) == 5
+    assert len(links) == 6
     assert all("```python" in anchors[link] for link in links)

@@ -315,7 +315,7 @@ def test_progress_that_raises_ends_the_reading(tmp_path: Path, monkeypatch, read
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
-def test_pages_are_dropped_on_request_whole_ones_inside_what_was_read(tmp_path: Path, monkeypatch) -> None:
+def test_pages_are_dropped_on_request_when_all_of_them_was_read(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "model.safetensors"
     contents = write_bytes(path, 100, 9 * MIB, 50, 20_000)
     dropped: list[tuple[int, int]] = []
@@ -333,12 +333,75 @@ def test_pages_are_dropped_on_request_whole_ones_inside_what_was_read(tmp_path: 
     file.read_into([("t1", targets["t1"]), ("t3", targets["t3"])], drop_pages=True)
     pages = [number for begin, size in dropped for number in range(begin // page, (begin + size) // page)]
     assert all(begin % page == size % page == 0 for begin, size in dropped)
-    inside = [
-        number
-        for tensor in (header.tensors[1], header.tensors[3])
-        for number in range(-(-tensor.begin // page), tensor.end // page)
-    ]
-    assert sorted(pages) == inside
+    read = range(header.tensors[0].end // page + 1, -(-header.tensors[3].end // page))  # a page has t0, too
+    assert sorted(pages) == list(read)
+    dropped.clear()
+    file.read_into([("t0", targets["t0"])], drop_pages=True)
+    assert dropped == [(0, page)]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), min_size=1, max_size=30),
+    padding=st.integers(0, 9000),
+    data=st.data(),
+)
+def test_each_page_with_weights_is_dropped_once_in_a_pass_in_whatever_order(
+    tmp_path: Path, sizes: list[int], padding: int, data
+) -> None:
+    path = tmp_path / "model.safetensors"
+    contents = write_file(path, {f"t{n}": ("U8", (size,)) for n, size in enumerate(sizes)}, padding=padding)
+    header, page = read_header(path), os.sysconf("SC_PAGESIZE")
+    file = WeightsFile(header)
+    names = data.draw(st.permutations(list(contents)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(names)), max_size=4)) | {0, len(names)})
+    for _ in range(2):  # the second pass as the first
+        dropped: list[int] = []
+
+        def record(_: int, begin: int, num_bytes: int, advice: int, dropped: list[int] = dropped) -> None:
+            if advice == os.POSIX_FADV_DONTNEED:
+                assert num_bytes and begin % page == num_bytes % page == 0
+                dropped.extend(range(begin // page, (begin + num_bytes) // page))
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(os, "posix_fadvise", record)
+            for first, last in itertools.pairwise(cuts):
+                targets = {name: torch.empty(len(contents[name]), dtype=torch.uint8) for name in names[first:last]}
+                file.read_into(targets.items(), drop_pages=True)
+        holding = {
+            number for t in header.tensors if t.begin < t.end for number in range(t.begin // page, -(-t.end // page))
+        }
+        assert sorted(dropped) == sorted(holding)
+        assert not file.pages_begun
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_the_system_reads_ahead_only_where_what_is_wanted_lies_together(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "model.safetensors"
+    targets = new_targets(write_bytes(path, *[MIB] * 40))
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: advised.append(arguments[-1]))
+    file = WeightsFile(read_header(path))
+    for numbers in (range(40), [7], range(0, 40, 2), [*range(18), *range(20, 40)]):
+        file.read_into([(f"t{number}", targets[f"t{number}"]) for number in numbers])
+    ahead, not_ahead = os.POSIX_FADV_SEQUENTIAL, os.POSIX_FADV_RANDOM
+    assert advised == [ahead, ahead, not_ahead, ahead]
+
+
+def test_a_short_read_starts_no_thread(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "model.safetensors"
+    targets = new_targets(write_bytes(path, 64, 9 * MIB))
+    readers: set[str] = set()
+    read_once = reading.read_once
+    monkeypatch.setattr(
+        reading, "read_once", lambda *arguments: readers.add(threading.current_thread().name) or read_once(*arguments)
+    )
+    file = WeightsFile(read_header(path))
+    file.read_into([("t0", targets["t0"])])
+    assert readers == {threading.current_thread().name}
+    readers.clear()
+    file.read_into([("t1", targets["t1"])])
+    assert all(name.startswith("highwater-read") for name in readers)
 
 
 def test_reading_counts_as_a_write_to_its_targets(tmp_path: Path) -> None:

@@ -204,6 +204,69 @@ def test_in_comfyui_the_cancel_button_ends_sampling(monkeypatch: pytest.MonkeyPa
     assert reported == [(2, 4)]
 
 
+@pytest.mark.parametrize("in_comfyui", [False, True])
+def test_only_comfyui_needs_a_pipelines_node_to_show_its_loadings(
+    runner: WorkflowRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_comfyui: bool
+) -> None:
+    """Our own host watches every node: a second bar would jump between the same numbers."""
+    from highwater.nodes.progress import showing_loadings
+
+    monkeypatch.setattr("highwater.memory.default.made", [runner.manager])
+    if in_comfyui:
+        model_management = ModuleType("comfy.model_management")
+        monkeypatch.setattr(model_management, "throw_exception_if_processing_interrupted", lambda: None, raising=False)
+        monkeypatch.setitem(sys.modules, "comfy.model_management", model_management)
+
+    path = tmp_path / "net.safetensors"
+    save_file({"weight": torch.ones(8, 8), "bias": torch.ones(8)}, path)
+    net = load_model(path, torch.nn.Linear, config={"in_features": 8, "out_features": 8})
+
+    def take() -> NodeOutput:
+        with showing_loadings():
+            manage(net, placement="cpu", manager=runner.manager)
+        return NodeOutput(2)
+
+    Step.plan = take
+    told: list[Any] = []
+    runner.run(chain(), name="chain", listener=lambda *event: told.append(event))
+    runner.manager.release_all()
+    num_bytes = (8 * 8 + 8) * 4
+    assert ("loading", "2", "model", num_bytes, num_bytes) in told
+    assert (("progress", "2", num_bytes, num_bytes) in told) == in_comfyui
+    assert runner.manager.watchers == []
+
+
+def test_in_comfyui_the_cancel_button_ends_a_loading_at_every_step(
+    runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at those that the bar does not show."""
+    from highwater.headless.comfy_api import executing_node
+    from highwater.nodes.progress import showing_loadings
+
+    class Cancelled(BaseException):
+        """What ComfyUI raises."""
+
+    asked: list[int] = []
+
+    def cancel_third() -> None:
+        asked.append(len(asked) + 1)
+        if len(asked) == 3:
+            raise Cancelled
+
+    model_management = ModuleType("comfy.model_management")
+    monkeypatch.setattr(model_management, "throw_exception_if_processing_interrupted", cancel_third, raising=False)
+    monkeypatch.setitem(sys.modules, "comfy.model_management", model_management)
+    monkeypatch.setattr("highwater.memory.default.made", [runner.manager])
+    monkeypatch.setattr("highwater.nodes.progress.SHOWN_EVERY_S", 3600.0)
+    shown: list[Any] = []
+    with executing_node(lambda *progress: shown.append(progress)), pytest.raises(Cancelled), showing_loadings():
+        for done in range(1, 5):
+            for watcher in list(runner.manager.watchers):
+                watcher("unet", done, 4)
+    assert shown == [(1, 4)] and asked == [1, 2, 3]
+    assert runner.manager.watchers == []
+
+
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_a_model_that_is_read_from_its_file_shows_how_far_it_is(
     runner: WorkflowRunner, tmp_path: Path, interrupts: bool
