@@ -14,6 +14,7 @@ from .source import WeightsSource
 
 __all__ = [
     "Entry",
+    "add_up",
     "as_held",
     "assemble",
     "copy_leaves",
@@ -153,3 +154,17 @@ def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = Fal
     else:
         (held.data,) = leaves
     return held
+
+
+def add_up(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    """Return what takes the bytes done so far and passes on by how many they have grown."""
+    if progress is None:
+        return None
+    last = 0
+
+    def tell(num_done: int) -> None:
+        nonlocal last
+        last, grown = num_done, num_done - last
+        progress(grown)
+
+    return tell

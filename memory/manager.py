@@ -18,8 +18,8 @@ from .attachment import Attachment
 from .books import Recorder
 from .devices import Device, list_devices
 from .errors import DoesNotFit, InvalidInput, UnsafeState
+from .learning import learn_times
 from .ledger import Ledger
-from .link import link_bytes_per_s
 from .membership import Member, Watermark, default_watermark
 from .passes import Pass
 from .plan import Plan
@@ -220,27 +220,7 @@ class MemoryManager:
 
             self.recorder.sample(learn)
             if not member.leases:
-                self.learn_times(member)
-
-    def learn_times(self, member: Member) -> None:
-        """Take what was timed of a component's passes; a streamed one is planned again when it has all."""
-        shares = member.attachment.shares
-        for share in shares:
-            seconds = share.take_times()
-            if seconds is not None:
-                member.taken_seconds[share.device.name] = seconds
-            for is_pinned, speed in share.take_speeds().items():
-                known = self.room.links if is_pinned else self.room.pageable_links
-                if share.device.name not in known:
-                    # Only that of the link itself is worth remembering; the other depends on what else the host does.
-                    known[share.device.name] = (
-                        link_bytes_per_s(share.device, partial(float, speed)) if is_pinned else speed
-                    )
-                    member.planned_in_epoch = -1
-        if member.taken_seconds and all(share.device.name in member.taken_seconds for share in shares):
-            taken = [member.taken_seconds.pop(share.device.name).items() for share in shares]
-            member.block_seconds = dict(itertools.chain(*taken))
-            member.planned_in_epoch = -1
+                learn_times(member, self.room)
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:

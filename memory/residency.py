@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 
 from .device_copy import DeviceCopy
-from .entries import Entry, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
+from .entries import Entry, add_up, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
@@ -390,17 +390,3 @@ class Unit:
                 tensor.copy_(replaced)
         else:
             entry.owners = []
-
-
-def add_up(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:
-    """Return what takes the bytes done so far and passes on by how many they have grown."""
-    if progress is None:
-        return None
-    last = 0
-
-    def tell(num_done: int) -> None:
-        nonlocal last
-        last, grown = num_done, num_done - last
-        progress(grown)
-
-    return tell

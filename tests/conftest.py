@@ -36,7 +36,7 @@ def no_links_remembered() -> Iterator[None]:
     """Links that were measured in an earlier session, or by another test, would change plans."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("highwater.memory.room.known_link", lambda device: None)
-        patch.setattr("highwater.memory.manager.link_bytes_per_s", lambda device, measure: measure())
+        patch.setattr("highwater.memory.learning.link_bytes_per_s", lambda device, measure: measure())
         yield
 
 

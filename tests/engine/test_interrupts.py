@@ -32,7 +32,7 @@ CASES = {
 STEPS = [
     (MemoryManager, "acquire"),
     (MemoryManager, "enter"),
-    (MemoryManager, "learn_times"),
+    (Share, "take_times"),
     (Forwards, "finish_pass"),
     (Passes, "begin"),
     (Passes, "end"),
