@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
 from highwater.tests.comfyui.host_process import bytecode_directory, find_host
 
 from .case import Result

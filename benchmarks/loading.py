@@ -39,14 +39,15 @@ from statistics import median
 
 import psutil
 import torch
+from safetensors.torch import load_file
+from torch import nn
+
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
 from highwater.memory.reading import WeightsFile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
 from highwater.memory.weights import read_header
-from safetensors.torch import load_file
-from torch import nn
 
 from .case import Result
 

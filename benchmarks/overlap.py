@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import nn
+
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, footprint, manage
 from highwater.memory.source import WeightsSource
-from safetensors.torch import save_file
-from torch import nn
 
 from .case import Result
 

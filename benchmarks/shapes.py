@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from highwater.memory.component import component_from_module
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from highwater.memory.component import component_from_module
 
 __all__ = ["SHAPES", "Layer", "Shape", "Stretch", "child_of_stack", "outermost_number", "record_shape"]
 

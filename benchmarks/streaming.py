@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from highwater.headless import simdevice
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.devices import find_device
 from highwater.memory.link import link_bytes_per_s
-from torch import nn
 
 from .case import Result
 from .schedules import (

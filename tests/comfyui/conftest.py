@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess, find_host
 from highwater.tests.comfyui.model_files import ensure_model_files

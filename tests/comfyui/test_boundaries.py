@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess, PromptResult
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 

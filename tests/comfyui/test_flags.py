@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 

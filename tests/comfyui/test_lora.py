@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora
 from highwater.tests.comfyui.host_process import HostProcess
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, new_run, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 from highwater.tests.comfyui.model_files import models_directory

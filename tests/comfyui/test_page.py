@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptRefused
 

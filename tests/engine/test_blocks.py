@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from highwater.memory import manage
 from highwater.memory.blocks import find_blocks
-from torch import nn
 
 MIB = 1 << 20
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from highwater.memory.ledger import Kind, Ledger
-from highwater.memory.policy import LeastRecentlyUsed, Victim
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from highwater.memory.ledger import Kind, Ledger
+from highwater.memory.policy import LeastRecentlyUsed, Victim
 
 PLACES = st.sampled_from(["gpu:0", "gpu:1", "pinned"])
 OWNERS = st.sampled_from(["a", "b"])

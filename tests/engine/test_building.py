@@ -10,11 +10,12 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from highwater.memory import InvalidInput, load_model, load_weights, manage
 from highwater.memory.building import bare_parameters
 from highwater.memory.errors import UnsafeState
-from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 TIGHT = "0.45MiB"
 TOKENS = torch.arange(1, 9).reshape(1, 8)

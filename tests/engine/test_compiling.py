@@ -6,8 +6,9 @@ import functools
 
 import pytest
 import torch
-from highwater.memory import manage
 from torch import nn
+
+from highwater.memory import manage
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from highwater.memory import InvalidInput, discover_components, manage
 from torch import nn
+
+from highwater.memory import InvalidInput, discover_components, manage
 
 
 class Pipeline:

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
+from safetensors.torch import save_file, save_model
+
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.attachment import Attachment
 from highwater.memory.component import component_from_module
@@ -16,7 +18,6 @@ from highwater.memory.errors import UnsafeState
 from highwater.memory.ledger import Kind
 from highwater.memory.source import WeightsSource
 from highwater.memory.transfer import Bounce
-from safetensors.torch import save_file, save_model
 
 TIGHT = "0.45MiB"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from highwater.memory import InvalidInput, manage
 from highwater.memory.errors import UnsafeState
 

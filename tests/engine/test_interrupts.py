@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
+
 from highwater.memory import MemoryManager, manage
 from highwater.memory.attachment import Attachment
 from highwater.memory.forwards import Forwards
@@ -22,7 +24,6 @@ from highwater.memory.split import Hops
 from highwater.memory.staging import StagingArea
 from highwater.memory.streaming import Streamer
 from highwater.memory.transfer import Bounce, CopyStream
-from safetensors.torch import save_model
 
 CASES = {
     "streamed": ("0.45MiB", "gpu:0"),

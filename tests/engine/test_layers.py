@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import highwater.memory
 import pytest
+
+import highwater.memory
 
 MEMORY = Path(highwater.memory.__file__).parent
 FILES = sorted(path for path in MEMORY.glob("*.py") if path.name != "__init__.py")

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from highwater.memory import manage
 from highwater.memory.link import known_link, link_bytes_per_s
 from highwater.memory.placement import parse_placement

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+
 from highwater.memory import InvalidInput, MemoryManager, manage
 
 # Toy sizes in bytes of float32: embedder 16.6 KiB, double blocks 194 KiB, single blocks 97 KiB.

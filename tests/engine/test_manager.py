@@ -7,14 +7,15 @@ import threading
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from highwater.memory import DoesNotFit, InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.placement import parse_placement
 from highwater.memory.profile import parse_profile
 from highwater.memory.units import MIB
 from highwater.memory.upcast import parse_precision
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 X = torch.ones(1, 3, 64)
 

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.units import MIB

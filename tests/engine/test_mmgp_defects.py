@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from highwater.memory import InvalidInput, load_model, load_weights, manage
-from highwater.tests.engine.process_state import changes_since, snapshot
 from safetensors.torch import load_file, save_file
 from torch import nn
+
+from highwater.memory import InvalidInput, load_model, load_weights, manage
+from highwater.tests.engine.process_state import changes_since, snapshot
 
 STREAMED = "0.45MiB"
 PROFILES = ["auto", STREAMED]

@@ -6,11 +6,12 @@ import base64
 import re
 from pathlib import Path
 
-import highwater
 import pytest
 import torch
-from highwater.headless.tiny import ensure_pipelines
 from safetensors.torch import load_file, save_file
+
+import highwater
+from highwater.headless.tiny import ensure_pipelines
 
 PAGE = Path(highwater.__path__[0], "docs", "mmgp.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from highwater.memory import manage
-from highwater.memory.errors import UnsafeState
 from optimum import quanto
 from safetensors.torch import save_file
+
+from highwater.memory import manage
+from highwater.memory.errors import UnsafeState
 
 TIGHT = "0.45MiB"
 X = torch.randn(2, 5, 64)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from torch import nn
 
 
 def layer() -> nn.Linear:

@@ -14,13 +14,14 @@ from types import ModuleType, SimpleNamespace
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from highwater.memory import pinning
 from highwater.memory.devices import HostMemory
 from highwater.memory.link import link_bytes_per_s
 from highwater.memory.pinning import ARENA_BYTES, Slabs, lay_out, pin_limit_bytes, pinned_used_bytes
 from highwater.memory.units import GIB, KIB, MIB, SLAB_ALIGNMENT, align_up
-from hypothesis import given
-from hypothesis import strategies as st
 
 UNLIMITED = 1 << 50
 PAGE = pinning.PAGE_BYTES

@@ -6,10 +6,11 @@ import itertools
 import sys
 
 import pytest
-from highwater.memory import places
-from highwater.memory.places import Occupancy, Places, Workload, choose_places, pass_seconds, window_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from highwater.memory import places
+from highwater.memory.places import Occupancy, Places, Workload, choose_places, pass_seconds, window_seconds
 
 ranges = st.tuples(st.integers(0, 19), st.integers(1, 20)).map(lambda pair: (pair[0], min(20, sum(pair))))
 

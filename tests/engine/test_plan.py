@@ -7,6 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
 from highwater.memory.component import (
     Block,
     Component,
@@ -22,9 +26,6 @@ from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components
 from highwater.memory.profile import parse_profile
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
 from highwater.memory.upcast import Precision
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 

@@ -7,6 +7,9 @@ import logging
 from dataclasses import dataclass, fields, replace
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
 from highwater.memory.budget import BudgetItem, read_mmgp_budgets
 from highwater.memory.component import Block, Component, TensorSpec
 from highwater.memory.errors import DoesNotFit, InvalidInput
@@ -15,8 +18,6 @@ from highwater.memory.plan import ComponentPlan, DeviceCapacity, Machine, Plan, 
 from highwater.memory.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, build_profile, parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes
 from highwater.memory.upcast import Precision
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 VRAM = (6, 8, 10, 12, 16, 24, 48, 80)

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
 from highwater.memory import reading
 from highwater.memory.errors import InvalidInput
 from highwater.memory.reading import WeightsFile, torch_dtype
 from highwater.memory.weights import DTYPE_BITS, read_header
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 MIB = 1 << 20
 GUARD = 0xA5

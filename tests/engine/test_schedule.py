@@ -7,12 +7,13 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
 from highwater.memory import places, schedule
 from highwater.memory.places import Workload, pass_seconds
 from highwater.memory.schedule import balanced_workload, choose_schedule, place_streamed, spread_residents
 from highwater.memory.units import MIB
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 sizes_of_blocks = st.lists(st.integers(1, 4000).map(lambda n: n * 512), min_size=1, max_size=60)
 

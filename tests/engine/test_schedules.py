@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+
 from highwater.benchmarks.schedules import (
     Part,
     Work,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from highwater.memory import manage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from highwater.memory import manage
 
 WIDTH = 16
 LINK = 2e9

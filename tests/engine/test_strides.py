@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from highwater.memory import manage
 from safetensors.torch import save_file
 from torch import nn
+
+from highwater.memory import manage
 
 X = torch.randn(2, 16, 12, 12).to(memory_format=torch.channels_last)
 

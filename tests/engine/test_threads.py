@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.passes import LOOK_EVERY_S

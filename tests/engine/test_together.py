@@ -7,13 +7,14 @@ import re
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from highwater.memory import InvalidInput, manage
 from highwater.memory.budget import exact_size
 from highwater.memory.placement import parse_placement
 from highwater.memory.profile import parse_profile
 from highwater.memory.units import MIB
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 X = torch.randn(2, 5, 64)
 PARTS = ("transformer", "text_encoder", "vae")

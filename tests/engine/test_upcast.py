@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from highwater.memory import MemoryManager, manage
 from highwater.memory.component import component_from_module
 from highwater.memory.upcast import Precision, cast_tensors, find_scale, quantize_fp8, upcast_into
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 @given(st.integers(0, 2**31), st.floats(1e-6, 1e4), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from highwater.memory import manage
 from torch import nn
+
+from highwater.memory import manage
 
 PROFILES = ["auto", "0.8MiB", "0.55MiB", "0.45MiB"]
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
 from highwater.headless.cli import main
 from highwater.headless.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.profile import OffloadProfile
 from highwater.memory.units import GIB
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from highwater.headless import doctor
 from highwater.headless.cli import main
 from highwater.headless.doctor import REQUIRED_COMFYUI

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console as RichConsole
+
 from highwater.headless.console import Console
 from highwater.headless.session import run_workflow
 from highwater.memory.units import MIB
-from rich.console import Console as RichConsole
 
 WORKFLOW = Path(__file__).parents[2] / "headless" / "workflows" / "demo_flux.json"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from highwater.headless.runner import WorkflowRunner
 from highwater.headless.tiny import ensure_pipelines
 from highwater.memory import default_manager

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from highwater.headless.comfy_api import install as install_stand_ins
 from highwater.memory import default, existing_manager
 from highwater.nodes import boundaries

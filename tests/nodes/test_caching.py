@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from highwater.headless.comfy_io import AnyType, ComfyNode, Int, NodeOutput, Schema
 from highwater.headless.runner import WorkflowRunner
 from highwater.headless.workflow import parse_workflow
 from highwater.memory import MemoryManager
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 NUM_NODES = 7
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+
 from highwater.headless.runner import WorkflowRunner
 from highwater.headless.workflow import parse_workflow
-from PIL import Image
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 NAMES = ["demo_flux", "demo_sd", "demo_flux_again", "demo_wan", "demo_flux_two_gpus"]

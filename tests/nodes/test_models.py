@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from highwater.headless import comfy_api, folder_paths
 from highwater.headless.comfy_io import HiddenHolder, Input, NodeOutput
 from highwater.memory.errors import InvalidInput
-from safetensors.numpy import save_file
 
 comfy_api.install()
 from highwater.nodes import device_choices, model_files, model_request  # noqa: E402

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+
 from highwater.headless import output_cache, tiny
 from highwater.headless.runner import InterruptedRun, WorkflowRunner
 from highwater.headless.workflow import InvalidWorkflow, parse_workflow
@@ -19,7 +21,6 @@ from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.nodes.diffusers_pipelines import find_sources, load_pipeline
 from highwater.nodes.pipeline_folders import check_pipeline, weights_files
-from PIL import Image
 
 
 def make_graph(pipeline: str, *, sampled: dict[str, Any] | None = None, **loaded: Any) -> dict[str, Any]:

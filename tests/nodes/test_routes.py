@@ -11,6 +11,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+
 from highwater.memory import default, default_manager, existing_manager, manage
 from highwater.nodes.routes import add_routes
 

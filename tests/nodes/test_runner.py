@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from highwater.headless.comfy_api import ComfyAPISync
 from highwater.headless.comfy_io import AnyType, ComfyNode, Hidden, Int, NodeOutput, Schema
 from highwater.headless.runner import InterruptedRun, NodeFailed, WorkflowRunner
 from highwater.headless.workflow import InvalidWorkflow, Workflow, parse_workflow
 from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
-from safetensors.torch import save_file
 
 
 class Step(ComfyNode):

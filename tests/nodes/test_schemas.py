@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from highwater import comfy_entrypoint
 from highwater.headless import comfy_api
 

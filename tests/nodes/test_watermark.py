@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from highwater.headless import comfy_api
 from highwater.headless.runner import WorkflowRunner
 from highwater.headless.workflow import InvalidWorkflow, parse_workflow

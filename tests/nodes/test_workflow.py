@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from highwater.headless.workflow import InvalidWorkflow, load_workflow, parse_workflow
 from highwater.memory.errors import InvalidInput
 

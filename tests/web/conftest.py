@@ -21,6 +21,7 @@ import pytest
 from aiohttp import ClientWebSocketResponse
 from aiohttp.test_utils import TestClient, TestServer
 from filelock import FileLock
+
 from highwater.headless.comfy_api import install
 from highwater.headless.comfy_io import AnyType, Combo, ComfyNode, Int, NodeOutput, Schema, String
 from highwater.headless.runner import WorkflowRunner

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from highwater.headless.comfy_api import install, object_info
 from highwater.headless.page_files import FIRST_TEMPLATE, TEMPLATES, WEB
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from highwater.headless import serve
 from highwater.headless.runner import WorkflowRunner
 from highwater.memory import MemoryManager
