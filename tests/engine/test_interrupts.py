@@ -55,6 +55,12 @@ STEPS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def others_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for a pass that nobody runs any more finds that out soon."""
+    monkeypatch.setattr("highwater.memory.passes.LOOK_EVERY_S", 0.01)
+
+
 def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:
     outcome: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: outcome.append(work()), daemon=True)
