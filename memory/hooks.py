@@ -76,6 +76,8 @@ class Hooks:
 
     def watch_parts(self, parts: Mapping[nn.Module, int]) -> None:
         """Call the attachment before and after modules inside blocks, too, until `forget_parts`."""
+        for number in list(self.part_handles):
+            self.forget_parts(number)
         for part, number in parts.items():
             before, after = self.before_part(number), self.after_part(number)
             self.part_handles.setdefault(number, []).extend(register(part, before, after))

@@ -133,6 +133,15 @@ def test_hooks_inside_blocks_go_once_nobody_needs_them(toys, machine) -> None:
         assert num_hooked(modulated) == before[1]
 
 
+def test_another_profile_brings_no_second_hooks(toys, machine) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, manage(net, manager=manager) as managed:
+        before = {module: len(module._forward_pre_hooks) for module in net.modules()}
+        managed.reprofile("0.45MiB")
+        managed.reprofile("auto")
+        assert {module: len(module._forward_pre_hooks) for module in net.modules()} == before
+
+
 def test_a_backward_pass_through_a_part_that_streams_is_refused(machine) -> None:
     net, x = Layers().requires_grad_(False), torch.randn(3, 64, requires_grad=True)
     with machine(8) as manager:
