@@ -15,7 +15,7 @@ from .compiling import CompiledBlocks
 from .component import Component, is_callable
 from .devices import Device
 from .entries import find_entries
-from .errors import UnsafeState
+from .errors import InvalidInput, UnsafeState
 from .footprint import fixed_tensors
 from .forwards import Forwards
 from .hooks import Hooks
@@ -74,6 +74,9 @@ class Attachment:
         self.compiles = compiles
         self.compiled: CompiledBlocks | None = None
         self.is_attached = False
+        self.is_ending = False
+        """Whether it is being detached, perhaps was interrupted in that."""
+        self.has_taken_over = after is not None
         self.shares = self.build_shares(devices)
         self.hooks: Hooks = after.hooks if after is not None else Hooks()
         earlier = after.packing if after is not None else None
@@ -87,6 +90,7 @@ class Attachment:
             exclusive=exclusive,
             acquire=acquire,
             give_back=give_back,
+            compiles=compiles,
         )
         self.guards_state = guards_state
         self.moves: MoveGuard | None = None
@@ -141,8 +145,12 @@ class Attachment:
         try:
             self.packing.pack(progress)
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
-                pinned = {unit.name for unit in self.units if unit.master is not None and not unit.blocks_host}
-                self.plan = replace(self.plan, pinned=frozenset(pinned))
+                pinned = {
+                    unit.name: unit.slab_bytes
+                    for unit in self.units
+                    if unit.master is not None and not unit.blocks_host
+                }
+                self.plan = replace(self.plan, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
             if self.guards_state:
                 self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
             self.hook()
@@ -154,9 +162,10 @@ class Attachment:
             raise
 
     def detach(self, ending: Ending = Ending.RESTORED) -> None:
-        """Leave every device, give the module what the ending says, remove every hook. Idempotent.
+        """Leave every device, give the module what the ending says, remove every hook. Idempotent; interrupted, it can
+        be called again.
 
-        What is handed over keeps its forward hooks, for the attachment that comes next.
+        What is handed over, or taken back from one that took over, keeps its forward hooks for who comes next.
 
         Raises:
             InvalidInput: as `Packing.end`, when all else is done.
@@ -166,19 +175,25 @@ class Attachment:
         self.handles = []
         if not self.is_attached:
             return
-        self.is_attached = False
+        self.is_ending = True
         attached.discard(self)
         self.passes.heal_for(None)
         if self.compiled is not None:
             self.compiled.release()
         self.unload()
+        error: InvalidInput | None = None
         try:
             self.packing.end(ending)
-        finally:
-            self.forwards.end()
-            self.moves = None
-            if ending is not Ending.HANDED_OVER:  # last: who comes until now waits for the weights
-                self.hooks.remove()
+        except InvalidInput as problem:
+            error = problem
+        self.forwards.end()
+        self.moves = None
+        goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
+        if not goes_on:  # last: who comes until now waits for the weights
+            self.hooks.remove()
+        self.is_attached = self.is_ending = False
+        if error is not None:
+            raise error
 
     def hook(self) -> None:
         attached.add(self)
@@ -186,9 +201,9 @@ class Attachment:
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
             self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
         blocks = {self.module.get_submodule(block.name): n for n, block in enumerate(self.component.blocks)}
-        self.hooks.lead_to(self.forwards, self.find_entry_modules(), blocks)
-        if not self.compiles:  # the compiler would trace them
-            self.hooks.watch_parts(self.find_parts(blocks))
+        self.forwards.entries = frozenset(self.find_entry_modules())
+        self.forwards.blocks, self.forwards.parts = blocks, self.find_parts(blocks)
+        self.hooks.lead_to(self.forwards)
         if len(self.shares) > 1:
             for module in self.find_rest_modules():
                 self.handles.append(module.register_forward_pre_hook(self.forwards.before_rest, with_kwargs=True))

@@ -24,8 +24,8 @@ def discover_components(target: Any) -> dict[str, nn.Module]:
     are, other objects are not. What lies in a list or a dict is called ``nets.0``, and so is what lies in a pipeline
     where its own name is taken: ``pipe.vae``.
 
-    A module under two names has the first of them, one inside another that is found goes with that one. Calls nothing
-    but ``components``: what is behind a property is not seen.
+    A module under two names has the first of them, one outside of pipelines before one inside; one inside another that
+    is found goes with that one. Calls nothing but ``components``: what is behind a property is not seen.
 
     Raises:
         InvalidInput: the target holds no module, or two by one name.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,6 +32,7 @@ class Forwards:
         acquire: called on the outermost entry; loads the component or raises, and holds a lease for the pass. Returns
             whether the component is still this attachment's.
         give_back: called when the outermost entry is left, also by an exception; perhaps twice.
+        compiles: whether the blocks are compiled.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Forwards:
         exclusive: Callable[[], AbstractContextManager[None]],
         acquire: Callable[[Pass], bool],
         give_back: Callable[[Pass], None],
+        compiles: bool = False,
     ) -> None:
         self.owner = owner
         self.component = component
         self.shares = shares
         self.hooks = hooks
+        self.compiles = compiles
         self.acquire = acquire
         self.give_back = give_back
         self.passes = Passes(module, self.finish_pass, exclusive)
@@ -62,8 +65,11 @@ class Forwards:
         """Where inputs go and outputs come back: the device of the rest."""
         self.share_of = {number: share for share in shares for number in share.blocks}
         self.returning = self.find_returning()
-        self.in_parts: int | None = None
-        """The block that is here because something inside it was called from outside."""
+        self.entries: frozenset[nn.Module] = frozenset()
+        self.blocks: dict[nn.Module, int] = {}
+        self.parts: dict[nn.Module, int] = {}
+        self.in_parts: set[int] = set()
+        """The blocks that came because something inside them was called from outside."""
         self.seen_in_parts: set[int] = set()
 
     def find_returning(self) -> set[int]:
@@ -96,6 +102,10 @@ class Forwards:
         """Whether this thread is in the middle of a pass."""
         return self.passes.outermost is not None
 
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether this thread has entered through this module."""
+        return self.passes.outermost is module
+
     def before_entry(self, args: Any, kwargs: Any) -> Any:
         is_nested = self.passes.depth > 1
         return None if is_nested or not self.is_loaded else self.hops.move((args, kwargs), self.home)
@@ -115,15 +125,24 @@ class Forwards:
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         try:
-            self.in_parts = None
+            self.in_parts.clear()
             for share in self.shares:
                 share.end_pass(completed=completed)
                 if completed:
-                    for number in share.entered - self.seen_in_parts:
-                        self.hooks.forget_parts(number)
+                    self.forget_parts(share.entered)
         finally:
             self.hops.forget()
             self.give_back(current)
+
+    def forget_parts(self, numbers: Collection[int]) -> None:
+        """Let what is inside blocks that have computed be called without us, unless others call it."""
+        if self.parts:
+            done = [
+                part for part, number in self.parts.items() if number in numbers and number not in self.seen_in_parts
+            ]
+            self.hooks.remove_from(done)
+            for part in done:
+                self.parts.pop(part, None)
 
     # -- blocks
 
@@ -131,7 +150,9 @@ class Forwards:
         if not self.is_loaded:
             return None  # a hosted component off its devices computes as its host left it
         share = self.share_of[number]
-        self.in_parts = None
+        self.in_parts.discard(number)
+        if self.compiles:  # what is compiled now is not to be called back from inside
+            self.forget_parts([number])
         share.enter(number)
         alone = len(self.shares) == 1 and self.passes.outermost is not module
         return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
@@ -154,18 +175,18 @@ class Forwards:
 
     def before_part(self, number: int, args: Any, kwargs: Any) -> Any:
         share = self.share_of[number]
-        if not self.is_loaded or (number in share.computing and self.in_parts != number):
+        if not self.is_loaded or (number in share.computing and number not in self.in_parts):
             return None  # inside the block's own forward
         if number not in share.computing:
-            self.in_parts = number
+            self.in_parts.add(number)
             self.seen_in_parts.add(number)
             share.enter(number)
         return self.hops.move((args, kwargs), share.device.torch_device) if len(self.shares) > 1 else None
 
     def after_part(self, number: int, output: Any) -> Any:
-        if self.in_parts != number or output is None:
-            return None
         share = self.share_of[number]
+        if output is None or number not in self.in_parts or number not in share.computing:
+            return None
         if torch.is_grad_enabled() and share.changes_hands(number):
             refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
         return self.hops.move(output, self.home) if share is not self.shares[0] else None

@@ -2,13 +2,14 @@
 
 [Note: one set of hooks] Another thread may come to the module at any time, also while it gets another profile or is
 released. So it meets hooks until its weights are whole again; they lead it into the wait for the manager's lock, and
-afterwards to the attachment that the module has by then. torch takes the list of hooks before it calls the first; one
-that is removed meanwhile is still called, but without the keyword arguments that it was registered for.
+afterwards to the attachment that the module has by then, for which it may be another block. torch takes the list of
+hooks before it calls the first; one that is removed meanwhile is still called, but without the keyword arguments that
+it was registered for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import nn
@@ -18,7 +19,14 @@ __all__ = ["Hooked", "Hooks"]
 
 
 class Hooked(Protocol):
-    """What the hooks call."""
+    """What the hooks call, and for which modules."""
+
+    entries: frozenset[nn.Module]
+    """Through which a forward may come."""
+    blocks: dict[nn.Module, int]
+    """The number of each block's module; one may be an entry, too."""
+    parts: dict[nn.Module, int]
+    """What is inside the blocks, with the number of its block, as far as it has to be told of."""
 
     def enter(self, module: nn.Module) -> bool:
         """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
@@ -26,6 +34,10 @@ class Hooked(Protocol):
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a pass."""
+        ...
+
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether this thread has entered through this module."""
         ...
 
     def before_entry(self, args: Any, kwargs: Any) -> Any: ...
@@ -53,47 +65,31 @@ class Hooks:
 
     def __init__(self) -> None:
         self.target: Hooked | None = None
-        self.handles: list[RemovableHandle] = []
-        self.part_handles: dict[int, list[RemovableHandle]] = {}
-        """By block, those on the modules inside it."""
+        self.handles: dict[nn.Module, list[RemovableHandle]] = {}
 
-    def lead_to(self, target: Hooked, entries: Collection[nn.Module], blocks: Mapping[nn.Module, int]) -> None:
-        """Call this attachment from now on, in place of the one before; the first one has the hooks registered.
-
-        Args:
-            entries: through which a forward may come.
-            blocks: the number of each block's module; one may be an entry, too.
-        """
+    def lead_to(self, target: Hooked) -> None:
+        """Call this attachment from now on, in place of the one before."""
+        wanted = {*target.entries, *target.blocks, *target.parts}
+        for module in wanted - self.handles.keys():
+            self.handles[module] = [
+                module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(self.after, always_call=True),
+            ]
         before, self.target = self.target, target
         if before is not None:
             before.dismiss()
-            return
-        for entry in entries:
-            if entry not in blocks:
-                self.handles += register(entry, self.before_entry, self.after_entry)
-        for block, number in blocks.items():
-            self.handles += register(block, self.before_block(number), self.after_block(number))
+        self.remove_from(self.handles.keys() - wanted)
 
-    def watch_parts(self, parts: Mapping[nn.Module, int]) -> None:
-        """Call the attachment before and after modules inside blocks, too, until `forget_parts`."""
-        for number in list(self.part_handles):
-            self.forget_parts(number)
-        for part, number in parts.items():
-            before, after = self.before_part(number), self.after_part(number)
-            self.part_handles.setdefault(number, []).extend(register(part, before, after))
-
-    def forget_parts(self, number: int) -> None:
-        """Let the modules inside a block be called without us."""
-        for handle in self.part_handles.pop(number, ()):
-            handle.remove()
+    def remove_from(self, modules: Iterable[nn.Module]) -> None:
+        """Let these modules be called without us."""
+        for module in list(modules):
+            for handle in self.handles.get(module, ()):
+                handle.remove()
+            self.handles.pop(module, None)
 
     def remove(self) -> None:
         """Call nobody any more. Idempotent."""
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
-        for number in list(self.part_handles):
-            self.forget_parts(number)
+        self.remove_from(self.handles)
         if self.target is not None:
             self.target.dismiss()
             self.target = None
@@ -107,52 +103,26 @@ class Hooks:
                 break
         return None
 
-    def before_entry(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if kwargs is None:  # removed meanwhile
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        target = self.target
+        if target is None or kwargs is None:  # removed meanwhile
             return None
-        target = self.enter(module)
-        return target.before_entry(args, kwargs) if target is not None else None
-
-    def after_entry(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.target.after_entry(module, output) if self.target is not None else None
-
-    def before_block(self, number: int) -> Callable[..., Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-            target = self.target
-            if target is not None and kwargs is not None and not target.is_entered():  # called from outside
-                target = self.enter(module)
-            if target is None or kwargs is None:
+        if module in target.parts:
+            return target.before_part(target.parts[module], args, kwargs) if target.is_entered() else None
+        if module not in target.blocks or not target.is_entered():
+            target = self.enter(module)
+            if target is None:
                 return None
-            return target.before_block(number, module, args, kwargs)
+        if module in target.blocks:
+            return target.before_block(target.blocks[module], module, args, kwargs)
+        return target.before_entry(args, kwargs)
 
-        return before
-
-    def after_block(self, number: int) -> Callable[..., Any]:
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            target = self.target
-            return target.after_block(number, module, output) if target is not None and target.is_entered() else None
-
-        return after
-
-    def before_part(self, number: int) -> Callable[..., Any]:
-        def before(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-            target = self.target
-            if target is None or kwargs is None or not target.is_entered():
-                return None
-            return target.before_part(number, args, kwargs)
-
-        return before
-
-    def after_part(self, number: int) -> Callable[..., Any]:
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            target = self.target
-            return target.after_part(number, output) if target is not None and target.is_entered() else None
-
-        return after
-
-
-def register(module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]) -> list[RemovableHandle]:
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after, always_call=True),
-    ]
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        target = self.target
+        if target is None or not target.is_entered():
+            return None
+        if module in target.blocks:
+            return target.after_block(target.blocks[module], module, output)
+        if module in target.parts and not target.is_outermost(module):
+            return target.after_part(target.parts[module], output)
+        return target.after_entry(module, output)

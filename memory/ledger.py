@@ -53,7 +53,8 @@ class Ledger:
 
     def used(self, place: str) -> int:
         """Return the bytes that all components have in a place."""
-        return sum(num_bytes for (where, _, _), num_bytes in self.entries.items() if where == place)
+        entries = list(self.entries.items())  # in one step: other threads may change them
+        return sum(num_bytes for (where, _, _), num_bytes in entries if where == place)
 
     def held(self, component: str, place: str) -> int:
         """Return the bytes that one component has in a place."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -32,6 +33,10 @@ from .roster import Roster
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 
+class Inside:
+    """That somebody is inside `MemoryManager.exclusive`; gone with whoever was, also where an interrupt ended that."""
+
+
 class MemoryManager:
     """Admits, evicts and reports; what changes who is there, and where, is serialised by one lock.
 
@@ -41,7 +46,7 @@ class MemoryManager:
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self.lock = threading.RLock()
-        self.inside: set[object] = set()
+        self.inside: WeakSet[Inside] = WeakSet()
         self.released: list[Member] = []
         self.ledger = Ledger()
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
@@ -67,7 +72,7 @@ class MemoryManager:
         """
         with self.lock:
             self.remove_released()
-            inside = object()
+            inside = Inside()
             try:
                 self.inside.add(inside)
                 yield

@@ -82,7 +82,7 @@ def refuse_unsuitable(
     """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
     name = component.name
     owners = {id(parameter): other.id for other in members for parameter in other.attachment.module.parameters()}
-    if hasattr(module, "_hf_hook"):
+    if hasattr(module, "_hf_hook") and not any(id(parameter) in owners for parameter in module.parameters()):
         raise InvalidInput(f"{name} has accelerate's hooks; remove them first, as with pipe.remove_all_hooks()")
     for parameter_name, parameter in module.named_parameters():
         if id(parameter) in owners:

@@ -260,8 +260,9 @@ class Unit:
                 entry.hold(master)
                 if own:
                     repoint(entry, own, lasting=True)
-            entry.scale = None
         self.forget_masters()
+        for entry in self.entries:  # only now: interrupted before, all of it is done again
+            entry.scale = None
 
     def discard(self) -> None:
         """Drop the masters, and let the module hold shapes without memory: nobody uses it any more. Reads nothing."""

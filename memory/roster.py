@@ -152,7 +152,8 @@ class Roster:
                 self.attach(member)
         except BaseException:
             for member, attachment, old_profile in before:
-                if member.attachment is not attachment or member.id not in self.members:
+                changed = member.attachment is not attachment or member.id not in self.members
+                if changed or attachment.is_ending:
                     self.put_back(member, attachment, old_profile)
             raise
         self.room.epoch += 1
@@ -237,13 +238,17 @@ class Roster:
         if self.members.get(member.id) is not member:
             return
         freed = self.ledger.places(member.id)
-        del self.members[member.id]
         self.room.epoch += 1
+        error: InvalidInput | None = None
         try:
             member.attachment.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
-        finally:
-            self.moved_by_released += member.attachment.bytes_moved
-            for place, num_bytes in freed.items():
-                self.recorder.note("release", member.id, num_bytes, place, "released")
-            self.recorder.sample()
+        except InvalidInput as problem:  # of a file: all else is done
+            error = problem
+        del self.members[member.id]  # last: interrupted before, it can be released again
+        self.moved_by_released += member.attachment.bytes_moved
+        for place, num_bytes in freed.items():
+            self.recorder.note("release", member.id, num_bytes, place, "released")
+        self.recorder.sample()
+        if error is not None:
+            raise error
         assert not self.ledger.places(member.id), self.ledger.places(member.id)

@@ -290,9 +290,7 @@ class Share:
             self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
-            # Weights of a block that never came here yet may be used by others, without calling it.
-            waited_for = [self.fixed, *(unit for number, unit in self.blocks.items() if number not in self.entered)]
-            for unit in waited_for:
+            for unit in self.units:  # all: whoever has a block may use its weights without calling it
                 if unit.copy is not None:
                     unit.copy.await_copy(self.copies)
         if self.streamer is not None:

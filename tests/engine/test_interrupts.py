@@ -195,3 +195,39 @@ def test_who_was_interrupted_while_joining_is_not_there(toys, machine, monkeypat
         assert torch.equal(net(x), want)
         with manage(net, "0.45MiB", manager=manager):
             assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+
+
+LEAVING = [
+    (Ledger, "change"),
+    (Ledger, "credit"),
+    (Packing, "end"),
+    (Packing, "end_unit"),
+    (Share, "free_staging"),
+    (Unit, "drop"),
+    (Unit, "put"),
+    (Unit, "unpack"),
+]
+
+
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+@pytest.mark.parametrize("action", ["release", "reprofile"])
+@pytest.mark.parametrize(("kind", "step"), LEAVING, ids=lambda part: getattr(part, "__name__", part))
+def test_who_was_interrupted_while_leaving_can_leave_again(
+    toys, machine, sim, monkeypatch, action: str, precision: str, kind: type, step: str
+) -> None:
+    net, x = toys.build_net(), torch.randn(1, 3, 64)
+    left = interrupt(monkeypatch, kind, step)
+    with machine(8) as manager, torch.no_grad():
+        managed = manage(net, "0.45MiB", placement="gpu:0", precision=precision, manager=manager)
+        want = net(x).cpu()
+        left[0] = 1
+        with pytest.raises(KeyboardInterrupt):
+            managed.release() if action == "release" else managed.reprofile("auto", placement="gpu:0")
+        left[0] = 0
+        if action == "reprofile":
+            assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        assert not manager.members and not manager.ledger.entries
+        assert sim.stats(0).used_bytes == 0
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+        assert torch.allclose(net(x), want, atol=1e-5)

@@ -133,6 +133,96 @@ def test_hooks_inside_blocks_go_once_nobody_needs_them(toys, machine) -> None:
         assert num_hooked(modulated) == before[1]
 
 
+@pytest.mark.parametrize("profile", ["0.12MiB", "auto"])
+def test_what_is_inside_compiled_blocks_is_called_from_outside(machine, profile: str) -> None:
+    net, x = Modulated().requires_grad_(False), torch.randn(3, 64)
+    with machine(8) as manager, torch.no_grad():
+        with manage(net, placement="gpu:0", manager=manager):
+            want = net(x).cpu()
+        with manage(net, profile, placement="gpu:0", compile=True, manager=manager):
+            for _ in range(3):
+                assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+
+
+def test_a_weight_that_is_used_without_a_call_has_arrived_each_time(machine) -> None:
+    """Also of a block that is called later, and when the component comes back."""
+
+    class Borrowing(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x * self.blocks[5][2].bias)
+            return x
+
+    net, x = Borrowing().requires_grad_(False), torch.randn(3, 64)
+    with machine(8, h2d_bytes_per_s=1e7) as manager, torch.no_grad():
+        here, want = x.to("sim:0"), net.to("sim:0")(x.to("sim:0")).cpu()
+        net.to("cpu")
+        managed = manage(net, placement="gpu:0", manager=manager)
+        for _ in range(3):
+            assert torch.equal(net(here).cpu(), want)
+            managed.members[0].attachment.unload()
+        del here
+
+
+def test_parts_of_blocks_on_two_devices_take_turns(machine) -> None:
+    class Alternating(Modulated):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, last = self.blocks[0], self.blocks[5]
+            shift = last.modulation(x)
+            return first(x, shift) + last.inner(first.inner(last.modulation(x)))
+
+    net, x = Alternating().requires_grad_(False), torch.randn(3, 64)
+    with machine(8, 8) as manager, torch.no_grad():
+        want = net(x)
+        manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
+        for _ in range(2):
+            assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+
+
+class Staged(nn.Module):
+    """Stages that are cut into the layers inside them where the budget is small."""
+
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layer() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, D]
+            for inner in self.layers:
+                x = torch.tanh(inner(x))
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(self.Stage() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+@pytest.mark.parametrize("profiles", [("auto", "0.04MiB"), ("0.04MiB", "auto"), ("auto", "0.04MiB", "auto")])
+@pytest.mark.parametrize("is_used_between", [True, False])
+def test_another_profile_cuts_other_blocks(machine, profiles: tuple[str, ...], is_used_between: bool) -> None:
+    net, x = Staged().requires_grad_(False), torch.randn(3, 64)
+    with machine(8) as manager, torch.no_grad():
+        with manage(net, placement="gpu:0", manager=manager):
+            want = net(x).cpu()
+        with manage(net, profiles[0], placement="gpu:0", manager=manager) as managed:
+            cuts = set()
+            for profile in profiles[1:]:
+                cuts.add(len(managed.members[0].attachment.component.blocks))
+                if is_used_between:
+                    assert torch.equal(net(x).cpu(), want)
+                managed.reprofile(profile, placement="gpu:0")
+            cuts.add(len(managed.members[0].attachment.component.blocks))
+            assert cuts == {2, 6}
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), want)
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+
+
 def test_another_profile_brings_no_second_hooks(toys, machine) -> None:
     net = toys.build_net()
     with machine(8) as manager, manage(net, manager=manager) as managed:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.passes import LOOK_EVERY_S
+from highwater.memory.residency import Unit
 from highwater.memory.split import Hops
 
 TIGHT = "0.45MiB"
@@ -297,3 +298,28 @@ def test_not_all_is_released_while_some_computes(toys, machine) -> None:
         assert torch.equal(results[0], want)
         manager.release_all()
         assert not manager.members
+
+
+def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monkeypatch) -> None:
+    net, pack = toys.build_net(), Unit.pack
+
+    def pack_slowly(*args: object) -> None:
+        time.sleep(0.01)
+        pack(*args)
+
+    def cancel(*step: object) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with machine(8) as manager, ThreadPoolExecutor(1) as pool:
+        managed = manage(net, placement="gpu:0", manager=manager)
+        want = compute(net)
+        monkeypatch.setattr(Unit, "pack", pack_slowly)
+        end = manager.watch_loading(cancel)
+        passes = pool.submit(lambda: [compute(net) for _ in range(20)])
+        while not passes.done():
+            with suppress(UnsafeState), pytest.raises(KeyboardInterrupt):
+                managed.reprofile("auto", placement="gpu:0")
+            time.sleep(0.002)
+        end()
+        assert all(torch.equal(got, want) for got in passes.result())
