@@ -133,7 +133,7 @@ class Share:
                 self.load_unit(self.blocks[number])
             if not plan.staging_bytes:
                 self.close_bounce()
-            # A host may read buffers (noise schedules) before any entry of ours; the blocks are waited for one by one.
+            # A host may read buffers (noise schedules) before any entry of ours; a pass waits for the rest.
             if self.fixed.copy is not None:
                 self.fixed.copy.await_copy(self.copies)
         except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
