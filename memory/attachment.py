@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -29,10 +30,20 @@ from .share import Share
 from .source import WeightsSource
 from .state import StateGuard
 
-__all__ = ["Attachment", "refuse_managed"]
+__all__ = ["Attachment", "Phase", "refuse_managed"]
 
 attached: WeakSet[Attachment] = WeakSet()
 """All that have hooks in place, of every manager."""
+
+
+class Phase(enum.Enum):
+    """How far an attachment has come."""
+
+    DETACHED = "detached"
+    """Not yet attached, or no more: nothing of the module is its."""
+    ATTACHED = "attached"
+    ENDING = "ending"
+    """Being detached, or interrupted in that: `Attachment.detach` goes through with it."""
 
 
 class Attachment:
@@ -73,9 +84,7 @@ class Attachment:
         self.source = source
         self.compiles = compiles
         self.compiled: CompiledBlocks | None = None
-        self.is_attached = False
-        self.is_ending = False
-        """Whether it is being detached, perhaps was interrupted in that."""
+        self.phase = Phase.DETACHED
         self.has_taken_over = after is not None
         self.shares = self.build_shares(devices)
         self.hooks: Hooks = after.hooks if after is not None else Hooks()
@@ -141,7 +150,7 @@ class Attachment:
 
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
         """Pack the masters (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
-        self.is_attached = True
+        self.phase = Phase.ATTACHED
         try:
             self.packing.pack(progress)
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
@@ -173,9 +182,9 @@ class Attachment:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        if not self.is_attached:
+        if self.phase is Phase.DETACHED:
             return
-        self.is_ending = True
+        self.phase = Phase.ENDING
         attached.discard(self)
         self.passes.heal_for(None)
         if self.compiled is not None:
@@ -191,7 +200,7 @@ class Attachment:
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
         if not goes_on:  # last: who comes until now waits for the weights
             self.hooks.remove()
-        self.is_attached = self.is_ending = False
+        self.phase = Phase.DETACHED
         if error is not None:
             raise error
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from .attachment import Attachment
+from .attachment import Attachment, Phase
 from .component import Component
 from .errors import InvalidInput, UnsafeState, allowed_values
 from .membership import Member, refuse_shared_split, refuse_unsuitable
@@ -153,7 +153,7 @@ class Roster:
         except BaseException:
             for member, attachment, old_profile in before:
                 changed = member.attachment is not attachment or member.id not in self.members
-                if changed or attachment.is_ending:
+                if changed or attachment.phase is Phase.ENDING:
                     self.put_back(member, attachment, old_profile)
             raise
         self.room.epoch += 1
