@@ -159,7 +159,8 @@ class Attachment:
                     for unit in self.units
                     if unit.master is not None and not unit.blocks_host
                 }
-                self.plan = replace(self.plan, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
+                tier = "pinned" if pinned else "host"
+                self.plan = replace(self.plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
             if self.guards_state:
                 self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
             self.hook()
