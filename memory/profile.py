@@ -295,7 +295,7 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
         scanner.skip_blanks()
         begin = scanner.position
         item = parse_size(scanner, target)
-        if item.share == 1:
+        if item.size == "unlimited" or item.share == 1:
             scanner.fail("nothing would be left for weights; allowed: more than 0% and less than 100%", at=begin)
         return word, as_left_free(item)
     if word == "prefetch":

@@ -602,3 +602,9 @@ def test_a_profile_can_be_made_from_the_public_names() -> None:
 
     assert highwater.OffloadProfile is memory.OffloadProfile is OffloadProfile
     assert highwater.BudgetItem is memory.BudgetItem is BudgetItem
+
+
+def test_a_reserve_of_everything_is_refused() -> None:
+    for amount in ("unlimited", "100%"):
+        with pytest.raises(InvalidInput, match=r"column 14: nothing would be left for weights; allowed: "):
+            parse_profile(f"auto,reserve={amount}", devices=["gpu:0"])
