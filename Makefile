@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all of their own set-up and reuse it the next time.
-.PHONY: demo test check format serve
+.PHONY: demo test test-slow check format serve
 
 PY := .venv/bin/python
 
@@ -12,9 +12,14 @@ serve:
 	@$(PY) -m highwater serve
 
 test:
-	@scripts/setup with-browser
+	@scripts/setup for-tests
 	@$(MAKE) --no-print-directory check
 	@$(PY) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# All that `make test` runs only a sample of; takes long.
+test-slow:
+	@scripts/setup for-tests
+	@$(PY) -m pytest --slow -m slow --numprocesses 2 --no-loadscope-reorder
 
 check:
 	@.venv/bin/ruff check .

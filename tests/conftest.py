@@ -5,12 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
+import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No test may fail because the machine is busy; fixtures that tests share between examples are made for that.
+settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("busy")
+
+# What an activated virtual environment has: torch looks there for ninja when it loads an extension.
+os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+# Which part of the slow tests comes along: another one each day. Workers get it from the process that started them.
+DAY = int(os.environ.setdefault("HIGHWATER_TEST_DAY", str(int(time.time() // 86400))))
+NUM_SAMPLES = 20
 
 # Models this small gain nothing from more threads, which get in each other's way: in here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +46,25 @@ TIERS = {
     "GPU": ("tests/gpu/",),
 }
 outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run all tests marked slow, not only the day's sample")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests but the day's twentieth, unless all are asked for, or one by its name."""
+    if config.getoption("--slow") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("slow") and not is_in_sample(item.nodeid, DAY)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def is_in_sample(name: str, day: int) -> bool:
+    """Return whether a slow test runs on a day: each does once in so many days as there are samples."""
+    return zlib.crc32(name.encode()) % NUM_SAMPLES == day % NUM_SAMPLES
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,6 +96,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         told.append(f"{tier}: {', '.join(ran) or missing}")
     terminalreporter.section("tiers")
     terminalreporter.write_line("; ".join(told))
+    if not terminalreporter.config.getoption("--slow"):
+        sample = f"of the slow tests, sample {DAY % NUM_SAMPLES + 1} of {NUM_SAMPLES} ran (HIGHWATER_TEST_DAY={DAY})"
+        terminalreporter.write_line(f"{sample}; all of them: make test-slow")
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,27 @@ REPOSITORY = HERE.parents[1]
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 START_TIMEOUT_S = 180
 PROMPT_TIMEOUT_S = 120
+REQUEST_TIMEOUT_S = 60
+
+
+class Patience:
+    """A wait that ends after so many seconds of an idle machine: on one as busy as twice its cores, twice as many."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left_s = seconds
+        self.seen_s = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether the time is up, by the machine's load since this was asked last."""
+        now_s = time.monotonic()
+        self.left_s -= (now_s - self.seen_s) / crowding()
+        self.seen_s = now_s
+        return self.left_s < 0
+
+
+def crowding() -> float:
+    """Return how many times slower a process runs than alone, by the machine's load; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +185,7 @@ class HostProcess:
             self.wait_until_it_listens()
             threading.Thread(target=asyncio.run, args=(self.listen(),), daemon=True).start()
             with self.arrived:
-                assert self.arrived.wait_for(lambda: bool(self.messages), timeout=30), "no word over the websocket"
+                self.wait_until(lambda: bool(self.messages), "a word over the websocket")
         except BaseException:
             self.stop()
             raise
@@ -197,8 +218,8 @@ class HostProcess:
         return environment
 
     def wait_until_it_listens(self) -> None:
-        until_s = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < until_s:
+        patience = Patience(START_TIMEOUT_S)
+        while not patience.is_over():
             if self.process.poll() is not None:
                 raise RuntimeError(f"ComfyUI ended with {self.process.returncode} as it started:\n{self.log()[-4000:]}")
             with contextlib.suppress(OSError):
@@ -211,7 +232,7 @@ class HostProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(10)
+                self.process.wait(10 * crowding())
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -231,7 +252,7 @@ class HostProcess:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S * crowding()) as response:
             content = response.read()
         return json.loads(content) if content and response.headers.get_content_type() == "application/json" else content
 
@@ -276,8 +297,8 @@ class HostProcess:
         error = f"{data.get('exception_type', '')} {data.get('exception_message', '')}".strip()
         error += "\n" + "".join(data.get("traceback", [])) if error else ""
         history: dict[str, Any] = {}
-        until_s = time.monotonic() + 10
-        while not history and time.monotonic() < until_s:  # written right after the message is sent
+        patience = Patience(10)
+        while not history and not patience.is_over():  # written right after the message is sent
             history = self.get(f"/history/{prompt_id}").get(prompt_id, {})
             if not history:
                 time.sleep(0.01)
@@ -313,10 +334,10 @@ class HostProcess:
 
     def wait_until(self, condition: Any, what: str, timeout_s: float = PROMPT_TIMEOUT_S) -> None:
         """Wait for something to be true of the messages; raises when the host dies first."""
-        until_s = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         with self.arrived:
             while not condition():
-                if self.process.poll() is not None or time.monotonic() > until_s:
+                if self.process.poll() is not None or patience.is_over():
                     self.write_stacks()
                     raise RuntimeError(f"waited in vain for {what}; the host's log:\n{self.log()[-8000:]}")
                 self.arrived.wait(1)

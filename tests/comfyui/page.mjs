@@ -23,7 +23,7 @@ for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.E
 const isReport = (url) => url.pathname.endsWith("/highwater/report");
 await page.route(isReport, (route) => route.abort());
 await page.goto(base);
-await page.getByText("Memory badges may be out of date").first().waitFor({ timeout: 40_000 });
+await page.getByText("Memory badges may be out of date").first().waitFor();
 await page.unroute(isReport);
 await eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
 await page.waitForTimeout(1000); // it opens a workflow of its own
@@ -65,8 +65,8 @@ await eventually("after a reload", inPage, isShown);
 // A budget that is too small is found when the sampler asks for the model; the page itself says only that it failed.
 await widgets(LOADER, { precision: "as stored", placement: "default", profile: "0.25MiB" });
 await run();
-await page.getByText("An input cannot be used").first().waitFor({ timeout: 20_000 });
-await page.getByText(/'0\.25MiB' is too small/).first().waitFor({ timeout: 20_000 });
+await page.getByText("An input cannot be used").first().waitFor();
+await page.getByText(/'0\.25MiB' is too small/).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("comfyui_refused");
 
@@ -80,8 +80,8 @@ const isOccupied = async () => {
 await eventually("others hold the device", isOccupied, Boolean);
 await widgets(LOADER, { profile: "auto" });
 await run();
-await page.getByText("Does not fit in memory").first().waitFor({ timeout: 20_000 });
-await page.getByText(/tiny_flux needs at least .* can be had of .* kept free; /).first().waitFor({ timeout: 20_000 });
+await page.getByText("Does not fit in memory").first().waitFor();
+await page.getByText(/tiny_flux needs at least .* can be had of .* kept free; /).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("comfyui_does_not_fit");
 assert.deepEqual(errors.filter((text) => !/DoesNotFit|InvalidInput|PromptExecutionError/.test(text)), [], "errors in the page");

@@ -30,12 +30,12 @@ print(json.dumps(comfy_api.object_info([*extension.NODE_CLASSES, *extension.MODE
 
 def test_a_host_ends_when_whoever_started_it_is_gone() -> None:
     """A worker of the test run that is interrupted stops nothing."""
-    command = [sys.executable, "-c", "import lifeline, time; lifeline.end_with_standard_input(); time.sleep(60)"]
+    command = [sys.executable, "-c", "import lifeline, time; lifeline.end_with_standard_input(); time.sleep(6000)"]
     with subprocess.Popen(command, cwd=HELPER_PACK, stdin=subprocess.PIPE) as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         process.stdin.close()
-        assert process.wait(30) == -signal.SIGTERM
+        assert process.wait(600) == -signal.SIGTERM
 
 
 def our_schemas(host: HostProcess) -> dict[str, Any]:

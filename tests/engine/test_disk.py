@@ -675,7 +675,7 @@ def test_what_is_released_while_a_file_is_read_waits_for_nobody(toys, machine, f
         def release_meanwhile(self, *args, **options) -> None:
             thread = threading.Thread(target=other.discard, daemon=True)  # as its finalizer does
             thread.start()
-            thread.join(10)
+            thread.join(600)
             assert not thread.is_alive()
             read_into(self, *args, **options)
 

@@ -348,14 +348,14 @@ def test_what_another_thread_computes_with_is_not_released(toys, machine) -> Non
 
     def wait(*_: object) -> None:
         inside.set()
-        go_on.wait(10)
+        go_on.wait(600)
 
     with machine(8) as manager, torch.no_grad():
         managed = manage(net, TIGHT, manager=manager)
         handle = net.singles[0].register_forward_hook(wait)
         thread = threading.Thread(target=lambda: net(torch.randn(2, 5, 64)))
         thread.start()
-        inside.wait(10)
+        inside.wait(600)
         with pytest.raises(UnsafeState, match="computes now"):
             managed.release()
         go_on.set()

@@ -65,7 +65,7 @@ def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:
     outcome: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: outcome.append(work()), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(600)
     return outcome[0] if outcome else "hangs"
 
 

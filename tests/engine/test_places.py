@@ -6,7 +6,7 @@ import itertools
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.memory import places
@@ -109,7 +109,6 @@ def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: i
     return (now - middle) / (num_passes - num_passes // 2)
 
 
-@settings(deadline=None)
 @given(cases(), st.integers(1, 2))
 def test_predicted_passes_are_those_of_a_run_byte_by_byte(case, num_rounds: int) -> None:
     work, resident, staging_bytes = case
@@ -124,7 +123,6 @@ def test_predicted_passes_are_those_of_a_run_byte_by_byte(case, num_rounds: int)
     assert predicted >= work.least_s * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(cases())
 def test_a_window_takes_no_longer_with_more_memory_and_bounds_the_run(case) -> None:
     work, resident, staging_bytes = case

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -92,7 +92,7 @@ SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
 TENSORS = st.lists(st.tuples(st.sampled_from(WHOLE_DTYPES), SHAPES), max_size=12)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(tensors=TENSORS, data=st.data())
 def test_bytes_are_those_of_the_official_reader_each_read_once(tmp_path: Path, tensors, data) -> None:
     path = tmp_path / "model.safetensors"
@@ -134,7 +134,7 @@ def test_each_dtype_arrives_as_it_is_stored(tmp_path: Path, dtype: str) -> None:
         assert load_file(path)["a"].dtype == known
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), data=st.data())
 def test_windows_bring_each_byte_of_their_tensors_once(tmp_path: Path, sizes: list[int], data) -> None:
     path = tmp_path / "model.safetensors"
@@ -341,7 +341,7 @@ def test_pages_are_dropped_on_request_when_all_of_them_was_read(tmp_path: Path, 
     assert dropped == [(0, page)]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 30_000)), min_size=1, max_size=30),
     padding=st.integers(0, 9000),

@@ -36,7 +36,7 @@ def test_equal_blocks_are_spread_evenly(count: int, data) -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
-@settings(deadline=None, max_examples=50)  # a search may take its time on a busy machine
+@settings(max_examples=50)
 @given(sizes_of_blocks, st.floats(0.0, 1.0), st.data())
 def test_a_schedule_fits_its_room_and_is_no_slower_than_even_spreading(sizes: list[int], part: float, data) -> None:
     assume(len(sizes) > 1)
@@ -60,7 +60,7 @@ def test_a_schedule_fits_its_room_and_is_no_slower_than_even_spreading(sizes: li
     assert chosen == choose_schedule.__wrapped__(work, room)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(sizes_of_blocks, st.integers(1, 4), st.floats(0.0, 1.0))
 def test_what_is_asked_to_be_copied_ahead_has_staging_memory(sizes: list[int], ahead: int, part: float) -> None:
     assume(len(sizes) > 1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory import manage
@@ -37,7 +37,7 @@ class Layers(torch.nn.Module):
 widths = st.lists(st.sampled_from([16, 48, 64, 208, 400]), min_size=2, max_size=9)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(widths, st.floats(0.0, 1.0), st.booleans(), st.sampled_from(["all", "some", "none"]), st.data())
 def test_any_order_within_any_memory_computes_the_same(
     machine, widths: list[int], part: float, learns: bool, pinned: str, data

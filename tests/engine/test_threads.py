@@ -39,7 +39,7 @@ def test_what_waits_to_compute_is_not_released(toys, machine) -> None:
                 pass
             with pytest.raises(UnsafeState, match="computes"):
                 managed.release()
-        assert torch.equal(entering.result(20), want)
+        assert torch.equal(entering.result(600), want)
         managed.release()
         assert {parameter.device.type for parameter in net.parameters()} == {"cpu"}
 
@@ -54,7 +54,7 @@ def test_what_waits_to_compute_does_so_with_the_new_profile(toys, machine) -> No
             while not former.passes.open:
                 pass
             managed.reprofile("unlimited")
-        assert torch.equal(entering.result(20), want)
+        assert torch.equal(entering.result(600), want)
         member = managed.members[0]
         assert former.passes.open is None
         assert member.attachment.is_loaded
@@ -141,7 +141,7 @@ def test_out_of_memory_in_a_hop_leaves_no_pass_open(toys, machine, monkeypatch, 
     with machine(8, 8) as manager, ThreadPoolExecutor(1) as pool:
         manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
         want = compute(net)
-        for again in (lambda work: work(), lambda work: pool.submit(work).result(20)):
+        for again in (lambda work: work(), lambda work: pool.submit(work).result(600)):
             run: Callable[..., torch.Tensor] = again
             left[0] = nth
             with pytest.raises(torch.OutOfMemoryError, match="hidden state"):
@@ -206,7 +206,7 @@ def test_waiting_for_a_pass_keeps_nothing_of_it_alive(machine) -> None:
         want = compute(net)
         net.is_waited_for = True
         assert torch.equal(compute(net), want)
-        assert torch.equal(waiting[0].result(20), want)
+        assert torch.equal(waiting[0].result(600), want)
         assert not any(alive)
 
 
@@ -217,17 +217,17 @@ def paused(net: torch.nn.Module, pool: ThreadPoolExecutor) -> Iterator[list[torc
 
     def wait(*_: object) -> None:
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(600)
 
     handle = net.singles[1].norm.register_forward_hook(wait)
     computing, results = pool.submit(compute, net), []
     try:
-        assert inside.wait(20)
+        assert inside.wait(600)
         yield results
     finally:
         go_on.set()
         handle.remove()
-    results.append(computing.result(20))
+    results.append(computing.result(600))
 
 
 @pytest.mark.parametrize("profile", [TIGHT, "auto", "auto,quantize=all"])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory import InvalidInput, manage
@@ -111,7 +111,7 @@ def test_a_hosts_ceiling_and_what_is_to_stay_free_do_not_add_up(toys, machine, p
         del filler
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sequence=st.lists(st.sampled_from("abcd"), min_size=2, max_size=10),
     together=st.floats(0.3, 4),

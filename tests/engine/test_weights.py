@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -31,7 +31,7 @@ def entry(begin: int, end: int, *, dtype: str = "U8", shape: list[int] | None = 
     return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tensors=st.dictionaries(st.text("abc.xyz", min_size=1), st.tuples(st.sampled_from(DTYPES), SHAPES), max_size=6))
 def test_header_agrees_with_the_official_reader(tmp_path: Path, tensors: dict) -> None:
     path = tmp_path / "model.safetensors"
@@ -46,7 +46,7 @@ def test_header_agrees_with_the_official_reader(tmp_path: Path, tensors: dict) -
     assert {tensor.name: (tensor.dtype, tensor.shape) for tensor in header.tensors} == official
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_damaged_file_is_refused_whenever_the_official_reader_refuses_it(tmp_path: Path, data) -> None:
     path = tmp_path / "model.safetensors"

@@ -126,7 +126,7 @@ def is_restless(expression: Any) -> bool:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(node, min_size=NUM_NODES, max_size=NUM_NODES),
     st.lists(st.lists(edit, max_size=2) | st.sampled_from(["touch", "flip"]), min_size=1, max_size=4),

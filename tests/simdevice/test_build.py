@@ -25,7 +25,7 @@ def install_in_a_process(directory: Path, **environment: str) -> subprocess.Comp
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1200,
     )
 
 
@@ -75,7 +75,7 @@ def test_without_a_compiler_tests_fail_on_ci_and_are_skipped_elsewhere(tmp_path:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert outcome in result.stdout.splitlines()[-1]
     assert "simulated devices need a C++ compiler: 'c++' was not found" in result.stdout

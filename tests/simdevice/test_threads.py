@@ -16,7 +16,7 @@ def run_in_threads(work: Callable[[int], None], values: Iterable[int]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=1200)
     assert not any(thread.is_alive() for thread in threads), "deadlock"
 
 

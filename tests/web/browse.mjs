@@ -58,13 +58,13 @@ assert.deepEqual(errors, [], "errors in the page");
 // A value that cannot be used is explained at once, and marked on its node.
 await widgets(LOADER, { profile: "12" });
 await run();
-await page.getByText(/'12' has no unit/).first().waitFor({ timeout: 20_000 });
+await page.getByText(/'12' has no unit/).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("refused");
 // One that fails only when the weights are known is explained too: there the page itself says only that it failed.
 await widgets(LOADER, { profile: "1MiB" });
 await run();
-await page.getByText(/'1MiB' is too small: transformer needs at least/).first().waitFor({ timeout: 20_000 });
+await page.getByText(/'1MiB' is too small: transformer needs at least/).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("failed");
 assert.deepEqual(errors.filter((error) => !error.startsWith("PromptExecutionError")), [], "errors in the page");

@@ -109,7 +109,7 @@ class Page:
     async def receive_until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Read messages up to the wanted one and return it; fails after 20 s."""
         while True:
-            message = await asyncio.wait_for(self.socket.receive_json(), timeout=20)
+            message = await asyncio.wait_for(self.socket.receive_json(), timeout=600)
             self.messages.append(message)
             if wanted(message):
                 return message
@@ -211,7 +211,7 @@ def packages(node: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
             if npm is None:
                 untested("the browser test needs npm")
             command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-            result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=240)
+            result = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=1200)
             if result.returncode:
                 untested(f"npm ci failed: {result.stderr.strip().splitlines()[-1:]}")
             stamp.write_text(lock)

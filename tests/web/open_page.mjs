@@ -4,6 +4,8 @@ import { chromium } from "playwright-core";
 
 // The page asks for files of the user that need not be there, and for other servers; 1.48 complains about its own start.
 const ITS_OWN = /^Failed to load resource|graph accessed before initialization|huggingface\.co/;
+// Ends what hangs: on a busy machine a page takes minutes.
+export const PATIENCE_MS = 300_000;
 const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
 /** Open a browser at no address yet. `errors` grows with what the page complains about, `foreign` with whom it asked. */
@@ -11,10 +13,12 @@ export async function openPage(base, executablePath, screenshots) {
   const started = Date.now();
   const browser = await chromium.launch({
     executablePath,
+    timeout: PATIENCE_MS,
     headless: true,
     args: ["--no-sandbox", "--disable-gpu", "--disable-quic", ...QUIET],
   });
   const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });
+  page.setDefaultTimeout(PATIENCE_MS);
   const errors = [];
   page.on("pageerror", (error) => errors.push(String(error)));
   page.on("console", (message) => {
@@ -29,7 +33,7 @@ export async function openPage(base, executablePath, screenshots) {
   const shoot = (name) => page.screenshot({ path: `${screenshots}/${name}.png` });
 
   /** Read a value in the page until it is what is wanted; the last value is in the error. */
-  async function eventually(name, read, wanted, timeout = 40_000) {
+  async function eventually(name, read, wanted, timeout = PATIENCE_MS) {
     const end = Date.now() + timeout;
     let value;
     do {

@@ -7,12 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HERE = Path(__file__).parent
 
 
-@pytest.mark.timeout(240)
 def test_every_node_shows_its_bytes(node, packages, chromium, sim, tmp_path):
     """About 30 s: `highwater serve` with a simulated device, Chromium, two runs of the tiny Flux pipeline."""
     command = [sys.executable, "-m", "highwater", "serve", "--port", "0", "--out", str(tmp_path / "output")]
@@ -28,7 +25,7 @@ def test_every_node_shows_its_bytes(node, packages, chromium, sim, tmp_path):
             address = next((line.split()[3] for line in server.stdout if line.startswith("Highwater is at ")), None)
             assert address, server_log.read_text()
             script = [node, str(HERE / "browse.mjs"), address.rstrip("/"), chromium, str(tmp_path)]
-            result = subprocess.run(script, capture_output=True, text=True, timeout=150)
+            result = subprocess.run(script, capture_output=True, text=True, timeout=1200)
         finally:
             server.terminate()
     print(result.stdout)

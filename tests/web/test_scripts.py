@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 
 def run(*command: str | Path) -> None:
-    result = subprocess.run([str(part) for part in command], cwd=HERE, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([str(part) for part in command], cwd=HERE, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

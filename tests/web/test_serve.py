@@ -63,7 +63,7 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(tmp_path):
     with serve_command(tmp_path, "--port", "0") as process:
         address = process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=1200)
     assert address.startswith("Highwater is at http://127.0.0.1:")
     assert (process.returncode, errors) == (0, "")
 
@@ -73,6 +73,6 @@ def test_the_command_fails_with_one_line(tmp_path):
         socket.create_server(("127.0.0.1", 0)) as taken,
         serve_command(tmp_path, "--port", str(taken.getsockname()[1])) as process,
     ):
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=1200)
     assert process.returncode == 2
     assert "is in use" in errors and errors.count("\n") == 1
