@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import inspect
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,17 +27,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .attachment import refuse_managed
 from .entries import split_owner
-from .errors import InvalidInput
+from .errors import InvalidInput, allowed_values
+from .foreign_config import check_config, declared_items, parse_config, read_config_file
 from .leaves import Wrapper
 from .reading import torch_dtype
 from .source import WeightsSource
-from .weights import TensorHeader, read_header
+from .weights import TensorHeader, quoted, read_header
 
 __all__ = ["load_model", "load_weights", "source_of"]
 
 Paths = str | Path | Sequence[str | Path]
 
 SHARD_NUMBER = re.compile(r"-\d{5}-of-(\d{5})(?=\.safetensors$)")
+# What diffusers reads of a config beside the arguments of its class.
+DIFFUSERS_NOTES = ("_class_name", "_diffusers_version", "_use_default_values")
 # How many names an error lists of each kind.
 NUM_LISTED = 3
 
@@ -62,7 +64,8 @@ def load_model(
     Args:
         path: a safetensors file; one of the shards of a model, which stands for all; or a list of files.
         model_class: a class of diffusers or transformers, or what returns a module when it is called with the config's
-            items; by default the class that the config names under ``_class_name`` or ``architectures``.
+            items, those aside whose names begin with an underscore; by default the class that the config names under
+            ``_class_name`` or ``architectures``.
         config: a dict or a JSON file; by default the metadata's ``config`` or ``config_base64``, else the
             ``config.json`` beside the file.
         prefix: what the names in the file have before those of the module; names without it do not count.
@@ -75,7 +78,7 @@ def load_model(
     paths = find_shards(path)
     source = WeightsSource(paths, prefix=prefix)
     known = read_config(paths[0], config)
-    module = build_bare(model_class or find_class(known, paths[0]), known or {})
+    module = build_bare(model_class or find_class(known, paths[0]), known or {}, paths[0])
     to_read = []
     for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
         with torch.inference_mode(False):
@@ -165,7 +168,7 @@ def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dic
     if isinstance(given, Mapping):
         return dict(given)
     if given is not None:
-        return parse_config(read_text(Path(given)), str(given))
+        return read_config_file(Path(given))
     metadata = read_header(path).metadata
     if "config_base64" in metadata:  # as mmgp writes it
         where = f"{path}: config_base64 in its metadata"
@@ -176,24 +179,7 @@ def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dic
     if "config" in metadata:
         return parse_config(metadata["config"], f"{path}: config in its metadata")
     beside = path.with_name("config.json")
-    return parse_config(read_text(beside), str(beside)) if beside.is_file() else None
-
-
-def read_text(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}; expected the JSON file of a config") from None
-
-
-def parse_config(text: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where} is not valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise InvalidInput(f"{where} is a JSON {type(config).__name__}, expected an object")
-    return config
+    return read_config_file(beside) if beside.is_file() else None
 
 
 def find_class(config: Mapping[str, Any] | None, path: Path) -> Callable[..., nn.Module]:
@@ -213,23 +199,54 @@ def find_class(config: Mapping[str, Any] | None, path: Path) -> Callable[..., nn
         found = getattr(import_module(library), name, None)
     except ModuleNotFoundError as error:
         raise InvalidInput(f"{path}: is a {name}: {error.name} is not installed, pip install {library}") from None
-    if not (inspect.isclass(found) and issubclass(found, nn.Module)):
-        raise InvalidInput(f"{path}: its config names the class {name!r}, which {library} does not have; pass a class")
+    # A library hands on names of other libraries, too.
+    is_own = name.isidentifier() and str(getattr(found, "__module__", "")).split(".")[0] == library
+    if not (is_own and inspect.isclass(found) and issubclass(found, nn.Module)):
+        raise InvalidInput(
+            f"{path}: its config names the class {quoted(name)}, which {library} does not have; pass a class"
+        )
     return found
 
 
 # -- bare modules
 
 
-def build_bare(model_class: Callable[..., nn.Module], config: dict[str, Any]) -> nn.Module:
-    """Return a module whose parameters have no memory; its buffers are on the CPU. Leaves torch's random state."""
+def build_bare(model_class: Callable[..., nn.Module], config: dict[str, Any], path: Path) -> nn.Module:
+    """Return a module whose parameters have no memory; its buffers are on the CPU. Leaves torch's random state.
+
+    The class gets what its signature declares ([Note: foreign configs] in `foreign_config.py`).
+    """
     with bare_parameters(), torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if hasattr(model_class, "config_class"):  # transformers
-            return model_class(model_class.config_class.from_dict(config))
+            declared = declared_items(model_class.config_class, config)
+            check_config(declared, f"{path}: its config")
+            return model_class(model_class.config_class.from_dict(declared))
         if hasattr(model_class, "from_config"):  # diffusers
-            built: nn.Module = model_class.from_config(config)
+            names = {*inspect.signature(model_class).parameters, *getattr(model_class, "_deprecated_kwargs", ())}
+            known = {key: value for key, value in config.items() if key in names or key in DIFFUSERS_NOTES}
+            built: nn.Module = model_class.from_config(known)
             return built
-        return model_class(**config)
+        return model_class(**accepted_items(model_class, config, path))
+
+
+def accepted_items(taker: Callable[..., nn.Module], config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the config for what takes its items as keywords; a name with an underscore is the file's own note.
+
+    Raises:
+        InvalidInput: an item that it does not take.
+    """
+    items = {key: value for key, value in config.items() if not key.startswith("_")}
+    parameters = inspect.signature(taker).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return items
+    names = [parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY]
+    for key in items:
+        if key not in names:
+            raise InvalidInput(
+                f"{path}: its config has {quoted(key)}, which {getattr(taker, '__name__', taker)} does not take; "
+                f"{allowed_values(key, names)}"
+            )
+    return items
 
 
 @contextmanager

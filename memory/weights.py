@@ -10,17 +10,37 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
+import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import InvalidInput
 
-__all__ = ["DTYPE_BITS", "TORCH_NAMES", "FileVersion", "TensorHeader", "WeightsHeader", "read_header"]
+__all__ = [
+    "DTYPE_BITS",
+    "TORCH_NAMES",
+    "FileVersion",
+    "TensorHeader",
+    "WeightsHeader",
+    "open_regular",
+    "parse_integer",
+    "quoted",
+    "read_header",
+]
 
 # The limit of the reference reader; a longer header is a damaged or hostile file.
 MAX_HEADER_BYTES = 100_000_000
+# Of brackets, braces and commas, each of which may become an object of 60 bytes; enough for 400,000 tensors.
+MAX_HEADER_MARKS = 4_000_000
+# What torch can hold: more dimensions, or elements and bytes beyond, are a damaged or hostile file.
+MAX_DIMENSIONS = 64
+MAX_NUMBER = (1 << 63) - 1
+MAX_DIGITS = len(str(MAX_NUMBER))
+MAX_NAME_LENGTH = 1024
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
@@ -107,9 +127,7 @@ def read_header(path: str | Path) -> WeightsHeader:
             or claims another size than the file has.
     """
     path = Path(path)
-    if not path.is_file():
-        raise InvalidInput(f"{path}: no such file; expected a .safetensors file")
-    with path.open("rb") as file:
+    with open_regular(path, "a .safetensors file") as file:
         version = settled_version(file.fileno())
         file_bytes = version.file_bytes
         prefix = file.read(9)
@@ -129,12 +147,7 @@ def read_header(path: str | Path) -> WeightsHeader:
             )
         file.seek(8)
         raw = file.read(header_bytes)
-    try:
-        entries = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and nesting as deep
-        raise InvalidInput(f"{path}: header is not valid JSON ({error}); the file is damaged") from None
-    if not isinstance(entries, dict):
-        raise InvalidInput(f"{path}: header is a JSON {type(entries).__name__}, expected an object of tensors")
+    entries = parse_header(path, raw)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise InvalidInput(f"{path}: __metadata__ is a {type(metadata).__name__}, expected an object of strings")
@@ -147,6 +160,72 @@ def read_header(path: str | Path) -> WeightsHeader:
     )
     check_coverage(path, tensors, data_begin, file_bytes)
     return WeightsHeader(path=path, tensors=tuple(tensors), metadata=metadata, version=version)
+
+
+def open_regular(path: Path, expected: str) -> BinaryIO:
+    """Open a regular file for reading; a pipe or a device, at which a read may wait for ever, is never read.
+
+    Raises:
+        InvalidInput: there is none, or it cannot be opened.
+    """
+    try:
+        # Opening a pipe waits for its writer otherwise.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    except FileNotFoundError:
+        raise InvalidInput(f"{path}: no such file; expected {expected}") from None
+    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        shown = str(path) if str(path).isprintable() else quoted(str(path))
+        raise InvalidInput(f"{shown}: cannot be opened: {reason}; expected {expected}") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidInput(f"{path}: is no regular file; expected {expected}")
+    return open(descriptor, "rb")
+
+
+def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+    """Return the object that a header is, each of whose names stands there once.
+
+    The cost is bounded by its length: nothing is made of a number that no tensor can have.
+    """
+    if raw.count(b"[") + raw.count(b"{") + raw.count(b",") > MAX_HEADER_MARKS:
+        raise InvalidInput(f"{path}: its header of {len(raw)} bytes is too involved for tensors; the file is damaged")
+    try:
+        entries = json.loads(raw, parse_int=parse_integer, object_pairs_hook=reject_duplicates)
+    except (ValueError, RecursionError) as error:  # nesting that is too deep, too
+        raise InvalidInput(f"{path}: header is not valid JSON ({error}); the file is damaged") from None
+    if not isinstance(entries, dict):
+        raise InvalidInput(f"{path}: header is a JSON {type(entries).__name__}, expected an object of tensors")
+    return entries
+
+
+def parse_integer(digits: str) -> int:
+    """Return a number of JSON, if it has no more digits than a size may have: longer ones take quadratic time."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, at most {MAX_DIGITS} are allowed")
+    return int(digits)
+
+
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal names, and another reader the first: the plan would be of other tensors."""
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{quoted(twice)} stands twice in one object")
+    return content
+
+
+def make_quoting(length: int = 100) -> Callable[[Any], str]:
+    """Return what a line of ours repeats of a file: short, whatever it is, and without control characters."""
+    quoting = reprlib.Repr()
+    quoting.maxstring = quoting.maxother = quoting.maxlong = length
+    quoting.maxlist = quoting.maxdict = 8
+    quoting.maxlevel = 3
+    return quoting.repr
+
+
+quoted = make_quoting()
 
 
 def settled_version(descriptor: int) -> FileVersion:
@@ -168,20 +247,37 @@ def reject_pickle(path: Path, prefix: bytes) -> None:
 
 def parse_entry(path: Path, name: str, entry: Any, data_begin: int) -> TensorHeader:
     """Return one checked tensor entry, its offsets counted from the start of the file."""
+    if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise InvalidInput(
+            f"{path}: {quoted(name)} cannot be the name of a tensor; "
+            f"allowed: up to {MAX_NAME_LENGTH} printable characters"
+        )
     try:
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        integers = [*shape, begin, end]
     except (TypeError, KeyError, ValueError):
-        raise InvalidInput(f"{path}: tensor {name!r} lacks dtype, shape or data_offsets") from None
+        raise InvalidInput(f"{path}: tensor {quoted(name)} lacks dtype, shape or data_offsets") from None
     if not isinstance(shape, list):
-        raise InvalidInput(f"{path}: tensor {name!r} has a shape that is no list: {shape!r}")
+        raise InvalidInput(f"{path}: tensor {quoted(name)} has a shape that is no list: {quoted(shape)}")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise InvalidInput(f"{path}: tensor {name!r} has the unknown dtype {dtype!r}; allowed: {', '.join(DTYPE_BITS)}")
-    if not all(type(number) is int and number >= 0 for number in integers):
-        raise InvalidInput(f"{path}: tensor {name!r} has a shape or offset that is not a natural number: {entry}")
+        raise InvalidInput(
+            f"{path}: tensor {quoted(name)} has the unknown dtype {quoted(dtype)}; allowed: {', '.join(DTYPE_BITS)}"
+        )
+    if len(shape) > MAX_DIMENSIONS:
+        raise InvalidInput(
+            f"{path}: tensor {quoted(name)} has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are allowed"
+        )
+    if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in (*shape, begin, end)):
+        raise InvalidInput(
+            f"{path}: tensor {quoted(name)} has a shape or offset that is not a natural number below 2^63: "
+            f"{quoted(entry)}"
+        )
     expected = -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+    if expected > MAX_NUMBER:
+        raise InvalidInput(f"{path}: tensor {quoted(name)} of {dtype} {quoted(shape)} needs 2^63 bytes or more")
     if end - begin != expected:
-        raise InvalidInput(f"{path}: tensor {name!r} spans {end - begin} bytes, {dtype} {shape} needs {expected}")
+        raise InvalidInput(
+            f"{path}: tensor {quoted(name)} spans {end - begin} bytes, {dtype} {quoted(shape)} needs {expected}"
+        )
     return TensorHeader(name=name, dtype=dtype, shape=tuple(shape), begin=data_begin + begin, end=data_begin + end)
 
 
@@ -190,10 +286,12 @@ def check_coverage(path: Path, tensors: list[TensorHeader], data_begin: int, fil
     position, previous = data_begin, "the header"
     for tensor in tensors:
         if tensor.begin < position:
-            raise InvalidInput(f"{path}: tensor {tensor.name!r} overlaps {previous!r} at byte {tensor.begin}")
+            raise InvalidInput(
+                f"{path}: tensor {quoted(tensor.name)} overlaps {quoted(previous)} at byte {tensor.begin}"
+            )
         if tensor.begin > position:
             raise InvalidInput(
-                f"{path}: {tensor.begin - position} bytes before tensor {tensor.name!r} belong to nothing"
+                f"{path}: {tensor.begin - position} bytes before tensor {quoted(tensor.name)} belong to nothing"
             )
         position, previous = tensor.end, tensor.name
     if position > file_bytes:

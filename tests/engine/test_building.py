@@ -287,7 +287,7 @@ def test_building_is_seen_by_nobody_else(toys, tmp_path) -> None:
     load_model(path, build)
     assert torch.equal(torch.get_rng_state(), state)
     assert not beside[0].weight.is_meta
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidInput, match=r"config has 'colour', which Net does not take; allowed: "):
         load_model(path, toys.Net, config={"colour": "red"})
     assert not torch.nn.Linear(3, 3).weight.is_meta
 
@@ -442,7 +442,7 @@ def test_what_a_class_declares_unexpected_is_passed_by(tmp_path) -> None:
         ({"_class_name": "FluxTransformer4D"}, "'FluxTransformer4D', which diffusers does not have"),
         ({"_class_name": "FluxPipeline"}, "'FluxPipeline', which diffusers does not have"),
         ({"architectures": ["os"]}, "'os', which transformers does not have"),
-        ("missing.json", r"missing\.json: No such file"),
+        ("missing.json", r"missing\.json: no such file"),
     ],
 )
 def test_a_config_that_names_no_model_is_refused(tmp_path, config, words: str) -> None:
@@ -465,6 +465,83 @@ def test_a_damaged_config_is_told_with_its_place(tmp_path, metadata, words: str)
     path = save(torch.nn.Linear(2, 2), tmp_path / "net.safetensors", metadata)
     with pytest.raises(InvalidInput, match=rf"net\.safetensors: {words}"):
         load_model(path)
+
+
+HOSTILE_ITEMS = {
+    "a kernel of the hub": {"attn_implementation": "evil/kernel"},
+    "a kernel for each part": {"_attn_implementation": {"": "evil/kernel", "text_config": "evil/kernel"}},
+    "what another class set": {"_attn_implementation_internal": "evil/kernel", "experts_implementation": "evil/kernel"},
+    "code of its own": {"auto_map": {"AutoModel": "modeling_evil.Evil"}, "custom_generate": "evil/generate"},
+    "weights elsewhere": {"transformers_weights": "../../evil.safetensors", "name_or_path": "//host/share"},
+    "kernels of a quantizer": {"quantization_config": {"quant_method": "mxfp4"}},
+    "methods of the config": {"to_dict": "text", "__class__": "text"},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_ITEMS)
+@pytest.mark.parametrize("make", [clip, llama, flux], ids=["clip", "llama", "flux"])
+def test_a_config_reaches_a_class_only_as_far_as_that_declares_it(tmp_path, monkeypatch, make, kind: str) -> None:
+    """What is not declared is not there: not on the config, and not in what the library does with it."""
+    import transformers.modeling_utils
+
+    torch.manual_seed(0)
+    model, config, inputs = make()
+    asked: list[object] = []
+    monkeypatch.setattr(transformers.modeling_utils, "lazy_import_flash_attention", lambda *a, **k: asked.append(a))
+    path = save(model, tmp_path / "m.safetensors", encoded(config | HOSTILE_ITEMS[kind]))
+    built = load_model(path)
+    load_weights(built)
+    with torch.no_grad():
+        assert torch.equal(tensors_of(built(**inputs)), tensors_of(model.eval()(**inputs)))
+    assert not asked
+    for name in HOSTILE_ITEMS[kind]:
+        held = getattr(built.config, name, None)
+        assert "evil" not in str(held) and "mxfp4" not in str(held) and held != "text"
+
+
+def test_a_part_of_a_config_is_held_to_its_own_class(tmp_path) -> None:
+    from transformers import SiglipConfig
+
+    from highwater.memory.foreign_config import declared_items
+
+    parts = {"vision_config": {"hidden_size": 32, "attn_implementation": "evil/kernel", "auto_map": {"a": "b"}}}
+    kept = declared_items(SiglipConfig, {**parts, "initializer_factor": 0.5, "made_up": 3, "made_up_text": "x"})
+    assert kept == {"vision_config": {"hidden_size": 32}, "initializer_factor": 0.5, "made_up": 3}
+
+
+def test_what_older_configs_call_otherwise_still_counts(tmp_path) -> None:
+    model, config, _ = llama()
+    rope = {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    old = {key: value for key, value in config.items() if key != "rope_parameters"} | rope
+    built = load_model(save(model, tmp_path / "m.safetensors"), config=old)
+    assert built.config.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 77.0}
+
+
+@pytest.mark.parametrize("name", ["os.system", "utils", "PreTrainedModel\0", "__class__", "x" * 9999, "Tensor"])
+def test_no_name_in_a_config_reaches_another_module(tmp_path, name: str) -> None:
+    path = save(torch.nn.Linear(2, 2), tmp_path / "net.safetensors")
+    for config in ({"_class_name": name}, {"architectures": [name]}):
+        with pytest.raises(InvalidInput, match=r"which (diffusers|transformers) does not have") as error:
+            load_model(path, config=config)
+        assert str(error.value).isprintable() and len(str(error.value)) < 400 + len(str(path))
+
+
+def test_a_config_that_would_never_end_is_not_read(tmp_path) -> None:
+    path = save(torch.nn.Linear(2, 2), tmp_path / "net.safetensors")
+    beside = tmp_path / "given.json"
+    beside.symlink_to("/dev/zero")
+    with pytest.raises(InvalidInput, match=r"given\.json: is no regular file"):
+        load_model(path, config=beside)
+    beside.unlink()
+    with beside.open("wb") as file:
+        file.truncate(1 << 40)  # holes only
+    with pytest.raises(InvalidInput, match="is longer than 32 MiB"):
+        load_model(path, config=beside)
+    for text, words in (("[" * 100_000, "not valid JSON"), ('{"a": ' + "9" * 4000 + "}", "a number of 4000 digits")):
+        beside.unlink()
+        beside.write_text(text)
+        with pytest.raises(InvalidInput, match=words):
+            load_model(path, config=beside)
 
 
 def test_a_model_goes_when_nobody_holds_it(toys, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from highwater.memory.errors import InvalidInput
-from highwater.memory.weights import CLOCK_TICK_NS, read_header
+from highwater.memory.weights import CLOCK_TICK_NS, MAX_HEADER_MARKS, read_header
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -129,3 +130,93 @@ def test_a_write_after_the_header_was_read_cannot_have_the_time_of_the_one_befor
     assert read_header(path).version == before
     write_raw(path, {"a": entry(0, 1)}, b"2")
     assert read_header(path).version != before
+
+
+# Headers that are meant to harm ---------------------------------------------------------------------------
+
+BIG = 1 << 63
+
+
+def many_long_numbers() -> bytes:
+    """2.3 MiB of dimensions: multiplied, or only read, they keep a processor busy for minutes."""
+    shape = ",".join(["9" * 4000] * 600)
+    return f'{{"a": {{"dtype": "U8", "shape": [{shape}], "data_offsets": [0, 1]}}}}'.encode()
+
+
+HOSTILE = {
+    "thousands of long numbers": (many_long_numbers(), b"1", "a number of 4000 digits, at most 19 are allowed"),
+    "a number past any tensor": ({"a": entry(0, 1, shape=[BIG])}, b"1", "not a natural number below 2^63"),
+    "an offset past any file": ({"a": entry(BIG, BIG + 1)}, b"1", "not a natural number below 2^63"),
+    "too many dimensions": ({"a": entry(0, 1, shape=[1] * 65)}, b"1", "has 65 dimensions, at most 64"),
+    "a product past any file": ({"a": entry(0, 1, shape=[BIG - 1] * 64)}, b"1", "needs 2^63 bytes or more"),
+    "a number as a power of ten": (
+        b'{"a": {"dtype": "U8", "shape": [1e4], "data_offsets": [0, 10000]}}',
+        b"1",
+        "not a natural number",
+    ),
+    "not a number": (b'{"a": {"dtype": "U8", "shape": [NaN], "data_offsets": [0, 1]}}', b"1", "not a natural number"),
+    "true for one": ({"a": entry(0, 1) | {"shape": [True]}}, b"1", "not a natural number"),
+    "one tensor twice": (
+        b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},'
+        b' "a": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}',
+        b"1",
+        "'a' stands twice in one object",
+    ),
+    "one key twice": (b'{"a": {"dtype": "U8", "dtype": "I8"}}', b"", "'dtype' stands twice"),
+    "metadata twice": (b'{"__metadata__": {}, "__metadata__": {"a": "b"}}', b"", "'__metadata__' stands twice"),
+    "a name of lines": ({"a\nb\x1b[2J": entry(0, 1)}, b"1", "cannot be the name of a tensor"),
+    "half a character": (b'{"\\ud800": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}', b"1", "be the name of"),
+    "a name of a page": ({"a" * 5000: entry(0, 1)}, b"1", "up to 1024 printable characters"),
+    "nested shape": ({"a": entry(0, 1) | {"shape": json.loads("[" * 99 + "]" * 99)}}, b"1", "not a natural number"),
+    "a dtype of a page": ({"a": entry(0, 1, dtype="F" * 10_000)}, b"1", "unknown dtype"),
+    "nothing but brackets": (b"[" + b"[]," * MAX_HEADER_MARKS + b"[]]", b"", "too involved for tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_header_is_one_short_line(tmp_path: Path, kind: str) -> None:
+    header, data, words = HOSTILE[kind]
+    path = write_raw(tmp_path / "bad.safetensors", header, data)
+    with pytest.raises(InvalidInput, match=r"bad\.safetensors") as error:
+        read_header(path)
+    told = str(error.value)
+    assert words in told
+    assert told.isprintable() and len(told) < 600 + len(str(path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_what_a_read_would_wait_for_is_never_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
+    for path in (tmp_path / "pipe.safetensors", tmp_path / "zero.safetensors", tmp_path):
+        with pytest.raises(InvalidInput, match="is no regular file"):
+            read_header(path)
+
+
+def test_a_path_that_no_system_takes_is_one_line(tmp_path: Path) -> None:
+    for name in ("nul\0l.safetensors", "long" * 2000):
+        with pytest.raises(InvalidInput, match="cannot be opened") as error:
+            read_header(tmp_path / name)
+        assert "\n" not in str(error.value) and "\0" not in str(error.value)
+
+
+@settings(max_examples=100)
+@given(
+    header=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["dtype", "shape", "data_offsets", "__metadata__", "a"]) | st.text(max_size=2), inner
+            )
+        ),
+        max_leaves=12,
+    ),
+    data=st.binary(max_size=4),
+)
+def test_any_header_is_read_or_refused(tmp_path: Path, header: object, data: bytes) -> None:
+    path = write_raw(tmp_path / "any.safetensors", header, data)
+    try:
+        read_header(path)
+    except InvalidInput as error:
+        assert str(error).isprintable()
