@@ -1,26 +1,42 @@
 """Finding blocks by structure: which weights of a model move together, and in which order they run.
 
-The outermost numbered parts of the weights' names (``layers.0``, ``layers.1``) are the repeated layers of every
+The outermost numbered parts of the weights' names (``layers.0``, ``blocks.block1``) are the repeated layers of every
 transformer that we know. A numbered part that is too large to move as one, such as a stage of a UNet, gives way to
-the numbered parts inside it; what lies between those stays with the rest. What belongs to no block is the *rest*:
-embedders, norms, output layers. It stays where the component computes.
+the numbered parts inside it; what lies between those stays with the rest. A part that the model's class declares as
+one piece is not cut unless nothing else fits. What belongs to no block is the *rest*: embedders, norms, output layers.
+It stays where the component computes.
+
+[Note: stacks] Parts whose paths begin alike, up to the first number, are a stack. A stack with enough of the bytes
+streams; smaller ones, parts that occur once, and large parts without a number follow, the largest first, until the
+rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless they are
+numbered in a row.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-__all__ = ["LARGEST_BLOCK_BYTES", "find_blocks", "has_skips"]
+__all__ = ["LARGEST_BLOCK_BYTES", "LARGEST_REST_SHARE", "find_blocks", "has_skips"]
 
 # A larger block is cut into those inside it unless it is a small part of its component.
 LARGEST_BLOCK_BYTES = 256 << 20
 LARGEST_BLOCK_SHARE = 1 / 24
-# A stack smaller than this part of its component is not worth streaming: it joins the rest.
+# A stack smaller than this part of its component streams only if the rest is too large without it.
 SMALLEST_STACK_SHARE = 0.05
+# What never streams should be at most this part of a component.
+LARGEST_REST_SHARE = 0.05
+# A part without a number and smaller than this part of its component is not worth a block.
+SMALLEST_PART_SHARE = 0.01
 # A part is cut only if the parts inside hold so much of it: what is left over joins the rest, which never streams.
 SMALLEST_INNER_SHARE = 0.6
+# A part is a single layer if one of its layers has more than this share of its bytes.
+LAYER_SHARE = 0.6
+# ``block0``, ``block1``, ``block2``: fewer are names such as ``linear1`` and ``linear2``.
+FEWEST_WORDS_WITH_NUMBERS = 3
+WORD_WITH_NUMBER = re.compile(r"(\D+)\d+")
 # Early, middle, late: UNets and VAEs (down, mid, up; encoder, decoder) and the two stacks of Flux and its like.
 STAGES = (
     re.compile(r"(^|\.)(encoder|down_?blocks?|down|input_blocks|double_?\w*|doubles|transformer_blocks)(\.|$)"),
@@ -32,15 +48,19 @@ STAGES = (
 STAGES_WITH_SKIPS = re.compile(r"(^|\.)(down_?blocks?|mid_?blocks?|up_?blocks?|(input|middle|output)_blocks?)(\.|$)")
 
 Callable_at = Callable[[str], bool]
+Parts = dict[str, list[str]]
+"""The names of the weights in each part, by the part's path."""
 
 
 def find_blocks(
     weights: Mapping[str, int],
     callable_at: Callable_at,
     *,
+    whole: Collection[str] = (),
     largest_bytes: int | None = None,
+    cuts_whole: bool = False,
     pattern: str | None = None,
-) -> dict[str, list[str]]:
+) -> Parts:
     """Return the names of the weights of each block, by the block's path, in the order in which such models run.
 
     A file has no order of definition and a UNet defines its middle last, so stacks go by what their names say (down
@@ -49,31 +69,14 @@ def find_blocks(
     Args:
         weights: the bytes of every weight that may be in a block, by name; the others belong to the rest.
         callable_at: whether calling the module at a path is what runs its weights.
+        whole: the paths of what is declared to be one piece; where one is inside another, the inner ones count.
         largest_bytes: cut larger blocks; by default what is more than 256 MiB and a 24th of the whole.
+        cuts_whole: cut larger blocks even where they are declared to be one piece.
         pattern: the paths of the blocks themselves, as a glob such as ``layers.*.attention``; nothing is cut then.
     """
-    total_bytes = sum(weights.values())
     if pattern is not None:
         return collect(weights, lambda name: matching_path(name, pattern, callable_at))
-    if largest_bytes is None:
-        largest_bytes = max(LARGEST_BLOCK_BYTES, int(LARGEST_BLOCK_SHARE * total_bytes))
-    blocks = collect(weights, lambda name: numbered_path(name, "", callable_at))
-    while True:
-        cut = {path: cut_block(path, names, weights, callable_at, largest_bytes) for path, names in blocks.items()}
-        if all(inner is None for inner in cut.values()):
-            break
-        blocks = {
-            inner_path: names
-            for path, inner in cut.items()
-            for inner_path, names in (inner or {path: blocks[path]}).items()
-        }
-    worth = worth_streaming(blocks, weights, total_bytes)
-    blocks = {path: names for path, names in blocks.items() if path in worth}
-    order = {stack: place for place, stack in enumerate(dict.fromkeys(map(stack_of, blocks)))}
-    return {
-        path: blocks[path]
-        for path in sorted(blocks, key=lambda path: (stage_of(path), order[stack_of(path)], numbers_of(path)))
-    }
+    return Finder(weights, callable_at, whole, largest_bytes, cuts_whole).find()
 
 
 def has_skips(path: str) -> bool:
@@ -81,50 +84,201 @@ def has_skips(path: str) -> bool:
     return STAGES_WITH_SKIPS.search(path) is not None
 
 
-def collect(weights: Mapping[str, int], path_of: Callable[[str], str | None]) -> dict[str, list[str]]:
-    blocks: dict[str, list[str]] = {}
-    for name in weights:
+class Finder:
+    """One search for blocks; the arguments are those of `find_blocks`."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, int],
+        callable_at: Callable_at,
+        whole: Collection[str],
+        largest_bytes: int | None,
+        cuts_whole: bool,
+    ) -> None:
+        self.weights = weights
+        self.callable_at = callable_at
+        self.whole = innermost(whole)
+        self.total_bytes = sum(weights.values())
+        self.cuts_layers = largest_bytes is not None
+        self.cuts_whole = cuts_whole
+        if largest_bytes is None:
+            largest_bytes = max(LARGEST_BLOCK_BYTES, int(LARGEST_BLOCK_SHARE * self.total_bytes))
+        self.largest_bytes = largest_bytes
+        self.worded = find_worded(weights)
+
+    def find(self) -> Parts:
+        parts = self.find_inside("", self.weights)
+        while True:
+            cut = {path: self.cut(path, names) for path, names in parts.items()}
+            if all(inner is None for inner in cut.values()):
+                break
+            parts = {
+                inner_path: names
+                for path, inner in cut.items()
+                for inner_path, names in (inner or {path: parts[path]}).items()
+            }
+        return self.in_order(self.choose(parts))
+
+    # -- parts
+
+    def find_inside(self, outer: str, names: Iterable[str]) -> Parts:
+        """Return the outermost parts below a path that may be blocks."""
+        return collect(names, lambda name: self.find_part(name, outer))
+
+    def find_part(self, name: str, outer: str) -> str | None:
+        """Return the outermost part below a path that has a number or is whole: ``layers.3`` of ``layers.3.q.bias``."""
+        words = name.split(".")
+        begin = outer.count(".") + 1 if outer else 0
+        for index in range(begin, len(words) - 1):
+            path = ".".join(words[: index + 1])
+            is_part = words[index].isdigit() or path in self.worded or path in self.whole
+            if is_part and self.callable_at(path):
+                return path
+        return None
+
+    def cut(self, path: str, names: list[str]) -> Parts | None:
+        """Return the parts inside a block that is too large; None if it is not, is whole, or has none to speak of."""
+        block_bytes = self.bytes_of(names)
+        if block_bytes <= self.largest_bytes or (path in self.whole and not self.cuts_whole):
+            return None
+        inner = self.find_inside(path, names)
+        if not self.cuts_layers:
+            inner = self.without_chains(inner)
+        inner_bytes = sum(map(self.bytes_of, inner.values()))
+        return inner if len(inner) > 1 and inner_bytes >= SMALLEST_INNER_SHARE * block_bytes else None
+
+    def without_chains(self, parts: Parts) -> Parts:
+        """Return the parts without the layers of a ``Sequential``: ``to_out.0`` alone, or ``net.0.proj`` and ``net.2``.
+
+        They are single layers; what stands between those has no weights, so that numbers are missing.
+        """
+        siblings: defaultdict[str, list[str]] = defaultdict(list)
+        for path in parts:
+            siblings[path.rpartition(".")[0]].append(path)
+        kept = set()
+        for paths in siblings.values():
+            numbers = sorted(number_of(path) for path in paths)
+            has_gaps = numbers != list(range(numbers[0], numbers[0] + len(paths)))
+            for path in paths:
+                is_chained = has_gaps or (
+                    len(paths) == 1 and any(name.rpartition(".")[0] == path for name in parts[path])
+                )
+                if not is_chained or path in self.whole or not self.is_layer(parts[path]):
+                    kept.add(path)
+        return {path: names for path, names in parts.items() if path in kept}
+
+    def is_layer(self, names: Iterable[str]) -> bool:
+        """Whether one layer of a part has most of its bytes."""
+        layers: defaultdict[str, int] = defaultdict(int)
+        for name in names:
+            layers[name.rpartition(".")[0]] += self.weights[name]
+        return max(layers.values()) > LAYER_SHARE * sum(layers.values())
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(self.weights[name] for name in names)
+
+    # -- choosing ([Note: stacks])
+
+    def choose(self, parts: Parts) -> Parts:
+        """Return the parts that are blocks: large stacks, then what else it takes for a small rest."""
+        proper = self.without_chains(parts)
+        stacks: defaultdict[str, list[str]] = defaultdict(list)
+        for path in proper:
+            stacks[stack_of(path)].append(path)
+        rest_bytes = self.total_bytes
+        chosen: set[str] = set()
+        others: list[tuple[int, list[str]]] = []
+        for paths in stacks.values():
+            stack_bytes = sum(self.bytes_of(parts[path]) for path in paths)
+            is_large = stack_bytes >= SMALLEST_STACK_SHARE * self.total_bytes
+            if is_large and len(paths) > 1:
+                chosen.update(paths)
+                rest_bytes -= stack_bytes
+            elif len(paths) > 1 or self.is_worth_a_block(paths[0], parts[paths[0]]):
+                others.append((stack_bytes, paths))
+        found = dict(parts)
+        if rest_bytes > LARGEST_REST_SHARE * self.total_bytes:
+            unnumbered = self.find_unnumbered(parts)
+            found |= unnumbered
+            others += [(self.bytes_of(names), [path]) for path, names in unnumbered.items()]
+        for stack_bytes, paths in sorted(others, key=lambda other: other[0], reverse=True):
+            if rest_bytes <= LARGEST_REST_SHARE * self.total_bytes:
+                break
+            chosen.update(paths)
+            rest_bytes -= stack_bytes
+        return {path: names for path, names in found.items() if path in chosen} if len(chosen) > 1 else {}
+
+    def is_worth_a_block(self, path: str, names: list[str]) -> bool:
+        """Whether a part that occurs once is large enough, and no embedder or output layer."""
+        is_numbered = path.rpartition(".")[2].isdigit() or path in self.worded
+        is_large = self.bytes_of(names) >= SMALLEST_PART_SHARE * self.total_bytes
+        return is_large and (is_numbered or not self.is_layer(names))
+
+    def find_unnumbered(self, parts: Parts) -> Parts:
+        """Return the outermost callable parts outside of all others that are neither too large nor single layers."""
+        taken = {name for names in parts.values() for name in names}
+        above = {prefix for path in parts for prefix in prefixes(path)}
+        inside: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self.weights:
+            if name not in taken:
+                for path in prefixes(name.rpartition(".")[0]):
+                    inside[path].append(name)
+        fitting = {
+            path
+            for path, names in inside.items()
+            if path not in above
+            and self.callable_at(path)
+            and self.bytes_of(names) <= self.largest_bytes
+            and self.is_worth_a_block(path, names)
+        }
+        return {path: inside[path] for path in fitting if not fitting.intersection(prefixes(path)[:-1])}
+
+    def in_order(self, blocks: Parts) -> Parts:
+        order = {stack: place for place, stack in enumerate(dict.fromkeys(map(stack_of, blocks)))}
+
+        def place_of(path: str) -> tuple[int, int, list[int]]:
+            return stage_of(path), order[stack_of(path)], numbers_of(path)
+
+        return {path: blocks[path] for path in sorted(blocks, key=place_of)}
+
+
+def collect(names: Iterable[str], path_of: Callable[[str], str | None]) -> Parts:
+    parts: Parts = {}
+    for name in names:
         path = path_of(name)
         if path is not None:
-            blocks.setdefault(path, []).append(name)
-    return blocks
+            parts.setdefault(path, []).append(name)
+    return parts
 
 
-def worth_streaming(blocks: Mapping[str, list[str]], weights: Mapping[str, int], total_bytes: int) -> set[str]:
-    """Return the paths of those blocks whose stack has two or more of them and enough bytes."""
-    stacks: dict[str, list[str]] = {}
-    for path in blocks:
-        stacks.setdefault(stack_of(path), []).append(path)
-    return {
-        path
-        for paths in stacks.values()
-        if len(paths) > 1
-        and sum(weights[name] for path in paths for name in blocks[path]) >= SMALLEST_STACK_SHARE * total_bytes
-        for path in paths
-    }
+def prefixes(path: str) -> list[str]:
+    """Return a path and all that it is in, the outermost first, without the root."""
+    words = path.split(".") if path else []
+    return [".".join(words[: index + 1]) for index in range(len(words))]
 
 
-def cut_block(
-    path: str, names: list[str], weights: Mapping[str, int], callable_at: Callable_at, largest_bytes: int
-) -> dict[str, list[str]] | None:
-    """Return the numbered parts inside a block that is too large; None if it is not, or has none to speak of."""
-    block_bytes = sum(weights[name] for name in names)
-    if block_bytes <= largest_bytes:
-        return None
-    inner = collect({name: weights[name] for name in names}, lambda name: numbered_path(name, path, callable_at))
-    inner_bytes = sum(weights[name] for inside in inner.values() for name in inside)
-    return inner if len(inner) > 1 and inner_bytes >= SMALLEST_INNER_SHARE * block_bytes else None
+def innermost(paths: Collection[str]) -> frozenset[str]:
+    """Return the paths that have no other one inside."""
+    outer = {prefix for path in paths for prefix in prefixes(path)[:-1]}
+    return frozenset(path for path in paths if path and path not in outer)
 
 
-def numbered_path(name: str, outer: str, callable_at: Callable_at) -> str | None:
-    """Return the outermost numbered part below ``outer`` that can be called: ``layers.3`` of ``layers.3.q.bias``."""
-    parts = name.split(".")
-    begin = len(outer.split(".")) if outer else 0
-    for index in range(begin, len(parts) - 1):
-        path = ".".join(parts[: index + 1])
-        if parts[index].isdigit() and callable_at(path):
-            return path
-    return None
+def find_worded(names: Iterable[str]) -> frozenset[str]:
+    """Return the paths of parts that are a word with a number, of which there are at least three of two layers each."""
+    layers: defaultdict[str, set[str]] = defaultdict(set)
+    for name in names:
+        layer = name.rpartition(".")[0]
+        for path in prefixes(layer):
+            if not path[-1].isdigit() or path.rpartition(".")[2].isdigit():
+                continue
+            layers[path].add(layer)
+    siblings: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for path, inside in layers.items():
+        outer, _, last = path.rpartition(".")
+        match = WORD_WITH_NUMBER.fullmatch(last)
+        if match is not None and len(inside) > 1:
+            siblings[outer, match[1]].append(path)
+    return frozenset(path for paths in siblings.values() if len(paths) >= FEWEST_WORDS_WITH_NUMBERS for path in paths)
 
 
 def matching_path(name: str, pattern: str, callable_at: Callable_at) -> str | None:
@@ -138,11 +292,17 @@ def matching_path(name: str, pattern: str, callable_at: Callable_at) -> str | No
 def stack_of(path: str) -> str:
     """Return what stands before the first number of a block's path: ``input_blocks`` of ``input_blocks.4.0``."""
     parts = path.split(".")
-    return ".".join(parts[: next((index for index, part in enumerate(parts) if part.isdigit()), len(parts))])
+    return ".".join(parts[: next((index for index, part in enumerate(parts) if part[-1].isdigit()), len(parts))])
 
 
 def numbers_of(path: str) -> list[int]:
-    return [int(part) for part in path.split(".") if part.isdigit()]
+    return [number_of(part) for part in path.split(".") if part[-1:].isdigit()]
+
+
+def number_of(part: str) -> int:
+    """Return the number that a part of a path ends with; -1 if it ends with none."""
+    digits = re.search(r"\d+$", part)
+    return int(digits[0]) if digits else -1
 
 
 def stage_of(path: str) -> int:

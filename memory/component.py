@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .blocks import find_blocks
+from .declared import Declarations
 from .leaves import leaves_of
 from .placement import KINDS
 from .weights import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
@@ -34,14 +35,16 @@ BITS = DTYPE_BITS | {"C128": 128}
 class TensorSpec:
     """One weight in numbers.
 
-    ``castable``: it belongs to a layer whose weight may rest in fewer bits. ``leaves``: the bytes of each plain tensor
-    inside a quantized weight; dtype and shape are then those of what it stands for.
+    ``castable``: it belongs to a layer whose weight may rest in fewer bits. ``kept_by``: which declaration keeps it out
+    of eight bits all the same. ``leaves``: the bytes of each plain tensor inside a quantized weight; dtype and shape
+    are then those of what it stands for.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     castable: bool = False
+    kept_by: str = ""
     leaves: tuple[int, ...] = ()
     other_names: tuple[str, ...] = ()
     """Those of a tied weight."""
@@ -114,19 +117,19 @@ def component_from_module(
     name: str,
     kind: str | None = None,
     largest_bytes: int | None = None,
+    cuts_whole: bool = False,
     pattern: str | None = None,
 ) -> Component:
     """Describe a module's parameters and buffers; weights tied across blocks count once, in the rest.
 
-    ``largest_bytes`` and ``pattern`` as in `find_blocks`.
+    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for tensor_name, parameter in module.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(tensor_name)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     modules = dict(module.named_modules())
-    # transformers and diffusers classes declare the parts that lose too much in few bits.
-    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    declared = Declarations(module)
     specs = []
     for aliases in names.values():
         parameter = parameters[aliases[0]]
@@ -139,12 +142,8 @@ def component_from_module(
                 shape=tuple(parameter.shape),
                 leaves=leaves,
                 other_names=tuple(aliases[1:]),
-                castable=(
-                    len(aliases) == 1
-                    and not leaves
-                    and is_castable(owner, aliases[0].rpartition(".")[2])
-                    and not any(part in kept for part in aliases[0].split("."))
-                ),
+                castable=(len(aliases) == 1 and not leaves and is_castable(owner, aliases[0].rpartition(".")[2])),
+                kept_by=declared.why_wide(aliases[0]),
             )
         )
     tied_apart = {aliases[0] for aliases in names.values() if len(set(map(anywhere_numbered, aliases))) > 1}
@@ -153,8 +152,10 @@ def component_from_module(
         kind or guess_kind(name),
         specs,
         lambda path: is_callable(modules.get(path)),
+        whole=declared.whole,
         kept_in_rest=tied_apart,
         largest_bytes=largest_bytes,
+        cuts_whole=cuts_whole,
         pattern=pattern,
     )
     aliases_of: dict[int, list[str]] = defaultdict(list)
@@ -207,14 +208,18 @@ def group_tensors(
     tensors: Sequence[TensorSpec],
     callable_at: Callable[[str], bool],
     *,
+    whole: Collection[str] = (),
     kept_in_rest: Collection[str] = (),
     largest_bytes: int | None = None,
+    cuts_whole: bool = False,
     pattern: str | None = None,
 ) -> Component:
     """Sort tensors into blocks and rest (`find_blocks`)."""
     by_name = {tensor.name: tensor for tensor in tensors}
     movable = {tensor.name: tensor.weight_bytes for tensor in tensors if tensor.name not in kept_in_rest}
-    blocks = find_blocks(movable, callable_at, largest_bytes=largest_bytes, pattern=pattern)
+    blocks = find_blocks(
+        movable, callable_at, whole=whole, largest_bytes=largest_bytes, cuts_whole=cuts_whole, pattern=pattern
+    )
     in_blocks = {name for names in blocks.values() for name in names}
     return Component(
         name=name,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .blocks import LARGEST_REST_SHARE
 from .component import Block, Component, TensorSpec
 from .pinning import PAGE_BYTES
-from .units import MIB, align_up, slab_offsets
+from .units import MIB, align_up, format_bytes, slab_offsets
 from .upcast import stored_bytes
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "all_resident_bytes",
     "block_bytes",
     "bounce_buffer_bytes",
+    "explain_rest",
     "fixed_tensors",
     "least_bytes",
     "resting_bytes",
@@ -26,6 +28,8 @@ __all__ = [
 # Two per device: the file is read into one while the other is copied.
 NUM_BOUNCE_BUFFERS = 2
 BOUNCE_BUFFER_BYTES = 64 * MIB
+# How many layers of the rest are named, and the least share of the component that a named one has.
+NUM_NAMED, NAMED_SHARE = 3, 0.005
 
 
 def fixed_tensors(component: Component, blocks: Sequence[int], *, first: bool) -> list[TensorSpec]:
@@ -84,3 +88,23 @@ def all_resident_bytes(component: Component, cast: frozenset[str]) -> int:
     """Return the bytes of the whole component at rest: the rest, all buffers and every block."""
     everything = fixed_tensors(component, range(len(component.blocks)), first=True)
     return resting_bytes(everything) + sum(block_bytes(block, cast) for block in component.blocks)
+
+
+def explain_rest(component: Component) -> str:
+    """Return why more than a twentieth of a component never streams: the largest of what is in no block; else empty."""
+    total_bytes, rest_bytes = component.weight_bytes, component.rest.weight_bytes
+    if rest_bytes <= LARGEST_REST_SHARE * total_bytes:
+        return ""
+    layers: dict[str, int] = {}
+    for tensor in component.rest.tensors:
+        layer = tensor.name.rpartition(".")[0] or tensor.name
+        layers[layer] = layers.get(layer, 0) + tensor.weight_bytes
+    named = sorted(
+        (layer for layer in layers if layers[layer] >= NAMED_SHARE * total_bytes), key=lambda at: -layers[at]
+    )
+    sizes = [f"{layer} {format_bytes(layers[layer])}" for layer in named[:NUM_NAMED]]
+    others = f", {len(layers) - len(sizes)} smaller layers" if len(layers) > len(sizes) else ""
+    return (
+        f"{rest_bytes / total_bytes:.0%} of it, {format_bytes(rest_bytes)}, is in no block and never streams: "
+        f"{', '.join(sizes)}{others}"
+    )

@@ -35,8 +35,8 @@ def plan_modules(
 ) -> tuple[list[Component], Plan]:
     """Return the components that modules are and their plan; moves nothing.
 
-    Where two blocks, or one, are too large for their device the blocks inside them are planned with. Raises as
-    `plan_components`.
+    Where two blocks, or one, are too large for their device the blocks inside them are planned with; parts that their
+    class declares to be one piece are cut only where nothing else fits. Raises as `plan_components`.
 
     Args:
         kinds: component kinds by name, where they are known; names suggest the others.
@@ -45,6 +45,7 @@ def plan_modules(
         in_file: the components whose weights rest in their file, whatever is on a device now.
     """
     largest_bytes: int | None = None
+    cuts_whole = False
     coarser: list[Component] = []
     found: tuple[list[Component], Plan] | None = None
     while True:
@@ -54,7 +55,9 @@ def plan_modules(
             is_split = len(placement.item_for(name, kind).devices) > 1  # the blocks of a split are not cut
             limit = sys.maxsize if is_split else largest_bytes
             pattern = (patterns or {}).get(name)
-            component = component_from_module(module, name=name, kind=kind, largest_bytes=limit, pattern=pattern)
+            component = component_from_module(
+                module, name=name, kind=kind, largest_bytes=limit, cuts_whole=cuts_whole, pattern=pattern
+            )
             if pattern is not None and not component.blocks:
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
@@ -71,8 +74,9 @@ def plan_modules(
         except (DoesNotFit, InvalidInput):
             if found is not None:
                 return found
-            if components == coarser:
+            if components == coarser and cuts_whole:
                 raise
+            cuts_whole = cuts_whole or components == coarser  # nothing else fits
         else:
             found = components, plan
             if not is_tight(plan):

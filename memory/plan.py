@@ -10,7 +10,7 @@ from typing import Any
 from .budget import BudgetItem
 from .component import Component
 from .errors import DoesNotFit, InvalidInput
-from .footprint import all_resident_bytes, block_bytes
+from .footprint import all_resident_bytes, block_bytes, explain_rest
 from .machine import DeviceCapacity, Machine
 from .placement import DeviceShare, Placement, PlacementItem, names_device
 from .profile import LANGUAGE, TITLES, OffloadProfile, covers
@@ -18,7 +18,7 @@ from .schedule import cut_runs
 from .share_plan import SharePlan, plan_share
 from .tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .units import format_bytes
-from .upcast import Precision, cast_tensors
+from .upcast import Precision, cast_tensors, explain_wide
 
 __all__ = [
     "ComponentPlan",
@@ -30,6 +30,8 @@ __all__ = [
     "replan",
 ]
 
+# A smaller rest is not worth a line.
+LEAST_REST_BYTES = 256 << 20
 # T5, Llama and their like, by their names or by those of their layers; mmgp looks for the same in module paths.
 LANGUAGE_MODELS = re.compile(r"t5|llama|llm|qwen|gemma|mistral", re.IGNORECASE)
 LANGUAGE_LAYERS = re.compile(r"\.SelfAttention\.|\.gate_proj\.|\.ffn\.gate\.")
@@ -256,8 +258,13 @@ def draft(
     devices = item.devices or choose_device(machine, reasons)
     by_profile = precision is None and wants_eight_bits(component, profile)
     cast = cast_tensors(component, Precision.FP8_SCALED if by_profile else precision or Precision.AS_STORED)
-    if not cast and (by_profile or precision is Precision.FP8_SCALED):
-        reasons.append("no block has weights that can be cast: everything stays as stored")
+    if by_profile or precision is Precision.FP8_SCALED:
+        if not cast:
+            reasons.append("no block has weights that can be cast: everything stays as stored")
+        if kept := explain_wide(component):
+            reasons.append(kept)
+    if component.rest.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
+        reasons.append(rest)
     masters = Masters(
         component=component,
         item=item,

@@ -10,13 +10,24 @@ from __future__ import annotations
 import enum
 import math
 import re
+from collections import Counter
 
 import torch
 
 from .component import Component, TensorSpec
 from .errors import InvalidInput, allowed_values
+from .units import format_bytes
 
-__all__ = ["BY_PROFILE", "Precision", "cast_tensors", "find_scale", "parse_precision", "quantize_fp8", "upcast_into"]
+__all__ = [
+    "BY_PROFILE",
+    "Precision",
+    "cast_tensors",
+    "explain_wide",
+    "find_scale",
+    "parse_precision",
+    "quantize_fp8",
+    "upcast_into",
+]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -55,16 +66,61 @@ def cast_tensors(component: Component, precision: Precision) -> frozenset[str]:
     """Return the names of the weights that rest in eight bits.
 
     The rest of a component is never cast: its embedders, norms and output layers are few bytes and cost the
-    most quality. Norm weights and biases inside blocks are vectors and stay too.
+    most quality. Norm weights and biases inside blocks are vectors and stay too, and so does what `why_wide` says.
     """
     if precision is Precision.AS_STORED:
         return frozenset()
+    usual = usual_dtype(component)
     return frozenset(
         tensor.name
         for block in component.blocks
         for tensor in block.tensors
-        if tensor.castable and tensor.dtype in WIDE_DTYPES and not SKIPPED_NAMES.search(tensor.name)
+        if is_cast(tensor) and not why_wide(tensor, usual)
     )
+
+
+def is_cast(tensor: TensorSpec) -> bool:
+    """Whether a weight can rest in eight bits."""
+    return tensor.castable and tensor.dtype in WIDE_DTYPES
+
+
+def usual_dtype(component: Component) -> str:
+    """Return the dtype of most of the weights that can be cast; empty if there are none."""
+    numbers: Counter[str] = Counter()
+    for block in component.blocks:
+        for tensor in block.tensors:
+            if is_cast(tensor):
+                numbers[tensor.dtype] += tensor.num_elements
+    return max(numbers, key=lambda dtype: numbers[dtype], default="")
+
+
+def why_wide(tensor: TensorSpec, usual: str) -> str:
+    """Return what keeps a weight of a block out of eight bits; empty for one that is cast.
+
+    ComfyUI declares no names: a class builds what needs it in float32, in a model of 16 bits.
+    """
+    if tensor.kept_by:
+        return tensor.kept_by
+    if SKIPPED_NAMES.search(tensor.name):
+        return "positions"
+    if tensor.dtype == "F32" and usual != "F32":
+        return f"stored in F32 beside {usual}"
+    return ""
+
+
+def explain_wide(component: Component) -> str:
+    """Return how many bytes of the blocks stay as stored though they could be cast, and why; empty for none."""
+    usual = usual_dtype(component)
+    kept: Counter[str] = Counter()
+    for block in component.blocks:
+        for tensor in block.tensors:
+            reason = why_wide(tensor, usual)
+            if reason and is_cast(tensor):
+                kept[reason] += tensor.weight_bytes
+    if not kept:
+        return ""
+    reasons = ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in kept.most_common())
+    return f"{format_bytes(kept.total())} of the blocks stay as stored: {reasons}"
 
 
 def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> tuple[int, ...]:

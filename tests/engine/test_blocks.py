@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.blocks import find_blocks
+from highwater.memory.component import component_from_module
+from highwater.memory.footprint import explain_rest
 
 MIB = 1 << 20
 
@@ -99,6 +104,141 @@ def test_unets_of_three_and_four_stages(num_stages: int) -> None:
     found = blocks_of(dict.fromkeys(names, 1000))
     expected = [f"down_blocks.{n}" for n in range(num_stages)] + ["mid_block.resnets.0", "mid_block.resnets.1"]
     assert found == expected + [f"up_blocks.{n}" for n in range(num_stages)]
+
+
+def layered(path: str, num_bytes: int) -> dict[str, int]:
+    """The weights of a part of two layers."""
+    return {f"{path}.{layer}.weight": num_bytes // 2 for layer in ("first", "second")}
+
+
+def test_numbers_may_stand_in_a_word() -> None:
+    """As in Cosmos 1, whose blocks are ``blocks.block0`` with three numbered parts inside each."""
+    weights = {
+        name: size
+        for n in range(28)
+        for m in range(3)
+        for name, size in layered(f"blocks.block{n}.blocks.{m}", MIB).items()
+    }
+    assert blocks_of(weights) == [f"blocks.block{n}" for n in range(28)]
+
+
+def test_a_pair_of_words_with_numbers_is_no_stack() -> None:
+    weights = {
+        name: size for n in range(8) for m in (1, 2) for name, size in layered(f"layers.{n}.attn{m}", 300 * MIB).items()
+    }
+    assert blocks_of(weights) == [f"layers.{n}" for n in range(8)]
+    assert blocks_of({f"linear{n}.weight": 10 for n in range(8)}) == []
+
+
+def test_the_layers_of_a_sequential_are_no_blocks() -> None:
+    """JoyImageEdit's blocks were cut into their feed-forwards, and the attention between those stayed in the rest."""
+    weights = {}
+    for n in range(20):
+        for layer in ("attn.to_q", "attn.to_out.0", "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj"):
+            weights[f"double_blocks.{n}.{layer}.weight"] = 100 * MIB
+    weights |= {f"time_embed.mlp.{m}.weight": 800 * MIB for m in (0, 2)}
+    assert blocks_of(weights) == [f"double_blocks.{n}" for n in range(20)]
+
+
+def test_stacks_of_different_lengths_and_what_occurs_once_join_until_the_rest_is_small() -> None:
+    weights = {}
+    for stage, parts in (("encoder.down", 4), ("decoder.up", 6)):
+        for m in range(parts):
+            weights |= layered(f"{stage}.{m}.block.0", 10) | {f"{stage}.{m}.sample.conv.weight": 1}
+    for coder in ("encoder", "decoder"):
+        for part in ("block_1", "block_2"):
+            weights |= layered(f"{coder}.mid.{part}", 20)
+    weights["decoder.conv_out.weight"] = 8
+    found = list(find_blocks(weights, lambda path: not path.endswith("mid")))
+    assert {path for path in found if "mid" in path} == {
+        f"{coder}.mid.block_{part}" for coder in ("encoder", "decoder") for part in (1, 2)
+    }
+    inside = sum(size for name, size in weights.items() if any(name.startswith(f"{path}.") for path in found))
+    assert inside == sum(weights.values()) - 8 - 10, "the samplers are single layers without a number"
+
+
+def test_an_embedder_stays_in_the_rest_and_the_plan_says_so(machine) -> None:
+    net = nn.ModuleDict({"embed": nn.Embedding(2000, 64), "layers": nn.ModuleList(Stage(64, 2) for _ in range(4))})
+    component = component_from_module(net, name="net")
+    assert [block.name for block in component.blocks] == [f"layers.{n}" for n in range(4)]
+    line = explain_rest(component)
+    assert "never streams: embed 0.49MiB" in line and line.startswith("66% of it"), line
+    assert explain_rest(component_from_module(net["layers"], name="net")) == ""
+
+
+class Whole(Stage):
+    """A part that its model declares to be one piece."""
+
+
+class DeclaringNet(nn.Module):
+    _no_split_modules: ClassVar = ["Whole"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Whole(64, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Outer(nn.Module):
+    """Declares nothing itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(DeclaringNet() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stages[1](self.stages[0](x))
+
+
+def block_names(module: nn.Module, **options) -> list[str]:
+    return [block.name for block in component_from_module(module, name="net", **options).blocks]
+
+
+def test_what_a_class_declares_to_be_one_piece_is_cut_only_on_demand() -> None:
+    whole = [f"stages.{m}.layers.{n}" for m in range(2) for n in range(3)]
+    assert block_names(Outer()) == ["stages.0", "stages.1"]
+    assert block_names(Outer(), largest_bytes=300_000) == whole
+    assert block_names(Outer(), largest_bytes=60_000) == whole
+    parts = block_names(Outer(), largest_bytes=60_000, cuts_whole=True)
+    assert len(parts) == 2 * 3 * 10 and "stages.1.layers.2.chain.7" in parts
+
+
+def test_a_declaration_of_what_is_outside_counts_for_nothing_inside() -> None:
+    net = Outer()
+    net._repeated_blocks = ["DeclaringNet"]
+    assert block_names(net, largest_bytes=300_000)[0] == "stages.0.layers.0"
+    del DeclaringNet._no_split_modules
+    try:
+        assert block_names(net, largest_bytes=300_000) == ["stages.0", "stages.1"]
+    finally:
+        DeclaringNet._no_split_modules = ["Whole"]
+
+
+@pytest.mark.parametrize("value", [None, "Whole", 3, [None, 3], {"Whole": 1}, property(lambda self: 1 / 0)])
+def test_what_is_no_list_of_names_declares_nothing_or_what_it_says(value) -> None:
+    class Odd(DeclaringNet):
+        _no_split_modules = value
+        _skip_layerwise_casting_patterns = value
+
+    assert len(block_names(Odd(), largest_bytes=60_000)) in (3, 30)
+
+
+@pytest.mark.parametrize(("budget", "num_blocks"), [("auto", 3), ("0.4MiB", 3), ("0.1MiB", 30)])
+def test_pieces_stream_whole_while_anything_fits(machine, budget: str, num_blocks: int) -> None:
+    torch.manual_seed(1)
+    net = DeclaringNet().eval().requires_grad_(False)
+    x = torch.randn(3, 64)
+    with machine(4) as manager, torch.no_grad():
+        want = copy.deepcopy(net).to("sim:0")(x.to("sim:0")).cpu()
+        with manage(net, profile=budget, manager=manager) as managed:
+            assert len(managed.members[0].attachment.component.blocks) == num_blocks
+            for _ in range(2):
+                assert torch.equal(net(x).cpu(), want)
+                manager.ledger.check()
 
 
 def test_a_pattern_says_what_a_block_is() -> None:

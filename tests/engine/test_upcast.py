@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.component import component_from_module
-from highwater.memory.upcast import Precision, cast_tensors, find_scale, quantize_fp8, upcast_into
+from highwater.memory.upcast import Precision, cast_tensors, explain_wide, find_scale, quantize_fp8, upcast_into
 
 
 @given(st.integers(0, 2**31), st.floats(1e-6, 1e4), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
@@ -72,6 +73,32 @@ def test_parts_that_a_class_wants_kept_are_kept(toys) -> None:
     net._keep_in_fp32_modules = ["down"]
     cast = cast_tensors(component_from_module(net, name="net"), Precision.FP8_SCALED)
     assert cast and not any("down" in name for name in cast)
+
+
+def test_classes_declare_by_patterns_wherever_they_are(toys) -> None:
+    """Each pattern is searched in the paths below the module whose class declares it, as diffusers searches them."""
+    net = toys.build_net()
+    net._skip_layerwise_casting_patterns = ["^singles$", r"doubles\.0\.d"]
+    net.doubles[1]._keep_in_fp32_modules_strict = {"^up$", "["}
+    specs = component_from_module(nn.ModuleDict({"inner": net}), name="net")
+    cast = cast_tensors(specs, Precision.FP8_SCALED)
+    assert cast == {
+        "inner.doubles.0.up.weight",
+        "inner.doubles.1.down.weight",
+        "inner.doubles.2.up.weight",
+        "inner.doubles.2.down.weight",
+    }
+    line = explain_wide(specs)
+    assert "of the blocks stay as stored: '^singles$' of Net " in line and "'^up$' of Block" in line, line
+
+
+def test_what_a_model_of_16_bits_has_in_32_stays_so(toys) -> None:
+    net = toys.build_net(dtype=torch.bfloat16)
+    net.doubles[1].up.float()
+    component = component_from_module(net, name="net")
+    assert "doubles.1.up.weight" not in cast_tensors(component, Precision.FP8_SCALED)
+    assert "stored in F32 beside BF16" in explain_wide(component)
+    assert explain_wide(component_from_module(net.float(), name="net")) == ""
 
 
 def test_release_gives_back_widened_weights_of_the_old_dtype(toys) -> None:
