@@ -9,7 +9,8 @@ it was registered for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -79,6 +80,17 @@ class Hooks:
         if before is not None:
             before.dismiss()
         self.remove_from(self.handles.keys() - wanted)
+
+    @contextmanager
+    def led_to(self, target: Hooked) -> Iterator[None]:
+        """Call another one in the body, on the same modules, and then the one before again."""
+        before = self.target
+        try:
+            self.target = target
+            yield
+        finally:
+            if self.target is target:
+                self.target = before
 
     def remove_from(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules be called without us."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -21,6 +21,7 @@ from .plan import Plan
 from .profile import OffloadProfile, build_profile
 from .source import WeightsSource
 from .upcast import parse_precision
+from .verify import Verification, verify
 
 __all__ = ["Managed", "manage"]
 
@@ -93,6 +94,34 @@ class Managed:
             if was_marked:
                 self.mark_execution_device()
         return self.plan
+
+    def verify(self, *args: Any, **kwargs: Any) -> Verification:
+        """Make one call with the engine and one without, and compare them: bit by bit, and block by block.
+
+        What is called is the module, or the pipeline, that was managed; or the first argument, where that is a
+        function or another module (``managed.verify(vae.decode, latents)``). Arguments are copied first, and whatever
+        the call changes (random states, buffers, caches, where the weights are) is put back; see `verify.verify`.
+
+        Raises:
+            InvalidInput: several modules and nothing that calls them.
+            UnsafeState, DoesNotFit: the managed call was refused.
+        """
+        call, rest = self.choose_call(args)
+        objects = [] if self.pipeline is None else [self.pipeline]
+        return verify(self.manager, self.members, call, *rest, objects=objects, **kwargs)
+
+    def choose_call(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return what to call, and the arguments of that."""
+        if args and callable(args[0]) and not isinstance(args[0], torch.Tensor):
+            return args[0], args[1:]
+        if callable(self.pipeline):
+            return self.pipeline, args
+        if len(self.members) > 1:
+            raise InvalidInput(
+                f"verify: there are {len(self.members)} modules ({', '.join(self.components)}); "
+                "give the function that calls them first, as in managed.verify(vae.decode, latents)"
+            )
+        return self.members[0].attachment.module, args
 
     def release(self) -> None:
         """Leave every device and hook; the modules have their weights in plain memory. Idempotent.

@@ -72,6 +72,8 @@ class Packing:
         """The weights that came under management without memory."""
         self.written = frozenset[str]()
         """The weights that are not what their file has any more."""
+        self.packed_versions: dict[int, int] = {}
+        """The version of each unit's master in host memory as it was packed, by the unit's id."""
         if after is not None:
             self.came_bare, self.written = after.came_bare, after.written
 
@@ -126,6 +128,8 @@ class Packing:
             self.charge(tier, num_bytes)
         for unit in self.units:
             unit.charge_host = self.charge_host
+            if unit.master is not None:
+                self.packed_versions[id(unit)] = unit.version
 
     def pack_share(self, share: Share, progress: Callable[[int], None] | None) -> None:
         """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""

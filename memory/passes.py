@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
+
+from .errors import UnsafeState
 
 __all__ = ["Pass", "Passes"]
 
@@ -45,6 +47,17 @@ class Pass:
                 return True
             frame = frame.f_back
         return False
+
+
+class Hold(Pass):
+    """Takes the place of a pass while no forward of the engine's may begin; of no thread, and never abandoned."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.thread_id = 0
+
+    def is_on_stack(self) -> bool:
+        return True
 
 
 class Passes:
@@ -104,6 +117,27 @@ class Passes:
         if not agreed:
             self.close(mine)
         return agreed
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no pass begin in the body; waits for the end of one that is open.
+
+        Raises:
+            UnsafeState: this thread is in the middle of one.
+        """
+        hold = Hold(self.root)
+        try:
+            while True:
+                with self.changed:
+                    if self.changed.wait_for(lambda: self.open is None, timeout=0 if self.here else LOOK_EVERY_S):
+                        self.open = hold
+                        break
+                self.heal_abandoned()
+                if self.here is not None:
+                    raise UnsafeState(f"{type(self.root).__name__} computes now, in this very thread; ask after that")
+            yield
+        finally:
+            self.close(hold)
 
     def enter(self, module: nn.Module) -> None:
         """Go one entry deeper into the pass of this thread."""

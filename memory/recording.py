@@ -1,0 +1,108 @@
+"""What the parts of a module took and gave in one run, in the order in which they were done, by native hooks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .comparison import Shown, leaves_in, show
+from .component import Component, is_callable
+
+__all__ = ["Call", "Recording", "places_of"]
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a part: what it took, as digests, and what it gave."""
+
+    place: str
+    number: int
+    """The how manieth call of this part."""
+    inputs: list[Shown]
+    outputs: list[Shown] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.place, self.number
+
+
+class Recording:
+    """Records the calls of parts while it is entered, in the thread that entered it. Each call waits for its device.
+
+    Args:
+        places: the parts, by what to call them.
+        room_bytes: how much of the outputs is kept in host memory; of what exceeds it only digests are.
+    """
+
+    def __init__(self, places: Mapping[nn.Module, str], *, room_bytes: int) -> None:
+        self.places = places
+        self.room_bytes = room_bytes
+        self.calls: list[Call] = []
+        """Those that were done, in that order: what is inside a part comes before it."""
+        self.begun: list[Call] = []
+        """Those that are under way, the innermost last; after an exception, where it came from."""
+        self.num_dropped = 0
+        """How many outputs were not kept."""
+        self.counts = Counter[str]()
+        self.handles: list[RemovableHandle] = []
+        self.thread_id = 0
+
+    def __enter__(self) -> Recording:
+        self.thread_id = threading.get_ident()
+        for module in self.places:
+            self.handles.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self.after))
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self.thread_id:
+            return
+        place = self.places[module]
+        self.counts[place] += 1
+        inputs = [show(leaf, room_bytes=0) for leaf in leaves_in((args, kwargs))]
+        self.begun.append(Call(place, self.counts[place], inputs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self.thread_id:
+            return
+        place = self.places[module]
+        while self.begun:  # those above it were left by exceptions that something caught
+            call = self.begun.pop()
+            if call.place == place:
+                break
+        else:
+            return
+        for leaf in leaves_in(output):
+            shown = show(leaf, room_bytes=self.room_bytes)
+            self.room_bytes -= shown.kept_bytes
+            self.num_dropped += shown.dtype is not None and shown.tensor is None
+            call.outputs.append(shown)
+        self.calls.append(call)
+
+
+def places_of(module: nn.Module, component: Component, prefix: str = "") -> dict[nn.Module, str]:
+    """Return what to record of a component: its blocks, the parts that hold the rest, its entries, and itself."""
+    blocks = {block.name: module.get_submodule(block.name) for block in component.blocks}
+    places = {part: f"{prefix}{name}" for name, part in blocks.items()}
+    inside = {part for block in blocks.values() for part in block.modules()}
+    for name, part in module.named_modules():
+        holds_weights = any(parameter is not None for parameter in part._parameters.values())
+        is_entry = name and "." not in name and is_callable(part)
+        if part not in inside and part is not module and (is_entry or (holds_weights and is_callable(part))):
+            places[part] = f"{prefix}{name}"
+    places[module] = prefix.rstrip(".") or component.name
+    return places

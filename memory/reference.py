@@ -1,0 +1,355 @@
+"""A component computing without the engine: its weights put plainly where it computes, for one call after the other.
+
+[Note: reference] This is what managed results are held against, so none of it passes through units, staging memory,
+copy streams or our forward hooks. Weights are copied one by one from where they rest, each copy waits until it is done,
+and everything computes on one device. It shares two things with the engine: the masters, because nothing else has the
+weights, and what says which module holds which weight.
+
+Eight-bit weights are widened as they are stored, so their reference is exact as well. Masters that a file has are
+checked against it apart from that (`find_changed_masters`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from .attachment import Attachment
+from .entries import Entry, as_held
+from .leaves import leaves_of
+from .manager import MemoryManager
+from .masters import FileMaster
+from .membership import Member
+from .residency import Unit
+from .upcast import quantize_fp8
+
+__all__ = ["Reference", "find_changed_masters", "read_master"]
+
+
+class Reference:
+    """One component without management, while it is entered; other threads wait for its end.
+
+    It comes to its device when it is called and leaves it when that call ends. What does not fit comes block by block.
+    """
+
+    def __init__(self, manager: MemoryManager, member: Member, *, by_blocks: bool = False) -> None:
+        self.manager = manager
+        self.member = member
+        self.attachment: Attachment = member.attachment
+        self.module = self.attachment.module
+        self.device = self.attachment.primary
+        self.by_blocks = by_blocks
+        """Whether blocks come one by one; becomes true where all of them do not fit."""
+        self.first_held: dict[int, int] = {}
+        self.depth = 0
+        self.held: list[tuple[dict[str, Any], str, Any]] = []
+        """What the module held where a weight was put, to be put back."""
+        self.up: set[int] = set()
+        """The blocks that are there, one by one."""
+        self.moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        blocks = self.attachment.component.blocks
+        units = {unit.name: unit for unit in self.attachment.units if unit.name}
+        self.units = {number: units[block.name] for number, block in enumerate(blocks)}
+        self.fixed = [unit for unit in self.attachment.units if not unit.name]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let the module compute without the engine in the body; whatever happens there, it is the engine's again.
+
+        The component leaves its devices for that, which saves what was written to it there, and comes back after it.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.attachment.passes.held())
+            stack.callback(self.restore_plan, self.attachment.plan if self.attachment.is_loaded else None)
+            with self.manager.exclusive():
+                lease = object()
+                stack.callback(self.member.leases.discard, lease)
+                self.member.leases.add(lease)
+                self.attachment.unload()
+                self.attachment.finish_copies()
+            stack.callback(self.leave)
+            gate = Gate()
+            stack.callback(gate.open)
+            stack.enter_context(self.attachment.hooks.led_to(gate))
+            stack.enter_context(without_engine_hooks(self.module))
+            for handle in self.hook():
+                stack.callback(handle.remove)
+            yield
+
+    def restore_plan(self, plan: Any) -> None:
+        """Bring back what was on the devices, where it had to give way."""
+        if plan is not None and not self.attachment.is_loaded:
+            # Where others have the memory by now the next forward plans anew.
+            with self.manager.exclusive(), suppress(torch.OutOfMemoryError):
+                self.attachment.load(plan)
+                self.attachment.finish_copies()
+
+    # -- hooks of our own
+
+    def hook(self) -> Iterator[RemovableHandle]:
+        blocks = [self.module.get_submodule(block.name) for block in self.attachment.component.blocks]
+        for number, block in enumerate(blocks):
+            for part in block.modules():
+                yield part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
+        for module in dict.fromkeys([*self.attachment.find_entry_modules(), *blocks]):  # run before those
+            yield module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
+            yield module.register_forward_hook(self.after_entry, always_call=True)
+
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.depth += 1
+        if self.depth > 1:
+            return None
+        self.bring()
+        return self.move_arguments((args, kwargs))
+
+    def after_entry(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.write_back()
+            self.leave()
+
+    def before_part(self, number: int, module: nn.Module, args: Any) -> None:
+        """Bring one block in the place of another; it stays until then, as its parent may use what is inside it."""
+        if self.by_blocks and number not in self.up and self.depth:
+            for other in list(self.up):
+                self.take_away(other)
+            self.first_held[number] = len(self.held)
+            self.up.add(number)
+            self.put(self.units[number])
+
+    # -- arguments
+
+    def move_arguments(self, arguments: Any) -> Any:
+        """Return arguments with every tensor on the device; what is written into copies is written back at the end."""
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        target = self.device.torch_device
+        if all(tensor.device == target for tensor in tensors):
+            return arguments
+        copies: dict[int, torch.Tensor] = {}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device == target:
+                return tensor
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.to(target)
+                self.moved.append((tensor, copies[id(tensor)]))
+            return copies[id(tensor)]
+
+        return tree_map_only(torch.Tensor, move, arguments)
+
+    def write_back(self) -> None:
+        moved, self.moved = self.moved, []
+        for original, copy in moved:
+            written = copy.detach().to(original.device)
+            if not torch.equal(written, original.detach()):
+                with torch.inference_mode(original.is_inference()), torch.no_grad():
+                    original.copy_(written)
+
+    # -- weights
+
+    def bring(self) -> None:
+        """Put the weights where the module computes: all of them, or those outside the blocks."""
+        if self.device.is_cpu:
+            self.by_blocks = False
+        elif not self.by_blocks:
+            self.by_blocks = not self.has_room()
+        for unit in self.fixed:
+            self.put(unit)
+        if not self.by_blocks:
+            for unit in self.units.values():
+                self.put(unit)
+
+    def has_room(self) -> bool:
+        """Whether all weights fit its device, beside what a forward was seen to need there."""
+        weights = sum(wide_bytes(unit, entry) for unit in self.attachment.units for entry in unit.entries)
+        margin = self.member.activation_bytes[self.device.name]
+        return bool(weights + margin <= self.device.free_bytes())
+
+    def put(self, unit: Unit) -> None:
+        for index, entry in enumerate(unit.entries):
+            if not entry.owners:  # a buffer that the module made its own
+                continue
+            weight = self.plain(unit, index, entry)
+            for module, name in entry.owners:
+                slots: dict[str, Any] = module._buffers if entry.is_buffer else module._parameters
+                self.held.append((slots, name, slots[name]))
+                slots[name] = weight
+
+    def plain(self, unit: Unit, index: int, entry: Entry) -> torch.Tensor:
+        """Return a weight for the module to hold: a copy on the device, in the form in which it computes."""
+        target = self.device.torch_device
+        leaves = leaves_of(entry.held) if entry.is_buffer else read_master(unit, index)
+        with torch.inference_mode(False), torch.no_grad():
+            here = [leaf.detach().to(target, copy=True) for leaf in leaves]
+            if entry.scale is not None:
+                here = [here[0].to(unit.wide_dtypes[entry.spec.name]) * entry.scale]
+        return as_held(iter(here), entry)
+
+    def take_away(self, number: int) -> None:
+        """Let one block rest again. Blocks come after all else, and one at a time, so it is what was put last."""
+        first = self.first_held.pop(number, len(self.held))
+        self.put_back(first)
+        self.up.discard(number)
+
+    def put_back(self, first: int) -> None:
+        while len(self.held) > first:
+            slots, name, before = self.held[-1]
+            slots[name] = before
+            self.held.pop()  # last: interrupted before, it is done again
+
+    def leave(self) -> None:
+        """Let the module hold what it held. Idempotent; interrupted, it can be called again."""
+        self.depth = 0
+        self.put_back(0)
+        self.up.clear()
+        self.moved = []
+
+
+class Gate:
+    """What a module's hooks call meanwhile: nothing for this thread; others wait until it opens."""
+
+    entries: frozenset[nn.Module] = frozenset()
+
+    def __init__(self) -> None:
+        self.thread_id = threading.get_ident()
+        self.is_open = threading.Event()
+        self.blocks: dict[nn.Module, int] = {}
+        self.parts: dict[nn.Module, int] = {}
+
+    def open(self) -> None:
+        self.is_open.set()
+
+    def enter(self, module: nn.Module) -> bool:
+        if threading.get_ident() == self.thread_id:
+            return True
+        self.is_open.wait()
+        return False
+
+    def is_entered(self) -> bool:
+        return False
+
+    def is_outermost(self, module: nn.Module) -> bool:
+        return False
+
+    def before_entry(self, args: Any, kwargs: Any) -> Any:
+        return None
+
+    def after_entry(self, module: nn.Module, output: Any) -> Any:
+        return None
+
+    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None
+
+    def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
+        return None
+
+    def before_part(self, number: int, args: Any, kwargs: Any) -> Any:
+        return None
+
+    def after_part(self, number: int, output: Any) -> Any:
+        return None
+
+    def dismiss(self) -> None:
+        self.open()
+
+
+@contextmanager
+def without_engine_hooks(module: nn.Module) -> Iterator[None]:
+    """Leave out what the engine hooked to parts of a module beside its `Hooks`, such as the hops of a split."""
+    left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    try:
+        for part in module.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                if any(map(is_engines, hooks.values())):
+                    left_out.append((hooks, dict(hooks)))
+                    for number in [number for number, hook in hooks.items() if is_engines(hook)]:
+                        del hooks[number]
+        yield
+    finally:
+        for hooks, before in left_out:
+            added = {number: hook for number, hook in hooks.items() if number not in before}
+            kept = {number: hook for number, hook in before.items() if number in hooks or is_engines(hook)}
+            hooks.clear()
+            hooks.update(kept | added)
+
+
+def is_engines(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    module = str(getattr(hook, "__module__", ""))
+    package = __name__.rpartition(".")[0]
+    return module.startswith(f"{package}.") and module.rpartition(".")[2] not in ("hooks", "recording", "reference")
+
+
+def read_master(unit: Unit, index: int) -> list[torch.Tensor]:
+    """Return the leaves of a weight as it rests, in host memory; reads it where it rests in its file."""
+    entry = unit.entries[index]
+    master = unit.master
+    if isinstance(master, FileMaster):
+        first = sum(unit.num_leaves[:index])
+        name = master.names[first]
+        if name is not None:
+            with torch.inference_mode(False):
+                weight = torch.empty(entry.held.shape, dtype=entry.held.dtype)
+            master.source.read_into([(name, weight)], drop_pages=True)
+            return [weight]
+        return [master.kept[place] for place in range(first, first + unit.num_leaves[index])]
+    if master is None:
+        return leaves_of(entry.held)
+    return leaves_of(unit.masters[index])
+
+
+def wide_bytes(unit: Unit, entry: Entry) -> int:
+    """Return the bytes of a weight in the form in which it computes."""
+    if entry.scale is not None:
+        return entry.spec.num_elements * unit.wide_dtypes[entry.spec.name].itemsize
+    return entry.spec.weight_bytes
+
+
+def find_changed_masters(attachment: Attachment) -> list[tuple[str, str]]:
+    """Return the weights in host memory that are not what their file has, with the block of each.
+
+    Reads the whole of the component's files. Weights that are known to have been written to since are left out, and so
+    is what peft has merged.
+
+    Raises:
+        InvalidInput: a file is not what it was.
+    """
+    source = attachment.source
+    if source is None:
+        return []
+    changed = []
+    for unit in attachment.units:
+        if isinstance(unit.master, FileMaster) or (unit.master is not None and is_written(attachment, unit)):
+            continue
+        for index, entry in enumerate(unit.entries):
+            if entry.is_buffer or not entry.owners or not source.holds(entry.spec):
+                continue
+            if any(getattr(module, "merged", False) is True for module, _ in entry.owners):
+                continue
+            with torch.inference_mode(False):
+                stored = torch.empty(entry.spec.shape, dtype=unit.wide_dtypes[entry.spec.name])
+            source.read_into([(entry.spec.name, stored)], drop_pages=True)
+            if entry.scale is not None:
+                stored = quantize_fp8(stored, entry.scale)
+            (own,) = read_master(unit, index)
+            with torch.no_grad(), torch.inference_mode(False):
+                one, other = own.detach().cpu().contiguous(), stored.contiguous()
+                if not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+                    changed.append((unit.name, entry.spec.name))
+    return changed
+
+
+def is_written(attachment: Attachment, unit: Unit) -> bool:
+    """Whether a program is known to have written to a unit's weights since they were packed."""
+    packing = attachment.packing
+    by_name = any(entry.spec.name in packing.written for entry in unit.entries)
+    return by_name or packing.packed_versions.get(id(unit), unit.version) != unit.version

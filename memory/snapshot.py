@@ -1,0 +1,182 @@
+"""What a forward may change beside its result, and putting it back: random states, buffers, caches, attributes.
+
+Caches are found where modules keep them: in their attributes, in containers there, and in plain objects there. What is
+behind a slot, a closure or in C is not seen.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .entries import Entry
+from .leaves import leaves_of
+
+__all__ = ["RandomState", "Snapshot"]
+
+# What torch keeps on every module; `training` is an attribute like any other.
+TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
+CONTAINERS = (dict, list, set, deque)
+ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, torch.device, torch.dtype)
+# A container with more has a vocabulary, not a cache; it is put back as a whole and not looked into.
+MAX_ITEMS = 4096
+MAX_OBJECTS = 50_000
+
+
+class RandomState:
+    """The states of the generators of torch, on the CPU and on every accelerator, of Python and of numpy."""
+
+    def __init__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self.numpy = numpy.random.get_state() if numpy is not None else None
+        self.devices: list[torch.Tensor] = []
+        if torch.accelerator.is_available():
+            module = torch.get_device_module()
+            self.devices = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self.cpu)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        for index, state in enumerate(self.devices):
+            torch.get_device_module().set_rng_state(state, index)
+
+
+class Snapshot:
+    """The state of modules, and of objects beside them, at one time; costs a copy of their buffers and caches.
+
+    Args:
+        entries: the managed weights; their buffers are put back where they rest by then.
+        objects: such as a pipeline, whose attributes and scheduler a call changes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], entries: Iterable[Entry], objects: Iterable[Any] = ()) -> None:
+        self.random = RandomState()
+        self.seen: dict[int, Any] = {}
+        """By id: holding what was seen keeps its id from being reused."""
+        self.containers: list[tuple[Any, Any]] = []
+        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.buffers: list[tuple[nn.Module, dict[str, list[torch.Tensor] | None]]] = []
+        self.owners = [(entry, list(entry.owners), entry.held) for entry in entries if entry.is_buffer]
+        waiting: list[Any] = []
+        for module in modules:
+            for part in module.modules():
+                if id(part) not in self.seen:
+                    self.seen[id(part)] = part
+                    self.buffers.append((part, {name: copy_of(held) for name, held in part._buffers.items()}))
+                    waiting += self.take_attributes(vars(part), TORCHS_OWN)
+        for thing in objects:
+            waiting.append(thing)
+        while waiting and len(self.seen) < MAX_OBJECTS:
+            waiting += self.take(waiting.pop())
+
+    def take(self, value: Any) -> list[Any]:
+        """Remember a value; returns what is inside it and to be remembered, too."""
+        if isinstance(value, ATOMS) or id(value) in self.seen:
+            return []
+        self.seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta and len(leaves_of(value)) == 1 and not isinstance(value, nn.Parameter):
+                self.tensors.append((value, value.detach().clone()))
+            return []
+        if isinstance(value, tuple):
+            return list(value)
+        if isinstance(value, CONTAINERS):
+            self.containers.append((value, value.copy()))
+            if len(value) > MAX_ITEMS:
+                return []
+            return list(value.values() if isinstance(value, dict) else value)
+        if isinstance(value, nn.Module) or not hasattr(value, "__dict__") or is_foreign(value):
+            return []
+        return self.take_attributes(vars(value), frozenset())
+
+    def take_attributes(self, attributes: dict[str, Any], left_out: frozenset[str]) -> list[Any]:
+        saved = {name: value for name, value in attributes.items() if name not in left_out}
+        self.attributes.append((attributes, saved))
+        return list(saved.values())
+
+    def put_back(self) -> None:
+        """Make all that was seen what it was. May be called again, and after an interrupt of itself."""
+        self.random.put_back()
+        for attributes, saved in self.attributes:
+            for name in [name for name in attributes if name not in saved and name not in TORCHS_OWN]:
+                del attributes[name]
+            attributes.update(saved)
+        for container, items in self.containers:
+            if not is_same(container, items):
+                container.clear()
+                container.extend(items) if isinstance(container, list | deque) else container.update(items)
+        for tensor, content in self.tensors:
+            if tensor.shape != content.shape:
+                tensor.data = content.clone()
+            else:
+                write(tensor, content)
+        for entry, owners, held in self.owners:
+            if entry.owners != owners:  # the unit gave the buffer up: the forward made it another shape
+                entry.owners = owners
+                entry.hold(held)
+        for module, saved_buffers in self.buffers:
+            for name in [name for name in module._buffers if name not in saved_buffers]:
+                del module._buffers[name]
+            for name, leaves in saved_buffers.items():
+                put_back_buffer(module, name, leaves)
+
+
+def put_back_buffer(module: nn.Module, name: str, saved: list[torch.Tensor] | None) -> None:
+    held = module._buffers.get(name)
+    if saved is None or held is None:
+        module._buffers[name] = None if saved is None else saved[0].clone()
+        return
+    for leaf, content in zip(leaves_of(held), saved, strict=True):
+        if leaf.shape != content.shape or leaf.dtype != content.dtype:
+            module._buffers[name] = content.to(leaf.device, copy=True)
+            return
+        write(leaf, content)
+
+
+def copy_of(held: torch.Tensor | None) -> list[torch.Tensor] | None:
+    if held is None:
+        return None
+    return [leaf.detach() if leaf.is_meta else leaf.detach().clone() for leaf in leaves_of(held)]
+
+
+def write(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Write a tensor's former content if it is another now: a write counts as one, for whoever watches."""
+    if tensor.is_meta:
+        return
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        content = content.to(tensor.device)
+        if not same_bits(tensor.detach(), content):
+            tensor.detach().copy_(content)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def is_same(container: Any, items: Any) -> bool:
+    if len(container) != len(items):
+        return False
+    if isinstance(container, dict):
+        return all(a is b and container[a] is items[b] for a, b in zip(container, items, strict=True))
+    if isinstance(container, set):
+        return bool(container == items)
+    return all(a is b for a, b in zip(container, items, strict=True))
+
+
+def is_foreign(value: Any) -> bool:
+    """Whether an object is the manager's own, or of a library whose objects hold no caches of a model."""
+    module = type(value).__module__
+    top = module.partition(".")[0]
+    return module.startswith(__name__.rpartition(".")[0]) or top in ("torch", "numpy", "threading", "tokenizers")

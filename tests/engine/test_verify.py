@@ -1,0 +1,468 @@
+"""`verify`: equal where the engine is right, everything put back, and each seeded fault found with its block named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from highwater.memory import InvalidInput, Managed, manage
+from highwater.memory.errors import UnsafeState
+from highwater.memory.residency import BlockState
+from highwater.memory.staging import StagingArea
+
+MODES = {
+    "resident": {},
+    "streamed": {"profile": "gpu:0=0.35MiB"},
+    "split": {"placement": "gpu:0&gpu:1"},
+    "split and streamed": {"placement": "gpu:0&gpu:1", "profile": "gpu:0=0.3MiB,gpu:1=0.3MiB"},
+    "eight bits": {"precision": "fp8 scaled"},
+    "eight bits streamed": {"precision": "fp8 scaled", "profile": "gpu:0=0.3MiB"},
+    "on the CPU": {"placement": "cpu"},
+    "from disk": {"placement": "model=gpu:0:disk", "profile": "gpu:0=0.35MiB"},
+}
+
+
+@pytest.fixture
+def file_of(tmp_path: Path):
+    def save(net: nn.Module) -> Path:
+        path = tmp_path / "net.safetensors"
+        save_file({name: weight.contiguous().clone() for name, weight in net.named_parameters()}, path)
+        return path
+
+    return save
+
+
+def managed_net(toys: SimpleNamespace, machine, mode: str, file_of=None) -> Managed:
+    net = toys.build_net()
+    files = {"model": file_of(net)} if file_of is not None else None
+    return manage(net, manager=machine, files=files, **MODES[mode])
+
+
+def states(managed: Managed) -> dict[str, torch.Tensor]:
+    net = managed.members[0].attachment.module
+    return {name: tensor.detach().cpu().clone() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
+
+
+def assert_at_rest(managed: Managed) -> None:
+    managed.manager.ledger.check()
+    for member in managed.members:
+        assert not member.leases
+        assert member.attachment.passes.open is None
+        assert member.attachment.hooks.target is member.attachment.forwards
+        for unit in member.attachment.units:
+            assert unit.state is not BlockState.COMPUTING
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("with_file", [False, True])
+def test_what_the_engine_does_is_equal(mode: str, with_file: bool, toys, machine, file_of) -> None:
+    if mode == "from disk" and not with_file:
+        return
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager:
+        managed = managed_net(toys, manager, mode, file_of if with_file else None)
+        expected = managed.members[0].attachment.module(x).cpu()
+        held = states(managed) if mode != "from disk" else {}
+        plan, loaded = managed.members[0].attachment.plan, dict(manager.ledger.places(managed.members[0].id))
+        found = managed.verify(x)
+        assert found.is_equal, found.text()
+        assert found.num_calls == 8 + 2 + 1  # the blocks, embedder and output, the net itself
+        assert "equal, bit for bit" in found.text()
+        assert_at_rest(managed)
+        assert managed.members[0].attachment.plan == plan
+        assert dict(manager.ledger.places(managed.members[0].id)) == loaded
+        if managed.members[0].attachment.plan.tier != "disk":
+            assert all(torch.equal(tensor, held[name]) for name, tensor in states(managed).items())
+        assert torch.equal(managed.members[0].attachment.module(x).cpu(), expected)
+        managed.release()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"profile": "gpu:0=0.6MiB", "placement": "gpu:0"},
+        {"profile": "gpu:0=0.6MiB", "placement": "gpu:0", "precision": "fp8 scaled"},
+        {"profile": "gpu:0=0.9MiB,gpu:1=0.9MiB", "placement": "gpu:0&gpu:1"},
+    ],
+)
+def test_a_reference_that_does_not_fit_runs_block_by_block(choices, toys, machine) -> None:
+    x = torch.randn(1, 3, 64)
+    with machine(1.1, 1.1) as manager:
+        net = toys.build_net(doubles=4, singles=8)  # 1.6 MiB
+        managed = manage(net, manager=manager, **choices)
+        found = managed.verify(x)
+        assert found.is_equal, found.text()
+        assert "block by block, as all of it does not fit" in found.reference
+        assert_at_rest(managed)
+        managed.release()
+
+
+def test_a_reference_that_runs_out_of_memory_runs_block_by_block(toys, machine) -> None:
+    x = torch.randn(1, 3, 64)
+    with machine(8) as manager:
+        managed = manage(toys.build_net(), manager=manager)
+        attachment = managed.members[0].attachment
+        num_failed = 0
+
+        def fail_once(*_: object) -> None:
+            nonlocal num_failed
+            if attachment.hooks.target is not attachment.forwards and not num_failed:
+                num_failed += 1
+                raise torch.OutOfMemoryError("on purpose")
+
+        handle = attachment.module.singles[1].register_forward_pre_hook(fail_once)
+        found = managed.verify(x)
+        handle.remove()
+        assert num_failed == 1
+        assert found.is_equal, found.text()
+        assert "block by block" in found.reference
+        assert_at_rest(managed)
+        managed.release()
+
+
+class Careful(nn.Module):
+    """Changes all that a forward may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("table", torch.zeros(4))
+        self.cache: dict[str, torch.Tensor] = {}
+        self.seen: list[int] = []
+        self.last = torch.zeros(3)
+        self.state = SimpleNamespace(step=0)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+        self.count += 1
+        self.table = torch.arange(5.0, device=x.device)
+        self.register_buffer("late", torch.ones(2, device=x.device))
+        self.seen.append(len(self.seen))
+        self.state.step += 1
+        self.last.add_(1.0)
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + torch.randn(x.shape).to(x.device)
+            self.cache[f"{number}"] = x
+        if buffer is not None:
+            buffer.copy_(x)
+        return self.dropout(x) * self.count
+
+
+@pytest.mark.parametrize("profile", ["auto", "gpu:0=0.07MiB"])
+def test_all_that_a_call_changes_is_put_back(profile: str, machine) -> None:
+    net = Careful()
+    net.cache["before"] = torch.ones(2)
+    with machine(8) as manager:
+        x, buffer = torch.randn(1, 64).to("sim:0"), torch.zeros(1, 64, device="sim:0")
+        managed = manage(net, profile, manager=manager)
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        given = x.clone()
+        found = managed.verify(x, buffer=buffer)
+        assert found.is_equal, found.text()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(x, given) and not buffer.any()
+        assert set(net.cache) == {"before"} and net.seen == [] and net.state.step == 0
+        assert torch.equal(net.last, torch.zeros(3)) and "late" not in net._buffers
+        assert net.count.item() == 0 and net.table.shape == (4,) and not net.table.any()
+        assert_at_rest(managed)
+        found.assert_equal()
+        managed.release()
+        del x, buffer, given, found
+
+
+class Interrupt(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [ValueError, Interrupt, KeyboardInterrupt])
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["resident", "streamed", "split"])
+def test_an_exception_in_any_of_the_runs_leaves_all_as_it_was(error, at: int, mode: str, toys, machine) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager:
+        managed = managed_net(toys, manager, mode)
+        net = managed.members[0].attachment.module
+        expected = net(x).cpu()
+        num_calls = 0
+
+        def fail(*_: object) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == at:
+                raise error("on purpose")
+
+        handle = net.singles[2].up.register_forward_hook(fail)
+        if error is ValueError and at != 3:  # the reference does not fail: that is a difference
+            found = managed.verify(x)
+            assert not found.is_equal
+            assert any("fails" in one.text for one in found.differences)
+        else:
+            with pytest.raises(error):
+                managed.verify(x)
+        handle.remove()
+        manager.heal()
+        assert_at_rest(managed)
+        assert torch.equal(net(x).cpu(), expected)
+        assert managed.verify(x).is_equal
+        managed.release()
+
+
+# -- seeded faults
+
+
+def first_place(found) -> str:
+    assert not found.is_equal
+    return found.first.place
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change one bit without torch's knowledge."""
+    tensor.data.reshape(-1).view(torch.uint8)[2] ^= 0x40
+
+
+@pytest.mark.parametrize("mode", ["resident", "streamed", "eight bits", "eight bits streamed"])
+def test_a_weight_that_is_flipped_in_host_memory_is_found_by_its_file(mode: str, toys, machine, file_of) -> None:
+    with machine(8, 8) as manager:
+        managed = managed_net(toys, manager, mode, file_of)
+        unit = next(unit for unit in managed.members[0].attachment.units if unit.name == "singles.2")
+        flip(unit.host_slab.data[unit.layout.offsets[unit.index_of("singles.2.up.weight")] :])
+        found = managed.verify(torch.randn(2, 5, 64))
+        assert first_place(found) == "singles.2"
+        assert found.first.what == "weights" and "singles.2.up.weight" in found.first.text
+        managed.release()
+
+
+def test_a_weight_that_is_flipped_on_the_device_is_found(toys, machine, file_of) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "resident", file_of)
+        managed.members[0].attachment.module(x)
+        unit = next(unit for unit in managed.members[0].attachment.units if unit.name == "doubles.1")
+        flip(unit.copy.slab.data)
+        assert first_place(managed.verify(x)) == "doubles.1"
+        managed.release()
+
+
+def test_a_weight_that_is_flipped_in_staging_memory_is_found(toys, machine) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "streamed")
+        attachment = managed.members[0].attachment
+        attachment.module(x)
+        (share,) = attachment.shares
+        area, number = share.streamer.area, max(share.streamer.units)
+
+        def corrupt(stay):
+            StagingArea.use(attachment.shares[0].streamer.area, stay)
+            if stay.block == number:
+                attachment.finish_copies()
+                flip(stay.slab)
+                stay.version = None  # copied anew next time
+
+        area.use = corrupt
+        found = managed.verify(x)
+        del area.use, corrupt
+        name = attachment.component.blocks[number].name
+        assert first_place(found) == name and "from equal inputs" in found.first.text
+        managed.release()
+        del share, area
+
+
+def test_a_copy_that_comes_late_is_found(sim, toys) -> None:
+    """The compute stream waits for no copy: it computes with what was there before."""
+    from highwater.memory import MemoryManager
+
+    x = torch.randn(2, 5, 64)
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=8 << 20)], check_races=False):
+        manager = MemoryManager()
+        manager.set_watermark("*", 0, 0)
+        managed = managed_net(toys, manager, "streamed")
+        attachment = managed.members[0].attachment
+        attachment.module(x)
+        (share,) = attachment.shares
+        streamed = {attachment.component.blocks[number].name for number in share.streamer.units}
+        share.copies.await_on_compute = lambda ready: None
+        found = managed.verify(x)
+        del share.copies.await_on_compute
+        assert first_place(found) in streamed | {"the output"}
+        manager.release_all()
+
+
+def test_a_write_through_data_that_is_lost_while_streaming_is_found(toys, machine) -> None:
+    """The first block waits in staging memory for the next pass; here its copy counts whatever its master is."""
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "streamed")
+        attachment = managed.members[0].attachment
+        attachment.module(x)
+        (share,) = attachment.shares
+        number = min(share.streamer.units)
+        stays = share.streamer.area.stays[number]
+        for stay in stays:
+            stay.holds = lambda version, stay=stay: not stay.missing_bytes
+        block = attachment.module.get_submodule(attachment.component.blocks[number].name)
+        attachment.finish_copies()
+        block.up.weight.data.add_(0.5)
+        found = managed.verify(x)
+        assert first_place(found) == attachment.component.blocks[number].name
+        assert "from equal inputs" in found.first.text
+        for stay in stays:
+            del stay.holds
+        managed.release()
+        del share, stays, stay
+
+
+def test_a_write_through_data_that_is_lost_with_the_copy_on_the_device_is_found(toys, machine, monkeypatch) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "resident")
+        attachment = managed.members[0].attachment
+        attachment.module(x)
+        unit = next(unit for unit in attachment.units if unit.name == "singles.1")
+        attachment.module.singles[1].up.weight.data.add_(0.5)
+        monkeypatch.setattr(unit, "save_changes", lambda *_: None)
+        found = managed.verify(x)
+        assert first_place(found) == "singles.1"
+        managed.release()
+
+
+@pytest.mark.parametrize("stale", ["hidden states", "side input"])
+def test_a_hop_that_is_dropped_is_found(stale: str, toys, machine) -> None:
+    """A block of the second device gets what was hopped there for another one, or zeros."""
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager:
+        managed = managed_net(toys, manager, "split")
+        attachment = managed.members[0].attachment
+        number = min(attachment.shares[1].blocks)
+        name = attachment.component.blocks[number].name
+        hops = attachment.forwards.hops
+        move = hops.move
+
+        def drop(value, device, *rest, **named):
+            moved = move(value, device, *rest, **named)
+            if attachment.forwards.share_of[number].computing.keys() == {number} and isinstance(moved, tuple):
+                (hidden, shift), keywords = moved
+                if stale == "hidden states":
+                    return (torch.zeros_like(hidden), shift), keywords
+                return (hidden, torch.zeros_like(shift)), keywords
+            return moved
+
+        hops.move = drop
+        found = managed.verify(x)
+        del hops.move
+        assert first_place(found) == name and "its inputs differ already" in found.first.text
+        managed.release()
+
+
+def test_a_hop_that_is_not_made_at_all_is_found(toys, machine) -> None:
+    """The block of the second device fails with torch's own error about devices; that is named, too."""
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager:
+        managed = managed_net(toys, manager, "split")
+        attachment = managed.members[0].attachment
+        number = min(attachment.shares[1].blocks)
+        hops, move = attachment.forwards.hops, attachment.forwards.hops.move
+
+        def stay(value, device, *rest, **named):
+            return value if device.index == 1 else move(value, device, *rest, **named)
+
+        hops.move = stay
+        found = managed.verify(x)
+        del hops.move
+        assert attachment.component.blocks[number].name in first_place(found) and "fails" in found.first.text
+        assert_at_rest(managed)
+        managed.release()
+
+
+class Filling(nn.Module):
+    """Fills a buffer that its caller gives, as LTX's decoder does, and returns something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, output_buffer: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        output_buffer.copy_(x)
+        return x.sum()
+
+
+def test_an_argument_that_is_not_filled_is_found(machine) -> None:
+    with machine(8) as manager:
+        managed = manage(Filling(), manager=manager)
+        move = managed.members[0].attachment.forwards.hops.move
+
+        def lose(value, device, *rest, **named):
+            moved = move(value, device, *rest, **named)
+            if isinstance(moved, tuple) and "output_buffer" in moved[1]:
+                return moved[0], moved[1] | {"output_buffer": moved[1]["output_buffer"].clone()}
+            return moved
+
+        managed.members[0].attachment.forwards.hops.move = lose
+        found = managed.verify(torch.randn(2, 16), output_buffer=torch.zeros(2, 16))
+        assert "what the call wrote into its arguments" in first_place(found)
+        del managed.members[0].attachment.forwards.hops.move
+        managed.release()
+
+
+# -- what is called
+
+
+def test_several_modules_are_called_by_a_function(toys, machine) -> None:
+    x = torch.randn(1, 3, 64)
+    one, two = toys.build_net(1), toys.build_net(2)
+    with machine(8, 8) as manager:
+        managed = manage({"one": one, "two": two}, placement="one=gpu:1,two=gpu:0", manager=manager)
+        found = managed.verify(lambda x: two(one(x)), x)
+        assert found.is_equal, found.text()
+        assert found.num_calls == 2 * 11
+        with pytest.raises(InvalidInput, match="give the function that calls them first"):
+            managed.verify(x)
+        managed.release()
+    with pytest.raises(InvalidInput, match="released"):
+        managed.verify(two, x)
+
+
+def test_it_is_refused_in_the_middle_of_a_forward(toys, machine) -> None:
+    x = torch.randn(1, 3, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "streamed")
+        net = managed.members[0].attachment.module
+        caught = []
+
+        def ask(*_: object) -> None:
+            try:
+                managed.verify(x)
+            except UnsafeState as error:
+                caught.append(error)
+
+        handle = net.doubles[1].register_forward_hook(ask)
+        expected = net(x).cpu()
+        handle.remove()
+        assert len(caught) == 1
+        caught.clear()
+        assert torch.equal(net(x).cpu(), expected)
+        managed.release()
+
+
+def test_outputs_that_are_not_kept_are_compared_by_digest(toys, machine, monkeypatch) -> None:
+    monkeypatch.setattr("highwater.memory.verify.MAX_KEPT_BYTES", 3000)
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "resident")
+        assert "compared by digest only" in managed.verify(x).text()
+        attachment = managed.members[0].attachment
+        unit = next(unit for unit in attachment.units if unit.name == "doubles.1")
+        flip(unit.copy.slab.data)
+        found = managed.verify(x)
+        if not found.is_equal:  # else it counts as a write
+            assert found.first.place == "doubles.1"
+        managed.release()
