@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..memory.errors import DoesNotFit, InvalidInput
+from ..memory.errors import DoesNotFit, InvalidInput, one_line
 
 if TYPE_CHECKING:
     from .hardware import Hardware
@@ -22,6 +23,10 @@ PROFILE_HELP = (
     "such as 4,diffusion=2GiB,prefetch=2 (files only)"
 )
 DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
+
+
+# What is wrong with a path that was named; anything else, such as a full disk, fails the run.
+NOT_USABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,18 +42,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         return int(options.command(options))
     except InvalidInput as error:
-        print(f"highwater: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         from .runner import NodeFailed
 
         if not isinstance(error, DoesNotFit | NodeFailed):
             raise
-        print(f"highwater: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # of `highwater profiles | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"highwater: {one_line(describe(error))}", file=sys.stderr)
+        return 2 if error.errno in NOT_USABLE else 1
     except KeyboardInterrupt:
         print("highwater: interrupted", file=sys.stderr)
         return 130
+
+
+def describe(error: OSError) -> str:
+    """Return what the system says of a file or folder that a command cannot read or write."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 
 def build_parser() -> Parser:

@@ -19,7 +19,7 @@ from ..memory.units import GIB, format_bytes, parse_bytes
 __all__ = ["DescribedDevice", "Hardware", "parse_hardware"]
 
 NAME = re.compile(r"gpu(?=:)|host")
-SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*")
+SIZE = re.compile(r"\d+(?:\.\d+)?\s*[A-Za-z]*", re.ASCII)
 # A PCIe 4.0 x16 slot moves about 25 GB/s.
 DEFAULT_LINK_BYTES_PER_S = 25 * 10**9
 DEFAULT_HOST_BYTES = 32 * GIB
@@ -121,7 +121,7 @@ def parse_hardware(text: str) -> Hardware:
                 scanner.fail("'/s' must follow a speed, such as 25GB/s")
         sizes[name] = total, speed
     host_bytes, _ = sizes.pop("host", (DEFAULT_HOST_BYTES, 0))
-    names = sorted(sizes, key=lambda name: int(name[4:]))
+    names = sorted(sizes, key=lambda name: (len(name), name))
     if not names or names != [f"gpu:{number}" for number in range(len(names))]:
         raise InvalidInput(
             f"devices {text!r}: allowed are gpu:0, gpu:1, ... without a gap, and host; got {names or 'none'}"
@@ -143,7 +143,7 @@ def parse_name(scanner: Scanner) -> str:
     number = scanner.match(INTEGER)
     if number is None:
         scanner.fail("the number of the gpu is missing, such as gpu:0")
-    return f"gpu:{int(number[0])}"
+    return f"gpu:{number[0].lstrip('0') or 0}"
 
 
 def parse_amount(scanner: Scanner) -> int:

@@ -4,21 +4,20 @@ budget = bitem { "," bitem }
 bitem  = [ ( device | component | "*" ) "=" ] size
 size   = amount | "-" amount (leave that much free) | "unlimited"
 amount = number unit | number "%"
-unit   = "GiB" | "MiB" | "GB" | "MB"
+unit   = "GiB" | "MiB" | "GB" | "MB" | "G" | "M", in any case; G is GiB, and 0 needs none
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from .errors import InvalidInput
+from .errors import InvalidInput, quoted
 from .placement import INTEGER, WORD, Scanner, canonical_device, names_device, resolve_kind
-from .units import MIB, UNITS, parse_bytes
+from .units import LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
 
 __all__ = [
     "BudgetItem",
@@ -34,12 +33,12 @@ __all__ = [
 
 # What each number of an item may be: of which types, in which range, and how that is said.
 NUMBERS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
-    "limit_bytes": ((int,), lambda number: number >= 0, "a whole number from 0"),
+    "limit_bytes": ((int,), lambda number: 0 <= number <= LARGEST_SIZE, "a whole number from 0 to 2**63 - 1"),
     "share": ((int, float), lambda number: 0 < number <= 1, "more than 0 to 1"),
-    "leave_bytes": ((int,), lambda number: number >= 0, "a whole number from 0"),
+    "leave_bytes": ((int,), lambda number: 0 <= number <= LARGEST_SIZE, "a whole number from 0 to 2**63 - 1"),
     "leave_share": ((int, float), lambda number: 0 < number < 1, "more than 0 and less than 1"),
 }
-SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)")
+SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,14 +62,14 @@ class BudgetItem:
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not self.target:
-            raise InvalidInput(f"budget target {self.target!r}: allowed is a device, a component or '*'")
+            raise InvalidInput(f"budget target {quoted(self.target)}: allowed is a device, a component or '*'")
         given = {name: number for name in NUMBERS if (number := getattr(self, name)) is not None}
         if len(given) > 1:
             raise InvalidInput(f"budget of {self.target!r}: {' and '.join(given)} are set, allowed is one of them")
         for name, number in given.items():
             types, is_allowed, allowed = NUMBERS[name]
             if isinstance(number, bool) or not isinstance(number, types) or not is_allowed(number):
-                raise InvalidInput(f"budget of {self.target!r}: {name} {number!r}, allowed is {allowed}")
+                raise InvalidInput(f"budget of {self.target!r}: {name} {quoted(number)}, allowed is {allowed}")
 
     def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
         """Return the most bytes that weights may take on a device with these bytes in all and to have.
@@ -158,7 +157,7 @@ def parse_target(
     if names_device(word):
         if scanner.take(":"):
             number = scanner.match(INTEGER)
-            word += f":{number[0]}" if number else ":"
+            word += f":{number[0].lstrip('0') or 0}" if number else ":"
         target = canonical_device(word)
         if target not in devices:
             scanner.fail(f"device {word!r} is not here; allowed: {', '.join(devices)}", at=begin)
@@ -183,10 +182,13 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
         if not 0 < share <= 1 or (minus and share == 1):
             scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% to 100%", at=begin)
         return BudgetItem(target=target, leave_share=share) if minus else BudgetItem(target=target, share=share)
-    if unit not in UNITS:
-        problem = "has no unit" if not unit else f"has the unknown unit {unit!r}"
+    problem = unit_problem(number, unit)
+    if problem is not None:
         scanner.fail(f"{match[0].strip()!r} {problem}; allowed: {', '.join(UNITS)} or %", at=begin)
-    num_bytes = parse_bytes(number + unit)
+    try:
+        num_bytes = parse_bytes(number + unit)
+    except InvalidInput as error:
+        scanner.fail(str(error), at=begin)
     return (
         BudgetItem(target=target, leave_bytes=num_bytes) if minus else BudgetItem(target=target, limit_bytes=num_bytes)
     )
@@ -232,7 +234,7 @@ def read_mmgp_budgets(
 
 def read_target(name: Any, *, devices: Collection[str], components: Sequence[str], what: str) -> str:
     """Return the plain name of the device, component or kind that Python code names. Raises `InvalidInput`."""
-    scanner = Scanner(str(name), what=what)
+    scanner = Scanner(name, what=what)
     target = parse_target(scanner, devices, components)
     if not scanner.at_end:
         scanner.fail("allowed is the name of one component or device")
@@ -250,9 +252,9 @@ def read_mmgp_size(value: Any, target: str, what: str) -> BudgetItem:
         if not scanner.at_end:
             scanner.fail(f"{value[scanner.position]!r} is unexpected; allowed: one size")
         return item
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_SIZE // MIB:
         raise InvalidInput(
-            f"{what} {value!r}: allowed is a number of MB from 0 (unlimited), a text such as '30%' or '6GiB', "
+            f"{what} {quoted(value)}: allowed is a number of MB from 0 (unlimited), a text such as '30%' or '6GiB', "
             "or a dict of these by component"
         )
     return BudgetItem(target=target, limit_bytes=int(value * MIB)) if value else BudgetItem(target=target)

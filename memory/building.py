@@ -27,12 +27,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .attachment import refuse_managed
 from .entries import split_owner
-from .errors import InvalidInput, allowed_values
+from .errors import InvalidInput, allowed_values, quoted, require
 from .foreign_config import check_config, declared_items, parse_config, read_config_file
 from .leaves import Wrapper
 from .reading import torch_dtype
 from .source import WeightsSource
-from .weights import TensorHeader, quoted, read_header
+from .weights import TensorHeader, read_header
 
 __all__ = ["load_model", "load_weights", "source_of"]
 
@@ -75,6 +75,9 @@ def load_model(
         InvalidInput: the file, the config or the class is not there or not usable, or the names and shapes of file and
             module differ. What the class raises for its config comes through.
     """
+    require(prefix, str, what="prefix", allowed="a text")
+    if model_class is not None:
+        require(model_class, Callable, what="model_class", allowed="a class, or a function that returns a module")  # type: ignore[arg-type]
     paths = find_shards(path)
     source = WeightsSource(paths, prefix=prefix)
     known = read_config(paths[0], config)
@@ -117,6 +120,8 @@ def load_weights(
             is as it was. The file cannot be read: weights that had memory may hold anything.
         UnsafeState: the module is managed.
     """
+    require(module, nn.Module, what="module", allowed="a torch module")
+    require(prefix, str, what="prefix", allowed="a text")
     refuse_managed(module)
     if path is None:
         known = sources.get(module)
@@ -148,6 +153,8 @@ def source_of(module: nn.Module) -> WeightsSource | None:
 def find_shards(path: Paths) -> list[Path]:
     """Return the files of a model: those given, or all shards of the numbering that one belongs to."""
     if not isinstance(path, str | Path):
+        if not isinstance(path, Sequence) or not all(isinstance(part, str | Path) for part in path):
+            raise InvalidInput(f"path {quoted(path)}: allowed is the path of a .safetensors file, or a list of paths")
         if not path:
             raise InvalidInput("no file is named; expected one .safetensors file or more")
         return [Path(part) for part in path]
@@ -168,6 +175,7 @@ def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dic
     if isinstance(given, Mapping):
         return dict(given)
     if given is not None:
+        require(given, (str, Path), what="config", allowed="a dict, or the path of a JSON file")
         return read_config_file(Path(given))
     metadata = read_header(path).metadata
     if "config_base64" in metadata:  # as mmgp writes it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import NoneType, SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .building import source_of
 from .default import default_manager
 from .devices import list_devices
 from .discovery import discover_components, holds_pipeline
-from .errors import InvalidInput
+from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
 from .placement import parse_placement
@@ -199,24 +199,37 @@ def manage(
         InvalidInput: one line naming the value and what is allowed; the target is as it was.
         DoesNotFit: a component's least form exceeds its device; the target is as it was.
     """
+    require(manager, (MemoryManager, NoneType), what="manager", allowed="a MemoryManager or None")
+    require(name, (str, NoneType), what="name", allowed="a text or None")
+    require(node_id, (str, NoneType), what="node_id", allowed="a text or None")
     modules = discover_components(target)
-    manager = manager or default_manager()
+    if manager is None:
+        manager = default_manager()
     sources = {component: source for component, module in modules.items() if (source := source_of(module)) is not None}
     members, plan = manager.add(
         modules,
         **read_choices(profile, placement, precision, list(modules), overrides),
         sources=sources | read_files({} if files is None else files),
-        patterns=blocks,
+        patterns=read_patterns(blocks),
         name=name,
         node_id=node_id,
     )
     return Managed(manager, members, plan, target if holds_pipeline(target) else None)
 
 
+def read_patterns(blocks: Any) -> dict[str, str] | None:
+    """Return what moves together, by component. Raises `InvalidInput`."""
+    if blocks is None:
+        return None
+    if not isinstance(blocks, Mapping) or not all(isinstance(text, str) for item in blocks.items() for text in item):
+        raise InvalidInput(f"blocks {quoted(blocks)}: allowed is a dict of patterns by component, such as layers.*")
+    return dict(blocks)
+
+
 def read_files(files: Any) -> dict[str, WeightsSource]:
     """Return where components have their weights, from the paths of their files. Raises `InvalidInput`."""
     if not isinstance(files, Mapping):
-        raise InvalidInput(f"files {files!r}: allowed is a dict of paths by component")
+        raise InvalidInput(f"files {quoted(files)}: allowed is a dict of paths by component")
     sources = {}
     for component, paths in files.items():
         several = [paths] if isinstance(paths, str | Path) else paths
@@ -226,7 +239,7 @@ def read_files(files: Any) -> dict[str, WeightsSource]:
             sources[component] = paths
         else:
             raise InvalidInput(
-                f"files of {component!r}: {paths!r}; allowed is the path of a .safetensors file, or a list"
+                f"files of {quoted(component)}: {quoted(paths)}; allowed is the path of a .safetensors file, or a list"
             )
     return sources
 

@@ -18,7 +18,7 @@ from torch import nn
 from .attachment import Attachment
 from .books import Recorder
 from .devices import Device, list_devices
-from .errors import DoesNotFit, InvalidInput, UnsafeState
+from .errors import DoesNotFit, InvalidInput, UnsafeState, require
 from .learning import learn_times
 from .ledger import Ledger
 from .membership import Member, Watermark, default_watermark
@@ -276,6 +276,7 @@ class MemoryManager:
         cancels it and comes out of the forward that needed the loading, or out of the call, after which the module is
         as it was, or has its old profile. Weights that were packed in eight bits by then come back widened.
         """
+        require(watcher, Callable, what="watcher", allowed="a function of component, bytes done and bytes in all")  # type: ignore[arg-type]
         self.watchers.append(watcher)
         return partial(discard, self.watchers, watcher)
 
@@ -372,6 +373,7 @@ class MemoryManager:
 
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call the listener with every node's report and every eviction; returns what ends that."""
+        require(listener, Callable, what="listener", allowed="a function of one dict")  # type: ignore[arg-type]
         self.recorder.listeners.append(listener)
         return partial(discard, self.recorder.listeners, listener)
 

@@ -10,11 +10,11 @@ from torch import nn
 
 from .attachment import Attachment
 from .component import Component
-from .errors import InvalidInput
+from .errors import InvalidInput, quoted, require
 from .plan import ComponentPlan
 from .profile import OffloadProfile
 from .source import WeightsSource
-from .units import MIB, format_bytes
+from .units import LARGEST_SIZE, MIB, format_bytes
 
 __all__ = ["Member", "Watermark", "default_watermark", "refuse_shared_split", "refuse_unsuitable"]
 
@@ -27,9 +27,13 @@ class Watermark:
     high_bytes: int = 768 * MIB
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low_bytes <= self.high_bytes:
+        for name in ("low_bytes", "high_bytes"):
+            require(getattr(self, name), int, what=f"watermark {name}", allowed="a whole number of bytes")
+            if not 0 <= getattr(self, name) <= LARGEST_SIZE:
+                raise InvalidInput(f"watermark {name} {quoted(getattr(self, name))}: allowed is 0 to 2**63 - 1")
+        if self.low_bytes > self.high_bytes:
             low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
-            raise InvalidInput(f"watermark low={low} high={high}: allowed is 0 <= low <= high")
+            raise InvalidInput(f"watermark low={low} high={high}: allowed is low <= high")
 
 
 def default_watermark(total_bytes: int) -> Watermark:

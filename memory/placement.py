@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from .errors import InvalidInput, allowed_values
+from .errors import InvalidInput, allowed_values, quoted
 
 __all__ = [
     "AUTO",
@@ -41,8 +41,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 TIERS = ("device", "pinned", "host", "disk")
 AUTO = "auto"
 WORD = re.compile(r"[A-Za-z_][\w.\-]*|\*")
-INTEGER = re.compile(r"\d+")
-RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)")
+INTEGER = re.compile(r"\d+", re.ASCII)
+RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +89,8 @@ class Scanner:
     """Reads one line of text from left to right and knows the column for every complaint (from 1)."""
 
     def __init__(self, text: str, *, what: str) -> None:
+        if not isinstance(text, str):
+            raise InvalidInput(f"{what} {quoted(text)} is a {type(text).__name__}; allowed is a text")
         self.text = text
         self.what = what
         self.position = 0
@@ -230,7 +232,7 @@ def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
     if scanner.take(":"):
         number = scanner.match(INTEGER)
         if number:
-            name = f"{name}:{int(number[0])}"
+            name = f"{name}:{number[0].lstrip('0') or 0}"
         else:  # the colon begins a tier
             scanner.position = after_name
     canonical = canonical_device(name)

@@ -27,7 +27,7 @@ from .budget import (
     read_mmgp_budgets,
     read_target,
 )
-from .errors import InvalidInput, allowed_values
+from .errors import InvalidInput, allowed_values, quoted, require
 from .placement import WORD, Scanner, resolve_kind
 from .units import GIB, MIB
 
@@ -57,7 +57,7 @@ LANGUAGE = "language"
 LARGEST_PREFETCH = 4
 NAMES = ("pinned", "quantize", "on_demand")
 SETTINGS = ("pinned", "prefetch", "quantize", "disk", "reserve", "compile")
-NUMBER = re.compile(r"\d+(?=\s*(,|$))")
+NUMBER = re.compile(r"\d+(?=\s*(,|$))", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +85,10 @@ class OffloadProfile:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in (AUTO, *TITLES):
-            raise InvalidInput(f"profile {self.name!r} is unknown; {allowed_values(str(self.name), [AUTO, *TITLES])}")
+        if not isinstance(self.name, str) or self.name not in (AUTO, *TITLES):
+            raise InvalidInput(
+                f"profile {quoted(self.name)} is unknown; {allowed_values(quoted(self.name), [AUTO, *TITLES])}"
+            )
         refuse_wrong_items(self.budgets, "budgets")
         refuse_wrong_items(self.reserve, "reserve")
         for item in self.reserve:
@@ -95,12 +97,12 @@ class OffloadProfile:
         for field in NAMES:
             names = getattr(self, field)
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise InvalidInput(f"{field} {names!r}: allowed is a tuple of names, such as ('diffusion',)")
+                raise InvalidInput(f"{field} {quoted(names)}: allowed is a tuple of names, such as ('diffusion',)")
         ahead = self.prefetch_blocks
         if ahead is not None and (type(ahead) is not int or not 1 <= ahead <= LARGEST_PREFETCH):
-            raise InvalidInput(f"prefetch_blocks {ahead!r}: allowed is 1 to {LARGEST_PREFETCH}, or None")
+            raise InvalidInput(f"prefetch_blocks {quoted(ahead)}: allowed is 1 to {LARGEST_PREFETCH}, or None")
         if not isinstance(self.compile, bool):
-            raise InvalidInput(f"compile {self.compile!r}: allowed is True or False")
+            raise InvalidInput(f"compile {quoted(self.compile)}: allowed is True or False")
 
     @property
     def title(self) -> str:
@@ -178,7 +180,7 @@ def most_left_free(items: Sequence[BudgetItem], total_bytes: int) -> int:
 
 def refuse_wrong_items(items: Any, field: str) -> None:
     if not isinstance(items, tuple) or not all(isinstance(item, BudgetItem) for item in items):
-        raise InvalidInput(f"{field} {items!r}: allowed is a tuple of BudgetItem")
+        raise InvalidInput(f"{field} {quoted(items)}: allowed is a tuple of BudgetItem")
     seen = set()
     for item in items:
         if (item.target, item.from_profile) in seen:
@@ -355,7 +357,9 @@ def build_profile(
     if isinstance(profile, OffloadProfile):
         profile = resolve_names(profile, devices=devices, components=components)
     else:
-        profile = parse_profile(str(profile), devices=devices, components=components)
+        require(profile, (str, int), what="profile", allowed="a text, a number 1 to 5 or an OffloadProfile")
+        text = profile if isinstance(profile, str) else quoted(profile)
+        profile = parse_profile(text, devices=devices, components=components)
     allowed = [field.name for field in fields(OffloadProfile) if field.name != "name"]
     changes: dict[str, Any] = {}
     for name, value in overrides.items():
@@ -390,7 +394,7 @@ def read_names(value: Any, components: Sequence[str], what: str) -> tuple[str, .
         return EVERYTHING if value else ()
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise InvalidInput(f"{what} {value!r}: allowed is True, False, a component, or a list of them")
+        raise InvalidInput(f"{what} {quoted(value)}: allowed is True, False, a component, or a list of them")
     if not names:
         return ()
     scanner = Scanner("&".join(names), what=what)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from .books import Recorder
 from .devices import Device, HostMemory
-from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
+from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
 from .footprint import least_bytes
 from .ledger import Ledger
 from .link import known_link
@@ -69,6 +69,7 @@ class Room:
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
         """
+        require(device, str, what="watermark device", allowed="a text, such as gpu:0 or *")
         accelerators = [name for name, found in self.devices.items() if not found.is_cpu]
         name = canonical_device(device)
         if name != "*" and name not in accelerators:

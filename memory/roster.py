@@ -10,7 +10,7 @@ from torch import nn
 
 from .attachment import Attachment, Phase
 from .component import Component
-from .errors import InvalidInput, UnsafeState, allowed_values
+from .errors import InvalidInput, UnsafeState, allowed_values, quoted
 from .membership import Member, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
 from .packing import Ending
@@ -77,8 +77,9 @@ class Roster:
             is_hosted: a host decides when they come (`bring`) and go (`leave`).
         """
         for what, named in (("files of", sources), ("blocks of", patterns)):
-            for unknown in sorted(set(named or {}) - set(modules)):
-                raise InvalidInput(f"{what} {unknown!r}: no such component; {allowed_values(unknown, list(modules))}")
+            for unknown in sorted(set(named or {}) - set(modules), key=quoted):
+                known = allowed_values(quoted(unknown), list(modules))
+                raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
         components, plan = plan_modules(
             modules,
             self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values()))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from .errors import InvalidInput
+from .errors import InvalidInput, quoted
 
 __all__ = ["GIB", "KIB", "MIB", "align_up", "format_bytes", "parse_bytes", "slab_offsets"]
 
@@ -17,22 +17,36 @@ GIB = 1 << 30
 SLAB_ALIGNMENT = 256
 
 UNITS = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "MB": 10**6}
-SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
+# As people write them, in any case: a G is a GiB.
+SPELLINGS = {name.lower(): num_bytes for name, num_bytes in UNITS.items()} | {"g": GIB, "m": MIB}
+SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+# What drivers and torch count in; a size has no more digits than this and its fraction.
+LARGEST_SIZE = 2**63 - 1
 
 
 def parse_bytes(text: str, *, what: str = "size") -> int:
-    """Return the bytes of ``"1.5GiB"``; the unit is required and case-sensitive.
+    """Return the bytes of ``"1.5GiB"``, ``"800 mb"`` or ``"6G"``; only 0 needs no unit.
 
     Raises:
-        InvalidInput: no number, no unit, or a unit other than GiB, MiB, GB, MB.
+        InvalidInput: no number, no unit, a unit other than GiB, MiB, GB, MB, G, M, or more than 2**63 - 1 bytes.
     """
-    match = SIZE.fullmatch(text.strip())
+    match = SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
-        raise InvalidInput(f"{what} {text!r} is not a size; write a number and a unit, such as 6GiB or 800MiB")
-    if match["unit"] not in UNITS:
-        problem = "has no unit" if not match["unit"] else f"has the unknown unit {match['unit']!r}"
+        raise InvalidInput(f"{what} {quoted(text)} is not a size; write a number and a unit, such as 6GiB or 800MiB")
+    problem = unit_problem(match["number"], match["unit"])
+    if problem is not None:
         raise InvalidInput(f"{what} {text!r} {problem}; allowed: {', '.join(UNITS)}")
-    return int(float(match["number"]) * UNITS[match["unit"]])
+    num_bytes = float(match["number"]) * SPELLINGS.get(match["unit"].lower(), 1)
+    if num_bytes > LARGEST_SIZE:
+        raise InvalidInput(f"{what} {text!r} is more than any machine has; allowed: up to {LARGEST_SIZE >> 30}GiB")
+    return int(num_bytes)
+
+
+def unit_problem(number: str, unit: str) -> str | None:
+    """Return what is wrong with the unit behind a number, None if nothing is; 0 needs none."""
+    if unit.lower() in SPELLINGS or (not unit and not number.strip("0.")):
+        return None
+    return f"has the unknown unit {unit!r}" if unit else "has no unit"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -15,7 +15,7 @@ from collections import Counter
 import torch
 
 from .component import Component, TensorSpec
-from .errors import InvalidInput, allowed_values
+from .errors import InvalidInput, allowed_values, require
 from .units import format_bytes
 
 __all__ = [
@@ -53,13 +53,13 @@ def parse_precision(text: str | None) -> Precision | None:
     Raises:
         InvalidInput: an unknown precision; lists the known ones.
     """
-    if text is None or text == BY_PROFILE:
+    if text is None:
         return None
-    try:
-        return Precision(text)
-    except ValueError:
-        names = [*(precision.value for precision in Precision), BY_PROFILE]
-        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}") from None
+    names = [*(precision.value for precision in Precision), BY_PROFILE]
+    require(text, str, what="precision", allowed=f"a text, one of {', '.join(names)}")
+    if text not in names:
+        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}")
+    return None if text == BY_PROFILE else Precision(text)
 
 
 def cast_tensors(component: Component, precision: Precision) -> frozenset[str]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
 import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import InvalidInput
+from .errors import InvalidInput, quoted
 
 __all__ = [
     "DTYPE_BITS",
@@ -28,7 +26,6 @@ __all__ = [
     "WeightsHeader",
     "open_regular",
     "parse_integer",
-    "quoted",
     "read_header",
 ]
 
@@ -214,18 +211,6 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"{quoted(twice)} stands twice in one object")
     return content
-
-
-def make_quoting(length: int = 100) -> Callable[[Any], str]:
-    """Return what a line of ours repeats of a file: short, whatever it is, and without control characters."""
-    quoting = reprlib.Repr()
-    quoting.maxstring = quoting.maxother = quoting.maxlong = length
-    quoting.maxlist = quoting.maxdict = 8
-    quoting.maxlevel = 3
-    return quoting.repr
-
-
-quoted = make_quoting()
 
 
 def settled_version(descriptor: int) -> FileVersion:

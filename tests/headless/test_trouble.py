@@ -1,0 +1,80 @@
+"""What the system refuses the command line: permissions, full disks, names too long, a reader that has gone."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = str(ROOT / "headless" / "workflows" / "demo_sd.json")
+# Root reads everything, unless it gives this up.
+WITHOUT = "-dac_override,-dac_read_search"
+
+
+def run(*arguments: str, prepare: Callable[[], None] | None = None, **environment: str) -> tuple[int, str]:
+    """Run a command as one whom permissions bind; returns its exit code and what it said."""
+    command = [sys.executable, "-m", "highwater", *arguments]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("NOT TESTED: root needs setpriv to be refused anything")
+        command = ["setpriv", "--bounding-set", WITHOUT, "--inh-caps", WITHOUT, *command]
+    done = subprocess.run(
+        command, capture_output=True, text=True, preexec_fn=prepare, env={**os.environ, **environment}, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_what_may_not_be_read_is_one_line(command: str, tmp_path: Path) -> None:
+    for name in ("workflow.json", "model.safetensors"):
+        path = tmp_path / name
+        path.write_text("{}")
+        path.chmod(0)
+        assert run(command, str(path)) == (2, f"highwater: {path}: Permission denied\n")
+
+
+def test_a_folder_that_may_not_be_entered_is_one_line(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    code, said = run("plan", str(closed / "model.safetensors"))
+    assert code == 2 and said.startswith(f"highwater: {closed}") and said.count("\n") == 1
+
+
+def test_an_output_folder_that_may_not_be_written_to_is_one_line(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    code, said = run("run", WORKFLOW, "--out", str(closed / "out"), "--devices", "gpu:0=64MiB")
+    assert code in (1, 2) and "Permission denied" in said and said.count("\n") == 1
+
+
+def test_a_cache_on_a_full_disk_is_one_line_and_nothing_half_written(tmp_path: Path) -> None:
+    """Files may not grow past 4 KiB, which fails as a full disk does; without the limit the cache is then built."""
+
+    def fill_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    code, said = run("plan", WORKFLOW, prepare=fill_disk, XDG_CACHE_HOME=str(tmp_path))
+    assert code == 1 and said.count("\n") == 1, said
+    code, said = run("plan", WORKFLOW, XDG_CACHE_HOME=str(tmp_path))
+    assert (code, said) == (0, "")
+
+
+def test_a_name_that_is_too_long_is_one_line_that_does_not_show_it_all() -> None:
+    code, said = run("plan", "x" * 5000)
+    assert code == 2 and said.count("x") <= 300 and "File name too long" in said
+
+
+def test_a_reader_that_has_gone_ends_the_command_quietly() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "highwater", "profiles"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
