@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
 from .entries import Entry
 from .transfer import CopyStream
 
-__all__ = ["DeviceCopy"]
+__all__ = ["DeviceCopy", "Known", "content_tag"]
+
+Known: TypeAlias = tuple[list[torch.Tensor], list[int]]
+"""Plain parameters and their addresses."""
+
+MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: the golden ratio of 64 bits
 
 
 class DeviceCopy:
@@ -18,24 +25,60 @@ class DeviceCopy:
     Args:
         views: what the module holds for each entry.
         ready: recorded behind the copy.
+        buffers_begin: where the slab has no more weights, but plain buffers.
     """
 
     def __init__(
-        self, slab: torch.Tensor, entries: Sequence[Entry], views: Sequence[torch.Tensor], ready: torch.Event
+        self,
+        slab: torch.Tensor,
+        entries: Sequence[Entry],
+        views: Sequence[torch.Tensor],
+        ready: torch.Event,
+        *,
+        buffers_begin: int,
     ) -> None:
         self.slab = slab
         # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
         self.views = [view.data if entry.is_plain_buffer else view for entry, view in zip(entries, views, strict=True)]
         self.buffers = [view for entry, view in zip(entries, self.views, strict=True) if entry.is_plain_buffer]
         self.ready = ready
+        self.buffers_begin = buffers_begin
         self.awaited: set[int] = set()
         """The streams that already wait for the copy."""
         self.loaded_version = slab._version
+        self.known: tuple[object, Known] = None, ([], [])
+        """Of what the module holds, for who looks whether it still does."""
+        self.tags: tuple[int, int] | None = None
+        """Those of the contents when they had come, of the weights and of the buffers behind them; None until then."""
+        self.is_untagged = False
+        """Whether there was no memory to find the tags."""
 
     @property
     def is_written(self) -> bool:
         """Whether weights were written to since it was loaded."""
         return self.slab._version != self.loaded_version
+
+    def find_tags(self) -> torch.Tensor:
+        """Return the tags of the weights and of the buffers, where they are."""
+        regions = self.slab[: self.buffers_begin], self.slab[self.buffers_begin :]
+        return torch.stack([content_tag(region) for region in regions])
+
+    def find_written(self) -> tuple[bool, bool]:
+        """Return whether weights and whether buffers are not what came, however they were written.
+
+        Reads the slab where it is, and two numbers of it; waits for what computes.
+        """
+        written = self.is_written, self.has_written_buffers
+        if all(written) or (self.tags is None and not self.is_untagged):
+            return written
+        try:
+            tags = self.find_tags().tolist() if self.tags is not None else None
+        except torch.OutOfMemoryError:
+            tags = None
+        if tags is None:  # copying all of it back is right, too
+            return True, True
+        assert self.tags is not None
+        return written[0] or tags[0] != self.tags[0], written[1] or tags[1] != self.tags[1]
 
     @property
     def has_written_buffers(self) -> bool:
@@ -48,3 +91,20 @@ class DeviceCopy:
         if stream not in self.awaited:
             copies.await_on_compute(self.ready)
             self.awaited.add(stream)
+
+
+@torch.no_grad()
+def content_tag(slab: torch.Tensor) -> torch.Tensor:
+    """Return 64 bits that tell the contents of a slab, where it is; reads it twice, in kilobytes of extra memory.
+
+    The words as a table, and each row's and each column's sum times a factor of its own: words that change places
+    change a row or a column, flipped signs do not cancel each other.
+    """
+    with torch.inference_mode(False):
+        words = slab.view(torch.int64)
+        num_columns = max(1, math.isqrt(words.numel()))
+        num_rows = words.numel() // num_columns
+        table, tail = words[: num_rows * num_columns].view(num_rows, num_columns), words[num_rows * num_columns :]
+        sums = torch.cat([table.sum(1), table.sum(0), tail])
+        factors = torch.arange(1, sums.numel() + 1, device=slab.device).mul_(MULTIPLIER).bitwise_or_(1)
+        return sums.mul_(factors).sum()

@@ -16,6 +16,7 @@ from .masters import FileMaster, HostMaster
 from .source import WeightsSource
 from .transfer import Bounce, CopyStream, Form, SlabLayout
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
+from .watched import unwatch, watch
 
 __all__ = ["BlockState", "Unit"]
 
@@ -58,7 +59,8 @@ class Unit:
         self.bare: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
-        self.placed: list[torch.Tensor] = []
+        self.placed: Sequence[torch.Tensor] = []
+        """What it let the module hold last."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
     def lay_out(self) -> SlabLayout:
@@ -73,6 +75,14 @@ class Unit:
     @property
     def slab_bytes(self) -> int:
         return self.layout.slab_bytes
+
+    @property
+    def buffers_begin(self) -> int:
+        """Where the slab has no more weights, but plain buffers, which come last."""
+        num_leaves = sum(
+            count for entry, count in zip(self.entries, self.num_leaves, strict=True) if not entry.is_plain_buffer
+        )
+        return self.layout.offsets[num_leaves] if num_leaves < len(self.layout.offsets) else self.slab_bytes
 
     @property
     def host_slab(self) -> torch.Tensor | None:
@@ -135,7 +145,7 @@ class Unit:
                 to_read.append((entry.spec.name, views[0]))
             else:
                 copy_leaves(views, weight if entry.scale is None else quantize_fp8(weight.detach(), entry.scale))
-            self.masters.append(repoint(entry, views))
+            self.masters.append(watch(repoint(entry, views)))
         if progress is not None and copied_bytes:
             progress(copied_bytes)
         if to_read:
@@ -257,7 +267,7 @@ class Unit:
                 repoint(entry, [stored[name]], lasting=True)
             elif master is not None and entry.owners:
                 own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
-                entry.hold(master)
+                entry.hold(unwatch(master))
                 if own:
                     repoint(entry, own, lasting=True)
         self.forget_masters()
@@ -268,6 +278,7 @@ class Unit:
         """Drop the masters, and let the module hold shapes without memory: nobody uses it any more. Reads nothing."""
         for entry in self.entries:
             entry.wrapper = None
+            unwatch(entry.held)
             repoint(entry, [torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")])
         self.forget_masters()
 
@@ -288,7 +299,7 @@ class Unit:
         try:
             self.master.copy_to(slab, 0, copies)
             copies.mark_ready(ready)
-            self.copy = DeviceCopy(slab, self.entries, self.held_views(slab), ready)
+            self.copy = DeviceCopy(slab, self.entries, self.held_views(slab), ready, buffers_begin=self.buffers_begin)
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
@@ -309,12 +320,13 @@ class Unit:
         Weights are read-only at inference, so almost always there is nothing, and nothing is copied back. Those that
         rest in their file but are not what it has any more stay in host memory from now on.
         """
-        if not copy.is_written and not copy.has_written_buffers:
+        is_written, has_written_buffers = copy.find_written()
+        if not is_written and not has_written_buffers:
             return
         with torch.no_grad():
             if self.host_slab is not None:
                 self.host_slab.copy_(copy.slab)
-            elif isinstance(self.master, FileMaster) and not (copy.is_written and self.leave_file(self.master, copy)):
+            elif isinstance(self.master, FileMaster) and not (is_written and self.leave_file(self.master, copy)):
                 views = self.layout.views(copy.slab)
                 for place, leaf in self.master.kept.items():
                     with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
@@ -330,7 +342,7 @@ class Unit:
                 return False
         except InvalidInput:  # the file is gone or another one: nobody else has these weights
             pass
-        self.master, self.masters = HostMaster(slab), self.held_views(slab)
+        self.master, self.masters = HostMaster(slab), [watch(view) for view in self.held_views(slab)]
         self.charge_host(self.slab_bytes - master.kept_bytes)
         return True
 
@@ -381,7 +393,7 @@ class Unit:
             if entry.is_buffer and entry.owners and self.placed and entry.held is not self.placed[index]:
                 self.take_replaced(entry, tensor)
             entry.hold(tensor)
-        self.placed, self.state = list(tensors), state
+        self.placed, self.state = tensors, state
 
     def take_replaced(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""

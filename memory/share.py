@@ -136,6 +136,8 @@ class Share:
             # A host may read buffers (noise schedules) before any entry of ours; a pass waits for the rest.
             if self.fixed.copy is not None:
                 self.fixed.copy.await_copy(self.copies)
+            if self.loaded_bytes > before:
+                self.tag_copies()
         except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
             self.unload()
             raise
@@ -148,6 +150,21 @@ class Share:
                 unit.load(self.copies)
             self.loaded_bytes += unit.slab_bytes
             self.progress(unit.slab_bytes)
+
+    def tag_copies(self) -> None:
+        """Find the tags of the copies that have come, by which writes are seen when they leave. Waits for them."""
+        assert self.copies is not None
+        new = [unit.copy for unit in self.units if unit.copy is not None and unit.copy.tags is None]
+        try:
+            self.copies.drain()
+            with self.copies.home:
+                tags = torch.stack([copy.find_tags() for copy in new]).tolist()
+        except torch.OutOfMemoryError:
+            for copy in new:
+                copy.is_untagged = True
+        else:
+            for copy, (weights, buffers) in zip(new, tags, strict=True):
+                copy.tags = weights, buffers
 
     def settle(self) -> None:
         """Let the ledger say what is there: an interrupt may have come between a step and its entry."""

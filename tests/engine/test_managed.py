@@ -161,21 +161,19 @@ def test_out_of_memory_at_any_allocation_leaves_nothing_and_the_next_try_works(t
         want = reference(toys, x, precision="as stored", dtype=torch.float32, device="sim:0", calls=1)[0]
         net = toys.build_net()
         with manage(net, profile=profile, placement=placement, manager=manager):
-            for nth in range(1, 100):
+            num_failures = 0
+            for nth in range(1, 60):
                 manager.members["model"].attachment.unload()
                 sim.fail_alloc(0, nth)
                 try:
-                    assert torch.equal(net(x).cpu(), want)
-                    break
+                    assert torch.equal(net(x).cpu(), want)  # some are done without
                 except torch.OutOfMemoryError:
-                    pass
+                    num_failures += 1
                 # Only here: a handled error's frames hold tensors.
                 manager.ledger.check()
                 for index in range(2):
                     assert sim.stats(index).used_bytes == manager.ledger.used(f"gpu:{index}")
-            else:
-                pytest.fail("never got through")
-            assert nth > 8  # the failures really were inside loading and computing
+            assert 8 < num_failures < 59  # the failures really were inside loading and computing
             sim.fail_alloc(0, 0)
             assert torch.equal(net(x).cpu(), want)
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from highwater.memory import manage
+from highwater.memory import device_copy, manage
+from highwater.memory.device_copy import content_tag
 
 PROFILES = ["auto", "0.8MiB", "0.55MiB", "0.45MiB"]
 
@@ -33,7 +35,28 @@ def assign(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
         setattr(net.get_submodule(path), attribute, nn.Parameter(state[name].clone(), parameter.requires_grad))
 
 
-@pytest.mark.parametrize("write", [load, copy, assign_data, assign])
+def add_to_data(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """As peft's ``merge()`` does it."""
+    for name, parameter in net.named_parameters():
+        parameter.data += state[name].to(parameter.device) - parameter.data
+        parameter.data.copy_(state[name])  # the sum is rounded
+
+
+def copy_to_data(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.data.copy_(state[name])
+
+
+def assign_data_of_one(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Other memory for each weight but one of a block; all are written in the end."""
+    for name, parameter in net.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.copy_(state[name])
+        else:
+            parameter.data = state[name].clone()
+
+
+@pytest.mark.parametrize("write", [load, copy, assign_data, assign_data_of_one, add_to_data, copy_to_data, assign])
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("num_passes", [0, 1, 3])
 @torch.no_grad()
@@ -53,3 +76,104 @@ def test_the_next_pass_computes_with_what_was_written(
             for _ in range(5):
                 assert torch.equal(net(x).cpu(), want)
         assert all(torch.equal(parameter, state[name]) for name, parameter in net.named_parameters())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("tier", ["pinned", "disk"])
+@torch.no_grad()
+def test_one_element_written_through_data_counts_and_outlives_the_device(
+    toys, machine, tmp_path, profile: str, tier: str
+) -> None:
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    save_file({name: tensor.clone() for name, tensor in net.state_dict().items()}, tmp_path / "net.safetensors")
+    files = {"net": [tmp_path / "net.safetensors"]} if tier == "disk" else None
+    if tier == "disk" and profile != "auto":
+        pytest.skip("weights that rest in their file have no memory to write to")
+    with machine(8) as manager:
+        choices = {"placement": f"gpu:0:{tier}", "files": files, "manager": manager}
+        with manage({"net": net}, profile, **choices) as managed:
+            for number, block in enumerate([*net.doubles, *net.singles]):
+                net(x)
+                torch.accelerator.synchronize(0)
+                data = block.up.weight.data
+                data[number, 3] = 7.0
+                block.norm.bias.data.neg_().add_(1.0)
+                del data
+                got = net(x).cpu()
+                other = toys.build_net()
+                other.load_state_dict({name: tensor.cpu() for name, tensor in net.state_dict().items()})
+                assert torch.equal(got, on_device(other, x))
+                assert other.get_parameter(f"{name_of(net, block)}.up.weight")[number, 3] == 7.0
+                if number % 2:
+                    managed.members[0].attachment.unload()
+                assert torch.equal(net(x).cpu(), got)
+        for number, block in enumerate([*net.doubles, *net.singles]):
+            assert block.up.weight[number, 3] == 7.0 and (block.norm.bias == 1.0).all()
+            assert type(block.up.weight) is nn.Parameter
+
+
+def name_of(net: nn.Module, module: nn.Module) -> str:
+    return next(name for name, found in net.named_modules() if found is module)
+
+
+def on_device(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    output = net.to("sim:0")(x.to("sim:0")).cpu()
+    net.to("cpu")
+    return output
+
+
+@torch.no_grad()
+def test_words_that_change_places_are_another_content() -> None:
+    """The tag of a resident copy: swapped rows, swapped words, flipped signs, one bit."""
+    for num_words in (2, 3, 7, 64, 1000):
+        words = torch.randint(-(2**62), 2**62, (num_words,))
+        tag = int(content_tag(words.view(torch.uint8)))
+        for change in (
+            words.flip(0),
+            words.roll(1),
+            words.neg(),
+            words ^ torch.tensor([1] + [0] * (num_words - 1)),
+            words.view(torch.float32).neg().view(torch.int64),
+        ):
+            assert int(content_tag(change.clone().view(torch.uint8))) != tag
+
+
+@torch.no_grad()
+def test_reading_writes_nothing_back(toys, machine) -> None:
+    """A resident copy that was read through ``.data`` leaves without being copied, and nothing is streamed anew."""
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    with machine(8) as manager, manage(net, "auto", placement="gpu:0", manager=manager) as managed:
+        net(x)
+        assert all(parameter.data.isfinite().all() for parameter in net.parameters())
+        versions = [unit.host_slab._version for unit in managed.members[0].attachment.units]
+        managed.members[0].attachment.unload()
+        assert versions == [unit.host_slab._version for unit in managed.members[0].attachment.units]
+        manager.ledger.check()
+
+
+@pytest.mark.parametrize("when", ["as it comes", "as it leaves"])
+def test_a_device_without_memory_for_a_tag_copies_back(toys, machine, monkeypatch, when: str) -> None:
+    """What cannot be compared is taken for written."""
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+
+    def fail(slab: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    with machine(8) as manager, torch.no_grad(), manage(net, placement="gpu:0", manager=manager) as managed:
+        if when == "as it comes":
+            monkeypatch.setattr(device_copy, "content_tag", fail)
+        net(x)
+        monkeypatch.setattr(device_copy, "content_tag", fail)
+        net.doubles[1].up.weight.data.fill_(3.0)
+        net.doubles[1].gain.data.fill_(2.0)
+        managed.members[0].attachment.unload()
+        assert (net.doubles[1].up.weight == 3.0).all() and (net.doubles[1].gain == 2.0).all()
+
+
+def test_a_buffer_written_through_data_on_the_device_is_kept(toys, machine) -> None:
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    with machine(8) as manager, torch.no_grad(), manage(net, placement="gpu:0", manager=manager) as managed:
+        net(x)
+        net.doubles[1].gain.data.fill_(2.0)
+        managed.members[0].attachment.unload()
+        assert (net.doubles[1].gain == 2.0).all()
