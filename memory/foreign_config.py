@@ -18,7 +18,7 @@ from typing import Any
 from .errors import InvalidInput, quoted
 from .weights import open_regular, parse_integer
 
-__all__ = ["check_config", "declared_items", "parse_config", "read_config_file"]
+__all__ = ["check_config", "declared_items", "parse_config", "read_config_file", "walk_items"]
 
 # The longest that are known list a few thousand shards' tensors, in less than a tenth of this.
 MAX_CONFIG_BYTES = 32 << 20

@@ -6,9 +6,9 @@ Works in both hosts; diffusers and torch are imported when a pipeline is opened,
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import logging
+import re
 import sys
 import warnings
 import weakref
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .pipeline_folders import MODEL_INDEX, check_pipeline, read_json, weights_files
+from .pipeline_folders import MODEL_CONFIG, MODEL_INDEX, check_pipeline, component_origins, read_json, weights_files
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,9 @@ __all__ = [
     "sample_images",
 ]
 
+# Older ones import what a folder names, and run Python files in it. The floor of the optional requirements, too.
+OLDEST_DIFFUSERS = (0, 42)
+TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' transformers accelerate"
 # Pixels per latent (8) times latents per patch (2): what every supported pipeline can cut.
 PIXEL_STEP = 16
 FRAME_STEP = 4
@@ -82,23 +85,32 @@ class Sampling:
 
 
 def load_pipeline(folder: Path) -> Any:
-    """Load a pipeline into host memory, each component in the dtype of its file.
+    """Load a pipeline into host memory, each component in the dtype of its file; never asks the network.
+
+    The folder names classes, and nothing else of it may choose what runs ([Note: downloaded folders] in
+    `pipeline_files.py`, and `component_classes.py`).
 
     Raises:
-        InvalidInput: diffusers is not installed, or the folder is not one that it can load in full.
+        InvalidInput: diffusers is not installed or too old, or the folder is not one that it can load in full.
     """
     from ..memory.errors import InvalidInput
+    from .component_classes import find_component_class, find_pipeline_class
 
     dtypes = check_pipeline(folder)
     diffusers = import_diffusers()
-    index = read_json(folder / MODEL_INDEX)
-    class_name = index["_class_name"]
+    named_by = folder / MODEL_INDEX
+    index = read_json(named_by)
     # The libraries report a mismatch of files and configuration, or a broken installation, with any of these.
     try:
         with quiet_libraries():
-            pipeline_class = find_pipeline_class(diffusers, class_name, folder / MODEL_INDEX)
-            models = {name: load_model(folder / name, index[name], dtype) for name, dtype in dtypes.items()}
-            pipe = pipeline_class.from_pretrained(folder, local_files_only=True, **models)
+            pipeline_class = find_pipeline_class(diffusers, index["_class_name"], named_by)
+            components = {
+                name: load_component(folder / name, find_component_class(origin, named_by, name), dtypes.get(name))
+                for name, origin in taken_components(pipeline_class, folder, index).items()
+            }
+            pipe = pipeline_class.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, **components
+            )
     except InvalidInput:
         raise
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError) as error:
@@ -129,38 +141,56 @@ def find_source(model: Any, paths: Sequence[Path]) -> WeightsSource:
     return WeightsSource(paths, prefix=f"{words.pop()}.") if len(words) == 1 else source
 
 
-def find_pipeline_class(diffusers: Any, class_name: str, named_by: Path) -> Any:
-    """Return the pipeline class; the library imports its module now.
+def taken_components(pipeline_class: Any, folder: Path, index: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return where the components come from that a pipeline takes; the library would look for others by itself.
 
     Raises:
-        InvalidInput: the installed library has no such class, or it is not a pipeline.
+        InvalidInput: a component is neither a library and a class nor null.
     """
     from ..memory.errors import InvalidInput
 
-    pipeline_class = getattr(diffusers, class_name, None)
-    if not (inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
-        raise InvalidInput(
-            f"{named_by}: pipeline class {class_name!r} is unknown to diffusers {diffusers.__version__}; "
-            "allowed: the name of one of its pipeline classes"
-        )
-    return pipeline_class
+    origins = component_origins(folder, index)
+    parameters = inspect.signature(pipeline_class).parameters.values()
+    needed = {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+    for name in sorted(needed | set(pipeline_class._optional_components)):
+        origin = index.get(name)
+        if name not in origins and origin is not None and not (isinstance(origin, list) and None in origin):
+            raise InvalidInput(
+                f"{folder / MODEL_INDEX}: component {name!r} is {one_line(repr(origin))}; allowed: [library, class]"
+            )
+    return {name: origins[name] for name in origins if any(name == parameter.name for parameter in parameters)}
 
 
-def load_model(place: Path, origin: Sequence[str], dtype: str) -> Any:
-    """Load one model of a pipeline, of the class that ``origin`` names after its library.
+def load_component(place: Path, component_class: Any, dtype: str | None) -> Any:
+    """Load one component of a pipeline from its folder; one with weights has a dtype.
 
     Raises:
         InvalidInput: a weight is missing or has another shape; the library would fill in random numbers.
     """
-    import diffusers
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from ..memory.errors import InvalidInput
+
+    if issubclass(component_class, nn.Module):
+        if dtype is None:
+            raise InvalidInput(
+                f"{place / MODEL_CONFIG}: no such file; expected the config of {component_class.__name__}"
+            )
+        return load_model(place, component_class, dtype)
+    # Those two look for other classes by names in their files; the rest have no such argument.
+    remote = (
+        {"trust_remote_code": False} if issubclass(component_class, PreTrainedTokenizerBase | ProcessorMixin) else {}
+    )
+    return component_class.from_pretrained(place, local_files_only=True, **remote)
+
+
+def load_model(place: Path, model_class: Any, dtype: str) -> Any:
+    """Load one model of a pipeline. Raises as `load_component`."""
     import torch
 
     from ..memory.errors import InvalidInput
 
-    library, class_name = origin
-    # A few classes (safety checkers) live in the module of their pipeline, which is then called the library.
-    own_module = getattr(diffusers.pipelines, library, None)
-    model_class = getattr(own_module or importlib.import_module(library), class_name)
     model, info = model_class.from_pretrained(
         place,
         torch_dtype=getattr(torch, dtype),
@@ -171,7 +201,8 @@ def load_model(place: Path, origin: Sequence[str], dtype: str) -> Any:
     lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lost:
         raise InvalidInput(
-            f"{place}: {len(lost)} weights of {class_name} are missing or have another shape, such as {lost[0]}"
+            f"{place}: {len(lost)} weights of {model_class.__name__} are missing or have another shape, "
+            f"such as {lost[0]}"
         )
     return model
 
@@ -180,7 +211,7 @@ def import_diffusers() -> Any:
     """Import diffusers (several seconds the first time).
 
     Raises:
-        InvalidInput: diffusers or transformers is not installed.
+        InvalidInput: diffusers or transformers is not installed, or diffusers is older than what is tested.
     """
     from ..memory.errors import InvalidInput
 
@@ -193,9 +224,13 @@ def import_diffusers() -> Any:
         with quiet_libraries():  # not around transformers: importing it sets its log level
             import diffusers
     except ModuleNotFoundError as error:
+        raise InvalidInput(f"{error.name} is not installed; pipelines need: {TO_INSTALL}") from None
+    numbers = tuple(map(int, re.findall(r"\d+", diffusers.__version__)[:2]))
+    if numbers < OLDEST_DIFFUSERS:
         raise InvalidInput(
-            f"{error.name} is not installed; pipelines need: pip install diffusers transformers accelerate"
-        ) from None
+            f"diffusers {diffusers.__version__} may run programs that a pipeline's folder holds; allowed: "
+            f"{'.'.join(map(str, OLDEST_DIFFUSERS))} or newer, {TO_INSTALL}"
+        )
     return diffusers
 
 
@@ -216,7 +251,7 @@ def quiet_libraries() -> Iterator[None]:
         yield
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error: BaseException | str) -> str:
     """Return what an error says in one line of bearable length; the libraries like to write paragraphs."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -6,15 +6,22 @@ imports torch or diffusers.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from .file_names import check_file_name, check_relative_path, name_problem, shown
+from .pipeline_files import PICKLE_SUFFIXES, FolderFile, check_configs, homes_of, list_files
+
 __all__ = [
+    "MODEL_CONFIG",
     "MODEL_INDEX",
     "check_pipeline",
+    "component_origins",
     "find_pipeline",
     "list_pipelines",
     "read_json",
@@ -27,8 +34,11 @@ MODEL_INDEX = "model_index.json"
 MODEL_CONFIG = "config.json"
 # How diffusers and transformers name the weights that they load; with another word inside it is another variant.
 WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
-PICKLE_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+# Classes that hold no weights, though some of their folders have a config.json.
+WEIGHTLESS = ("Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "Scheduler", "FeatureExtractor")
+PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,127}", re.ASCII)
 SEARCH_DEPTH = 3
+MAX_REMEMBERED = 32  # folders
 TORCH_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -38,19 +48,24 @@ def list_pipelines() -> list[str]:
 
 
 def find_pipeline(name: str) -> Path:
-    """Return the folder of a pipeline that `list_pipelines` named.
+    """Return the folder of a pipeline that `list_pipelines` named; looks at that name only.
 
     Raises:
         InvalidInput: no such pipeline; a shared workflow may name one that this machine lacks.
     """
     from ..memory.errors import InvalidInput, allowed_values
 
+    check_relative_path(name, "pipeline ")
+    parts = name.split("/")
+    if len(parts) <= SEARCH_DEPTH and not any(part.startswith(".") for part in parts):
+        for root in pipeline_roots():
+            above = [root.joinpath(*parts[:end]) for end in range(1, len(parts))]
+            if (root / name / MODEL_INDEX).is_file() and not any((place / MODEL_INDEX).is_file() for place in above):
+                return root / name
     folders = pipeline_folders()
-    if name not in folders:
-        roots = ", ".join(map(str, pipeline_roots())) or "nowhere"
-        allowed = allowed_values(name, sorted(folders)) if folders else f"there is none: no folder with {MODEL_INDEX}"
-        raise InvalidInput(f"pipeline {name!r} is not here; {allowed}; looked below {roots}")
-    return folders[name]
+    roots = ", ".join(map(str, pipeline_roots())) or "nowhere"
+    allowed = allowed_values(name, sorted(folders)) if folders else f"there is none: no folder with {MODEL_INDEX}"
+    raise InvalidInput(f"pipeline {name!r} is not here; {allowed}; looked below {roots}")
 
 
 def pipeline_roots() -> list[Path]:
@@ -82,55 +97,144 @@ def pipeline_folders() -> dict[str, Path]:
 def check_pipeline(folder: Path) -> dict[str, str]:
     """Check every file of a pipeline folder; return each weighted component's dtype as torch names it.
 
-    Reads the JSON files and the headers of the weights, no tensor.
+    Reads the JSON files and the headers of the weights, no tensor; nothing where no file has changed since.
 
     Raises:
-        InvalidInput: naming the file that is missing, truncated, malformed or a pickle.
+        InvalidInput: naming the file that is missing, truncated, malformed, a pickle, or a program
+            ([Note: downloaded folders] in `pipeline_files.py`).
     """
     from ..memory.errors import InvalidInput
 
     if not folder.is_dir():
         raise InvalidInput(f"{folder}: no such folder; expected a diffusers pipeline")
+    dtypes, problem = check_once(folder, tuple(files_of(folder)))
+    if problem is not None:
+        raise InvalidInput(problem)
+    return dict(dtypes)
+
+
+def files_of(folder: Path) -> list[FolderFile]:
+    try:
+        roots = pipeline_roots()
+    except ModuleNotFoundError:  # outside of any host
+        roots = []
+    return list_files(folder, homes_of(folder, roots))
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def check_once(folder: Path, files: tuple[FolderFile, ...]) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """Check a folder as it is now; return its dtypes, or the line that refuses it. A prompt may name it many times."""
+    from ..memory.errors import InvalidInput
+
+    try:
+        return tuple(check_components(folder, files).items()), None
+    except InvalidInput as error:
+        return (), str(error)
+
+
+def check_components(folder: Path, files: Sequence[FolderFile]) -> dict[str, str]:
+    from ..memory.errors import InvalidInput
+
     index = read_json(folder / MODEL_INDEX)
-    if not isinstance(index.get("_class_name"), str):
+    class_name = index.get("_class_name")
+    if not isinstance(class_name, str):
         raise InvalidInput(f"{folder / MODEL_INDEX}: names no pipeline class under '_class_name'")
     dtypes: dict[str, str] = {}
-    for component, origin in index.items():
-        # Null components and plain settings (boundary_ratio, ...) have no folder.
-        if component.startswith("_") or not isinstance(origin, list) or None in origin:
-            continue
+    for component, (library, component_class) in component_origins(folder, index).items():
         place = folder / component
         if not place.is_dir():
-            raise InvalidInput(f"{place}: no such folder; {folder / MODEL_INDEX} lists it as {origin}")
-        if (place / MODEL_CONFIG).is_file():
+            raise InvalidInput(
+                f"{place}: no such folder; {folder / MODEL_INDEX} lists it as {[library, component_class]}"
+            )
+        own_files = [file.path for file in files if file.path.is_relative_to(place)]
+        if not own_files:
+            raise InvalidInput(f"{place}: is empty; expected the files of {[library, component_class]}")
+        if (place / MODEL_CONFIG).is_file() and not component_class.endswith(WEIGHTLESS):
             dtypes[component] = check_weights(place)
-        elif not any(place.iterdir()):
-            raise InvalidInput(f"{place}: is empty; expected the files of {origin}")
+        else:
+            refuse_pickles(own_files)
+    check_configs(files)
     return dtypes
 
 
+def component_origins(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the library and class of each component that a pipeline has; all of them are plain names.
+
+    Null components, and plain settings (boundary_ratio, ...), have no folder.
+
+    Raises:
+        InvalidInput: a name that is a path, or the name of a module that no pipeline may choose.
+    """
+    from ..memory.errors import InvalidInput
+
+    origins = {}
+    for component, origin in index.items():
+        if component.startswith("_") or not isinstance(origin, list) or None in origin:
+            continue
+        if len(origin) != 2 or not all(isinstance(word, str) for word in origin):
+            continue
+        where = f"{folder / MODEL_INDEX}: component {shown(component)}"
+        if not PLAIN_NAME.fullmatch(component) or name_problem(component) is not None:
+            raise InvalidInput(f"{where} is not a plain name; allowed: letters, digits and _")
+        for word in origin:
+            if not PLAIN_NAME.fullmatch(word):
+                raise InvalidInput(
+                    f"{where} comes from {shown(word)}; allowed: a class of diffusers, of transformers, or of one of "
+                    "diffusers' pipelines"
+                )
+        origins[component] = origin[0], origin[1]
+    return origins
+
+
+def refuse_pickles(paths: Iterable[Path]) -> None:
+    from ..memory.errors import InvalidInput
+
+    for path in paths:
+        if path.suffix.lower() in PICKLE_SUFFIXES:
+            raise InvalidInput(f"{path}: is a pickle, which may run code when loaded; convert it to .safetensors")
+
+
 def check_weights(place: Path) -> str:
-    """Check the headers of one component's safetensors files; return the dtype that holds most bytes."""
+    """Check the headers of one component's safetensors files; return the dtype that holds most bytes.
+
+    Pickles beside them are no matter: they are not read.
+    """
     from ..memory.errors import InvalidInput
     from ..memory.weights import read_header
 
     read_json(place / MODEL_CONFIG)
     shards = set(place.glob("*.safetensors"))
     for index in place.glob("*.safetensors.index.json"):
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise InvalidInput(f"{index}: has no 'weight_map' of tensor names to files")
-        shards |= {place / str(shard) for shard in weight_map.values()}
+        shards |= set(read_shards(index))
     if not shards:
-        pickles = sorted(path for path in place.iterdir() if path.suffix in PICKLE_SUFFIXES)
-        if pickles:
-            raise InvalidInput(f"{pickles[0]}: is a pickle, which may run code when loaded; convert it to .safetensors")
+        refuse_pickles(sorted(place.iterdir()))
         raise InvalidInput(f"{place}: has no weights; expected a .safetensors file")
     dtype_bytes: Counter[str] = Counter()
     for shard in sorted(shards):
         for tensor in read_header(shard).tensors:
             dtype_bytes[TORCH_DTYPES.get(tensor.dtype, "bfloat16")] += tensor.weight_bytes
     return dtype_bytes.most_common(1)[0][0] if dtype_bytes else "float32"
+
+
+def read_shards(index: Path) -> list[Path]:
+    """Return the files of the shards that an index lists, all beside it.
+
+    Raises:
+        InvalidInput: it lists none, or one elsewhere.
+    """
+    from ..memory.errors import InvalidInput
+
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidInput(f"{index}: has no 'weight_map' of tensor names to files")
+    if not all(isinstance(name, str) for name in weight_map.values()):
+        raise InvalidInput(f"{index}: its 'weight_map' holds something other than file names")
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        check_file_name(name, str(index))
+        if not name.endswith(".safetensors"):
+            raise InvalidInput(f"{index}: {shown(name)} is not allowed in 'weight_map'; allowed: .safetensors files")
+    return [index.with_name(name) for name in names]
 
 
 def weights_files(place: Path) -> list[Path]:
@@ -143,8 +247,7 @@ def weights_files(place: Path) -> list[Path]:
         if (place / name).is_file():
             found.append([place / name])
         if (place / f"{name}.index.json").is_file():
-            shards = read_json(place / f"{name}.index.json")["weight_map"].values()
-            found.append(sorted({place / str(shard) for shard in shards}))
+            found.append(read_shards(place / f"{name}.index.json"))
     return found[0] if len(found) == 1 else []
 
 
@@ -154,22 +257,11 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InvalidInput: no such file, not JSON, or not an object.
     """
-    from ..memory.errors import InvalidInput
+    from ..memory.foreign_config import read_config_file
 
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidInput(f"{path}: no such file") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidInput(f"{path}: is not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise InvalidInput(f"{path}: is a JSON {type(content).__name__}, expected an object")
-    return content
+    return read_config_file(path)
 
 
 def weights_fingerprint(folder: Path) -> str:
     """Return a text that changes when a file of the folder does: names, sizes and times, no content."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return ";".join(
-        f"{path.relative_to(folder).as_posix()}:{(stat := path.stat()).st_size}:{stat.st_mtime_ns}" for path in files
-    )
+    return ";".join(file.version for file in files_of(folder))

@@ -1,0 +1,72 @@
+"""Names of files that came from elsewhere: refused by their letters, before any path is made of them.
+
+Under Windows a look at a path is enough to do harm: one that begins with two backslashes is asked of that host, with
+this user's name. So a name is judged as text, the same on every system. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["check_file_name", "check_relative_path", "name_problem", "path_problem", "shown"]
+
+MAX_LENGTH = 255
+# Raised digits count there, too.
+WINDOWS_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[0-9¹²³])", re.IGNORECASE)
+
+
+def name_problem(name: str) -> str | None:
+    """Return what keeps a text from being the name of one file or folder anywhere; None for a good one."""
+    if not name or name in (".", ".."):
+        return "is not a file name"
+    if len(name) > MAX_LENGTH:
+        return f"is longer than {MAX_LENGTH} characters"
+    if not name.isprintable():
+        return "holds characters that are not shown"
+    if any(mark in name for mark in "/\\:"):
+        return "names another folder, drive or host"
+    if name[-1] in ". " or name[0] == " ":
+        return "begins or ends with a blank or a dot that some systems drop"
+    if WINDOWS_DEVICE.fullmatch(name.partition(".")[0].rstrip()):
+        return "is a device under Windows"
+    return None
+
+
+def path_problem(path: str) -> str | None:
+    """Return what keeps a text from being a path below a folder, its parts apart by a slash; None for a good one."""
+    return next(filter(None, map(name_problem, path.split("/"))), None)
+
+
+def check_file_name(name: object, where: str) -> str:
+    """Return the name of a file in one folder; ``where`` begins the line that refuses another.
+
+    Raises:
+        InvalidInput: it is no text, or leads out of the folder.
+    """
+    from ..memory.errors import InvalidInput
+
+    problem = name_problem(name) if isinstance(name, str) else "is not a file name"
+    if problem is not None:
+        raise InvalidInput(f"{where}: {shown(name)} {problem}; allowed: the name of a file in the same folder")
+    assert isinstance(name, str)
+    return name
+
+
+def check_relative_path(path: object, where: str) -> str:
+    """Return a path below a folder, such as ``workflows/a.json``.
+
+    Raises:
+        InvalidInput: it is no text, or leads out of the folder.
+    """
+    from ..memory.errors import InvalidInput
+
+    problem = path_problem(path) if isinstance(path, str) else "is not a file name"
+    if problem is not None:
+        raise InvalidInput(f"{where}{shown(path)} {problem}; allowed: a name below the folder, such as folder/name")
+    assert isinstance(path, str)
+    return path
+
+
+def shown(name: object) -> str:
+    text = repr(name)
+    return text if len(text) <= 100 else f"{text[:97]}..."
