@@ -85,6 +85,8 @@ def build_parser() -> Parser:
     run = add("run", run_workflows, "run API-format workflows in order, sharing one manager")
     run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW.json")
     run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where images go")
+    verify = add("verify", run_verify, "run a workflow's first step managed and unmanaged, and compare bit by bit")
+    verify.add_argument("workflow", type=Path, metavar="WORKFLOW.json")
     plan = add("plan", run_plan, "print where everything would live; reads headers only, moves nothing")
     plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
     plan.add_argument("--profile", default="auto", metavar="TEXT", help=PROFILE_HELP)
@@ -100,9 +102,9 @@ def build_parser() -> Parser:
     serve.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     serve.add_argument("--port", type=int, default=8188, help="the port to listen on")
     serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="where images go")
-    for command in (demo, run, plan, devices, serve):
+    for command in (demo, run, verify, plan, devices, serve):
         command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
-    for command in (demo, run, plan, serve):
+    for command in (demo, run, verify, plan, serve):
         command.add_argument(
             "--models", type=Path, metavar="DIR", help="the models folder; default: a cache of tiny ones"
         )
@@ -145,6 +147,19 @@ def run_workflows(options: argparse.Namespace) -> int:
     console.show_summary(report)
     finish(options, report)
     return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    from .console import Console
+    from .verifying import verify_workflow
+
+    simulate(options)
+    found = verify_workflow(options.workflow, models=models_directory(options))
+    if options.json:
+        print(json.dumps(found.to_json()))
+    else:
+        Console().say(found.text())
+    return 0 if found.is_equal else 1
 
 
 def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ..memory.errors import InvalidInput, allowed_values
 from .comfy_api import list_node_classes
 from .comfy_io import ComfyNode, Input, Schema
 
-__all__ = ["InvalidWorkflow", "Link", "Workflow", "WorkflowNode", "load_workflow", "parse_workflow"]
+__all__ = ["InvalidWorkflow", "Link", "Workflow", "WorkflowNode", "load_workflow", "parse_workflow", "read_graph"]
 
 ANY = "*"
 
@@ -84,6 +84,11 @@ def load_workflow(
     Raises:
         InvalidInput: the file is missing or not JSON; `InvalidWorkflow` where a node is to blame.
     """
+    return parse_workflow(read_graph(path), source=str(path), node_classes=node_classes, ask_nodes=ask_nodes)
+
+
+def read_graph(path: str | Path) -> Any:
+    """Return what a workflow file holds, unchecked. Raises `InvalidInput` where that is not JSON."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -94,7 +99,7 @@ def load_workflow(
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
     try:
-        graph = json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
+        return json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
     except json.JSONDecodeError as error:
         raise InvalidInput(
             f"{path}: is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -103,7 +108,6 @@ def load_workflow(
         raise InvalidInput(f"{path}: is nested too deeply for a workflow") from None
     except ValueError as error:  # from the two hooks
         raise InvalidInput(f"{path}: {error}") from None
-    return parse_workflow(graph, source=str(path), node_classes=node_classes, ask_nodes=ask_nodes)
 
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

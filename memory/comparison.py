@@ -12,7 +12,7 @@ import torch
 
 from .leaves import leaves_of
 
-__all__ = ["Leaf", "Shown", "compare_leaves", "leaves_in", "show", "tensors_in"]
+__all__ = ["Gap", "Leaf", "Shown", "compare_leaves", "leaves_in", "same_bits", "show"]
 
 # How deep and how far a result is looked into: what holds more is no result.
 MAX_DEPTH = 12
@@ -26,10 +26,6 @@ class Leaf:
 
     path: str
     value: Any
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf.value for leaf in leaves_in(value) if isinstance(leaf.value, torch.Tensor))
 
 
 def leaves_in(value: Any) -> Iterator[Leaf]:
@@ -111,9 +107,18 @@ def show(leaf: Leaf, *, room_bytes: int) -> Shown:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a plain tensor in a row; copies one that lies otherwise."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:  # expanded, or a single value of any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype on one device have the same bytes."""
+    return one.numel() == other.numel() and torch.equal(bytes_of(one), bytes_of(other))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from .attachment import Attachment
+from .comparison import same_bits
 from .entries import Entry, as_held
 from .leaves import leaves_of
 from .manager import MemoryManager
@@ -342,8 +343,7 @@ def find_changed_masters(attachment: Attachment) -> list[tuple[str, str]]:
                 stored = quantize_fp8(stored, entry.scale)
             (own,) = read_master(unit, index)
             with torch.no_grad(), torch.inference_mode(False):
-                one, other = own.detach().cpu().contiguous(), stored.contiguous()
-                if not torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)):
+                if not same_bits(own.detach().cpu(), stored):
                     changed.append((unit.name, entry.spec.name))
     return changed
 

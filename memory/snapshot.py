@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .comparison import same_bits
 from .entries import Entry
 from .leaves import leaves_of
 
@@ -159,10 +160,6 @@ def write(tensor: torch.Tensor, content: torch.Tensor) -> None:
         content = content.to(tensor.device)
         if not same_bits(tensor.detach(), content):
             tensor.detach().copy_(content)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def is_same(container: Any, items: Any) -> bool:

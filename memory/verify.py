@@ -9,6 +9,7 @@ reference] in `reference.py`). All is put back after each of them, whatever happ
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -88,7 +89,13 @@ class Verification:
         return "\n".join([verdict, *others, f"  reference: {self.reference}", *(f"  {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "is_equal": self.is_equal}
+        """Return it for JSON, which knows no infinite numbers."""
+        told = asdict(self)
+        for found in told["differences"]:
+            for name in ("max_abs", "relative", "cosine"):
+                if found[name] is not None and not math.isfinite(found[name]):
+                    found[name] = None
+        return {**told, "is_equal": self.is_equal}
 
     def assert_equal(self) -> None:
         """For tests. Raises `AssertionError` with the text where anything differs."""
@@ -403,10 +410,11 @@ def one_line(error: BaseException) -> str:
 
 
 def describe_reference(references: Sequence[Reference]) -> str:
-    parts = []
+    names: dict[str, list[str]] = {}
     for one in references:
-        how = "block by block, as all of it does not fit" if one.by_blocks else "all weights there"
-        parts.append(f"{one.member.name} on {one.device.name}, {how}")
+        how = "block by block, as all of it does not fit" if one.by_blocks else "all weights there at once"
+        names.setdefault(f"on {one.device.name}, {how}", []).append(one.member.name)
+    parts = [f"{', '.join(found)} {how}" for how, found in names.items()]
     return "the same modules without the engine: " + "; ".join(parts)
 
 
