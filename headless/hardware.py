@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..memory.devices import HostMemory
 from ..memory.errors import InvalidInput
-from ..memory.membership import default_watermark
+from ..memory.membership import default_watermark, unlearned_bytes
 from ..memory.pinning import pin_limit_bytes
 from ..memory.placement import INTEGER, Scanner
 from ..memory.plan import DeviceCapacity, Machine
@@ -51,7 +51,7 @@ class Hardware:
         return pin_limit_bytes(memory, used_bytes=0)
 
     def machine(self) -> Machine:
-        """Return the numbers that a plan is made from: everything free but what the default watermark keeps."""
+        """Return the numbers that a plan is made from: everything free but what is kept by default."""
         capacities = [DeviceCapacity(name="cpu", total_bytes=self.host_bytes, available_bytes=self.host_bytes)]
         for device in self.devices:
             low = default_watermark(device.total_bytes).low_bytes
@@ -62,6 +62,7 @@ class Hardware:
                     available_bytes=device.total_bytes - low,
                     kept_free_bytes=low,
                     link_bytes_per_s=device.link_bytes_per_s,
+                    unlearned_bytes=unlearned_bytes(device.total_bytes),
                 )
             )
         return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes)

@@ -116,6 +116,7 @@ def keep_free(machine: Machine, *, device: str, low: str, high: str) -> Machine:
             capacity,
             available_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - mark.low_bytes),
             kept_free_bytes=mark.low_bytes,
+            unlearned_bytes=0,
         )
         if capacity.name in names and wanted in ("*", capacity.name)
         else capacity

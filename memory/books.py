@@ -33,10 +33,19 @@ class OpenNode:
     weights: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass(slots=True)
+class Interval:
+    """What was allocated beside all managed weights as it began, and at most since then, by device."""
+
+    begin: dict[str, int]
+    most: Counter[str] = field(default_factory=Counter)
+
+
 class Recorder:
     """Keeps the event log and the timeline, and measures peaks between their points.
 
-    Peaks come from the allocator, which keeps one per device: every point reads it and starts it anew.
+    Peaks come from the allocator, which keeps one per device: every point reads it and starts it anew. So a point
+    counts for all that goes on: the open node, and every interval.
     """
 
     def __init__(self, devices: Sequence[Device], ledger: Ledger, bytes_moved: Callable[[], int]) -> None:
@@ -49,6 +58,11 @@ class Recorder:
         self.nodes: deque[NodeReport] = deque(maxlen=MAX_ENTRIES)
         self.runs: deque[RunReport] = deque(maxlen=MAX_ENTRIES)
         self.node: OpenNode | None = None
+        self.intervals: dict[object, Interval] = {}
+        self.weights_before: dict[str, int] = {}
+        """The managed weights on each device at the last point."""
+        self.peaks: Counter[str] = Counter()
+        """The most that was allocated on each device since the start."""
         self.run_moved_before = 0
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
@@ -56,13 +70,18 @@ class Recorder:
     def now_s(self) -> float:
         return time.monotonic() - self.begin
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a run is open."""
+        return bool(self.runs) and self.runs[-1].end_s is None
+
     def note(self, kind: str, component: str, num_bytes: int, device: str, reason: str) -> Event:
         """Enter an event; evictions and errors reach the listeners at once."""
         event = Event(
             t_s=round(self.now_s, 6), kind=kind, component=component, bytes=num_bytes, device=device, reason=reason
         )
         self.events.append(event)
-        if kind == "evict" and self.runs and self.runs[-1].end_s is None:
+        if kind == "evict" and self.is_running:
             self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
         if kind in ("evict", "error"):
             self.tell({"type": "event", **asdict(event)})
@@ -72,23 +91,42 @@ class Recorder:
         for listener in list(self.listeners):
             listener(message)
 
-    def sample(self, tell_peak: Callable[[str, int], None] | None = None) -> None:
-        """Enter a timeline point per device and start the next interval; ``tell_peak(device, bytes)`` hears of it."""
+    def sample(self) -> None:
+        """Enter a timeline point per device and start the next interval between two of them."""
         for device in self.devices:
-            peak = device.peak_bytes()
+            name, peak = device.name, device.peak_bytes()
+            held = self.ledger.by_component(name)
             point = Sample(
                 t_s=round(self.now_s, 6),
-                device=device.name,
-                component_bytes=self.ledger.by_component(device.name),
+                device=name,
+                component_bytes=held,
                 allocated_bytes=device.allocated_bytes(),
                 peak_bytes=peak,
             )
             self.samples.append(point)
-            if tell_peak is not None:
-                tell_peak(device.name, peak)
+            self.peaks[name] = max(self.peaks[name], peak)
             if self.node is not None:
-                self.node.peaks[device.name] = max(self.node.peaks[device.name], peak)
+                self.node.peaks[name] = max(self.node.peaks[name], peak)
+            weights = sum(held.values())
+            # What was loaded or evicted since the last point is no activation.
+            beside = peak - max(weights, self.weights_before.get(name, 0))
+            self.weights_before[name] = weights
+            for interval in self.intervals.values():
+                interval.most[name] = max(interval.most[name], beside)
             device.reset_peak()
+
+    def begin_interval(self, key: object) -> None:
+        """Measure what is needed beside the weights from now on, for whatever else is measured meanwhile."""
+        begin = {device.name: device.allocated_bytes() - self.ledger.used(device.name) for device in self.devices}
+        self.intervals[key] = Interval(begin)
+
+    def end_interval(self, key: object) -> dict[str, int]:
+        """Return the most bytes by device that were needed beside the weights and what was there at the beginning."""
+        self.sample()
+        interval = self.intervals.pop(key, None)
+        if interval is None:
+            return {}
+        return {name: max(0, interval.most[name] - begin) for name, begin in interval.begin.items()}
 
     def used_by_node(self, component: str) -> None:
         """Credit the open node with what a component that it uses has on devices."""
@@ -115,16 +153,17 @@ class Recorder:
 
     def end_run(self) -> None:
         """Close the open run, and the node that an error left open. Idempotent."""
-        if not self.runs or self.runs[-1].end_s is not None:
+        if not self.is_running:
             return
-        self.node = None
+        if self.node is not None:
+            self.end_node(self.node, {})
         self.sample()
         moved = self.bytes_moved() - self.run_moved_before
         self.runs[-1] = replace(self.runs[-1], end_s=round(self.now_s, 6), bytes_moved=moved)
 
     def begin_node(self, node_id: str, title: str, workflow_id: str | None) -> None:
         self.sample()
-        run_id = self.runs[-1].run_id if self.runs and self.runs[-1].end_s is None else ""
+        run_id = self.runs[-1].run_id if self.is_running else ""
         self.node = OpenNode(
             node_id=node_id,
             title=title,

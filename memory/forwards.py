@@ -85,13 +85,13 @@ class Forwards:
                     found.add(number)
         return found
 
-    def enter(self, module: nn.Module) -> bool:
+    def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
         self.passes.heal_for(module)
         if self.passes.outermost is not None:
             self.passes.enter(module)
             return True
-        if not self.passes.begin(module, self.acquire):
+        if not self.passes.begin(module, self.acquire, inputs):
             return False
         if self.is_loaded:
             for share in self.shares:

@@ -29,7 +29,7 @@ class Hooked(Protocol):
     parts: dict[nn.Module, int]
     """What is inside the blocks, with the number of its block, as far as it has to be told of."""
 
-    def enter(self, module: nn.Module) -> bool:
+    def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
         ...
 
@@ -106,10 +106,10 @@ class Hooks:
             self.target.dismiss()
             self.target = None
 
-    def enter(self, module: nn.Module) -> Hooked | None:
+    def enter(self, module: nn.Module, inputs: Any) -> Hooked | None:
         """Enter through a module; returns the attachment that let it in, None if none has the component any more."""
         while (target := self.target) is not None:
-            if target.enter(module):
+            if target.enter(module, inputs):
                 return target
             if self.target is target:
                 break
@@ -122,7 +122,7 @@ class Hooks:
         if module in target.parts:
             return target.before_part(target.parts[module], args, kwargs) if target.is_entered() else None
         if module not in target.blocks or not target.is_entered():
-            target = self.enter(module)
+            target = self.enter(module, (args, kwargs))
             if target is None:
                 return None
         if module in target.blocks:

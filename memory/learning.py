@@ -1,15 +1,29 @@
-"""What passes tell of their times and of the speeds of copies, for the plans to come."""
+"""What passes tell, for the plans to come: times of blocks, speeds of copies, what they need beside the weights."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from functools import partial
 
+from .devices import Device
+from .errors import DoesNotFit, InvalidInput
+from .footprint import least_bytes
 from .link import link_bytes_per_s
 from .membership import Member
+from .needs import Size
+from .passes import Pass
+from .plan import ComponentPlan, SharePlan
 from .room import Room
+from .shortage import Shortage, add_line, read_shortage
+from .units import format_bytes
 
-__all__ = ["learn_times"]
+__all__ = ["learn_failed_load", "learn_needs", "learn_times"]
+
+# Outside of runs, after so many passes what an older, larger one needed counts less.
+PASSES_OF_A_RUN = 64
+# Of a device, what others have to take in the middle of a pass to be the cause of its failure: a 256th.
+NOTICEABLE = 256
 
 
 def learn_times(member: Member, room: Room) -> None:
@@ -29,3 +43,125 @@ def learn_times(member: Member, room: Room) -> None:
         taken = [member.taken_seconds.pop(share.device.name).items() for share in shares]
         member.block_seconds = dict(itertools.chain(*taken))
         member.planned_in_epoch = -1
+
+
+def learn_needs(member: Member, room: Room, current: Pass, needed: Mapping[str, int]) -> None:
+    """Take what a pass needed beside the weights, or that it ran out of memory, for plans to come.
+
+    Args:
+        needed: its peaks by device.
+    """
+    if current.error is not None:
+        shortage = read_shortage(current.error)
+        if shortage is not None:
+            learn_shortage(member, room, current.size, needed, shortage)
+    elif current.is_completed:
+        learn_success(member, room, current.size, needed)
+
+
+def learn_success(member: Member, room: Room, size: Size, needed: Mapping[str, int]) -> None:
+    was_short = False
+    for share in member.attachment.shares:
+        if share.device.is_cpu:
+            continue
+        key = room.key_of(member.attachment.component, share.device.name, member)
+        need = room.needs.get(key, size)
+        was_short |= need.is_open
+        if need.succeed(needed.get(share.device.name, 0), partial(free_at_entry, member, room, share.device)):
+            room.needs.change(key, size)
+    member.spoiled.discard(size)
+    if not room.recorder.is_running:
+        member.num_passes += 1
+        if member.num_passes >= PASSES_OF_A_RUN:
+            member.num_passes = 0
+            room.turn(member)
+        if was_short:  # else with the next run: one that is under way may yet need more
+            member.planned_in_epoch = -1
+
+
+def learn_shortage(member: Member, room: Room, size: Size, needed: Mapping[str, int], shortage: Shortage) -> None:
+    """Take what a failed allocation tells, plan the next pass anew, and say in the error what that will keep free."""
+    share = find_short(member.attachment.plan, room, shortage)
+    if share is None:
+        return
+    name = share.device
+    device = room.devices[name]
+    taken = taken_by_others(member, room, device, shortage)
+    member.planned_in_epoch = -1
+    member.settled.clear()
+    asked = f"{format_bytes(shortage.asked_bytes)} more were asked for" if shortage.asked_bytes else "no more was free"
+    what = f"{member.id} ran out of memory on {name}: {asked}"
+    if taken and size not in member.spoiled:
+        member.spoiled.add(size)
+        line = f"{what}, another program took {format_bytes(taken)} meanwhile; the next run plans with what is left"
+    else:
+        key = room.key_of(member.attachment.component, name, member)
+        free_bytes = free_at_entry(member, room, device)
+        need = room.needs.get(key, size)
+        need.fail(free_bytes, is_least=is_least(member, share))
+        room.needs.change(key, size)
+        line = (
+            f"{what}, beside its weights {format_bytes(free_bytes)} had been free; {promise(member, room, name, size)}"
+        )
+    room.recorder.note("error", member.id, shortage.asked_bytes or 0, name, line)
+    add_line(shortage.error, f"Highwater: {line}")
+
+
+def learn_failed_load(member: Member, room: Room, plan: ComponentPlan, error: BaseException) -> None:
+    """Let as little as can compute be loaded next, where the device had less memory in one piece than it said."""
+    shortage = read_shortage(error)
+    share = find_short(plan, room, shortage) if shortage is not None else None
+    if share is None:
+        return
+    member.planned_in_epoch = -1
+    if not is_least(member, share):
+        member.short_on.add(share.device)
+        line = f"{member.id} ran out of memory while it was loaded; the next run loads as little of it as can compute"
+        add_line(error, f"Highwater: {line}")
+
+
+def find_short(plan: ComponentPlan, room: Room, shortage: Shortage) -> SharePlan | None:
+    """Return the share whose device ran out of memory; None if that is none of the component's."""
+    shares = [share for share in plan.shares if not room.devices[share.device].is_cpu]
+    if shortage.device_index is None:
+        return min(shares, key=lambda share: room.devices[share.device].free_bytes(), default=None)
+    found = (share for share in shares if room.devices[share.device].torch_device.index == shortage.device_index)
+    return next(found, None)
+
+
+def taken_by_others(member: Member, room: Room, device: Device, shortage: Shortage) -> int:
+    """Return what others took of a device since it was planned, if the allocation would have fitted without that."""
+    foreign = room.foreign_bytes(device)
+    free_bytes = device.free_bytes()
+    if shortage.free_bytes is not None and shortage.held_bytes is not None:
+        foreign = max(foreign, device.total_bytes() - shortage.free_bytes - shortage.held_bytes)
+        free_bytes = shortage.free_bytes
+    taken = foreign - member.foreign_at_plan.get(device.name, foreign)
+    missing = (shortage.asked_bytes or 0) - free_bytes
+    return taken if taken >= max(missing, device.total_bytes() // NOTICEABLE) else 0
+
+
+def free_at_entry(member: Member, room: Room, device: Device) -> int:
+    """Return what was free beside all weights when the component was entered."""
+    foreign = room.foreign_bytes(device)
+    foreign = max(foreign, member.foreign_at_plan.get(device.name, foreign))
+    return max(0, device.total_bytes() - foreign - member.allocated_at_entry.get(device.name, 0))
+
+
+def is_least(member: Member, share: SharePlan) -> bool:
+    """Whether a share holds no more than it takes to compute at all."""
+    attachment = member.attachment
+    is_first = share.device == attachment.plan.shares[0].device
+    return share.device_bytes <= least_bytes(attachment.component, share.blocks, attachment.plan.cast, first=is_first)
+
+
+def promise(member: Member, room: Room, device: str, size: Size) -> str:
+    """Return what the next run does about a failure."""
+    try:
+        plan = room.replan(member, size=size)
+    except (DoesNotFit, InvalidInput) as error:
+        return str(error)
+    share = next(share for share in plan.shares if share.device == device)
+    if share.keeps_bytes:
+        return f"the next run keeps {format_bytes(share.keeps_bytes)} free for {member.id}"
+    return "no plan leaves more: choose a smaller size, tiles or fewer frames, 'fp8 scaled', or another device"

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-__all__ = ["DeviceCapacity", "Machine"]
+if TYPE_CHECKING:
+    from .component import Component
+
+__all__ = ["EVERYTHING", "DeviceCapacity", "KeptFree", "Machine"]
+
+EVERYTHING = sys.maxsize
+"""Kept free: all but the least form that can compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptFree:
+    """What is kept free of a device for the forwards of one component, as far as it can compute beside that."""
+
+    num_bytes: int
+    why: str
+    futile_bytes: int = 0
+    """With so much free they ran out of memory beside the least form: nothing is kept where no more can be had."""
+    is_known: bool = True
+    """Whether forwards of this size were seen; else more may be needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +44,8 @@ class DeviceCapacity:
     """What others that were managed together with the component hold while they compute: a device's budget has it."""
     pageable_bytes_per_s: float | None = None
     """How fast other host memory does."""
+    unlearned_bytes: int = 0
+    """What is kept free for forwards of which nothing is known yet; 0 where the user says what is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +54,8 @@ class Machine:
 
     devices: tuple[DeviceCapacity, ...]
     pinned_bytes: int = 0
+    needs: Callable[[Component, str], KeptFree | None] | None = field(default=None, compare=False)
+    """Returns what is known of the needs of a component's forwards on a device."""
 
     def device(self, name: str) -> DeviceCapacity:
         return next(device for device in self.devices if device.name == name)

@@ -19,9 +19,10 @@ from .attachment import Attachment
 from .books import Recorder
 from .devices import Device, list_devices
 from .errors import DoesNotFit, InvalidInput, UnsafeState, require
-from .learning import learn_times
+from .learning import learn_failed_load, learn_needs, learn_times
 from .ledger import Ledger
 from .membership import Member, Watermark, default_watermark
+from .needs import Size
 from .passes import Pass
 from .plan import Plan
 from .policy import EvictionPolicy, LeastRecentlyUsed
@@ -172,7 +173,8 @@ class MemoryManager:
                 self.recorder.sample()
                 self.heal_abandoned(member)
                 if self.is_at_rest(member, holder):
-                    self.bring_up(member)
+                    self.bring_up(member, holder.size if isinstance(holder, Pass) else None)
+                self.recorder.begin_interval(holder)
                 self.recorder.used_by_node(member.id)
             except BaseException:
                 member.leases.discard(holder)
@@ -185,16 +187,25 @@ class MemoryManager:
             passes.heal_abandoned()
         return passes.open is None or passes.open is holder
 
-    def bring_up(self, member: Member) -> None:
-        """Let a component at rest hold what it is to compute with. Raises as `acquire`."""
+    def bring_up(self, member: Member, size: Size | None) -> None:
+        """Let a component at rest hold what it is to compute with, and leave free what it needs. Raises as `acquire`.
+
+        Args:
+            size: that of its input, where it is known.
+        """
         if member.attachment.moves is not None:
             member.attachment.moves.put_back()
             member.attachment.moves.refuse_changed_dtype()
-        if not member.is_hosted:
-            if not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch:
-                self.admit(member)
-            else:
-                self.room.clear_left_free(member)
+        is_settled = size is None or size in member.settled or self.room.leaves_enough(member, size)
+        if member.is_hosted:
+            if size is not None and not is_settled:
+                self.room.give_headroom(member, size)
+        elif not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch or not is_settled:
+            self.admit(member, size=size)
+        else:
+            self.room.clear_left_free(member)
+        if size is not None:
+            member.settled.add(size)
         member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
     def enter(self, member: Member, attachment: Attachment, current: Pass) -> bool:
@@ -217,13 +228,12 @@ class MemoryManager:
             if holder not in member.leases:
                 return
             member.leases.discard(holder)
-
-            def learn(device: str, peak_bytes: int) -> None:
-                activation_bytes = max(0, peak_bytes - member.allocated_at_entry.get(device, peak_bytes))
-                member.activation_bytes[device] = max(member.activation_bytes[device], activation_bytes)
-                self.recorder.needed_by_node(device, activation_bytes)
-
-            self.recorder.sample(learn)
+            needed = self.recorder.end_interval(holder)
+            for device, num_bytes in needed.items():
+                member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
+                self.recorder.needed_by_node(device, num_bytes)
+            if isinstance(holder, Pass):
+                learn_needs(member, self.room, holder, needed)
             if not member.leases:
                 learn_times(member, self.room)
 
@@ -238,25 +248,30 @@ class MemoryManager:
             member.attachment.passes.heal_abandoned()
             self.give_back(member, holder)
 
-    def admit(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
+    def admit(self, member: Member, ceilings: Mapping[str, int] | None = None, *, size: Size | None = None) -> None:
         """Plan with what there is now, clear room, load ([Note: admission]).
 
         Args:
             ceilings: the most that the component should take of a device, where a host says so; it takes more only
                 if it could not compute otherwise.
+            size: that of the input that it comes for, where it is known.
         """
         attachment = member.attachment
-        plan = self.room.replan(member, computable(member, ceilings or {}))
+        plan = self.room.replan(member, computable(member, ceilings or {}), size=size)
+        member.settled.clear()
         for share in plan.shares:
             if share.device != "cpu":
-                self.room.keep_budget(self.devices[share.device], share.device_bytes, member)
+                device = self.devices[share.device]
+                self.room.keep_budget(device, share.device_bytes, member)
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
-                self.room.make_room(self.devices[share.device], need_bytes, member)
+                self.room.make_room(device, need_bytes, member, keeps_bytes=share.keeps_bytes)
+                member.foreign_at_plan[share.device] = self.room.foreign_bytes(device)
         try:
             to_load = sum(share.to_load(part) for share, part in zip(attachment.shares, plan.shares, strict=True))
             queued = attachment.load(plan, self.show_progress(member, to_load))
         except torch.OutOfMemoryError as error:
             self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
+            learn_failed_load(member, self.room, plan, error)
             raise
         finally:
             self.roster.note_refusal(member)
@@ -335,8 +350,7 @@ class MemoryManager:
             self.heal()
             self.room.epoch += 1
             for member in self.members.values():
-                if member.activation_bytes:  # it ran: an older, larger run is no reason any more
-                    member.activation_before, member.activation_bytes = member.activation_bytes, Counter()
+                self.room.turn(member)
             self.recorder.begin_run(run_id, name)
 
     def end_run(self) -> None:
@@ -381,7 +395,9 @@ class MemoryManager:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
         none = Watermark(low_bytes=0, high_bytes=0)
         return [
-            device_report(device, none if device.is_cpu else self.room.watermark(name), self.ledger)
+            device_report(
+                device, none if device.is_cpu else self.room.watermark(name), self.ledger, self.recorder.peaks[name]
+            )
             for name, device in self.devices.items()
         ]
 

@@ -11,12 +11,20 @@ from torch import nn
 from .attachment import Attachment
 from .component import Component
 from .errors import InvalidInput, quoted, require
+from .needs import Size
 from .plan import ComponentPlan
 from .profile import OffloadProfile
 from .source import WeightsSource
-from .units import LARGEST_SIZE, MIB, format_bytes
+from .units import GIB, LARGEST_SIZE, MIB, format_bytes
 
-__all__ = ["Member", "Watermark", "default_watermark", "refuse_shared_split", "refuse_unsuitable"]
+__all__ = [
+    "Member",
+    "Watermark",
+    "default_watermark",
+    "refuse_shared_split",
+    "refuse_unsuitable",
+    "unlearned_bytes",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +42,14 @@ class Watermark:
         if self.low_bytes > self.high_bytes:
             low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
             raise InvalidInput(f"watermark low={low} high={high}: allowed is low <= high")
+
+
+def unlearned_bytes(total_bytes: int) -> int:
+    """Return what is kept free of a device for forwards of which nothing is known: 15% of it, at most 4 GiB.
+
+    From 3.4 GiB on that is more than the default watermark's 512 MiB; a smaller device gives no more than this part.
+    """
+    return min(total_bytes * 3 // 20, 4 * GIB)
 
 
 def default_watermark(total_bytes: int) -> Watermark:
@@ -74,6 +90,18 @@ class Member:
         """What its forwards needed of a device beside what was there, in this run and the last."""
         self.activation_before: Counter[str] = Counter()
         self.allocated_at_entry: dict[str, int] = {}
+        self.foreign_at_plan: dict[str, int] = {}
+        """What others than torch's allocator had of each device when it was planned."""
+        self.settled: set[Size] = set()
+        """The sizes of input for which what is loaded now leaves enough free, as far as is known."""
+        self.short_on: set[str] = set()
+        """The devices that had not enough memory for what was planned to be loaded."""
+        self.spoiled: set[Size] = set()
+        """The sizes whose last pass ran out of memory because another program took some."""
+        self.num_passes = 0
+        """Those that came through outside of runs since its peaks were last looked at anew."""
+        self.digest: str | None = None
+        """That of its component's content."""
         self.block_seconds: dict[int, float] | None = None
         """What each block was seen to take to compute, in the order in which they ran."""
         self.taken_seconds: dict[str, dict[int, float]] = {}

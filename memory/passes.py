@@ -18,10 +18,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 
 from .errors import UnsafeState
+from .needs import input_size
 
 __all__ = ["Pass", "Passes"]
 
@@ -33,10 +35,18 @@ LOOK_EVERY_S = 0.5
 class Pass:
     """One pass: the thread that runs it, and the entries that are open, the outermost first."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, size: tuple[int, ...] = ()) -> None:
         self.thread_id = threading.get_ident()
         self.outermost = module
         self.entered = [module]
+        self.size = size
+        """What it was entered with, as `input_size` says it."""
+        self.handled = sys.exc_info()[1]
+        """What the caller was handling when the pass began: nothing that was raised in it."""
+        self.error: BaseException | None = None
+        """What ended it, while it is finished."""
+        self.is_completed = False
+        """Whether it came to its end."""
 
     def is_on_stack(self) -> bool:
         """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
@@ -98,15 +108,16 @@ class Passes:
         current = self.here
         return len(current.entered) if current is not None else 0
 
-    def begin(self, module: nn.Module, acquire: Callable[[Pass], bool]) -> bool:
+    def begin(self, module: nn.Module, acquire: Callable[[Pass], bool], inputs: Any = ()) -> bool:
         """Wait until no pass is open, then open one and call what has to hold for it.
 
         Returns whether that agreed; if not, or if it raises, no pass is open.
         """
+        size = (self.number_of(module), *input_size(inputs))
         while True:
             with self.changed:
                 if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
-                    self.open = mine = Pass(module)
+                    self.open = mine = Pass(module, size)
                     break
             self.heal_abandoned()
         try:
@@ -139,6 +150,12 @@ class Passes:
         finally:
             self.close(hold)
 
+    def number_of(self, module: nn.Module) -> int:
+        """Return 0 for the root, and for its children their place from 1."""
+        if module is self.root:
+            return 0
+        return next((place for place, child in enumerate(self.root.children(), 1) if child is module), -1)
+
     def enter(self, module: nn.Module) -> None:
         """Go one entry deeper into the pass of this thread."""
         current = self.here
@@ -159,10 +176,19 @@ class Passes:
         return not place
 
     def end(self, *, completed: bool) -> None:
-        """End the pass of this thread. Where that fails it stays open, for whoever heals it."""
+        """End the pass of this thread. Where that fails it stays open, for whoever heals it.
+
+        Not ``completed``: called while what was raised is handled.
+        """
         current = self.here
         if current is not None:
-            self.finish(current, completed)
+            raised = None if completed else sys.exc_info()[1]
+            current.error = raised if raised is not current.handled else None
+            current.is_completed = current.error is None
+            try:
+                self.finish(current, completed)
+            finally:
+                current.error = current.handled = None  # their frames may hold tensors
             self.close(current)
 
     def close(self, current: Pass) -> None:

@@ -218,7 +218,7 @@ def plan_components(
             plan_share(
                 part.component, share.device, group, machine, profile, part.cast,
                 first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
-                pinned=None if may_be_pinned(part, profile) else frozenset(),
+                pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
             )
             for index, (share, group) in enumerate(zip(devices, groups, strict=True))
         )  # fmt: skip
@@ -304,7 +304,7 @@ def replan(
         plan_share(
             component, share.device, share.blocks, machine, profile, plan.cast,
             first=index == 0, from_disk=plan.tier == "disk", block_seconds=block_seconds, current=share,
-            pinned=plan.pinned,
+            pinned=plan.pinned, keeps_free=plan.tier != "device",
         )
         for index, share in enumerate(plan.shares)
     )  # fmt: skip

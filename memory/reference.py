@@ -228,7 +228,7 @@ class Gate:
     def open(self) -> None:
         self.is_open.set()
 
-    def enter(self, module: nn.Module) -> bool:
+    def enter(self, module: nn.Module, inputs: Any) -> bool:
         if threading.get_ident() == self.thread_id:
             return True
         self.is_open.wait()

@@ -35,7 +35,10 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReport:
-    """A device now. ``other_bytes``: what the driver counts as used beyond the ledger's ``reserved_bytes``."""
+    """A device now. ``other_bytes``: what the driver counts as used beyond the ledger's ``reserved_bytes``.
+
+    ``peak_bytes`` is the most that torch had allocated since the manager was made: it resets the device's own peak.
+    """
 
     name: str
     total_bytes: int
@@ -43,6 +46,7 @@ class DeviceReport:
     watermark: dict[str, int]
     reserved_bytes: int
     other_bytes: int
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

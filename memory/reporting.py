@@ -10,7 +10,7 @@ from .report import ComponentReport, DeviceReport
 __all__ = ["component_report", "device_report"]
 
 
-def device_report(device: Device, mark: Watermark, ledger: Ledger) -> DeviceReport:
+def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: int) -> DeviceReport:
     total, free, reserved = device.total_bytes(), device.free_bytes(), ledger.used(device.name)
     return DeviceReport(
         name=device.name,
@@ -19,6 +19,7 @@ def device_report(device: Device, mark: Watermark, ledger: Ledger) -> DeviceRepo
         watermark={"low_bytes": mark.low_bytes, "high_bytes": mark.high_bytes},
         reserved_bytes=reserved,
         other_bytes=max(0, total - free - reserved),
+        peak_bytes=max(peak_bytes, device.peak_bytes()),
     )
 
 

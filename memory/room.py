@@ -3,23 +3,27 @@
 [Note: admission] A component is admitted when it is entered, never before. It may plan with what is free now,
 with its own bytes, and with those of idle components, less what the watermark keeps free. If loading it would
 leave less than ``low`` free, idle components leave, least recently used first and block by block, until ``high``
-is free. Between the marks nobody moves. A component that computes holds a lease and is never a victim. What the
-profile of the newcomer leaves free raises both marks; and where it has a budget for the device, idle siblings, those
-managed by the same call, leave until all of them together are within it.
+is free. What the forwards of the newcomer are known to need, or its kind may need, raises both marks, as far as it
+can compute beside that ([Note: needs] in `needs.py`). Between the marks nobody moves. A component that computes holds
+a lease and is never a victim. What the profile of the newcomer leaves free raises both marks; and where it has a budget
+for the device, idle siblings, those managed by the same call, leave until all of them together are within it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from .books import Recorder
+from .component import Component
 from .devices import Device, HostMemory
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
 from .footprint import least_bytes
 from .ledger import Ledger
 from .link import known_link
-from .machine import DeviceCapacity, Machine
-from .membership import Member, Watermark, default_watermark
+from .machine import EVERYTHING, DeviceCapacity, KeptFree, Machine
+from .membership import Member, Watermark, default_watermark, unlearned_bytes
+from .needs import Key, Needs, Size, digest_component, digest_device
 from .pinning import pin_limit_bytes
 from .placement import canonical_device
 from .plan import ComponentPlan, replan
@@ -50,6 +54,8 @@ class Room:
         self.ledger = ledger
         self.recorder = recorder
         self.watermarks: dict[str, Watermark] = {}
+        self.needs = Needs()
+        self.device_digests: dict[str, str] = {}
         self.links = {
             name: speed
             for name, device in devices.items()
@@ -98,24 +104,79 @@ class Room:
             return default_watermark(self.devices[device].total_bytes())
         return self.watermarks[device]
 
-    def kept_free(self, device: str, member: Member | None) -> tuple[int, int]:
-        """Return the low and high mark, raised to what the member's forwards were seen to need."""
-        mark = self.watermark(device)
-        needed = max(member.activation_bytes[device], member.activation_before[device]) if member else 0
-        return max(mark.low_bytes, needed), max(mark.high_bytes, needed)
+    def key_of(self, component: Component, device: str, member: Member | None = None) -> Key:
+        """Return what the needs of a component on a device are known by."""
+        digest = member.digest if member is not None else None
+        if digest is None:
+            digest = digest_component(component)
+            if member is not None:
+                member.digest = digest
+        if device not in self.device_digests:
+            self.device_digests[device] = digest_device(self.devices[device])
+        return digest, self.device_digests[device]
+
+    def needed(self, member: Member, device: str, size: Size | None = None) -> KeptFree | None:
+        """Return what is known of the needs of a member's forwards, of one size or of those that it had last."""
+        if device in member.short_on:
+            return KeptFree(num_bytes=EVERYTHING, why="loading it ran out of memory")
+        component = member.attachment.component
+        # A host that catches the failure of a VAE goes on in tiles: until they come, that tells nothing.
+        fears = size is not None or not member.is_hosted or component.kind != "vae"
+        kept = self.needs.kept(self.key_of(component, device, member), size, fears=fears)
+        seen = max(member.activation_bytes[device], member.activation_before[device])
+        if seen and (kept is None or seen > kept.num_bytes):
+            is_known = size is None or (kept is not None and kept.is_known)
+            return KeptFree(num_bytes=seen, why="an earlier pass needed it", is_known=is_known)
+        return kept
+
+    def unlearned(self, device: str, *, is_hosted: bool) -> int:
+        """Return what is kept free for forwards of which nothing is known: 0 where a user or a host says what is."""
+        found = self.devices[device]
+        if found.is_cpu or is_hosted or device in self.watermarks:
+            return 0
+        return unlearned_bytes(found.total_bytes())
+
+    def leaves_enough(self, member: Member, size: Size) -> bool:
+        """Whether what is loaded of a member leaves free what its forwards of a size are known to need, or may need."""
+        for share in member.attachment.plan.shares:
+            if share.device == "cpu":
+                continue
+            kept = self.needed(member, share.device, size)
+            num_bytes = kept.num_bytes if kept is not None else 0
+            if kept is None or not kept.is_known:
+                num_bytes = max(num_bytes, self.unlearned(share.device, is_hosted=member.is_hosted))
+            if num_bytes > max(share.keeps_bytes, self.watermark(share.device).low_bytes):
+                return False
+        return True
+
+    def foreign_bytes(self, device: Device) -> int:
+        """Return what others than torch's allocator have of a device: other programs, the driver, other libraries."""
+        return device.total_bytes() - device.free_bytes() - device.allocated_bytes()
 
     def machine(
-        self, member: Member | None, ceilings: Mapping[str, int] | None = None, *, freed_bytes: int = 0
+        self,
+        member: Member | None,
+        ceilings: Mapping[str, int] | None = None,
+        *,
+        size: Size | None = None,
+        freed_bytes: int = 0,
+        is_hosted: bool = False,
+        evicts: bool = True,
     ) -> Machine:
         """Return what a member (or a newcomer) may plan with, in live numbers.
 
-        ``freed_bytes``: the host memory that a newcomer's weights take now, and give back as they are packed.
+        Args:
+            size: that of the input that the plan is for, where it is known.
+            freed_bytes: the host memory that a newcomer's weights take now, and give back as they are packed.
+            is_hosted: whether a newcomer's host says how much it may take.
+            evicts: whether the bytes of idle components count.
         """
+        is_hosted = member.is_hosted if member is not None else is_hosted
         capacities = []
         computing = [other.id for other in self.siblings(member) if other.leases] if member else []
         for device in self.devices.values():
-            low = 0 if device.is_cpu else self.kept_free(device.name, member)[0]
-            others = sum(victim.device_bytes for victim in self.victims(device, member))
+            low = 0 if device.is_cpu else self.watermark(device.name).low_bytes
+            others = sum(victim.device_bytes for victim in self.victims(device, member)) if evicts else 0
             own = self.ledger.held(member.id, device.name) if member else 0
             available = device.free_bytes() + own + others - low
             capacities.append(
@@ -128,22 +189,44 @@ class Room:
                     ceiling_bytes=(ceilings or {}).get(device.name),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                     pageable_bytes_per_s=self.pageable_links.get(device.name),
+                    unlearned_bytes=self.unlearned(device.name, is_hosted=is_hosted),
                 )
             )
+
+        def needs(component: Component, device: str) -> KeptFree | None:
+            if member is not None:
+                return self.needed(member, device, size)
+            return self.needs.kept(self.key_of(component, device)) if self.needs.known else None
+
         # What a member keeps in host memory is decided when it is added.
         pinned = 0
         if member is None and len(self.devices) > 1:
             pinned = pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
-        return Machine(devices=tuple(capacities), pinned_bytes=pinned)
+        return Machine(devices=tuple(capacities), pinned_bytes=pinned, needs=needs)
 
-    def replan(self, member: Member, ceilings: Mapping[str, int] | None = None) -> ComponentPlan:
+    def replan(
+        self,
+        member: Member,
+        ceilings: Mapping[str, int] | None = None,
+        *,
+        size: Size | None = None,
+        evicts: bool = True,
+    ) -> ComponentPlan:
         """Return what a member would be brought to now, by all that is known of it; moves nothing.
 
         Raises:
             InvalidInput, DoesNotFit: as `plan_components`.
         """
-        attachment, machine = member.attachment, self.machine(member, ceilings)
+        attachment, machine = member.attachment, self.machine(member, ceilings, size=size, evicts=evicts)
         return replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
+
+    def turn(self, member: Member) -> None:
+        """A run of a member is over: what an older, larger one needed is no reason any more to keep that."""
+        if member.activation_bytes:
+            member.activation_before, member.activation_bytes = member.activation_bytes, Counter()
+            member.short_on.clear()
+            shares = member.attachment.plan.shares
+            self.needs.decay(self.key_of(member.attachment.component, share.device, member) for share in shares)
 
     # -- who leaves
 
@@ -159,10 +242,14 @@ class Room:
             if other is not member and not other.leases and (held := self.ledger.held(other.id, device.name))
         ]
 
-    def make_room(self, device: Device, need_bytes: int, member: Member | None) -> None:
-        """Evict idle components if the need would leave less than the low mark free, until the high mark is."""
-        asked = self.left_free(device, member)
-        low, high = (max(mark, asked) for mark in self.kept_free(device.name, member))
+    def make_room(self, device: Device, need_bytes: int, member: Member | None, *, keeps_bytes: int = 0) -> None:
+        """Evict idle components if the need would leave less than the low mark free, until the high mark is.
+
+        Args:
+            keeps_bytes: what stays free for the member's forwards.
+        """
+        mark, asked = self.watermark(device.name), max(keeps_bytes, self.left_free(device, member))
+        low, high = max(mark.low_bytes, asked), max(mark.high_bytes, asked)
         left = device.free_bytes() - need_bytes
         if left >= low:
             return
@@ -192,6 +279,32 @@ class Room:
         for share in member.attachment.shares:
             if not share.device.is_cpu and self.left_free(share.device, member):
                 self.make_room(share.device, 0, member)
+
+    def give_headroom(self, member: Member, size: Size) -> None:
+        """Let a component that its host has loaded leave free what its forwards of a size are known to need.
+
+        Others give up what they can compute without, then it streams more itself; its host is told of both.
+        """
+        if not member.attachment.is_loaded:
+            return
+        for share in member.attachment.plan.shares:
+            kept = self.needed(member, share.device, size) if share.device != "cpu" else None
+            if kept is not None:
+                missing = kept.num_bytes - self.devices[share.device].free_bytes()
+                reason = f"{member.id} needs more beside its weights: {kept.why}"
+                self.give_up(share.device, missing, reason, spare=[member], whole=False)
+        held = {share.device: self.ledger.held(member.id, share.device) for share in member.attachment.plan.shares}
+        try:
+            plan = self.replan(member, computable(member, held), size=size, evicts=False)
+        except (DoesNotFit, InvalidInput):
+            return
+        member.attachment.load(plan)
+        for share in plan.shares:
+            freed = held[share.device] - self.ledger.held(member.id, share.device)
+            if freed > 0:
+                reason = next((reason for reason in share.reasons if reason.startswith("keeps ")), "needs more room")
+                self.recorder.note("evict", member.id, freed, share.device, reason)
+        self.recorder.sample()
 
     def keep_budget(self, device: Device, device_bytes: int, member: Member) -> None:
         """Evict idle siblings if with so many bytes of the member they held more than its budget for the device."""

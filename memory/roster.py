@@ -82,7 +82,7 @@ class Roster:
                 raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
         components, plan = plan_modules(
             modules,
-            self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values()))),
+            self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values())), is_hosted=is_hosted),
             placement=placement,
             profile=profile,
             precision=precision,

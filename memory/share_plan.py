@@ -17,7 +17,7 @@ from .budget import BudgetItem
 from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import block_bytes, fixed_tensors, resting_bytes, wide_bytes
-from .machine import DeviceCapacity, Machine
+from .machine import DeviceCapacity, KeptFree, Machine
 from .places import Places, Workload, pass_seconds
 from .profile import OffloadProfile
 from .schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
@@ -27,8 +27,12 @@ __all__ = ["SharePlan", "plan_share"]
 
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02
+# By so much more has to be free than when forwards ran out of memory.
+WORTH_RETRYING = 0.02
 # How many blocks are copied ahead where times are not known.
 USUAL_PREFETCH = 1
+# Forwards of these take more beside their weights than a watermark's few bytes.
+LARGE_ACTIVATIONS = ("diffusion", "vae")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,8 @@ class SharePlan:
     """What a pass is predicted to take; None where the speeds are not known."""
     limit_bytes: int | None = field(default=None, compare=False)
     """What the weights were allowed to take, where that made blocks stream."""
+    keeps_bytes: int = field(default=0, compare=False)
+    """What stays free for the forwards."""
     reasons: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -109,6 +115,7 @@ def plan_share(
     pinned: frozenset[str] | None = None,
     block_seconds: Mapping[int, float] | None = None,
     current: SharePlan | None = None,
+    keeps_free: bool = True,
 ) -> SharePlan:
     """Decide what of these blocks is resident on one device and what streams; arithmetic, moves nothing.
 
@@ -118,6 +125,7 @@ def plan_share(
         pinned: the blocks that rest in page-locked memory, by name; None: all of them.
         block_seconds: what each block of the component was measured to compute, in the order in which they ran.
         current: what is in place; it stays if it fits, leaves no block's room unused and is as fast.
+        keeps_free: whether room for the forwards counts more than residents.
 
     Raises:
         InvalidInput: the user's budget is below the least form.
@@ -142,6 +150,17 @@ def plan_share(
     largest = max(sizes.values(), default=0)
     least = whole.fixed_bytes + whole.scratch_bytes + largest
     limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
+    if keeps_free and limit >= least:
+        kept = find_kept(component, capacity, machine, profile)
+        most = capacity.available_bytes + capacity.kept_free_bytes  # beside no weights
+        is_futile = most - least <= kept.futile_bytes * (1 + WORTH_RETRYING)
+        if kept.num_bytes > capacity.kept_free_bytes and not is_futile:
+            keeps_bytes = min(kept.num_bytes, most - least)
+            whole = replace(whole, keeps_bytes=keeps_bytes)
+            if most - keeps_bytes < limit:
+                limit, source = most - keeps_bytes, f"{capacity.name} can give {format_bytes(most - keeps_bytes)}"
+            if kept.is_known or whole.device_bytes > limit:
+                reasons.append(f"keeps {format_bytes(keeps_bytes)} free: {kept.why}")
     if whole.device_bytes <= limit:
         return replace(whole, reasons=tuple(reasons))
     if least > limit or not blocks:
@@ -200,6 +219,25 @@ def find_limit(
     raised = f"raised to {format_bytes(needed)}"
     reason = f"profile {profile.name}'s budget {budget} is too small for {component.name}: {raised}"
     return needed, f"budget {raised}", [reason]
+
+
+def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, profile: OffloadProfile) -> KeptFree:
+    """Return what is kept free for the forwards of a component: what is known, else what its kind may need.
+
+    The latter not where the user says what the weights may take, or what stays free.
+    """
+    kept = machine.needs(component, capacity.name) if machine.needs is not None else None
+    kept = kept or KeptFree(num_bytes=0, why="", is_known=False)
+    asked = component.name, component.kind
+    is_said = profile.reserve_for(capacity.name, *asked, capacity.total_bytes) or any(
+        not budget.from_profile for budget in profile.budgets_for(capacity.name, *asked)
+    )
+    if kept.is_known or is_said or component.kind not in LARGE_ACTIVATIONS:
+        return kept
+    if kept.num_bytes >= capacity.unlearned_bytes:
+        return kept
+    why = "what its forwards need beside the weights is not known yet"
+    return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
 
 
 def smallest_budget(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> BudgetItem | None:

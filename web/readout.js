@@ -137,7 +137,9 @@ export function noticeOfFailure(failure, isManaging = false) {
     return { severity: "error", summary: "An input cannot be used", detail: message };
   }
   if (kind === "OutOfMemoryError" && (isOurs || isManaging)) {
-    return { severity: "error", summary: "Out of memory", detail: `${message.split("\n")[0]}. ${REMEDY}` };
+    const [first, ...others] = message.split("\n");
+    const learned = others.find((line) => line.startsWith("Highwater: "));
+    return { severity: "error", summary: "Out of memory", detail: `${first}. ${learned?.slice(11) ?? REMEDY}` };
   }
   return null;
 }

@@ -40,6 +40,7 @@ __all__ = [
     "install",
     "installed",
     "name",
+    "occupy",
     "pinned",
     "races",
     "reset_clock",
@@ -349,6 +350,13 @@ def copying_bytes() -> int:
 def races() -> list[str]:
     """The races found since the last call, oldest first, one sentence each (at most 1000)."""
     return _ops.races()
+
+
+def occupy(index: int, num_bytes: int) -> None:
+    """Let another program hold so many bytes of a device, in place of its ``reserve_bytes``; `cluster` ends that."""
+    if num_bytes < 0:
+        raise ValueError(f"num_bytes must not be negative, not {num_bytes}")
+    _ops.occupy(index, num_bytes)
 
 
 def fail_alloc(index: int, nth: int) -> None:

@@ -1558,6 +1558,9 @@ TORCH_LIBRARY(highwater_simdevice, library) {
   });
   library.def("copy_engine", [](bool running) { locked([&] { sim.copy_engine = running; }); });
   library.def("move_deferred", &move_deferred);
+  library.def("occupy", [](int64_t index, int64_t num_bytes) {
+    locked([&] { device_at(index).reserve_bytes = num_bytes; });
+  });
   library.def("fail_alloc",
               [](int64_t index, int64_t nth) { locked([&] { device_at(index).allocs_until_failure = nth; }); });
   library.def("fail_copy",

@@ -160,7 +160,7 @@ class Hosted:
         try:
             _, plan = plan_modules(
                 {self.name: model},
-                manager.room.machine(None),
+                manager.room.machine(None, is_hosted=True),
                 placement=parse_placement(self.placement_on(device), devices=names),
                 profile=parse_profile(self.request.profile, devices=names, components=[self.name]),
                 precision=parse_precision(self.request.precision),

@@ -175,7 +175,7 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
         nets["b"](x)
         needed = managed[1].members[0].activation_bytes["gpu:0"]
         assert needed > MIB
-        assert manager.room.kept_free("gpu:0", managed[1].members[0])[0] == needed
+        assert manager.room.needed(managed[1].members[0], "gpu:0").num_bytes == needed
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_large_run_is_forgotten_after_two_small_ones(toys, machine) -> None:
                 manager.begin_run(str(length), "toy")
                 net(torch.ones(1, length, 64))
                 manager.end_run()
-                needs.append(manager.room.kept_free("gpu:0", managed.members[0])[0])
+                needs.append(manager.room.needed(managed.members[0], "gpu:0").num_bytes)
             assert needs[0] == needs[1] > 50 * needs[2] > 0
 
 

@@ -1,0 +1,244 @@
+"""What forwards need of a device beside the weights: seen in passes, learned from failures, by size of the input.
+
+[Note: needs] After a pass that came through its peak is known, and the next plan keeps that free. After one that ran
+out of memory only this is known: it needs more than was free. So the next plan keeps everything free beside the least
+form that can compute, and if any plan fits, that one does. Its peak then is the need. Where the peak is less than what
+had been free at the failure (the allocator's memory was in pieces, or another program held some of it for a moment), a
+little more than that is kept, less from run to run. What failed beside the least form does not fit: keeping more than
+can be had would only evict others in vain, until more can be had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .component import Component
+from .devices import Device
+from .machine import EVERYTHING, KeptFree
+
+__all__ = ["Key", "Need", "Needs", "Size", "digest_component", "digest_device", "input_size"]
+
+Size = tuple[int, ...]
+"""Through which module a forward came, the bytes of its elements, and how many elements each input has."""
+
+# Inputs count as equal in size where they differ by less than a twelfth.
+STEPS_PER_DOUBLING = 8
+DIGEST_LENGTH = 32
+MAX_INPUTS = 64
+MAX_DEPTH = 4
+# What is kept beyond a peak after a failure, as a part of it: no two forwards allocate quite alike.
+SLACK = 16
+# What a run that needed less takes off, as a part of the difference; of what was free at a failure, as a part of that.
+DECAY = 4
+FAILURE_DECAY = 32
+# Failures of what is futile until it is tried again.
+PATIENCE = 4
+MAX_SIZES = 256
+
+
+def input_size(inputs: Any) -> Size:
+    """Return how large what a forward was called with is; reads shapes only."""
+    found: list[torch.Tensor] = []
+    collect_tensors(inputs, found, MAX_DEPTH)
+    if not found:
+        return ()
+    item_bytes = next((tensor.element_size() for tensor in found if tensor.is_floating_point()), 0)
+    numels = (tensor.numel() for tensor in found)
+    return (item_bytes, *(math.ceil(STEPS_PER_DOUBLING * math.log2(numel)) for numel in numels if numel > 1))
+
+
+def digest_component(component: Component) -> str:
+    """Return a digest of what a component consists of: names, dtypes and shapes; equal files have equal ones."""
+    content = hashlib.sha256()
+    for tensor in sorted(
+        (tensor for block in (*component.blocks, component.rest) for tensor in block.tensors),
+        key=lambda tensor: tensor.name,
+    ):
+        content.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())
+    return content.hexdigest()[:DIGEST_LENGTH]
+
+
+def digest_device(device: Device) -> str:
+    """Return a digest of a device's name and size; equal cards have equal ones."""
+    name = "" if device.is_cpu else str(device.module.get_device_properties(device.torch_device).name)
+    return hashlib.sha256(f"{name} {device.total_bytes()}".encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def collect_tensors(value: Any, found: list[torch.Tensor], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        if len(found) < MAX_INPUTS:
+            found.append(value)
+    elif depth and isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            collect_tensors(item, found, depth - 1)
+
+
+def is_within(size: Size, other: Size) -> bool:
+    """Whether no input of a size is larger than its like of the other."""
+    return len(size) == len(other) and size[:2] == other[:2] and all(map(int.__le__, size[2:], other[2:]))
+
+
+@dataclass(slots=True)
+class Need:
+    """What the forwards of one component at one size need of one device; bytes beside its weights."""
+
+    seen_bytes: int = 0
+    """The peak of those that came through."""
+    failed_bytes: int = 0
+    """What was free when one ran out of memory; 0 where none did."""
+    guard_bytes: int = 0
+    """What is kept free after a failure since one came through with it; 0 where none did since."""
+    futile_bytes: int = 0
+    """What was free when one ran out of memory beside the least form."""
+    used_s: int = 0
+    """When it was last met, in seconds since 1970."""
+    run_bytes: int = 0
+    """The peak in this run; not remembered."""
+    patience: int = PATIENCE
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one failed and none came through since."""
+        return bool(self.failed_bytes) and not self.guard_bytes
+
+    def kept(self) -> KeptFree:
+        if self.is_open:
+            why = "the last run of this size ran out of memory"
+            return KeptFree(num_bytes=EVERYTHING, why=why, futile_bytes=self.futile_bytes)
+        return KeptFree(num_bytes=max(self.seen_bytes, self.guard_bytes), why="an earlier run needed it")
+
+    def fail(self, free_bytes: int, *, is_least: bool) -> None:
+        """One ran out of memory with so much free beside the weights, in their least form or not."""
+        self.failed_bytes, self.guard_bytes = max(1, self.failed_bytes, free_bytes), 0
+        if is_least:
+            self.futile_bytes, self.patience = max(self.futile_bytes, free_bytes), PATIENCE
+        elif self.futile_bytes:
+            self.patience -= 1
+            if not self.patience:
+                self.futile_bytes, self.patience = 0, PATIENCE
+
+    def succeed(self, peak_bytes: int, free_bytes: Callable[[], int]) -> bool:
+        """One came through; returns whether that tells anything new.
+
+        Args:
+            free_bytes: returns what was free beside the weights; called only where it matters.
+        """
+        is_news = self.is_open or peak_bytes > self.seen_bytes or not self.used_s
+        self.run_bytes = max(self.run_bytes, peak_bytes)
+        self.seen_bytes = max(self.seen_bytes, peak_bytes)
+        if self.is_open:
+            self.futile_bytes = 0
+            if self.seen_bytes > self.failed_bytes:
+                self.guard_bytes, self.failed_bytes = self.with_slack(self.seen_bytes), 0
+            else:
+                self.guard_bytes = max(free_bytes(), self.with_slack(self.failed_bytes))
+        if is_news:
+            self.used_s = int(time.time())
+        return is_news
+
+    def decay(self) -> bool:
+        """A run is over; returns whether less is kept now."""
+        peak, self.run_bytes = self.run_bytes, 0
+        if not peak or self.is_open:
+            return False
+        before = self.seen_bytes, self.guard_bytes, self.failed_bytes
+        self.seen_bytes -= (self.seen_bytes - peak) // DECAY
+        self.failed_bytes -= -(-self.failed_bytes // FAILURE_DECAY)
+        if self.failed_bytes <= self.seen_bytes:
+            self.failed_bytes = 0
+        least = self.with_slack(max(self.seen_bytes, self.failed_bytes))
+        if self.guard_bytes:
+            self.guard_bytes = max(least, self.guard_bytes - -(-(self.guard_bytes - least) // DECAY))
+        return before != (self.seen_bytes, self.guard_bytes, self.failed_bytes)
+
+    @staticmethod
+    def with_slack(num_bytes: int) -> int:
+        return num_bytes + num_bytes // SLACK
+
+
+Key = tuple[str, str]
+"""Digests of a component's content and of a device."""
+
+
+@dataclass(slots=True)
+class Needs:
+    """The needs of all components that were met, by key and size, and which of them are not written down yet."""
+
+    known: dict[Key, dict[Size, Need]] = field(default_factory=dict)
+    last: dict[Key, Size] = field(default_factory=dict)
+    """The size that was met last."""
+    changed: set[tuple[Key, Size]] = field(default_factory=set)
+
+    def get(self, key: Key, size: Size) -> Need:
+        """Return the need at a size, new where there was none."""
+        sizes = self.known.setdefault(key, {})
+        found = sizes.get(size)
+        if found is None:
+            while len(sizes) >= MAX_SIZES:
+                oldest = min(sizes, key=lambda other: sizes[other].used_s)
+                del sizes[oldest]
+                self.changed.discard((key, oldest))
+            found = sizes[size] = Need()
+        self.last[key] = size
+        return found
+
+    def kept(self, key: Key, size: Size | None = None, *, fears: bool = True) -> KeptFree | None:
+        """Return what to keep free for a size, None where nothing tells; of an unknown one, for that met last.
+
+        Args:
+            fears: whether a failure that none came through since counts; else only what was seen.
+        """
+        sizes = self.known.get(key)
+        if not sizes:
+            return None
+        size = self.last.get(key) if size is None else size
+        if size is None:
+            size = max(sizes, key=lambda other: sizes[other].used_s)
+        exact = sizes.get(size)
+        if exact is not None and not (exact.is_open and not fears):
+            return self.bounded(sizes, size, exact) if exact.is_open else exact.kept()
+        # A larger input needs no less than a smaller one.
+        smaller = [need for other, need in sizes.items() if is_within(other, size) and (fears or not need.is_open)]
+        if not smaller:
+            return None
+        most = max((need.kept() for need in smaller), key=lambda kept: kept.num_bytes)
+        why = most.why if most.num_bytes == EVERYTHING else "a run of a smaller size needed as much"
+        return KeptFree(num_bytes=most.num_bytes, why=why, is_known=False)
+
+    def bounded(self, sizes: Mapping[Size, Need], size: Size, need: Need) -> KeptFree:
+        """Return what to keep after a failure: no more than what a larger input came through with."""
+        larger = [
+            other.kept()
+            for at, other in sizes.items()
+            if at != size and is_within(size, at) and not other.is_open and other.seen_bytes > need.failed_bytes
+        ]
+        return min([*larger, need.kept()], key=lambda kept: kept.num_bytes)
+
+    def change(self, key: Key, size: Size) -> None:
+        """Note that the need at a size is to be written down."""
+        self.changed.add((key, size))
+
+    def decay(self, keys: Iterable[Key]) -> None:
+        """A run is over in which these computed."""
+        for key in keys:
+            for size, need in self.known.get(key, {}).items():
+                if need.decay():
+                    self.change(key, size)
+
+    def take_changed(self) -> list[tuple[Key, Size, Need]]:
+        """Return what is to be written down, once."""
+        changed, self.changed = self.changed, set()
+        return list(self.entries(changed))
+
+    def entries(self, which: Iterable[tuple[Key, Size]]) -> Iterator[tuple[Key, Size, Need]]:
+        for key, size in sorted(which):
+            need = self.known.get(key, {}).get(size)
+            if need is not None:
+                yield key, size, need
