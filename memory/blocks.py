@@ -36,6 +36,7 @@ SMALLEST_INNER_SHARE = 0.6
 LAYER_SHARE = 0.6
 # ``block0``, ``block1``, ``block2``: fewer are names such as ``linear1`` and ``linear2``.
 FEWEST_WORDS_WITH_NUMBERS = 3
+NUMBER = re.compile(r"\d+")
 WORD_WITH_NUMBER = re.compile(r"(\D+)\d+")
 # Early, middle, late: UNets and VAEs (down, mid, up; encoder, decoder) and the two stacks of Flux and its like.
 STAGES = (
@@ -198,9 +199,9 @@ class Finder:
                 others.append((stack_bytes, paths))
         found = dict(parts)
         if rest_bytes > LARGEST_REST_SHARE * self.total_bytes:
-            unnumbered = self.find_unnumbered(parts)
-            found |= unnumbered
-            others += [(self.bytes_of(names), [path]) for path, names in unnumbered.items()]
+            for alike in self.find_unnumbered(parts):
+                found |= alike
+                others.append((sum(map(self.bytes_of, alike.values())), list(alike)))
         for stack_bytes, paths in sorted(others, key=lambda other: other[0], reverse=True):
             if rest_bytes <= LARGEST_REST_SHARE * self.total_bytes:
                 break
@@ -214,8 +215,11 @@ class Finder:
         is_large = self.bytes_of(names) >= SMALLEST_PART_SHARE * self.total_bytes
         return is_large and (is_numbered or not self.is_layer(names))
 
-    def find_unnumbered(self, parts: Parts) -> Parts:
-        """Return the outermost callable parts outside of all others that are neither too large nor single layers."""
+    def find_unnumbered(self, parts: Parts) -> list[Parts]:
+        """Return the outermost callable parts outside of all others that are neither too large nor single layers.
+
+        Those of which all but the numbers in their paths are alike come together; alone they may be small.
+        """
         taken = {name for names in parts.values() for name in names}
         above = {prefix for path in parts for prefix in prefixes(path)}
         inside: defaultdict[str, list[str]] = defaultdict(list)
@@ -223,15 +227,19 @@ class Finder:
             if name not in taken:
                 for path in prefixes(name.rpartition(".")[0]):
                     inside[path].append(name)
-        fitting = {
-            path
-            for path, names in inside.items()
-            if path not in above
-            and self.callable_at(path)
-            and self.bytes_of(names) <= self.largest_bytes
-            and self.is_worth_a_block(path, names)
-        }
-        return {path: inside[path] for path in fitting if not fitting.intersection(prefixes(path)[:-1])}
+        alike: defaultdict[str, Parts] = defaultdict(dict)
+        for path, names in inside.items():
+            is_fitting = self.bytes_of(names) <= self.largest_bytes and not self.is_layer(names)
+            if is_fitting and path not in above and self.callable_at(path):
+                alike[NUMBER.sub("*", path)][path] = names
+        smallest_bytes = SMALLEST_PART_SHARE * self.total_bytes
+        large = [group for group in alike.values() if sum(map(self.bytes_of, group.values())) >= smallest_bytes]
+        fitting = {path for group in large for path in group}
+        outermost = [
+            {path: names for path, names in group.items() if not fitting.intersection(prefixes(path)[:-1])}
+            for group in large
+        ]
+        return [group for group in outermost if group]
 
     def in_order(self, blocks: Parts) -> Parts:
         order = {stack: place for place, stack in enumerate(dict.fromkeys(map(stack_of, blocks)))}

@@ -5,6 +5,7 @@ The plan adds these numbers and the residency engine allocates by the same funct
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from .blocks import LARGEST_REST_SHARE
@@ -28,6 +29,7 @@ __all__ = [
 # Two per device: the file is read into one while the other is copied.
 NUM_BOUNCE_BUFFERS = 2
 BOUNCE_BUFFER_BYTES = 64 * MIB
+NUMBER = re.compile(r"\d+")
 # How many layers of the rest are named, and the least share of the component that a named one has.
 NUM_NAMED, NAMED_SHARE = 3, 0.005
 
@@ -97,14 +99,13 @@ def explain_rest(component: Component) -> str:
         return ""
     layers: dict[str, int] = {}
     for tensor in component.rest.tensors:
-        layer = tensor.name.rpartition(".")[0] or tensor.name
+        layer = NUMBER.sub("*", tensor.name.rpartition(".")[0] or tensor.name)
         layers[layer] = layers.get(layer, 0) + tensor.weight_bytes
     named = sorted(
         (layer for layer in layers if layers[layer] >= NAMED_SHARE * total_bytes), key=lambda at: -layers[at]
     )
     sizes = [f"{layer} {format_bytes(layers[layer])}" for layer in named[:NUM_NAMED]]
-    others = f", {len(layers) - len(sizes)} smaller layers" if len(layers) > len(sizes) else ""
-    return (
-        f"{rest_bytes / total_bytes:.0%} of it, {format_bytes(rest_bytes)}, is in no block and never streams: "
-        f"{', '.join(sizes)}{others}"
-    )
+    if len(layers) > len(sizes):
+        sizes.append("smaller layers")
+    share = f"{rest_bytes / total_bytes:.0%} of it, {format_bytes(rest_bytes)}"
+    return f"{share}, is in no block and never streams: {', '.join(sizes)}"
