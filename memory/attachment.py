@@ -100,6 +100,7 @@ class Attachment:
             acquire=acquire,
             give_back=give_back,
             compiles=compiles,
+            places_inputs=guards_state,
         )
         self.guards_state = guards_state
         self.moves: MoveGuard | None = None
@@ -216,7 +217,10 @@ class Attachment:
         self.hooks.lead_to(self.forwards)
         if len(self.shares) > 1:
             for module in self.find_rest_modules():
-                self.handles.append(module.register_forward_pre_hook(self.forwards.before_rest, with_kwargs=True))
+                self.handles += [
+                    module.register_forward_pre_hook(self.forwards.before_rest, with_kwargs=True),
+                    module.register_forward_hook(self.forwards.after_rest, always_call=True),
+                ]
 
     def find_entry_modules(self) -> list[nn.Module]:
         return [self.module, *(child for child in self.module.children() if is_callable(child))]

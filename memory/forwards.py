@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,18 +12,30 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from .blocks import has_skips
 from .component import Component
 from .errors import UnsafeState
 from .hooks import Hooks
 from .passes import Pass, Passes
 from .share import Share
-from .split import Hops
+from .split import Hops, Visit
 
 __all__ = ["Forwards"]
 
-# The kinds of components whose blocks run one after the other on one stream of hidden states.
-CHAINS = ("diffusion", "text", "vision")
+# What torch and others say of tensors on two devices.
+DEVICE_MISMATCH = re.compile(r"same device|different device|\bis on (the )?\w+|on (cpu|gpu|cuda)\b|\bdevice type", re.I)
+
+
+class Call:
+    """A call that computes on another device than its caller: of an entry, a block, or something inside or outside it.
+
+    ``previous`` is the index of the accelerator that was current before, None where the call changes nothing of that.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, previous: int | None) -> None:
+        self.module = module
+        self.device = device
+        self.previous = previous
+        self.visit: Visit | None = None
 
 
 class Forwards:
@@ -33,6 +47,8 @@ class Forwards:
             whether the component is still this attachment's.
         give_back: called when the outermost entry is left, also by an exception; perhaps twice.
         compiles: whether the blocks are compiled.
+        places_inputs: move what an entry is given to the device of the rest; a host does that itself, and has buffers
+            to be filled, or containers to be emptied, where it wants them.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class Forwards:
         acquire: Callable[[Pass], bool],
         give_back: Callable[[Pass], None],
         compiles: bool = False,
+        places_inputs: bool = True,
     ) -> None:
         self.owner = owner
         self.component = component
@@ -56,7 +73,12 @@ class Forwards:
         self.acquire = acquire
         self.give_back = give_back
         self.passes = Passes(module, self.finish_pass, exclusive)
+        self.places_inputs = places_inputs
         self.hops = Hops()
+        self.calls: list[Call] = []
+        """Those under way in which tensors have other devices than outside, the outermost first."""
+        self.last_block: int | None = None
+        self.failed_block: int | None = None
         self.is_loaded = False
         """Whether the devices are as the plan says; else the module computes with what it holds."""
         self.is_timed = False
@@ -64,26 +86,12 @@ class Forwards:
         self.home = shares[0].device.torch_device
         """Where inputs go and outputs come back: the device of the rest."""
         self.share_of = {number: share for share in shares for number in share.blocks}
-        self.returning = self.find_returning()
         self.entries: frozenset[nn.Module] = frozenset()
         self.blocks: dict[nn.Module, int] = {}
         self.parts: dict[nn.Module, int] = {}
         self.in_parts: set[int] = set()
         """The blocks that came because something inside them was called from outside."""
         self.seen_in_parts: set[int] = set()
-
-    def find_returning(self) -> set[int]:
-        """Return the blocks whose output goes back to the device of the rest.
-
-        What the root does with an output expects it there; in a chain it only hands it on.
-        """
-        found = set()
-        for share in self.shares[1:]:
-            for number in share.blocks:
-                is_chain = self.component.kind in CHAINS and not has_skips(self.component.blocks[number].name)
-                if not is_chain or number == max(share.blocks):
-                    found.add(number)
-        return found
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
@@ -93,6 +101,7 @@ class Forwards:
             return True
         if not self.passes.begin(module, self.acquire, inputs):
             return False
+        self.last_block = self.failed_block = None
         if self.is_loaded:
             for share in self.shares:
                 share.begin_pass(is_timed=self.is_timed)
@@ -106,22 +115,29 @@ class Forwards:
         """Whether this thread has entered through this module."""
         return self.passes.outermost is module
 
-    def before_entry(self, args: Any, kwargs: Any) -> Any:
-        is_nested = self.passes.depth > 1
-        return None if is_nested or not self.is_loaded else self.hops.move((args, kwargs), self.home)
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.passes.depth > 1 or not self.is_loaded or not self.places_inputs:
+            return None
+        return self.go(module, (args, kwargs), self.home, source=None, target=None)
 
     def after_entry(self, module: nn.Module, output: Any) -> Any:
         if not self.passes.leave(module):
             return None
-        completed = output is not None  # an always-called hook has none after an exception
+        failed = self.has_failed(output)
         try:
-            output = self.hops.move(output, self.home) if len(self.shares) > 1 else None
+            if failed:
+                self.explain_failure()
+            return self.come_back(module, output, failed=failed)
         except BaseException:
-            completed = False
+            failed = True
             raise
         finally:
-            self.passes.end(completed=completed)
-        return output
+            self.passes.end(completed=not failed)
+
+    def has_failed(self, output: Any) -> bool:
+        """Whether an always-called hook is called because of an exception: then there is no output."""
+        current = self.passes.here
+        return output is None and current is not None and sys.exc_info()[1] is not current.handled
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         try:
@@ -131,6 +147,7 @@ class Forwards:
                 if completed:
                     self.forget_parts(share.entered)
         finally:
+            self.leave_devices(current)
             self.hops.forget()
             self.give_back(current)
 
@@ -144,6 +161,69 @@ class Forwards:
             for part in done:
                 self.parts.pop(part, None)
 
+    # -- from device to device
+
+    def go(
+        self,
+        module: nn.Module,
+        given: tuple[Any, Any],
+        device: torch.device,
+        *,
+        source: torch.device | None,
+        target: torch.device | None,
+    ) -> Any:
+        """Enter a call that computes on another device; returns its arguments there, None if they are as they were.
+
+        Args:
+            source, target: as in `Hops.visit`.
+        """
+        visit = self.hops.visit(given, device, source=source, target=target)
+        if visit is None:
+            return None
+        call = Call(module, device, None if target is None else torch.accelerator.current_device_index())
+        call.visit = visit
+        self.calls.append(call)
+        if call.previous is not None:  # kernels of others are launched on the current device
+            torch.accelerator.set_device_index(device.index)
+        return visit.lent.value
+
+    def come_back(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
+        """Leave a call; returns its output as the caller is to have it."""
+        if not self.calls or self.calls[-1].module is not module:
+            return output
+        call = self.calls.pop()
+        if call.previous is not None:
+            torch.accelerator.set_device_index(call.previous)
+        return output if failed or call.visit is None else call.visit.end(output)
+
+    def leave_devices(self, current: Pass) -> None:
+        """Forget the calls that an interrupt left open."""
+        if self.calls and self.calls[0].previous is not None and current.is_here():
+            torch.accelerator.set_device_index(self.calls[0].previous)
+        self.calls.clear()
+
+    @property
+    def here(self) -> torch.device:
+        """The device of the tensors that the innermost call has."""
+        return self.calls[-1].device if self.calls else self.home
+
+    def explain_failure(self) -> None:
+        """Let an error of tensors on two devices say whose they are and what helps. Torch raises it again."""
+        error = sys.exc_info()[1]
+        if len(self.shares) == 1 or isinstance(error, torch.OutOfMemoryError | UnsafeState):
+            return
+        if isinstance(error, RuntimeError | ValueError) and DEVICE_MISMATCH.search(str(error)):
+            number = self.last_block if self.failed_block is None else self.failed_block
+            where = "before its first block"
+            if number is not None:
+                name, device = self.component.blocks[number].name, self.share_of[number].device.name
+                where = f"{'after' if self.failed_block is None else 'in'} block {name} on {device}"
+            told = str(error).splitlines()[0]
+            home = self.shares[0].device.name
+            error.args = (
+                f"{self.owner}: cannot be split: {where} tensors of two devices met; place it on {home} alone ({told})",
+            )
+
     # -- blocks
 
     def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -154,18 +234,24 @@ class Forwards:
         if self.compiles:  # what is compiled now is not to be called back from inside
             self.forget_parts([number])
         share.enter(number)
-        alone = len(self.shares) == 1 and self.passes.outermost is not module
-        return None if alone else self.hops.move((args, kwargs), share.device.torch_device)
+        self.last_block = number
+        is_entry = self.places_inputs and self.passes.outermost is module
+        if share is self.shares[0] and not is_entry:
+            return None
+        device = share.device.torch_device
+        source = None if is_entry else self.home
+        return self.go(module, (args, kwargs), device, source=source, target=None if device == self.home else self.home)
 
     def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
-        changes_hands = self.share_of[number].leave(number, prefetches=output is not None)
+        failed = self.has_failed(output)
+        changes_hands = self.share_of[number].leave(number, prefetches=not failed)
+        if failed:
+            self.failed_block = number
         if changes_hands and torch.is_grad_enabled():
             refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
-        if number in self.returning and output is not None:
-            output = self.hops.move(output, self.home)
+        output = self.come_back(module, output, failed=failed)
         if self.passes.outermost is module:
-            moved = self.after_entry(module, output)
-            return output if moved is None else moved
+            return self.after_entry(module, output)
         return output
 
     # -- blocks whose forward is not what runs them
@@ -173,7 +259,7 @@ class Forwards:
     # A parent may call what is inside its blocks itself: a modulation for all blocks beforehand, or the layers of a
     # Sequential one by one. The first of them that comes brings its block, which goes when the next block comes.
 
-    def before_part(self, number: int, args: Any, kwargs: Any) -> Any:
+    def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         share = self.share_of[number]
         if not self.is_loaded or (number in share.computing and number not in self.in_parts):
             return None  # inside the block's own forward
@@ -181,18 +267,28 @@ class Forwards:
             self.in_parts.add(number)
             self.seen_in_parts.add(number)
             share.enter(number)
-        return self.hops.move((args, kwargs), share.device.torch_device) if len(self.shares) > 1 else None
-
-    def after_part(self, number: int, output: Any) -> Any:
-        share = self.share_of[number]
-        if output is None or number not in self.in_parts or number not in share.computing:
+            self.last_block = number
+        device = share.device.torch_device
+        if self.here == device:
             return None
-        if torch.is_grad_enabled() and share.changes_hands(number):
+        return self.go(module, (args, kwargs), device, source=self.here, target=self.here)
+
+    def after_part(self, number: int, module: nn.Module, output: Any) -> Any:
+        if number not in self.in_parts:
+            return None
+        if torch.is_grad_enabled() and self.share_of[number].changes_hands(number):
             refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
-        return self.hops.move(output, self.home) if share is not self.shares[0] else None
+        return self.come_back(module, output, failed=self.has_failed(output))
+
+    # -- the rest, which parts of blocks elsewhere may call
 
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.hops.move((args, kwargs), self.home)
+        if not self.is_loaded or self.here == self.home:
+            return None
+        return self.go(module, (args, kwargs), self.home, source=self.here, target=self.here)
+
+    def after_rest(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.come_back(module, output, failed=self.has_failed(output))
 
     def dismiss(self) -> None:
         """Let nobody in any more: another one has the module now, or none."""

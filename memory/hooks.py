@@ -41,7 +41,7 @@ class Hooked(Protocol):
         """Whether this thread has entered through this module."""
         ...
 
-    def before_entry(self, args: Any, kwargs: Any) -> Any: ...
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
 
     def after_entry(self, module: nn.Module, output: Any) -> Any: ...
 
@@ -49,9 +49,9 @@ class Hooked(Protocol):
 
     def after_block(self, number: int, module: nn.Module, output: Any) -> Any: ...
 
-    def before_part(self, number: int, args: Any, kwargs: Any) -> Any: ...
+    def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
 
-    def after_part(self, number: int, output: Any) -> Any: ...
+    def after_part(self, number: int, module: nn.Module, output: Any) -> Any: ...
 
     def dismiss(self) -> None:
         """Let nobody in any more."""
@@ -120,14 +120,14 @@ class Hooks:
         if target is None or kwargs is None:  # removed meanwhile
             return None
         if module in target.parts:
-            return target.before_part(target.parts[module], args, kwargs) if target.is_entered() else None
+            return target.before_part(target.parts[module], module, args, kwargs) if target.is_entered() else None
         if module not in target.blocks or not target.is_entered():
             target = self.enter(module, (args, kwargs))
             if target is None:
                 return None
         if module in target.blocks:
             return target.before_block(target.blocks[module], module, args, kwargs)
-        return target.before_entry(args, kwargs)
+        return target.before_entry(module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         target = self.target
@@ -136,5 +136,5 @@ class Hooks:
         if module in target.blocks:
             return target.after_block(target.blocks[module], module, output)
         if module in target.parts and not target.is_outermost(module):
-            return target.after_part(target.parts[module], output)
+            return target.after_part(target.parts[module], module, output)
         return target.after_entry(module, output)

@@ -48,6 +48,10 @@ class Pass:
         self.is_completed = False
         """Whether it came to its end."""
 
+    def is_here(self) -> bool:
+        """Whether it is a pass of this thread."""
+        return self.thread_id == threading.get_ident()
+
     def is_on_stack(self) -> bool:
         """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
         frame = sys._current_frames().get(self.thread_id)

@@ -240,7 +240,7 @@ class Gate:
     def is_outermost(self, module: nn.Module) -> bool:
         return False
 
-    def before_entry(self, args: Any, kwargs: Any) -> Any:
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None
 
     def after_entry(self, module: nn.Module, output: Any) -> Any:
@@ -252,10 +252,10 @@ class Gate:
     def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
         return None
 
-    def before_part(self, number: int, args: Any, kwargs: Any) -> Any:
+    def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return None
 
-    def after_part(self, number: int, output: Any) -> Any:
+    def after_part(self, number: int, module: nn.Module, output: Any) -> Any:
         return None
 
     def dismiss(self) -> None:

@@ -1,55 +1,287 @@
-"""Layer split: moving what flows between the blocks from device to device.
+"""What flows between devices: arguments go where their callee computes, and what became of them comes back.
 
-Hidden states hop once, because every block returns them where it computed. Side inputs that all blocks share
-(conditioning, rotary tables) are the same tensor object in every call, so their copies are kept for the pass.
+[Note: home] In a split the parent of the blocks sees tensors of one device only, the home device of the rest: a block
+elsewhere gets copies of its arguments, and all that it returns is copied home. So a parent may join outputs, add to
+them, collect them, leave blocks out and change its mind at every step. The price is one copy home for each such block;
+there is none back if the next block takes the output as it is, because the original is kept beside its copy.
+
+[Note: twins] A tensor outside a call and its copy inside are twins. Torch counts the writes to a tensor (`_version`),
+so twins are known to be equal while neither was written to since. What a callee wrote into its copy is written back;
+of a callee that returns its own copy the caller gets its own tensor; tensors that share memory outside share it inside.
+Inference tensors have no count: those outside are copied each time, while the copies inside are made as ordinary
+tensors, so that a write to one is always seen.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Hops"]
+from .containers import Lent, find_tensors, replace_tensors
+
+__all__ = ["Hops", "Visit"]
+
+
+class Twin:
+    """A tensor outside a call, weakly, and its copy inside; kept while the first is alive."""
+
+    __slots__ = ("inside", "inside_version", "outside", "outside_version")
+
+    def __init__(self, outside: weakref.ref[torch.Tensor], inside: torch.Tensor) -> None:
+        self.outside = outside
+        self.inside = inside
+        self.note_equal()
+
+    def note_equal(self) -> None:
+        """The two are equal now."""
+        self.outside_version = version_of(self.outside())
+        self.inside_version = version_of(self.inside)
+
+    def is_written(self) -> bool:
+        """Whether the copy inside has been written to since the two were equal."""
+        return self.inside_version is None or version_of(self.inside) != self.inside_version
+
+    def is_current(self, outside: torch.Tensor) -> bool:
+        """Whether this is the twin of the tensor, and they are still equal."""
+        if self.outside() is not outside or self.outside_version is None:
+            return False
+        return version_of(outside) == self.outside_version and not self.is_written()
 
 
 class Hops:
-    """Copies tensors to the device of the block that takes them, once per tensor, device and pass."""
+    """Copies tensors between devices, once per tensor, device and pass."""
 
     def __init__(self) -> None:
-        self.copies: dict[tuple[int, torch.device], tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self.twins: dict[tuple[int, torch.device], Twin] = {}
+        """By the id of the tensor outside, and where its copy is."""
+        self.twins_inside: dict[int, Twin] = {}
+        """By the id of the copy."""
         self.num_hops = 0
         self.bytes_moved = 0
 
-    def move(self, value: Any, device: torch.device) -> Any:
-        """Return the value with every tensor inside on the device; the same object if nothing has to move.
+    def forget(self) -> None:
+        """Drop the kept copies: the pass is over."""
+        self.twins.clear()
+        self.twins_inside.clear()
 
-        Containers that callees write into (caches of features) therefore stay theirs on a single device.
+    def visit(
+        self, value: Any, device: torch.device, *, source: torch.device | None, target: torch.device | None
+    ) -> Visit | None:
+        """Copy what a callee is given to its device; None where nothing is elsewhere and nothing has to come back.
+
+        Args:
+            source: the device whose tensors are copied; None is any other.
+            target: where tensors on the callee's device come to that it returns; None leaves them there.
         """
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        if all(tensor.device == device for tensor in tensors):
-            return value
-        return tree_map_only(torch.Tensor, lambda tensor: self.move_tensor(tensor, device), value)
+        found = [
+            tensor
+            for tensor in find_tensors(value)
+            if (tensor.device == source if source is not None else tensor.device != device and not tensor.is_meta)
+        ]
+        if not found and target is None:
+            return None
+        pairs = [pair for group in groups_of(found) for pair in zip(group, self.twins_of(group, device), strict=True)]
+        return Visit(self, value, device, target, pairs)
 
-    def move_tensor(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if tensor.device == device:
-            return tensor
-        if tensor.is_inference():  # no version tells whether it was written since: copy every time
-            return self.count(tensor.to(device))
-        # Holding the source keeps its id from being reused.
-        held = self.copies.get((id(tensor), device))
-        if held is not None and held[0] is tensor and held[1] == tensor._version:
-            return held[2]
-        copy = self.count(tensor.to(device))
-        self.copies[id(tensor), device] = tensor, tensor._version, copy
-        return copy
+    def twins_of(self, group: Sequence[torch.Tensor], device: torch.device) -> list[Twin]:
+        """Return the twins on a device of tensors that share their memory; those there are, or new copies."""
+        known = [self.twins.get((id(tensor), device)) for tensor in group]
+        current = [twin for twin, own in zip(known, group, strict=True) if twin is not None and twin.is_current(own)]
+        if len(current) == len(group) and len({memory_of(twin.inside) for twin in current}) == 1:
+            return current
+        return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
+
+    def pair(self, outside: torch.Tensor, inside: torch.Tensor) -> Twin:
+        """Remember that two tensors are twins."""
+        key = id(outside), inside.device
+        forget = partial(drop, self.twins, key, self.twins_inside, id(inside))
+        twin = Twin(weakref.ref(outside, forget), inside)
+        before = self.twins.get(key)
+        if before is not None:
+            self.twins_inside.pop(id(before.inside), None)
+        self.twins[key] = self.twins_inside[id(inside)] = twin
+        return twin
+
+    def copy(self, group: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """Return copies on a device; those of several tensors that share memory share theirs, and are made in one."""
+        with ordinary_tensors():
+            if len(group) == 1:
+                return [self.count(group[0].to(device))]
+            begin, end = min(range_of(tensor)[0] for tensor in group), max(range_of(tensor)[1] for tensor in group)
+            all_of_it = self.count(group[0].as_strided((end - begin,), (1,), begin).to(device))
+            return [
+                all_of_it.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - begin).detach()
+                for tensor in group
+            ]
 
     def count(self, copy: torch.Tensor) -> torch.Tensor:
         self.num_hops += 1
         self.bytes_moved += copy.nbytes
         return copy
 
-    def forget(self) -> None:
-        """Drop the kept copies: the pass is over."""
-        self.copies.clear()
+
+class Visit:
+    """One call on another device: what was handed in, and how it comes back.
+
+    Args:
+        pairs: each tensor that was copied, with its twin; held, for what is written may be a view that is dropped.
+    """
+
+    def __init__(
+        self,
+        hops: Hops,
+        value: Any,
+        device: torch.device,
+        target: torch.device | None,
+        pairs: list[tuple[torch.Tensor, Twin]],
+    ) -> None:
+        self.hops = hops
+        self.device = device
+        self.target = target
+        self.pairs = pairs
+        self.brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """The callee's tensors, by their ids, and the caller's."""
+        self.lent = Lent(value, {id(outside): twin.inside for outside, twin in pairs})
+
+    def end(self, output: Any) -> Any:
+        """Write back what the callee wrote into its arguments; returns its output as the caller is to have it."""
+        written = [(outside, twin) for outside, twin in self.pairs if twin.is_written()]
+        for outside, twin in written:
+            if outside.shape != twin.inside.shape:
+                outside.resize_(twin.inside.shape)
+            outside.copy_(twin.inside)
+        for _, twin in self.pairs if written else ():  # those that share memory were written to together
+            twin.note_equal()
+        self.lent.come_back(self.bring)
+        return self.bring(output)
+
+    def bring(self, value: Any) -> Any:
+        """Return a value with the caller's own tensors and containers where the callee has theirs."""
+        strangers = []
+        for tensor in find_tensors(value):
+            if tensor.device == self.device and id(tensor) not in self.brought:
+                own = self.own(tensor)
+                if own is not None:
+                    self.brought[id(tensor)] = tensor, own
+                elif self.target is not None:
+                    strangers.append(tensor)
+        for group in groups_of(strangers):
+            assert self.target is not None
+            for tensor, own in zip(group, self.hops.copy(group, self.target), strict=True):
+                self.hops.pair(own, ordinary(tensor))
+                self.brought[id(tensor)] = tensor, own
+        others: dict[int, Any] = {number: own for number, (_, own) in self.brought.items()}
+        return replace_tensors(value, others | self.lent.owned)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the caller's tensor of which the callee's is the copy, or a view of that; None if there is none."""
+        for own, twin in self.pairs:
+            if twin.inside is tensor:
+                return own
+        if self.target is None:
+            return None
+        twin = self.hops.twins_inside.get(id(tensor))
+        own = twin.outside() if twin is not None and twin.inside is tensor else None
+        if twin is not None and own is not None and own.device == self.target:
+            if twin.is_written():  # not in this call: it was not handed to it
+                own.copy_(tensor)
+                twin.note_equal()
+            return own
+        for own, twin in self.pairs:
+            if is_view_of(tensor, twin.inside) and is_plain(own) and own.stride() == twin.inside.stride():
+                begin = own.storage_offset() - twin.inside.storage_offset() + tensor.storage_offset()
+                view = own.as_strided(tensor.size(), tensor.stride(), begin)
+                self.hops.pair(view, ordinary(tensor))
+                return view
+        return None
+
+
+def drop(
+    twins: dict[tuple[int, torch.device], Twin],
+    key: tuple[int, torch.device],
+    inside: dict[int, Twin],
+    inside_id: int,
+    dead: weakref.ref[torch.Tensor],
+) -> None:
+    """Forget the twin of a tensor that is no more."""
+    twin = twins.get(key)
+    if twin is not None and twin.outside is dead:
+        del twins[key]
+        inside.pop(inside_id, None)
+
+
+def version_of(tensor: torch.Tensor | None) -> int | None:
+    """Return how often a tensor was written to; None where torch does not count."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make no inference tensors, whose writes are not counted."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose writes are counted, with the memory of an inference tensor; others as they are."""
+    if not tensor.is_inference() or not is_plain(tensor):
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return other.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but strides over memory."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return what tensors have in common that share their memory; of what is not strided memory its own number."""
+    return tensor.untyped_storage()._cdata if is_plain(tensor) else id(tensor)
+
+
+def is_view_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor shows elements of another one's memory, both without a graph of gradients."""
+    if tensor.dtype != other.dtype or tensor.requires_grad or memory_of(tensor) != memory_of(other):
+        return False
+    return range_of(other)[0] <= range_of(tensor)[0] and range_of(tensor)[1] <= range_of(other)[1]
+
+
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first element of its memory that a tensor shows, and the one behind its last."""
+    begin = tensor.storage_offset()
+    if not tensor.numel():
+        return begin, begin
+    return begin, begin + 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the tensors, those together that lie over or beside one another in the same memory."""
+    by_memory: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    groups = []
+    for tensor in tensors:
+        if tensor.requires_grad or not is_plain(tensor):
+            groups.append([tensor])
+        else:
+            by_memory.setdefault((memory_of(tensor), tensor.dtype), []).append(tensor)
+    for sharing in by_memory.values():
+        end = -1
+        for tensor in sorted(sharing, key=range_of) if len(sharing) > 1 else sharing:
+            if range_of(tensor)[0] > end:
+                groups.append([])
+            groups[-1].append(tensor)
+            end = max(end, range_of(tensor)[1])
+    return groups
