@@ -84,7 +84,7 @@ def replace_tensors(value: Any, others: Mapping[int, Any], containers: Any = Non
     """
     others = dict(others)
     for found, entries in walk(value, set()):
-        if entries is None:
+        if entries is None or id(found) in others:
             continue
         changed = {key: others[id(held)] for key, held in entries.items() if id(held) in others}
         other = copied(found, changed) if changed else found

@@ -198,9 +198,10 @@ class Forwards:
 
     def leave_devices(self, current: Pass) -> None:
         """Forget the calls that an interrupt left open."""
-        if self.calls and self.calls[0].previous is not None and current.is_here():
-            torch.accelerator.set_device_index(self.calls[0].previous)
+        before = [call.previous for call in self.calls if call.previous is not None]
         self.calls.clear()
+        if before and current.is_here():
+            torch.accelerator.set_device_index(before[0])
 
     @property
     def here(self) -> torch.device:
@@ -236,11 +237,11 @@ class Forwards:
         share.enter(number)
         self.last_block = number
         is_entry = self.places_inputs and self.passes.outermost is module
-        if share is self.shares[0] and not is_entry:
+        device, here = share.device.torch_device, self.here
+        if device == here and not is_entry:
             return None
-        device = share.device.torch_device
-        source = None if is_entry else self.home
-        return self.go(module, (args, kwargs), device, source=source, target=None if device == self.home else self.home)
+        source, target = None if is_entry else here, here if here != device else None
+        return self.go(module, (args, kwargs), device, source=source, target=target)
 
     def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
         failed = self.has_failed(output)

@@ -52,12 +52,15 @@ def plan_modules(
         components = []
         for name, module in modules.items():
             kind = kinds.get(name) or guess_kind(name)
-            is_split = len(placement.item_for(name, kind).devices) > 1  # the blocks of a split are not cut
-            limit = sys.maxsize if is_split else largest_bytes
+            num_devices = len(placement.item_for(name, kind).devices)
             pattern = (patterns or {}).get(name)
-            component = component_from_module(
-                module, name=name, kind=kind, largest_bytes=limit, cuts_whole=cuts_whole, pattern=pattern
-            )
+            limits = [sys.maxsize, largest_bytes] if num_devices > 1 else [largest_bytes]
+            for limit in limits:  # the blocks of a split are not cut unless they are too few
+                component = component_from_module(
+                    module, name=name, kind=kind, largest_bytes=limit, cuts_whole=cuts_whole, pattern=pattern
+                )
+                if len(component.blocks) >= num_devices:
+                    break
             if pattern is not None and not component.blocks:
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.

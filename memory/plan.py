@@ -9,7 +9,7 @@ from typing import Any
 
 from .budget import BudgetItem
 from .component import Component
-from .errors import DoesNotFit, InvalidInput
+from .errors import DoesNotFit
 from .footprint import all_resident_bytes, block_bytes, explain_rest
 from .machine import DeviceCapacity, Machine
 from .placement import DeviceShare, Placement, PlacementItem, names_device
@@ -255,7 +255,7 @@ def draft(
     """Return what is known before tiers and shares are: form and devices, with their reasons."""
     reasons: list[str] = []
     item = placement.item_for(component.name, component.kind)
-    devices = item.devices or choose_device(machine, reasons)
+    devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
     by_profile = precision is None and wants_eight_bits(component, profile)
     cast = cast_tensors(component, Precision.FP8_SCALED if by_profile else precision or Precision.AS_STORED)
     if by_profile or precision is Precision.FP8_SCALED:
@@ -274,6 +274,17 @@ def draft(
         on_cpu=devices[0].device == "cpu",
     )
     return masters, devices, reasons
+
+
+def only_for_blocks(
+    component: Component, devices: tuple[DeviceShare, ...], reasons: list[str]
+) -> tuple[DeviceShare, ...]:
+    """Return the first devices of a split, as many as there are blocks, and at least one."""
+    used = devices[: max(1, len(component.blocks))]
+    if len(used) < len(devices):
+        names = " & ".join(share.device for share in used)
+        reasons.append(f"split: {len(component.blocks)} blocks to cut between, so it computes on {names} alone")
+    return used
 
 
 def wants_eight_bits(component: Component, profile: OffloadProfile) -> bool:
@@ -344,10 +355,6 @@ def split_blocks(
     sizes = [block_bytes(block, cast) for block in component.blocks]
     if len(devices) == 1:
         return [tuple(range(len(sizes)))]
-    if len(sizes) < len(devices):
-        raise InvalidInput(
-            f"{component.name} has {len(sizes)} blocks and cannot be split over {len(devices)} devices; name one device"
-        )
     left = 1.0 - sum(share.ratio or 0.0 for share in devices)
     available = [machine.device(share.device).available_bytes for share in devices]
     open_bytes = sum(num_bytes for share, num_bytes in zip(devices, available, strict=True) if share.ratio is None)

@@ -46,11 +46,19 @@ class Twin:
         """Whether the copy inside has been written to since the two were equal."""
         return self.inside_version is None or version_of(self.inside) != self.inside_version
 
+    def fits(self, outside: torch.Tensor) -> bool:
+        """Whether this is the twin of the tensor, of the same form, and without a graph of gradients."""
+        inside = self.inside
+        has_graph = torch.is_grad_enabled() and (outside.requires_grad or inside.requires_grad)
+        return (
+            self.outside() is outside and outside.shape == inside.shape and (not has_graph or self.is_current(outside))
+        )
+
     def is_current(self, outside: torch.Tensor) -> bool:
-        """Whether this is the twin of the tensor, and they are still equal."""
-        if self.outside() is not outside or self.outside_version is None:
-            return False
-        return version_of(outside) == self.outside_version and not self.is_written()
+        """Whether the two are still equal."""
+        return self.outside_version is not None and (
+            version_of(outside) == self.outside_version and not self.is_written()
+        )
 
 
 class Hops:
@@ -89,12 +97,20 @@ class Hops:
         return Visit(self, value, device, target, pairs)
 
     def twins_of(self, group: Sequence[torch.Tensor], device: torch.device) -> list[Twin]:
-        """Return the twins on a device of tensors that share their memory; those there are, or new copies."""
-        known = [self.twins.get((id(tensor), device)) for tensor in group]
-        current = [twin for twin, own in zip(known, group, strict=True) if twin is not None and twin.is_current(own)]
-        if len(current) == len(group) and len({memory_of(twin.inside) for twin in current}) == 1:
-            return current
-        return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
+        """Return the twins on a device of tensors that share their memory: those there are, made equal, or new ones."""
+        known = [twin for own in group if (twin := self.twins.get((id(own), device))) is not None and twin.fits(own)]
+        if len(known) < len(group) or len({memory_of(twin.inside) for twin in known}) > 1:
+            return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
+        if not all(twin.is_current(own) for twin, own in zip(known, group, strict=True)):
+            for own, twin in zip(group, known, strict=True):
+                # What was written to on one side only is what counts; elsewhere nobody tells.
+                if twin.is_written() and twin.outside_version == version_of(own) is not None:
+                    self.count(own.copy_(twin.inside))
+                else:
+                    self.count(twin.inside.copy_(own))
+            for twin in known:
+                twin.note_equal()
+        return known
 
     def pair(self, outside: torch.Tensor, inside: torch.Tensor) -> Twin:
         """Remember that two tensors are twins."""
@@ -111,7 +127,7 @@ class Hops:
         """Return copies on a device; those of several tensors that share memory share theirs, and are made in one."""
         with ordinary_tensors():
             if len(group) == 1:
-                return [self.count(group[0].to(device))]
+                return [self.count(copy_as_it_lies(group[0], device))]
             begin, end = min(range_of(tensor)[0] for tensor in group), max(range_of(tensor)[1] for tensor in group)
             all_of_it = self.count(group[0].as_strided((end - begin,), (1,), begin).to(device))
             return [
@@ -251,6 +267,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def memory_of(tensor: torch.Tensor) -> int:
     """Return what tensors have in common that share their memory; of what is not strided memory its own number."""
     return tensor.untyped_storage()._cdata if is_plain(tensor) else id(tensor)
+
+
+def copy_as_it_lies(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on a device with the same strides, where that is possible; `Tensor.to` closes gaps."""
+    begin, end = range_of(tensor)
+    if tensor.requires_grad or not is_plain(tensor) or end - begin <= tensor.numel() or 0 in tensor.stride():
+        return tensor.to(device)
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def is_view_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
