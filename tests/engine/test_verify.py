@@ -345,20 +345,21 @@ def test_a_hop_that_is_dropped_is_found(stale: str, toys, machine) -> None:
         number = min(attachment.shares[1].blocks)
         name = attachment.component.blocks[number].name
         hops = attachment.forwards.hops
-        move = hops.move
+        visit = hops.visit
 
-        def drop(value, device, *rest, **named):
-            moved = move(value, device, *rest, **named)
-            if attachment.forwards.share_of[number].computing.keys() == {number} and isinstance(moved, tuple):
-                (hidden, shift), keywords = moved
+        def drop(value, device, **named):
+            made = visit(value, device, **named)
+            if attachment.forwards.share_of[number].computing.keys() == {number} and made is not None:
+                (hidden, shift), keywords = made.lent.value
                 if stale == "hidden states":
-                    return (torch.zeros_like(hidden), shift), keywords
-                return (hidden, torch.zeros_like(shift)), keywords
-            return moved
+                    made.lent.value = (torch.zeros_like(hidden), shift), keywords
+                else:
+                    made.lent.value = (hidden, torch.zeros_like(shift)), keywords
+            return made
 
-        hops.move = drop
+        hops.visit = drop
         found = managed.verify(x)
-        del hops.move
+        del hops.visit
         assert first_place(found) == name and "its inputs differ already" in found.first.text
         managed.release()
 
@@ -370,14 +371,14 @@ def test_a_hop_that_is_not_made_at_all_is_found(toys, machine) -> None:
         managed = managed_net(toys, manager, "split")
         attachment = managed.members[0].attachment
         number = min(attachment.shares[1].blocks)
-        hops, move = attachment.forwards.hops, attachment.forwards.hops.move
+        hops, visit = attachment.forwards.hops, attachment.forwards.hops.visit
 
-        def stay(value, device, *rest, **named):
-            return value if device.index == 1 else move(value, device, *rest, **named)
+        def stay(value, device, **named):
+            return None if device.index == 1 else visit(value, device, **named)
 
-        hops.move = stay
+        hops.visit = stay
         found = managed.verify(x)
-        del hops.move
+        del hops.visit
         assert attachment.component.blocks[number].name in first_place(found) and "fails" in found.first.text
         assert_at_rest(managed)
         managed.release()
@@ -400,18 +401,18 @@ class Filling(nn.Module):
 def test_an_argument_that_is_not_filled_is_found(machine) -> None:
     with machine(8) as manager:
         managed = manage(Filling(), manager=manager)
-        move = managed.members[0].attachment.forwards.hops.move
+        visit = managed.members[0].attachment.forwards.hops.visit
 
-        def lose(value, device, *rest, **named):
-            moved = move(value, device, *rest, **named)
-            if isinstance(moved, tuple) and "output_buffer" in moved[1]:
-                return moved[0], moved[1] | {"output_buffer": moved[1]["output_buffer"].clone()}
-            return moved
+        def lose(value, device, **named):
+            made = visit(value, device, **named)
+            if made is not None and "output_buffer" in made.lent.value[1]:
+                made.lent.value[1]["output_buffer"] = made.lent.value[1]["output_buffer"].clone()
+            return made
 
-        managed.members[0].attachment.forwards.hops.move = lose
+        managed.members[0].attachment.forwards.hops.visit = lose
         found = managed.verify(torch.randn(2, 16), output_buffer=torch.zeros(2, 16))
         assert "what the call wrote into its arguments" in first_place(found)
-        del managed.members[0].attachment.forwards.hops.move
+        del managed.members[0].attachment.forwards.hops.visit
         managed.release()
 
 
