@@ -153,12 +153,13 @@ class Lent:
                 if key not in before or before[key] is not held:
                     put(own, key, bring(held))
             for key in before.keys() - after.keys():
-                if key in entries_of(own, 0) or {}:
-                    remove(own, key)
+                remove(own, key)
 
 
 def remove(container: Any, key: Any) -> None:
-    if isinstance(container, dict):
+    """Remove an entry that may be gone already."""
+    if not isinstance(container, dict):
+        if key in attributes_of(container):
+            object.__delattr__(container, key)
+    elif key in container:
         del container[key]
-    elif key in attributes_of(container):
-        object.__delattr__(container, key)

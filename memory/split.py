@@ -201,13 +201,14 @@ class Visit:
                 return own
         if self.target is None:
             return None
-        twin = self.hops.twins_inside.get(id(tensor))
-        own = twin.outside() if twin is not None and twin.inside is tensor else None
-        if twin is not None and own is not None and own.device == self.target:
-            if twin.is_written():  # not in this call: it was not handed to it
-                own.copy_(tensor)
-                twin.note_equal()
-            return own
+        earlier = self.hops.twins_inside.get(id(tensor))
+        if earlier is not None and earlier.inside is tensor:
+            outside = earlier.outside()
+            if outside is not None and outside.device == self.target:
+                if earlier.is_written():  # not in this call: it was not handed to it
+                    outside.copy_(tensor)
+                    earlier.note_equal()
+                return outside
         for own, twin in self.pairs:
             if is_view_of(tensor, twin.inside) and is_plain(own) and own.stride() == twin.inside.stride():
                 begin = own.storage_offset() - twin.inside.storage_offset() + tensor.storage_offset()
@@ -286,10 +287,11 @@ def is_view_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first element of its memory that a tensor shows, and the one behind its last."""
-    begin = tensor.storage_offset()
+    begin = int(tensor.storage_offset())
     if not tensor.numel():
         return begin, begin
-    return begin, begin + 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return begin, begin + 1 + sum(int(size - 1) * int(step) for size, step in steps)
 
 
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
