@@ -94,6 +94,12 @@ def build_parser() -> Parser:
     plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
     add("profiles", run_profiles, "list the profiles with every value")
     devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
+    needs = add("needs", run_needs, "list what was learned of the memory that models need beside their weights")
+    needs.add_argument("--reset", action="store_true", help="forget it; a ComfyUI that runs goes on with what it knows")
+    needs.add_argument("--file", type=Path, metavar="FILE", help="only this file; default: the user's and ComfyUI's")
+    needs.add_argument(
+        "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: $COMFYUI_DIR, or where this pack lies"
+    )
     doctor = add("doctor", run_doctor, "say whether the pack is in effect in ComfyUI, and what stands in its way")
     doctor.add_argument(
         "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: $COMFYUI_DIR, or where this pack lies"
@@ -219,6 +225,19 @@ def run_devices(options: argparse.Namespace) -> int:
         print(json.dumps({"devices": devices, "hidden_by": hiding}))
     else:
         Console().show_devices(devices, hiding)
+    return 0
+
+
+def run_needs(options: argparse.Namespace) -> int:
+    from .console import Console
+    from .learned import describe_needs, find_needs_files, forget_needs
+
+    paths = find_needs_files(options.file, options.comfyui, os.environ)
+    files = forget_needs(paths) if options.reset else describe_needs(paths)
+    if options.json:
+        print(json.dumps({"files": files}))
+    else:
+        Console().show_needs(files)
     return 0
 
 

@@ -154,6 +154,23 @@ class Console:
             "encoders such as T5 and Llama, not CLIP."
         )
 
+    def show_needs(self, files: list[dict[str, Any]]) -> None:
+        """Print the needs that each file holds, or how many of them were forgotten."""
+        for file in files:
+            needs = file.get("needs")
+            count = file["num_forgotten"] if needs is None else len(needs)
+            self.say(
+                f"{file['path']}: {count} {'need' if count == 1 else 'needs'}{' forgotten' if needs is None else ''}"
+            )
+            if needs:
+                table = self.table("component", "device", "size", "seen", "kept free next", numbers=2)
+                for need in needs:
+                    kept = need["kept_bytes"]
+                    amount = "as much as can be" if kept is None else format_bytes(kept)
+                    row = need["component"], need["device"], need["size"], format_bytes(need["seen_bytes"]), amount
+                    table.add_row(*row)
+                self.out.print(table)
+
     def show_findings(self, answer: Mapping[str, Any]) -> None:
         """Print what the doctor found, a warning's remedy below it, and the features that are in effect."""
         for finding in answer["findings"]:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .manager import MemoryManager
 
-__all__ = ["default_manager", "existing_manager"]
+__all__ = ["default_manager", "existing_manager", "remember_needs_in"]
 
 lock = threading.Lock()
 made: list[MemoryManager] = []
+needs_folder: list[Path | None] = []
+"""Where the needs of forwards are remembered, if anything said so; else in the user's cache folder."""
+
+
+def remember_needs_in(folder: str | Path | None) -> None:
+    """Let what forwards need be remembered in a folder, or only in this process; before the manager is made."""
+    needs_folder[:] = [None if folder is None else Path(folder)]
 
 
 def default_manager() -> MemoryManager:
@@ -19,8 +27,12 @@ def default_manager() -> MemoryManager:
     with lock:
         if not made:
             from .manager import MemoryManager
+            from .needs_file import FILE_NAME, NeedsFile, cache_path
 
-            made.append(MemoryManager())
+            path = cache_path()
+            if needs_folder:
+                path = needs_folder[0] and needs_folder[0] / FILE_NAME
+            made.append(MemoryManager(needs_file=NeedsFile(path) if path is not None else None))
         return made[0]
 
 

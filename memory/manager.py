@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ from .errors import DoesNotFit, InvalidInput, UnsafeState, require
 from .learning import learn_failed_load, learn_needs, learn_times
 from .ledger import Ledger
 from .membership import Member, Watermark, default_watermark
-from .needs import Size
+from .needs import Needs, Size
+from .needs_file import NeedsFile
 from .passes import Pass
 from .plan import Plan
 from .policy import EvictionPolicy, LeastRecentlyUsed
@@ -43,9 +45,12 @@ class MemoryManager:
 
     `bytes_moved`, `device_reports`, `subscribe` and `watch_loading` take no lock: they may be called in the middle of
     anything. Listeners and watchers are called while the lock is held.
+
+    Args:
+        needs_file: where what forwards need is remembered; None: only here.
     """
 
-    def __init__(self, policy: EvictionPolicy | None = None) -> None:
+    def __init__(self, policy: EvictionPolicy | None = None, needs_file: NeedsFile | None = None) -> None:
         self.lock = threading.RLock()
         self.inside: WeakSet[Inside] = WeakSet()
         self.released: list[Member] = []
@@ -63,6 +68,10 @@ class MemoryManager:
             show_progress=self.show_progress,
         )
         self.uses = itertools.count(1)
+        self.needs_file = needs_file
+        if needs_file is not None:
+            self.room.needs.restore(needs_file.read())
+            weakref.finalize(self, write_needs, self.room.needs, needs_file)  # also as the process ends
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -224,6 +233,13 @@ class MemoryManager:
 
     def give_back(self, member: Member, holder: object) -> None:
         """Return the lease and learn what the forward needed beside the weights. Idempotent."""
+        self.learn_and_give_back(member, holder)
+        # In a run at its end; but a process whose forward failed may end here.
+        failed = isinstance(holder, Pass) and holder.error is not None
+        if failed or not self.recorder.is_running:
+            self.remember()
+
+    def learn_and_give_back(self, member: Member, holder: object) -> None:
         with self.exclusive():
             if holder not in member.leases:
                 return
@@ -358,6 +374,12 @@ class MemoryManager:
             self.heal()
             self.recorder.end_run()
             self.ledger.check()
+        self.remember()
+
+    def remember(self) -> None:
+        """Write down what was learned of the needs of forwards; where that is not possible now, the next time."""
+        if self.needs_file is not None and self.room.needs.changed:
+            write_needs(self.room.needs, self.needs_file)
 
     def heal(self) -> None:
         """End what interrupts left open; called where nothing can be computing."""
@@ -414,6 +436,13 @@ class MemoryManager:
                 events=list(recorder.events),
                 samples=list(recorder.samples),
             ).to_json()
+
+
+def write_needs(needs: Needs, file: NeedsFile) -> None:
+    """Write down what has changed; what cannot be written now stays to be written."""
+    changed = needs.take_changed()
+    if changed and not file.write(changed):
+        needs.changed |= {(key, size) for key, size, _ in changed}
 
 
 def discard(listeners: list[Any], listener: object) -> None:

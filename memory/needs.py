@@ -14,7 +14,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,6 +117,7 @@ class Need:
     def fail(self, free_bytes: int, *, is_least: bool) -> None:
         """One ran out of memory with so much free beside the weights, in their least form or not."""
         self.failed_bytes, self.guard_bytes = max(1, self.failed_bytes, free_bytes), 0
+        self.used_s = int(time.time())
         if is_least:
             self.futile_bytes, self.patience = max(self.futile_bytes, free_bytes), PATIENCE
         elif self.futile_bytes:
@@ -234,8 +235,14 @@ class Needs:
 
     def take_changed(self) -> list[tuple[Key, Size, Need]]:
         """Return what is to be written down, once."""
-        changed, self.changed = self.changed, set()
-        return list(self.entries(changed))
+        changed = set(self.changed)
+        self.changed -= changed  # another thread may add some meanwhile
+        return [(key, size, replace(need)) for key, size, need in self.entries(changed)]
+
+    def restore(self, entries: Iterable[tuple[Key, Size, Need]]) -> None:
+        """Take over what was written down earlier."""
+        for key, size, need in entries:
+            self.known.setdefault(key, {})[size] = need
 
     def entries(self, which: Iterable[tuple[Key, Size]]) -> Iterator[tuple[Key, Size, Need]]:
         for key, size in sorted(which):

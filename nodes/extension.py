@@ -47,6 +47,17 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
 )
 
 
+def remember_needs() -> None:
+    """Let what is learned of models' needs rest in the host's folder for its own data, which it serves to no page."""
+    import folder_paths
+
+    from ..memory.default import remember_needs_in
+
+    find = getattr(folder_paths, "get_system_user_directory", None)
+    if find is not None:
+        remember_needs_in(find("highwater"))
+
+
 class HighwaterExtension(ComfyExtension):
     has_joined = False
 
@@ -55,6 +66,7 @@ class HighwaterExtension(ComfyExtension):
         if self.has_joined:
             return
         self.has_joined = True
+        remember_needs()
         try:
             from server import PromptServer
 

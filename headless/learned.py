@@ -1,0 +1,54 @@
+"""What was learned of models' needs: where it rests, how much it is, and how it is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..memory.needs_file import FILE_NAME, NeedsFile, cache_path, size_text
+from .doctor import find_comfyui
+
+__all__ = ["describe_needs", "find_needs_files", "forget_needs"]
+
+
+def find_needs_files(named: Path | None, comfyui: Path | None, environment: Mapping[str, str]) -> list[Path]:
+    """Return the files that may hold needs: the named one, else the user's and that of ComfyUI in its usual folder.
+
+    Raises:
+        InvalidInput: there is no ComfyUI where the user says.
+    """
+    if named is not None:
+        return [named]
+    host = find_comfyui(comfyui, environment)
+    found = [cache_path(), host / "user" / "__highwater" / FILE_NAME if host is not None else None]
+    return [path for path in found if path is not None]
+
+
+def describe_needs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return each file with its needs; components and devices are digests, sizes are those of `Size`."""
+    return [
+        {
+            "path": str(path),
+            "needs": [
+                {
+                    "component": component[:8],
+                    "device": device[:8],
+                    "size": size_text(size),
+                    "seen_bytes": need.seen_bytes,
+                    "kept_bytes": None if need.is_open else need.kept().num_bytes,
+                }
+                for (component, device), size, need in NeedsFile(path).read()
+            ],
+        }
+        for path in paths
+    ]
+
+
+def forget_needs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Forget all that the files hold; a ComfyUI that runs keeps what it knows until it ends.
+
+    Raises:
+        InvalidInput: a file cannot be changed.
+    """
+    return [{"path": str(path), "num_forgotten": NeedsFile(path).reset()} for path in paths]

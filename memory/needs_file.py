@@ -1,0 +1,203 @@
+"""The learned needs in one SQLite file, which all processes of a user share.
+
+It holds digests, sizes and byte counts: no name, path or prompt. Whatever is wrong with the file costs what was learned
+and nothing else: a damaged one begins anew; one that is locked, read-only or on a full disk is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+import stat
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from .errors import InvalidInput
+from .needs import Key, Need, Size
+
+__all__ = ["NeedsFile", "cache_path"]
+
+FILE_NAME = "needs.sqlite3"
+# Another table, and other rows, for another form of the same numbers.
+TABLE = "needs_1"
+VERSION = f"1 {torch.__version__}"
+# How long another process that writes is waited for.
+BUSY_S = 0.1
+MAX_FILE_BYTES = 16 << 20
+MAX_ROWS = 5000
+MAX_AGE_S = 180 * 24 * 3600
+LARGEST_BYTES = 1 << 50
+DIGEST = re.compile(r"[0-9a-f]{32}")
+SIZE = re.compile(r"-?\d{1,4}(?:\.-?\d{1,4}){0,70}")
+# Of what SQLite calls operational errors, those that say nothing against the file.
+PASSING = re.compile(r"locked|busy|read.?only|full|unable to open|disk I/O|interrupted|not authorized", re.IGNORECASE)
+SCHEMA = f"""CREATE TABLE IF NOT EXISTS {TABLE} (
+    component TEXT NOT NULL, device TEXT NOT NULL, size TEXT NOT NULL, version TEXT NOT NULL,
+    seen INTEGER NOT NULL, failed INTEGER NOT NULL, guard INTEGER NOT NULL, futile INTEGER NOT NULL,
+    used INTEGER NOT NULL, PRIMARY KEY (component, device, size, version))"""
+
+
+class Damaged(Exception):
+    """The file is no database, or none of ours."""
+
+
+def cache_path() -> Path | None:
+    """Return the file in the user's cache folder; None where the user has no home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        if os.path.isabs(named):
+            root = Path(named)
+        elif sys.platform == "win32":
+            root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            root = Path.home() / "Library" / "Caches"
+        else:
+            root = Path.home() / ".cache"
+    except RuntimeError:
+        return None
+    return root / "highwater" / FILE_NAME
+
+
+class NeedsFile:
+    """Reads and writes one file; nothing of it raises but `reset`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[tuple[Key, Size, Need]]:
+        """Return what is written there, the last used first; nothing where it cannot be read."""
+        try:
+            with self.opened(writes=False) as database:
+                rows = database.execute(
+                    f"SELECT component, device, size, seen, failed, guard, futile, used FROM {TABLE} "
+                    "WHERE version = ? ORDER BY used DESC LIMIT ?",
+                    (VERSION, MAX_ROWS),
+                ).fetchall()
+        except Damaged:
+            self.remove()
+            return []
+        except (OSError, sqlite3.Error):
+            return []
+        return [entry for row in rows if (entry := read_row(row)) is not None]
+
+    def write(self, entries: Iterable[tuple[Key, Size, Need]]) -> bool:
+        """Write needs down in one step, in place of what was there of the same; returns whether that was done."""
+        rows = [
+            (*key, size_text(size), VERSION, *(min(LARGEST_BYTES, number) for number in numbers_of(need)))
+            for key, size, need in entries
+        ]
+        for _ in range(2):
+            try:
+                with self.opened(writes=True) as database:
+                    database.execute("BEGIN IMMEDIATE")
+                    database.execute(SCHEMA)
+                    database.executemany(f"INSERT OR REPLACE INTO {TABLE} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+                    database.execute(
+                        f"DELETE FROM {TABLE} WHERE used < ? OR rowid NOT IN "
+                        f"(SELECT rowid FROM {TABLE} ORDER BY used DESC LIMIT ?)",
+                        (int(time.time()) - MAX_AGE_S, MAX_ROWS),
+                    )
+                    database.execute("COMMIT")
+                return True
+            except Damaged:
+                self.remove()
+            except (OSError, sqlite3.Error):
+                return False
+        return False
+
+    def reset(self) -> int:
+        """Forget all that is written there; returns how many needs those were.
+
+        Raises:
+            InvalidInput: the file cannot be changed.
+        """
+        if not os.path.lexists(self.path):
+            return 0
+        num_needs = len(self.read())
+        try:
+            if os.path.lexists(self.path):
+                with self.opened(writes=True) as database:
+                    database.execute(f"DROP TABLE IF EXISTS {TABLE}")
+        except Damaged:
+            self.remove()
+        except (OSError, sqlite3.Error) as error:
+            raise InvalidInput(f"{self.path}: what was learned cannot be forgotten: {error}") from None
+        return num_needs
+
+    @contextlib.contextmanager
+    def opened(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
+        """Hold the file open. Raises `Damaged`, OSError, or what SQLite says of one that cannot be had now."""
+        if writes:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.refuse_unsafe(creates=writes)
+        database = None
+        try:
+            uri = f"{self.path.absolute().as_uri()}?mode={'rw' if writes else 'ro'}"
+            database = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
+            database.execute("PRAGMA trusted_schema = OFF")
+            database.execute("PRAGMA synchronous = NORMAL")
+            yield database
+        except sqlite3.OperationalError as error:
+            if PASSING.search(str(error)):
+                raise
+            if not writes and "no such table" in str(error):  # nothing was written yet
+                raise
+            raise Damaged(str(error)) from error
+        except (sqlite3.Error, ValueError) as error:  # the latter where a message or a text is no UTF-8
+            raise Damaged(repr(error)) from error
+        finally:
+            if database is not None:
+                database.close()
+
+    def refuse_unsafe(self, *, creates: bool) -> None:
+        """Refuse what is no plain file of a sensible size; a link may lead to a file of another program.
+
+        Raises:
+            Damaged: too large to be ours.
+            OSError: a link, a folder, or none where it is not to be made.
+        """
+        flags = os.O_RDWR | os.O_CREAT if creates else os.O_RDONLY
+        opened = os.open(self.path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
+        try:
+            found = os.fstat(opened)
+        finally:
+            os.close(opened)
+        if not stat.S_ISREG(found.st_mode) or self.path.is_symlink():
+            raise OSError(f"{self.path}: is no plain file")
+        if found.st_size > MAX_FILE_BYTES:
+            raise Damaged(f"{self.path}: is larger than {MAX_FILE_BYTES} bytes")
+
+    def remove(self) -> None:
+        """Remove a damaged file, and what SQLite left beside it."""
+        for suffix in ("", "-journal", "-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self.path}{suffix}")
+
+
+def numbers_of(need: Need) -> tuple[int, ...]:
+    return need.seen_bytes, need.failed_bytes, need.guard_bytes, need.futile_bytes, need.used_s
+
+
+def size_text(size: Size) -> str:
+    return ".".join(map(str, size))
+
+
+def read_row(row: tuple[object, ...]) -> tuple[Key, Size, Need] | None:
+    """Return what a row says; None for one that we would not have written."""
+    component, device, size, *numbers = row
+    if not all(isinstance(text, str) for text in (component, device, size)):
+        return None
+    if not (DIGEST.fullmatch(str(component)) and DIGEST.fullmatch(str(device)) and SIZE.fullmatch(str(size))):
+        return None
+    checked = [number for number in numbers if isinstance(number, int) and 0 <= number <= LARGEST_BYTES]
+    if len(checked) != len(numbers):
+        return None
+    seen, failed, guard, futile, used = checked
+    need = Need(seen_bytes=seen, failed_bytes=failed, guard_bytes=guard, futile_bytes=futile, used_s=used)
+    return (str(component), str(device)), tuple(int(part) for part in str(size).split(".")), need
