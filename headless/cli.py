@@ -107,6 +107,13 @@ def build_parser() -> Parser:
     serve = add("serve", run_serve, "show the nodes in the ComfyUI web page, without ComfyUI's backend")
     serve.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     serve.add_argument("--port", type=int, default=8188, help="the port to listen on")
+    serve.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name under which browsers reach it, such as box.local; may stand more than once",
+    )
     serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="where images go")
     for command in (demo, run, verify, plan, devices, serve):
         command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
@@ -260,7 +267,7 @@ def run_serve(options: argparse.Namespace) -> int:
     simulate(options)
     announce = (lambda url: print(json.dumps({"url": url}), flush=True)) if options.json else None
     runner = make_runner(models_directory(options), output_directory(options))
-    serve(runner, host=options.host, port=options.port, announce=announce)
+    serve(runner, host=options.host, port=options.port, allowed_hosts=options.allow_host, announce=announce)
     return 0
 
 

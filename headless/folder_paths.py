@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import time
 from pathlib import Path
@@ -77,6 +78,7 @@ def get_save_image_path(
         InvalidInput: the prefix leads out of the output folder.
     """
     from ..memory.errors import InvalidInput  # here, as the engine imports torch and listing nodes must not
+    from ..nodes.file_names import path_problem, shown
 
     now = time.localtime()
     marks = {"width": image_width, "height": image_height, "year": f"{now.tm_year}"}
@@ -85,14 +87,17 @@ def get_save_image_path(
         marks[long_name] = f"{getattr(now, 'tm_' + name):02}"
     for mark, text in marks.items():
         filename_prefix = filename_prefix.replace(f"%{mark}%", str(text))
-    prefix = os.path.normpath(filename_prefix)
-    subfolder, filename = os.path.split(prefix)
+    refusal = InvalidInput(
+        f"filename_prefix {shown(filename_prefix)} is not a file name below {output_dir}; "
+        "allowed: a name such as Highwater, or folder/name"
+    )
+    prefix = posixpath.normpath(filename_prefix)
+    subfolder, _, filename = prefix.rpartition("/")
+    if path_problem(f"{prefix}_") is not None or filename in ("", ".", ".."):  # a number follows
+        raise refusal
     folder = Path(output_dir, subfolder).resolve()
-    if not folder.is_relative_to(Path(output_dir).resolve()) or filename in ("", ".", ".."):
-        raise InvalidInput(
-            f"filename_prefix {filename_prefix!r} is not a file name below {output_dir}; "
-            "allowed: a name such as Highwater, or folder/name"
-        )
+    if not folder.is_relative_to(Path(output_dir).resolve()):  # by a link
+        raise refusal
     folder.mkdir(parents=True, exist_ok=True)
     numbered = re.compile(re.escape(filename) + r"_(\d+)_?\.\w+")
     numbers = [int(match[1]) for path in folder.iterdir() if (match := numbered.fullmatch(path.name))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from aiohttp import web
 from ..memory.errors import InvalidInput
 from . import folder_paths
 from .comfy_api import list_node_classes
-from .page_requests import Route, answer_with, read_json, send_file
+from .page_requests import Route, answer_with, read_body, read_json, send_file
 from .user_directory import UserDirectory, below
 
 __all__ = ["FileRoutes"]
@@ -113,8 +114,8 @@ class FileRoutes:
         """Return a file that a node has written; the page names it as the node reported it."""
         if request.query.get("type", "output") != "output":
             return web.json_response({"error": "only type=output is kept here"}, status=404)
-        name = Path(request.query.get("subfolder", ""), request.query.get("filename", ""))
-        return send_file(below(Path(folder_paths.get_output_directory()), str(name)))
+        subfolder, name = request.query.get("subfolder", ""), request.query.get("filename", "")
+        return send_file(below(Path(folder_paths.get_output_directory()), f"{subfolder}/{name}" if subfolder else name))
 
     # -- the user's files
 
@@ -143,7 +144,7 @@ class FileRoutes:
         name = request.query.get("dir", "")
         recurse, full = (request.query.get(key) == "true" for key in ("recurse", "full_info"))
         files = self.user.list_files(name, recurse=recurse) if name else []
-        described = [self.user.describe(path, below=self.user.path(name)) for path in files]
+        described = [self.user.describe(path, below=self.user.path(name.rstrip("/"))) for path in files]
         return web.json_response(described if full else [file["path"] for file in described])
 
     async def get_user_file(self, request: web.Request) -> web.StreamResponse:
@@ -152,15 +153,16 @@ class FileRoutes:
     async def post_user_file(self, request: web.Request) -> web.StreamResponse:
         overwrite = request.query.get("overwrite", "true") != "false"
         try:
-            path = self.user.write(request.match_info["file"], await request.read(), overwrite=overwrite)
+            content = await read_body(request)
+            path = await asyncio.to_thread(self.user.write, request.match_info["file"], content, overwrite=overwrite)
         except FileExistsError:
             return web.json_response({"error": "the file is there already"}, status=409)
         return self.answer_stored(request, path)
 
     async def delete_user_file(self, request: web.Request) -> web.StreamResponse:
         try:
-            self.user.path(request.match_info["file"]).unlink()
-        except (FileNotFoundError, IsADirectoryError):
+            self.user.delete(request.match_info["file"])
+        except FileNotFoundError:
             return web.json_response({"error": "no such file"}, status=404)
         return web.Response(status=204)
 

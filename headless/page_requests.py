@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from aiohttp import web
 
 from ..memory.errors import InvalidInput
 
-__all__ = ["Handler", "Route", "answer_with", "read_count", "read_json", "read_object", "send_file", "texts"]
+__all__ = [
+    "MAX_REQUEST_BYTES",
+    "Handler",
+    "Route",
+    "answer_json",
+    "answer_with",
+    "explain_bad_input",
+    "parse_json",
+    "read_body",
+    "read_count",
+    "read_json",
+    "read_object",
+    "send_file",
+    "texts",
+    "weigh_json",
+]
+
+MAX_REQUEST_BYTES = 64 << 20  # a saved workflow may carry images
+MAX_JSON_BYTES = 16 << 20
+# Of brackets, braces, commas and colons; a graph of 1,000 nodes with its page has some 100,000.
+MAX_JSON_MARKS = 1_000_000
+MAX_JSON_DEPTH = 100
+MAX_DIGITS = 30
+OBJECT_BYTES = 64
+BODY_TIMEOUT_S = 120.0
+
+DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EROFS)
+BAD_NAME = (errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route = tuple[str, str, Handler]
@@ -29,7 +59,7 @@ def answer_with(content: Any) -> Handler:
 # A file that someone else made may be a page: opened by itself, it runs nothing in this one's name.
 FILE_HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "sandbox",
+    "Content-Security-Policy": "sandbox; frame-ancestors 'self'",
     "X-Content-Type-Options": "nosniff",
 }
 
@@ -40,15 +70,95 @@ def send_file(path: Path) -> web.StreamResponse:
     return web.FileResponse(path, headers=FILE_HEADERS)
 
 
-async def read_json(request: web.Request) -> Any:
+async def read_body(request: web.Request) -> bytes:
+    """Return the body of a request; one that comes drop by drop is not waited for.
+
+    Raises:
+        InvalidInput: it has not come in time.
+    """
     try:
-        return json.loads(await request.read() or b"{}")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise InvalidInput(f"the request has not come in {BODY_TIMEOUT_S:g} s; send it again") from None
+
+
+async def read_json(request: web.Request, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the JSON of a request, read in a thread beside the event loop.
+
+    Raises:
+        InvalidInput: it is too long, no JSON, or more than what JSON can hold for a page.
+    """
+    body = await read_body(request)
+    if len(body) > max_bytes:
+        raise InvalidInput(f"the request has {len(body)} bytes, at most {max_bytes} are allowed")
+    return await asyncio.to_thread(parse_json, body)
+
+
+def parse_json(body: bytes) -> Any:
+    """Return what a JSON text holds; it can be written again as JSON, and costs a bounded number of objects.
+
+    Raises:
+        InvalidInput: saying what is wrong with it.
+    """
+    if count_marks(body) > MAX_JSON_MARKS:
+        raise InvalidInput(f"the request holds too many values; allowed: about {MAX_JSON_MARKS}")
+    try:
+        content = json.loads(
+            body or b"{}", parse_int=parse_integer, parse_float=parse_float, parse_constant=refuse_constant
+        )
+    except RecursionError:
+        raise InvalidInput(f"the request is nested too deeply; allowed: {MAX_JSON_DEPTH} levels") from None
+    except ValueError as error:  # also from the hooks, and of text that is no UTF-8
         raise InvalidInput(f"the request is not valid JSON: {error}") from None
+    level, depth = [content], 0
+    while level := [inner for value in level for inner in inner_values(value)]:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise InvalidInput(f"the request is nested too deeply; allowed: {MAX_JSON_DEPTH} levels")
+    return content
 
 
-async def read_object(request: web.Request) -> dict[str, Any]:
-    content = await read_json(request)
+def count_marks(text: bytes) -> int:
+    """Return how many values a JSON text holds at most."""
+    return sum(map(text.count, b"[{,:"))
+
+
+def weigh_json(text: bytes) -> int:
+    """Return about how many bytes of memory a JSON text takes once it is read: an object for each value."""
+    return len(text) + OBJECT_BYTES * count_marks(text)
+
+
+def inner_values(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def parse_integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, at most {MAX_DIGITS} are allowed")
+    return int(digits)
+
+
+def parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is more than a number of JSON can be")
+    return number
+
+
+def refuse_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number that JSON allows")
+
+
+async def answer_json(content: Any) -> web.Response:
+    """Return an answer that may be long: it is written in a thread beside the event loop."""
+    text = await asyncio.to_thread(json.dumps, content)
+    return web.json_response(text=text)
+
+
+async def read_object(request: web.Request, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    content = await read_json(request, max_bytes)
     if not isinstance(content, dict):
         raise InvalidInput("the request is not a JSON object")
     return content
@@ -56,10 +166,25 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 def read_count(request: web.Request, name: str, default: int) -> int:
     text = request.query.get(name, str(default))
-    if not text.isdecimal():
-        raise InvalidInput(f"{name}={text!r} is not allowed; allowed: a whole number from 0")
+    if not text.isdecimal() or len(text) > 9:
+        raise InvalidInput(f"{name}={text[:50]!r} is not allowed; allowed: a whole number from 0 to 999999999")
     return int(text)
 
 
 def texts(values: Any) -> list[str]:
     return [value for value in values if isinstance(value, str)] if isinstance(values, list | tuple) else []
+
+
+@web.middleware
+async def explain_bad_input(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer 400 with one line where a request's values cannot be used, and 507 where the disk takes no more."""
+    try:
+        return await handler(request)
+    except InvalidInput as error:
+        return web.json_response({"error": str(error)}, status=400)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            return web.json_response({"error": f"nothing was saved: {error.strerror}"}, status=507)
+        if error.errno in BAD_NAME:
+            return web.json_response({"error": f"not a name that this system takes: {error.strerror}"}, status=400)
+        raise

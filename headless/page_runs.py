@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import psutil
@@ -14,7 +14,7 @@ from aiohttp import web
 from ..memory.errors import InvalidInput, allowed_values
 from .comfy_api import object_info
 from .comfy_io import ComfyNode
-from .page_requests import Route, read_count, read_object, texts
+from .page_requests import Route, answer_json, read_count, read_object, texts, weigh_json
 from .page_sockets import PageSockets
 from .prompt_queue import Job, PromptQueue
 from .runner import WorkflowRunner
@@ -134,6 +134,7 @@ class RunRoutes:
     async def post_prompt(self, request: web.Request) -> web.StreamResponse:
         """Check a prompt in full and queue it; what is wrong comes back on the node that it concerns."""
         body = await read_object(request)
+        num_bytes = weigh_json(await request.read())
         graph = body.get("prompt")
         targets = body.get("partial_execution_targets")
         try:
@@ -149,6 +150,7 @@ class RunRoutes:
             workflow=workflow,
             extra_data=extra_data if isinstance(extra_data, dict) else {},
             client_id=client_id if isinstance(client_id, str) else None,
+            num_bytes=num_bytes,
         )
         number = body.get("number")
         self.queue.submit(
@@ -199,7 +201,7 @@ class RunRoutes:
             "queue_running": [job.queue_entry() for job in jobs if job.status.value == "in_progress"],
             "queue_pending": [job.queue_entry() for job in jobs if job.status.value == "pending"],
         }
-        return web.json_response(by_status)
+        return await answer_json(by_status)
 
     async def post_queue(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
@@ -244,19 +246,19 @@ class RunRoutes:
             "total": len(jobs),
             "has_more": offset + len(page) < len(jobs),
         }
-        return web.json_response({"jobs": [job.summary() for job in page], "pagination": pagination})
+        return await answer_json({"jobs": [job.summary() for job in page], "pagination": pagination})
 
     async def get_job(self, request: web.Request) -> web.StreamResponse:
         for job in self.queue.jobs():
             if job.id == request.match_info["job_id"]:
-                return web.json_response(job.detail())
+                return await answer_json(job.detail())
         return web.json_response({"error": "no such job"}, status=404)
 
     async def get_history(self, request: web.Request) -> web.StreamResponse:
         job_id = request.match_info.get("job_id")
         finished = [job for job in self.queue.jobs() if job.status.is_final and job_id in (None, job.id)]
         newest = finished[: read_count(request, "max_items", len(finished))]
-        return web.json_response({job.id: job.history() for job in reversed(newest)})
+        return await answer_json({job.id: job.history() for job in reversed(newest)})
 
     async def post_history(self, request: web.Request) -> web.StreamResponse:
         body = await read_object(request)
@@ -270,17 +272,21 @@ def keep_ancestors(graph: Any, targets: Any) -> Any:
     Raises:
         InvalidInput: a target is not a node of the graph.
     """
-    if not isinstance(graph, dict) or not isinstance(targets, Iterable):
+    if not isinstance(graph, dict):
         return graph  # the check of the whole graph says what is wrong
-    wanted, kept = [str(target) for target in targets], {}
-    for target in wanted:
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise InvalidInput("partial_execution_targets is not a list of node ids")
+    for target in targets:
         if target not in graph:
-            raise InvalidInput(f"partial execution target {target!r} is not in the prompt")
+            raise InvalidInput(f"partial execution target {target[:100]!r} is not in the prompt")
+    wanted, kept = list(targets), set()
     while wanted:
         node_id = wanted.pop()
         if node_id in kept or node_id not in graph:
             continue
-        kept[node_id] = graph[node_id]
-        inputs = graph[node_id].get("inputs", {}) if isinstance(graph[node_id], dict) else {}
-        wanted += [value[0] for value in inputs.values() if isinstance(value, list) and value] if inputs else []
+        kept.add(node_id)
+        inputs = graph[node_id].get("inputs") if isinstance(graph[node_id], dict) else None
+        for value in inputs.values() if isinstance(inputs, dict) else ():
+            if isinstance(value, list) and value and isinstance(value[0], str):
+                wanted.append(value[0])
     return {node_id: node for node_id, node in graph.items() if node_id in kept}

@@ -13,18 +13,27 @@ from aiohttp import ClientConnectionError, WSMsgType, web
 
 __all__ = ["PageSockets"]
 
+MAX_OUTBOX = 4096  # messages that a page has not read
+MAX_MESSAGE_BYTES = 1 << 16  # a page only ever sends its feature flags
+MAX_ID_LENGTH = 128
+
 
 @dataclass(eq=False)
 class Client:
     """One open page and the messages that it has not taken yet."""
 
     socket: web.WebSocketResponse
-    outbox: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue)
+    transport: asyncio.Transport | None = None
+    outbox: asyncio.Queue[dict[str, Any]] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
 
     async def send_all(self) -> None:
         with contextlib.suppress(ClientConnectionError):  # the page was closed
             while True:
                 await self.socket.send_json(await self.outbox.get())
+
+    def drop(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
 
 
 class PageSockets:
@@ -43,14 +52,19 @@ class PageSockets:
     def deliver(self, event: str, data: Mapping[str, Any], client_id: str | None) -> None:
         for key, client in self.clients.items():
             if client_id in (None, key):
-                client.outbox.put_nowait({"type": event, "data": data})
+                try:
+                    client.outbox.put_nowait({"type": event, "data": data})
+                except asyncio.QueueFull:  # it reads nothing any more; a page opens its socket again
+                    client.drop()
 
     async def serve_page(self, request: web.Request, greetings: list[tuple[str, dict[str, Any]]]) -> web.StreamResponse:
         """Hold one page's socket open; it is told its id first, then the greetings meant for that id."""
-        client_id = request.query.get("clientId") or uuid.uuid4().hex
-        socket = web.WebSocketResponse(heartbeat=30)  # a page that went silent is dropped
+        client_id = request.query.get("clientId", "")[:MAX_ID_LENGTH] or uuid.uuid4().hex
+        socket = web.WebSocketResponse(
+            heartbeat=30, max_msg_size=MAX_MESSAGE_BYTES
+        )  # a page that went silent is dropped
         await socket.prepare(request)
-        client = self.clients[client_id] = Client(socket)
+        client = self.clients[client_id] = Client(socket, request.transport)
         for event, data in greetings:
             self.deliver(event, {**data, "sid": client_id} if event == "status" else data, client_id)
         sender = asyncio.create_task(client.send_all())

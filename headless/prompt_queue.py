@@ -6,6 +6,7 @@ queue under one lock. Nothing is published under the lock, and `Publish` may be 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ..memory.errors import InvalidInput
+from .page_requests import weigh_json
 from .runner import InterruptedRun, WorkflowRunner
 from .workflow import Workflow
 
@@ -23,8 +26,13 @@ __all__ = ["Job", "JobStatus", "PromptQueue", "Publish"]
 # (event, data, client id): to one client's page, or to every page when the id is None.
 Publish = Callable[[str, dict[str, Any], "str | None"], None]
 
-# Finished jobs that stay listed; the page asks for 200 at a time.
+# Finished jobs that stay listed; the page asks for 200 at a time. Fewer where they are large.
 MAX_FINISHED = 200
+MAX_FINISHED_BYTES = 128 << 20
+MAX_WAITING_BYTES = 512 << 20
+MAX_WAITING = 10_000
+MAX_ERROR_LENGTH = 10_000
+MAX_ID_LENGTH = 200
 
 
 class JobStatus(str, Enum):
@@ -48,6 +56,8 @@ class Job:
     workflow: Workflow
     extra_data: Mapping[str, Any]
     client_id: str | None
+    num_bytes: int = 0
+    """About what it takes of memory: its request, and what its nodes have shown."""
     number: float = 0.0
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     status: JobStatus = JobStatus.PENDING
@@ -70,7 +80,8 @@ class Job:
     def workflow_id(self) -> str | None:
         """The id of the page's graph, which tells equal node ids of two workflows apart."""
         graph = (self.extra_pnginfo or {}).get("workflow")
-        return graph.get("id") if isinstance(graph, Mapping) else None
+        found = graph.get("id") if isinstance(graph, Mapping) else None
+        return found[:MAX_ID_LENGTH] if isinstance(found, str) else None
 
     def class_of(self, node_id: str) -> str:
         return str(self.workflow.prompt[node_id]["class_type"])
@@ -107,7 +118,7 @@ class Job:
         return {
             **self.summary(),
             "update_time": self.end_ms or self.start_ms or self.create_ms,
-            "outputs": self.outputs,
+            "outputs": dict(self.outputs),
             "workflow": {"prompt": self.workflow.prompt, "extra_data": self.extra_data},
         }
 
@@ -158,8 +169,18 @@ class PromptQueue:
             self.worker.join(timeout=10)
 
     def submit(self, job: Job, *, number: float | None = None, front: bool = False) -> None:
-        """Queue a job: at the end, at a given number, or before all others."""
+        """Queue a job: at the end, at a given number, or before all others.
+
+        Raises:
+            InvalidInput: too many wait already, or too large ones.
+        """
         with self.changed:
+            waiting_bytes = sum(other.num_bytes for other in self.waiting)
+            if len(self.waiting) >= MAX_WAITING or waiting_bytes + job.num_bytes > MAX_WAITING_BYTES:
+                raise InvalidInput(
+                    f"{len(self.waiting)} prompts wait already, which take about {waiting_bytes >> 20} MiB; allowed: "
+                    f"{MAX_WAITING} prompts, {MAX_WAITING_BYTES >> 20} MiB"
+                )
             self.num_submitted += 1
             job.number = self.num_submitted if number is None else number
             if front:
@@ -235,7 +256,9 @@ class PromptQueue:
             )
         except InterruptedRun:
             self.finish(job, JobStatus.CANCELLED, "execution_interrupted", self.stopped_at(job))
-        except Exception as error:  # a node may raise anything: the page shows it, and the next job runs
+        # A node may raise anything, SystemExit too: the page shows it, and the next job runs. Ctrl+C is raised in the
+        # main thread, never in this one.
+        except BaseException as error:
             # The page names the node itself: it is told what the node raised, not the runner's wrapping.
             described = describe(error.__cause__ or error)
             self.finish(job, JobStatus.FAILED, "execution_error", {**self.stopped_at(job), **described})
@@ -250,7 +273,7 @@ class PromptQueue:
         with self.changed:
             job.status = status
             self.running = None
-            self.finished = [*self.finished[1 - MAX_FINISHED :], job]
+            self.finished = newest_within([*self.finished, job])
         self.publish("executing", {"node": None, "display_node": None, "prompt_id": job.id}, job.client_id)
         self.publish_status()
 
@@ -290,6 +313,7 @@ class PromptQueue:
                 self.publish("progress", data, job.client_id)
                 self.publish_progress(job, node_id, value, maximum, "running")
             case "executed", (node_id, shown):
+                job.num_bytes += count_bytes(node_id, shown)
                 job.outputs[node_id] = shown
                 data = {"node": node_id, "display_node": node_id, "output": shown, "prompt_id": job.id}
                 self.publish("executed", data, job.client_id)
@@ -309,14 +333,40 @@ class PromptQueue:
         self.publish("progress_state", {"prompt_id": job.id, "nodes": {node_id: node}}, job.client_id)
 
 
+def newest_within(jobs: list[Job]) -> list[Job]:
+    """Return the newest of finished jobs, as many as may be kept, the last one always."""
+    kept: list[Job] = []
+    for job in reversed(jobs[-MAX_FINISHED:]):
+        if kept and sum(other.num_bytes for other in kept) + job.num_bytes > MAX_FINISHED_BYTES:
+            break
+        kept.append(job)
+    return kept[::-1]
+
+
+def count_bytes(node_id: str, shown: Any) -> int:
+    """Return about how many bytes of memory it takes what a node shows.
+
+    Raises:
+        ValueError: it cannot be sent to a page: the next to ask for the history would be told nothing at all.
+    """
+    try:
+        return weigh_json(json.dumps(shown, allow_nan=False).encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"node {node_id} shows what JSON cannot hold: {error}") from error
+
+
 def describe(error: BaseException) -> dict[str, Any]:
     """Return an error as the page shows it: what it says, its full type name and where it came from."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        message = str(error)
+    except Exception:  # an error of a node's own making
+        message = f"{name}, which cannot say what is wrong"
     return {
-        "exception_message": str(error),
+        "exception_message": message[:MAX_ERROR_LENGTH],
         "exception_type": name,
-        "traceback": traceback.format_tb(error.__traceback__),
+        "traceback": traceback.format_tb(error.__traceback__, limit=-50),
         "current_inputs": {},
         "current_outputs": [],
     }

@@ -224,7 +224,7 @@ class Run:
                 yield
             except InvalidInput as error:
                 raise InvalidWorkflow(f"{node.label}: {error}", node_id=node.id) from error
-            except Exception as error:
+            except (Exception, SystemExit, GeneratorExit) as error:  # a node that wants the process to end, too
                 message = f"{node.label} failed: {type(error).__name__}: {error}"
                 raise NodeFailed(message, node_id=node.id) from error
         except (InvalidWorkflow, NodeFailed, InterruptedRun) as failure:

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -20,29 +19,36 @@ from ..memory.errors import InvalidInput
 from .comfy_api import list_node_classes
 from .comfy_io import ComfyNode
 from .page_files import FileRoutes
-from .page_requests import Handler
+from .page_guard import ServerNames, add_page_headers, refuse_foreign_requests
+from .page_requests import MAX_REQUEST_BYTES, explain_bad_input
 from .page_runs import RunRoutes
 from .runner import WorkflowRunner
 from .user_directory import UserDirectory, default_user_directory
 
 __all__ = ["make_app", "serve"]
 
-MAX_REQUEST_BYTES = 64 << 20  # a saved workflow may carry images
+LOOPBACK = "127.0.0.1"
+# From a connection, or from the end of its last answer, to the end of the next request's header.
+HEADER_TIMEOUT_S = 30.0
 
 
 def serve(
     runner: WorkflowRunner,
     *,
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 8188,
+    allowed_hosts: Iterable[str] = (),
     announce: Callable[[str], None] | None = None,
 ) -> None:
     """Serve the page until Ctrl+C; announces its address once it answers, in words by default. Port 0 is a free one.
 
+    Args:
+        allowed_hosts: names beside ``host`` under which browsers may ask for it.
+
     Raises:
-        InvalidInput: the page's package is missing, or the address cannot be used.
+        InvalidInput: the page's package is missing, or the address or an allowed name cannot be used.
     """
-    app = make_app(runner, list_node_classes())
+    app = make_app(runner, list_node_classes(), names=ServerNames.of(host, allowed_hosts))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve_forever(app, host, port, announce or announce_in_words))
 
@@ -54,7 +60,7 @@ def announce_in_words(url: str) -> None:
 
 
 async def serve_forever(app: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
-    app_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2)
+    app_runner = web.AppRunner(app, access_log=None, shutdown_timeout=2, keepalive_timeout=HEADER_TIMEOUT_S)
     await app_runner.setup()
     try:
         try:
@@ -96,18 +102,22 @@ def make_app(
     node_classes: Mapping[str, type[ComfyNode]],
     *,
     user_directory: Path | None = None,
+    names: ServerNames | None = None,
 ) -> web.Application:
     """Return the application; its worker starts and ends with it.
 
     Args:
         node_classes: by class id.
         user_directory: where settings and saved workflows are kept; in the user's data folder by default.
+        names: of this server; those of a loopback address by default.
 
     Raises:
         InvalidInput: the page's package is not installed.
     """
     page = find_page()
-    app = web.Application(middlewares=[refuse_foreign_pages, explain_bad_input], client_max_size=MAX_REQUEST_BYTES)
+    guards = [refuse_foreign_requests(names or ServerNames.of(LOOPBACK)), explain_bad_input]
+    app = web.Application(middlewares=guards, client_max_size=MAX_REQUEST_BYTES)
+    app.on_response_prepare.append(add_page_headers)
     runs = RunRoutes(runner, node_classes)
     files = FileRoutes(page, UserDirectory(user_directory or default_user_directory()))
     for method, path, handler in [*runs.routes(), *files.routes()]:
@@ -117,22 +127,3 @@ def make_app(
     app.cleanup_ctx.append(runs.run)
     app.on_shutdown.append(runs.close_sockets)
     return app
-
-
-@web.middleware
-async def refuse_foreign_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what another site's page asks this one to do: a local server trusts whoever reaches it."""
-    origin = request.headers.get("Origin")
-    foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("Host")
-    if foreign or (request.headers.get("Sec-Fetch-Site") == "cross-site" and request.method != "GET"):
-        raise web.HTTPForbidden(text=f"requests from pages of {origin or 'another site'} are refused")
-    return await handler(request)
-
-
-@web.middleware
-async def explain_bad_input(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer 400 with one line where a request's values cannot be used."""
-    try:
-        return await handler(request)
-    except InvalidInput as error:
-        return web.json_response({"error": str(error)}, status=400)

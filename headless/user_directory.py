@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ..memory.errors import InvalidInput
+from ..nodes.file_names import path_problem, shown
+from .page_requests import parse_json
 
 __all__ = ["OutsideFolder", "UserDirectory", "below", "default_user_directory"]
 
 SETTINGS_FILE = "comfy.settings.json"
+MAX_SETTINGS_BYTES = 4 << 20
 
 
 class OutsideFolder(InvalidInput):
@@ -21,18 +23,18 @@ class OutsideFolder(InvalidInput):
 
 
 def below(folder: Path, name: str) -> Path:
-    """Return the path of a name inside a folder, links resolved; touches nothing.
+    """Return the path of a name inside a folder, links resolved; judged by its letters before a path is made of it.
 
     Raises:
         OutsideFolder: the name is empty, absolute, or leads out of the folder.
     """
+    problem = path_problem(name)
+    if problem is not None:
+        raise OutsideFolder(f"{shown(name)} {problem}; allowed: a name below the folder, such as folder/name")
     root = folder.resolve()
-    try:
-        path = (root / name).resolve()
-    except ValueError:  # a null byte
-        raise OutsideFolder(f"{name!r} is not a file name") from None
+    path = (root / name).resolve()
     if path == root or not path.is_relative_to(root):
-        raise OutsideFolder(f"{name!r} is not inside the folder that it may use")
+        raise OutsideFolder(f"{shown(name)} is not inside the folder that it may use")
     return path
 
 
@@ -53,13 +55,16 @@ class UserDirectory:
     def settings(self) -> dict[str, Any]:
         """Return what was set; a broken file counts as nothing set, so that the page still opens."""
         try:
-            found = json.loads((self.folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+            found = parse_json((self.folder / SETTINGS_FILE).read_bytes())
+        except (FileNotFoundError, InvalidInput):
             return {}
         return found if isinstance(found, dict) else {}
 
     def change_settings(self, changes: dict[str, Any]) -> None:
-        text = json.dumps({**self.settings(), **changes}, indent=2)
+        """Set some of the settings. Raises `InvalidInput` where they would be more than a page has."""
+        text = json.dumps({**self.settings(), **changes}, indent=2, allow_nan=False)
+        if len(text) > MAX_SETTINGS_BYTES:
+            raise InvalidInput(f"the settings would have {len(text)} bytes, at most {MAX_SETTINGS_BYTES} are allowed")
         self.write(SETTINGS_FILE, text.encode())
 
     # -- files
@@ -68,39 +73,63 @@ class UserDirectory:
         return below(self.folder, name)
 
     def write(self, name: str, content: bytes, *, overwrite: bool = True) -> Path:
-        """Write a file whole or not at all.
+        """Write a file whole or not at all: an error, such as a full disk, leaves what was there, and nothing beside.
 
         Raises:
             FileExistsError: it is there and may not be overwritten.
-            OutsideFolder: the name leads out of the folder.
+            InvalidInput: the name leads out of the folder, or is that of a folder.
         """
-        path = self.path(name)
+        path = self.path_for_file(name)
         if path.exists() and not overwrite:
             raise FileExistsError(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as scratch:
-            scratch.write(content)
-        os.replace(scratch.name, path)
+        descriptor, scratch = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(scratch, path)
+        except BaseException:
+            os.unlink(scratch)
+            raise
         return path
+
+    def path_for_file(self, name: str) -> Path:
+        """Return where a file may be put; makes the folders above it."""
+        path = self.path(name)
+        if path.is_dir():
+            raise InvalidInput(f"{shown(name)} is a folder; allowed: the name of a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise InvalidInput(f"{shown(name)} lies below a file; allowed: the name of a file in a folder") from None
+        return path
+
+    def delete(self, name: str) -> None:
+        """Remove a file. Raises FileNotFoundError where there is none."""
+        path = self.path(name)
+        if not path.is_file():
+            raise FileNotFoundError(name)
+        path.unlink()
 
     def move(self, source: str, target: str, *, overwrite: bool) -> Path:
         """Rename a file.
 
         Raises:
-            FileNotFoundError, FileExistsError, OutsideFolder: nothing was moved.
+            FileNotFoundError, FileExistsError, InvalidInput: nothing was moved.
         """
-        source_path, target_path = self.path(source), self.path(target)
+        source_path = self.path(source)
         if not source_path.is_file():
             raise FileNotFoundError(source)
+        target_path = self.path_for_file(target)
         if target_path.exists() and not overwrite:
             raise FileExistsError(target)
-        target_path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(source_path, target_path)
+        os.replace(source_path, target_path)
         return target_path
 
     def list_files(self, name: str, *, recurse: bool) -> list[Path]:
         """Return the files below a folder in their order; none where there is no such folder."""
-        folder = self.path(name)
+        folder = self.path(name.rstrip("/"))
         found = folder.rglob("*") if recurse else folder.glob("*")
         return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 

@@ -6,6 +6,7 @@ text. Everything is checked before the first node runs; each complaint is one li
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import math
@@ -21,6 +22,7 @@ from .comfy_io import ComfyNode, Input, Schema
 __all__ = ["InvalidWorkflow", "Link", "Workflow", "WorkflowNode", "load_workflow", "parse_workflow", "read_graph"]
 
 ANY = "*"
+MAX_TOLD = 10  # nodes in one line
 
 
 class InvalidWorkflow(InvalidInput):
@@ -142,7 +144,8 @@ def parse_workflow(
     """
     classes = list_node_classes() if node_classes is None else node_classes
     check_format(graph, source)
-    schemas = {id: find_schema(id, entry, classes, source) for id, entry in graph.items()}
+    by_class: dict[str, Schema] = {}  # what a combo offers is read from the folders, once for all nodes of a class
+    schemas = {id: find_schema(id, entry, classes, source, by_class) for id, entry in graph.items()}
     nodes = {id: check_node(id, graph, schemas, classes[graph[id]["class_type"]], source) for id in graph}
     order = order_nodes(nodes, source)
     if ask_nodes:
@@ -174,14 +177,23 @@ def check_format(graph: Any, source: str) -> None:
             )
 
 
-def find_schema(id: str, entry: Mapping[str, Any], classes: Mapping[str, type[ComfyNode]], source: str) -> Schema:
+def find_schema(
+    id: str,
+    entry: Mapping[str, Any],
+    classes: Mapping[str, type[ComfyNode]],
+    source: str,
+    by_class: dict[str, Schema],
+) -> Schema:
     class_type = entry["class_type"]
     if class_type not in classes:
         raise InvalidWorkflow(
-            f"{source}: node {id}: class_type {class_type!r} is unknown; {allowed_values(class_type, sorted(classes))}",
+            f"{source}: node {id}: class_type {class_type[:100]!r} is unknown; "
+            f"{allowed_values(class_type[:100], sorted(classes))}",
             node_id=id,
         )
-    return classes[class_type].GET_SCHEMA()
+    if class_type not in by_class:
+        by_class[class_type] = classes[class_type].GET_SCHEMA()
+    return by_class[class_type]
 
 
 def check_node(
@@ -235,7 +247,12 @@ def check_link(link: list[Any], item: Input, schemas: Mapping[str, Schema]) -> L
         raise ValueError(f'is {json.dumps(link)}; a link is ["node id", output index]')
     source_id, index = link
     if source_id not in schemas:
-        raise ValueError(f"links to node {source_id!r}, which is not there; {allowed_values(source_id, schemas)}")
+        near = difflib.get_close_matches(source_id[:100], list(schemas)[:1000], n=MAX_TOLD)
+        told = list(dict.fromkeys([*near, *schemas]))[:MAX_TOLD]
+        more = f" and {len(schemas) - len(told)} more" if len(schemas) > len(told) else ""
+        raise ValueError(
+            f"links to node {source_id[:100]!r}, which is not there; {allowed_values(source_id[:100], told)}{more}"
+        )
     outputs = schemas[source_id].outputs
     if not 0 <= index < len(outputs):
         choices = [f"{number} ({output.display_name or output.io_type})" for number, output in enumerate(outputs)]
@@ -342,7 +359,8 @@ def visit(roots: list[str], nodes: Mapping[str, WorkflowNode], source: str) -> l
             elif link.node_id in path:
                 ids = list(path)
                 cycle = [*ids[ids.index(link.node_id) :], link.node_id]
-                names = " <- ".join(f"{id} ({nodes[id].title})" for id in cycle)
+                names = " <- ".join(f"{id} ({nodes[id].title})" for id in cycle[:MAX_TOLD])
+                names += f" <- and {len(cycle) - MAX_TOLD} more" if len(cycle) > MAX_TOLD else ""
                 raise InvalidWorkflow(f"{source}: the links form a cycle: {names}", node_id=link.node_id)
             else:
                 path[link.node_id] = nodes[link.node_id].links

@@ -97,6 +97,12 @@ class ToyFail(ComfyNode):
 TOYS = {toy.GET_SCHEMA().node_id: toy for toy in (ToyNumber, ToyShow, ToyWait, ToyFail)}
 
 
+@pytest.fixture
+def toys() -> dict[str, type[ComfyNode]]:
+    """The nodes of the server; a test may add some while it runs."""
+    return TOYS
+
+
 @dataclass
 class Page:
     """One open page: its client id, and the messages that have come."""
