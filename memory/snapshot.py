@@ -29,6 +29,7 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, Fu
 # A container with more has a vocabulary, not a cache; it is put back as a whole and not looked into.
 MAX_ITEMS = 4096
 MAX_OBJECTS = 50_000
+PACK = f"{__name__.rsplit('.', 2)[0]}."
 
 
 class RandomState:
@@ -176,4 +177,4 @@ def is_foreign(value: Any) -> bool:
     """Whether an object is the manager's own, or of a library whose objects hold no caches of a model."""
     module = type(value).__module__
     top = module.partition(".")[0]
-    return module.startswith(__name__.rpartition(".")[0]) or top in ("torch", "numpy", "threading", "tokenizers")
+    return module.startswith(PACK) or top in ("torch", "numpy", "threading", "tokenizers")
