@@ -16,7 +16,7 @@ from .errors import DoesNotFit, InvalidInput, UnsafeState
 from .recording import Call, Recording
 from .units import GIB
 
-__all__ = ["Difference", "Side", "Verification", "compare_sides", "kept_bytes", "run_side"]
+__all__ = ["NUM_LISTED", "Difference", "Side", "Verification", "compare_sides", "kept_bytes", "run_side"]
 
 # What is kept of outputs in host memory, to say by how much they differ.
 KEPT_SHARE = 8
