@@ -21,8 +21,7 @@ from .plan import Plan
 from .profile import OffloadProfile, build_profile
 from .source import WeightsSource
 from .upcast import parse_precision
-from .verification import Verification
-from .verify import verify
+from .verify import Verification, verify
 
 __all__ = ["Managed", "manage"]
 

@@ -141,6 +141,8 @@ class Share:
         except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
             self.unload()
             raise
+        finally:
+            self.progress = ignore  # it refers to the manager's member, and so to us
         return self.loaded_bytes - before
 
     def load_unit(self, unit: Unit) -> None:

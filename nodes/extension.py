@@ -20,7 +20,6 @@ from .models import (
 )
 from .pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .report import HighwaterMemoryReport
-from .verify import HighwaterVerify
 from .watermark import HighwaterWatermark
 
 __all__ = ["MODEL_NODES", "NODE_CLASSES", "HighwaterExtension"]
@@ -45,7 +44,6 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
     HighwaterManageModel,
     HighwaterManageCLIP,
     HighwaterManageVAE,
-    HighwaterVerify,
 )
 
 

@@ -14,7 +14,6 @@ from .loading import (
     notes_for,
 )
 from .patcher import HighwaterPatcher
-from .verifying import verify_clip, verify_model, verify_vae
 
 __all__ = [
     "HighwaterPatcher",
@@ -29,7 +28,4 @@ __all__ = [
     "manage_model",
     "manage_vae",
     "notes_for",
-    "verify_clip",
-    "verify_model",
-    "verify_vae",
 ]

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import comfy.model_management
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ...memory import default_manager
 from ...memory.component import component_from_module
@@ -72,6 +74,10 @@ class Hosted:
         self.known_weights: dict[str, Weight] = {}
         self.patched: set[str] = set()
         self.notes: list[str] = []
+        self.loaded_on: torch.device | None = None
+        """Where core last had it loaded; not copied with the model."""
+        self.check: RemovableHandle | None = None
+        """What looks at a ControlNet's inputs."""
         self.token_ref: Callable[[], Token | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hosted:
@@ -82,8 +88,13 @@ class Hosted:
         if token is None:
             token = Token()
             self.token_ref = weakref.ref(token)
-            weakref.finalize(token, self.release).atexit = False
+            weakref.finalize(token, self.end).atexit = False
         return token
+
+    def end(self) -> None:
+        """The last patcher is gone: core's list has no entry of this model any more, then its memory goes."""
+        forget_dead_entries()
+        self.release()
 
     def release(self) -> None:
         """Leave every device and the books; the model's weights are ordinary tensors again."""
@@ -170,6 +181,17 @@ class Hosted:
         except DoesNotFit:
             return component_from_module(model, name=self.name, kind=self.kind).weight_bytes
         return plan[self.name].device_bytes.get(name_of(device), 0)
+
+
+def forget_dead_entries() -> None:
+    """Take what has no patcher any more off core's list, as core does itself once the model is gone."""
+    listed = comfy.model_management.current_loaded_models
+    for index in reversed(range(len(listed))):
+        entry = listed[index]
+        if entry.model is None and entry.real_model is not None:
+            listed.pop(index)
+            if entry.model_finalizer is not None:
+                entry.model_finalizer.detach()
 
 
 def is_cpu(device: Any) -> bool:

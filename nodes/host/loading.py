@@ -23,6 +23,7 @@ from ...memory.errors import InvalidInput
 from ...memory.profile import covers, parse_profile
 from ...memory.upcast import Precision, parse_precision
 from ...memory.weights import read_header
+from .guides import bring_guides
 from .hosted import Hosted, Request, is_cpu
 from .patcher import HighwaterPatcher, load_device_for
 
@@ -92,9 +93,12 @@ def adopt(
     for attribute in PATCHER_STATE:
         if hasattr(patcher, attribute):
             setattr(adopted, attribute, getattr(patcher, attribute))
-    if kind == "diffusion" and device != patcher.load_device:
-        compute_here(adopted, device)
+    if kind == "diffusion":
+        bring_guides(adopted)
+        if device != patcher.load_device:
+            compute_here(adopted, device)
     if model is not None:
+        adopted.parent = None  # core would go on with that one, of another model, when ours is gone
         adopted.backup, adopted.backup_buffers, adopted.object_patches_backup = {}, {}, {}
         adopted.hook_backup, adopted.pinned = {}, set()
     return adopted
@@ -236,7 +240,7 @@ def load_controlnet(path: str, request: Request) -> Any:
     if wrapped is not None:
         notes = []
         if request.placement == "cpu" and not is_cpu(comfy.model_management.get_torch_device()):
-            notes.append("placement cpu: a ControlNet computes where the sampler does; it is placed there")
+            notes.append("placement cpu: a ControlNet computes where the model does that it guides")
             request = replace(request, placement="auto")
         adopted = adopt(wrapped, name=Path(path).stem, kind="control", request=request)
         if isinstance(adopted, HighwaterPatcher):

@@ -27,6 +27,7 @@ from comfy.patcher_extension import CallbacksMP
 from ...memory import default_manager
 from ...memory.membership import Member
 from ...memory.upcast import FP8
+from .guides import check_inputs
 from .hosted import Hosted, Request, is_cpu, name_of
 
 __all__ = ["HighwaterPatcher", "load_device_for"]
@@ -65,6 +66,17 @@ class HighwaterPatcher(ModelPatcher):
             return int(super().model_size())
         return self.hosted.planned_bytes(self.model, self.load_device)
 
+    def partially_load(
+        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
+    ) -> int | None:
+        """Leave the device that another clone had it on: core would call it loaded wherever that is."""
+        before = self.hosted.loaded_on
+        if before is not None and name_of(before) != name_of(device_to):
+            extra_memory += self.model.model_loaded_weight_memory
+            self.unpatch_model(self.offload_device, unpatch_weights=True)
+        loaded: int | None = super().partially_load(device_to, extra_memory, force_patch_weights)
+        return loaded
+
     def load(
         self,
         device_to: torch.device | None = None,
@@ -73,8 +85,10 @@ class HighwaterPatcher(ModelPatcher):
         full_load: bool = False,
     ) -> None:
         """Bring the model to a device within core's bytes; cheap when nothing changed."""
+        self.hosted.loaded_on = torch.device(device_to) if device_to is not None else None
         if device_to is None or is_cpu(device_to):
             self.leave_host()
+            self.check_inputs()
             return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load)
         manager = default_manager()
         with self.use_ejected():
@@ -90,6 +104,7 @@ class HighwaterPatcher(ModelPatcher):
             self.clear_other_devices(member)
             with loading_bar():
                 manager.bring(member, ceilings)
+            self.check_inputs()
             self.mark_modules()
             self.tell_core(device_to)
             self.model.current_weight_patches_uuid = self.patches_uuid
@@ -197,6 +212,11 @@ class HighwaterPatcher(ModelPatcher):
             if key.startswith(prefix) and key[len(prefix) :] in state:
                 state[key[len(prefix) :]] = self.hosted.weights[key].unit.wide(key, torch.device("cpu"))
         return state
+
+    def check_inputs(self) -> None:
+        """Let a ControlNet refuse inputs from another device; the manager's hooks come after that."""
+        if self.hosted.kind == "control":
+            self.hosted.check = check_inputs(self.model, self.hosted.check)
 
     def leave_host(self) -> None:
         """Give the weights back to core, unpatched: it loads them on the CPU itself."""

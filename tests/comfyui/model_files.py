@@ -304,18 +304,19 @@ def sd_transformer(name: str) -> Shapes:
     return shapes
 
 
-def sd_encoder() -> Shapes:
-    """The half that SD 1.5 and its ControlNet share: one resolution, one block."""
+def sd_encoder(num_blocks: int = 1) -> Shapes:
+    """The half that SD 1.5 and its ControlNet share, in one resolution."""
     shapes = linear("time_embed.0", SD_WIDTH, SD_TIME) | linear("time_embed.2", SD_TIME, SD_TIME)
     shapes |= convolution("input_blocks.0.0", 4, SD_WIDTH)
-    shapes |= sd_residual("input_blocks.1.0", SD_WIDTH) | sd_transformer("input_blocks.1.1")
+    for index in range(1, num_blocks + 1):
+        shapes |= sd_residual(f"input_blocks.{index}.0", SD_WIDTH) | sd_transformer(f"input_blocks.{index}.1")
     shapes |= sd_residual("middle_block.0", SD_WIDTH) | sd_transformer("middle_block.1")
     return shapes | sd_residual("middle_block.2", SD_WIDTH)
 
 
-def sd_unet() -> Shapes:
-    shapes = sd_encoder()
-    for index in (0, 1):
+def sd_unet(num_blocks: int = 1) -> Shapes:
+    shapes = sd_encoder(num_blocks)
+    for index in range(num_blocks + 1):
         shapes |= sd_residual(f"output_blocks.{index}.0", 2 * SD_WIDTH) | sd_transformer(f"output_blocks.{index}.1")
     return shapes | norm("out.0", SD_WIDTH) | convolution("out.2", SD_WIDTH, 4)
 
@@ -329,14 +330,41 @@ def sd_checkpoint() -> Shapes:
     }
 
 
-def sd_controlnet() -> Shapes:
-    shapes = sd_encoder()
+def sd_controlnet(num_blocks: int = 1) -> Shapes:
+    return sd_encoder(num_blocks) | sd_control_layers(num_blocks)
+
+
+def sd_control_layers(num_blocks: int) -> Shapes:
+    """What a ControlNet has beside its encoder: layers for the image, and one behind every block."""
+    shapes: Shapes = {}
     widths = [3, 16, 16, 32, 32, 96, 96, 256, SD_WIDTH]
     for index, (num_in, num_out) in enumerate(itertools.pairwise(widths)):
         shapes |= convolution(f"input_hint_block.{2 * index}", num_in, num_out)
-    for index in (0, 1):
+    for index in range(num_blocks + 1):
         shapes |= convolution(f"zero_convs.{index}.0", SD_WIDTH, SD_WIDTH, 1)
     return shapes | convolution("middle_block_out.0", SD_WIDTH, SD_WIDTH, 1)
+
+
+def sd_control_lora(num_blocks: int, rank: int = 4) -> Shapes:
+    """A ControlNet whose encoder is the guided model's own, with a difference of low rank."""
+    shapes: Shapes = {"lora_controlnet": ()} | sd_control_layers(num_blocks)
+    shapes |= {"time_embed.0.up": (SD_TIME, rank), "time_embed.0.down": (rank, SD_WIDTH)}
+    name = "input_blocks.1.0.in_layers.2"
+    return shapes | {f"{name}.up": (SD_WIDTH, rank, 1, 1), f"{name}.down": (rank, SD_WIDTH, 3, 3)}
+
+
+def sd_adapter() -> Shapes:
+    """The light kind of T2I adapter; its widths are fixed."""
+    shapes: Shapes = {}
+    widths = [3 * 64, 320, 640, 1280, 1280]
+    for index, (num_in, num_out) in enumerate(itertools.pairwise(widths)):
+        inner = num_out // 4
+        shapes |= convolution(f"body.{index}.in_conv", num_in, inner, 1)
+        for block in range(4):
+            for part in ("block1", "block2"):
+                shapes |= convolution(f"body.{index}.body.{block}.{part}", inner, inner)
+        shapes |= convolution(f"body.{index}.out_conv", inner, num_out, 1)
+    return shapes
 
 
 def sd_lora(num_layers: int = 12, rank: int = 4) -> Shapes:
@@ -404,4 +432,8 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "checkpoints/shallow_sd.safetensors": lambda: (sd_checkpoint(), 0.03),
     "checkpoints/only_sd.safetensors": lambda: (prefixed("model.diffusion_model.", sd_unet()), 0.03),
     "controlnet/shallow_sd_control.safetensors": lambda: (sd_controlnet(), 0.03),
+    "diffusion_models/deeper_sd.safetensors": lambda: (sd_unet(2), 0.03),
+    "controlnet/deeper_sd_control.safetensors": lambda: (sd_controlnet(2), 0.03),
+    "controlnet/deeper_sd_control_lora.safetensors": lambda: (sd_control_lora(2), 0.03),
+    "controlnet/sd_adapter.safetensors": lambda: (sd_adapter(), 0.03),
 }

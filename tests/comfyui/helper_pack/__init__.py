@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import hashlib
 import os
 import signal
@@ -108,7 +109,7 @@ class TestTrouble:
                 make_trouble(kind, patched.load_device)
 
         def with_trouble(apply_model: Any, arguments: Any) -> Any:
-            handle = apply_model.__self__.get_submodule(module).register_forward_pre_hook(trouble)
+            handle = patched.model.get_submodule(module).register_forward_pre_hook(trouble)
             try:
                 return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
             finally:
@@ -133,40 +134,6 @@ def make_trouble(kind: str, device: torch.device) -> None:
         model_management.throw_exception_if_processing_interrupted()
         time.sleep(0.005)
     raise RuntimeError("nobody interrupted")
-
-
-class TestFlip:
-    """Flips a bit of a managed model's weight in host memory as it begins to compute; core's own load has none."""
-
-    INPUT_TYPES = classmethod(
-        lambda cls: {
-            "required": {
-                "model": ("MODEL",),
-                "block": ("STRING", {"default": "diffusion_model.single_blocks.1"}),
-                "run": ("INT", {"default": 0}),
-            }
-        }
-    )
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "patch"
-    CATEGORY = "test"
-
-    def patch(self, model: Any, block: str, run: int) -> tuple[Any]:
-        patched = model.clone()
-        flipped: list[Any] = []
-
-        def with_flip(apply_model: Any, arguments: Any) -> Any:
-            hosted = getattr(apply_model.__self__, "highwater", None)
-            if hosted is not None and not flipped:
-                (unit,) = (unit for unit in hosted.units if unit.name == block)
-                flipped.append(unit)
-                hosted.member.attachment.settle()
-                with torch.inference_mode(False):
-                    unit.resting_slab[1] ^= 0x40
-            return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
-
-        patched.set_model_unet_function_wrapper(with_flip)
-        return (patched,)
 
 
 class PackedTensor(torch.Tensor):
@@ -286,9 +253,29 @@ async def send_functions(request: web.Request) -> web.Response:
     return web.json_response(describe_functions())
 
 
+@PromptServer.instance.routes.get("/highwater_test/loaded")
+async def send_loaded(request: web.Request) -> web.Response:
+    """What core's list of loaded models refers to: its patcher, the patcher's model, and the model that was loaded.
+
+    From the first time on Python collects no cycles by itself: what only that would free shows up.
+    """
+    gc.disable()
+    entries = []
+    for loaded in model_management.current_loaded_models:
+        patcher, real = loaded.model, loaded.real_model and loaded.real_model()
+        entries.append(
+            {
+                "device": str(loaded.device),
+                "patcher": type(patcher).__name__ if patcher is not None else None,
+                "model": type(real).__name__ if real is not None else None,
+                "same": patcher is not None and patcher.model is real,
+            }
+        )
+    return web.json_response(entries)
+
+
 NODE_CLASS_MAPPINGS = {
     "TestConditioning": TestConditioning,
-    "TestFlip": TestFlip,
     "TestForeign": TestForeign,
     "TestHold": TestHold,
     "TestKeep": TestKeep,

@@ -1,0 +1,157 @@
+"""What guides a diffusion model computes where that model computes, or the sampler says why it cannot.
+
+Core sends a ControlNet to its default device. Where the model is elsewhere, core adds what it hears from the ControlNet
+in a ``try`` that catches everything: the picture comes out without it. So before each sampling run our diffusion models
+look at what guides them (core's PREPARE_SAMPLING wrapper): what is ours follows, what is not is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+from torch.utils.hooks import RemovableHandle
+
+from ...memory.errors import InvalidInput
+from .hosted import name_of
+
+__all__ = ["bring_guides", "check_inputs"]
+
+KEY = "highwater"
+
+
+def bring_guides(patcher: ModelPatcher) -> None:
+    """Make a diffusion model look at what guides it before each sampling run. Idempotent."""
+    for kind, wrapper in ((WrappersMP.PREPARE_SAMPLING, prepare_guides), (WrappersMP.SAMPLER_SAMPLE, cast_shared)):
+        if not patcher.get_wrappers(kind, KEY):
+            patcher.add_wrapper_with_key(kind, KEY, wrapper)
+
+
+def prepare_guides(
+    executor: Any, model: ModelPatcher, noise_shape: Any, conds: Mapping[str, Any], *args: Any, **options: Any
+) -> Any:
+    """A PREPARE_SAMPLING wrapper of core's. Raises `InvalidInput` for a guide that cannot compute with the model."""
+    guides = list(guides_in(conds))
+    for guide in guides:
+        bring(guide, model)
+    prepared = executor(model, noise_shape, conds, *args, **options)
+    if any(reads_weights(guide) for guide in guides):
+        refuse_eight_bits(model)
+    member = model.model.highwater.member
+    if guides and member is not None:
+        member.attachment.finish_copies()  # some read the model's weights before it computes, and so before it waits
+    return prepared
+
+
+def cast_shared(executor: Any, guider: Any, *args: Any, **options: Any) -> Any:
+    """A SAMPLER_SAMPLE wrapper of core's: a Control-LoRA has been built, and shares weights that may rest elsewhere."""
+    for guide in guides_in(guider.conds):
+        if reads_weights(guide):
+            for module in guide.control_model.modules():
+                if hasattr(module, "comfy_cast_weights"):
+                    module.comfy_cast_weights = True  # core then brings each to its input
+    return executor(guider, *args, **options)
+
+
+def guides_in(conds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Any]:
+    """Yield every ControlNet of the conditionings once, with those that it is chained to."""
+    seen: set[int] = set()
+    for conditionings in conds.values():
+        for conditioning in conditionings:
+            guide = conditioning.get("control")
+            while guide is not None and id(guide) not in seen:
+                seen.add(id(guide))
+                yield guide
+                guide = guide.previous_controlnet
+
+
+def bring(guide: Any, model: ModelPatcher) -> None:
+    """Let a ControlNet compute on the model's device.
+
+    Raises:
+        InvalidInput: it was asked to be elsewhere, or is core's and stays elsewhere.
+    """
+    here = model.load_device
+    if hasattr(guide, "t2i_model"):  # moved by core itself, to the device that is written on it
+        if name_of(guide.device) != name_of(here):
+            guide.device = here
+            guide.cond_hint = None  # core makes hint and features again
+        return
+    patcher = getattr(guide, "control_model_wrapped", None)
+    there = patcher.load_device if patcher is not None else comfy.model_management.get_torch_device()
+    if name_of(there) == name_of(here):
+        return
+    ours = getattr(patcher, "hosted", None)
+    if ours is not None and ours.request.placement == "auto":
+        follow(guide, here)
+        return
+    places = f"computes on {name_of(there)}, the model that it guides on {name_of(here)}"
+    if ours is not None:
+        remedy = f"give it placement default or {name_of(here)}"
+    elif patcher is not None:
+        remedy = f"load it with Highwater's Load ControlNet, or give the model placement {name_of(there)}"
+    else:  # a ControlLora: core builds it from the model's weights, on its default device
+        remedy = f"give the model placement {name_of(there)}"
+    raise InvalidInput(f"{title_of(patcher or guide)} {places}; allowed: the same device, {remedy}")
+
+
+def follow(guide: Any, device: torch.device) -> None:
+    """Give a ControlNet of ours a patcher for another device; it leaves the first when core loads this one."""
+    patcher = guide.control_model_wrapped.clone()
+    patcher.load_device = device
+    dtype = comfy.model_management.unet_manual_cast(guide.control_model.dtype, device)
+    guide.manual_cast_dtype = dtype
+    patcher.force_cast_weights = dtype is not None
+    guide.control_model_wrapped, guide.load_device = patcher, device
+    guide.cond_hint = None
+
+
+def reads_weights(guide: Any) -> bool:
+    """Whether core builds this ControlNet from the weights of the model that it guides."""
+    return hasattr(guide, "control_weights")
+
+
+def refuse_eight_bits(model: ModelPatcher) -> None:
+    """Refuse to build a ControlLora from weights that were cast to eight bits: it would read them without scale."""
+    hosted = getattr(model.model, "highwater", None)
+    if hosted is not None and hosted.cast_names:
+        raise InvalidInput(
+            f"{hosted.name} rests in eight bits, and a Control-LoRA reads its weights; "
+            "allowed: precision as stored, with a profile that makes it no eight bits"
+        )
+
+
+def title_of(owner: Any) -> str:
+    """Return what a message calls a ControlNet or a patch: its file's name if it is ours, else its class."""
+    model = getattr(owner, "model", None)
+    hosted = getattr(model, "highwater", None)
+    if hosted is not None:
+        return f"{'ControlNet' if hosted.kind == 'control' else 'model'} {hosted.name}"
+    return type(model if model is not None else owner).__name__
+
+
+def check_inputs(module: torch.nn.Module, before: RemovableHandle | None) -> RemovableHandle:
+    """Make a ControlNet of ours refuse inputs from elsewhere, before anything else is done with them.
+
+    For models that are not ours: those do not look at what guides them.
+    """
+    if before is not None:
+        before.remove()
+    return module.register_forward_pre_hook(refuse_inputs_elsewhere, with_kwargs=True, prepend=True)
+
+
+def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """A forward pre-hook; a copy of the module, which is loaded by others, has it, too, and does not mind it."""
+    hosted = getattr(module, "highwater", None)
+    device = hosted.loaded_on if hosted is not None else None
+    noisy = kwargs.get("x")
+    if device is not None and isinstance(noisy, torch.Tensor) and name_of(noisy.device) != name_of(device):
+        raise InvalidInput(
+            f"ControlNet {hosted.name} computes on {name_of(device)}, the model that it guides on "
+            f"{name_of(noisy.device)}; allowed: the same device, give it placement {name_of(noisy.device)}, "
+            "or load the model with Highwater's Load Diffusion Model"
+        )

@@ -1,0 +1,81 @@
+"""A released component is gone with its last reference: no cycle of ours keeps its memory until Python collects it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from highwater.memory.placement import parse_placement
+from highwater.memory.profile import parse_profile
+from highwater.memory.upcast import parse_precision
+
+X = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
+TIGHT = "0.45MiB"
+
+
+class Interrupt(BaseException):
+    """As a host's, which is no Exception."""
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+FORMS = {
+    "resident": ("auto", "gpu:0", "as stored"),
+    "streamed": (TIGHT, "gpu:0", "as stored"),
+    "split": ("auto", "gpu:0&gpu:1", "as stored"),
+    "split and streamed": (TIGHT, "gpu:0&gpu:1", "as stored"),
+    "eight bits": ("auto", "gpu:0", "fp8 scaled"),
+}
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("trouble", [None, RuntimeError, torch.OutOfMemoryError, Interrupt])
+@pytest.mark.parametrize("is_hosted", [True, False], ids=["hosted", "managed"])
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_released_module_is_freed_with_its_last_reference(
+    toys, machine, form: str, is_hosted: bool, trouble: type[BaseException] | None
+) -> None:
+    profile, placement, precision = FORMS[form]
+    names = ["gpu:0", "gpu:1"]
+    with machine(8, 8) as manager:
+        end = manager.watch_loading(lambda component, done, total: None)
+        net = toys.build_net()
+        (member,), _ = manager.add(
+            {"model": net},
+            placement=parse_placement(placement, devices=names),
+            profile=parse_profile(profile, devices=names),
+            precision=parse_precision(precision),
+            name=None,
+            node_id=None,
+            is_hosted=is_hosted,
+        )
+        if is_hosted:
+            manager.bring(member)
+        if trouble is not None:
+
+            def fail(*_: object) -> None:
+                raise trouble("on purpose")
+
+            handle = net.singles[1].register_forward_hook(fail)
+            with contextlib.suppress(trouble):
+                net(X.to("sim:0") if is_hosted else X)
+            handle.remove()
+            del handle
+        net(X.to("sim:0") if is_hosted else X)
+        kept = weakref.ref(net)
+        manager.remove(member)
+        del member, net
+        assert kept() is None
+        end()
