@@ -1,0 +1,228 @@
+"""One pipeline in every mode of management, each compared with the same pipeline unmanaged on the same device.
+
+Knows nothing of pytest: ``scripts/compatibility`` makes the table in ``docs/compatibility.md`` with it, too. All
+randomness is seeded before each run; the devices are simulated, so equal means equal to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from highwater import BudgetItem, Managed, MemoryManager, OffloadProfile, manage
+from highwater.headless import simdevice
+from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
+from highwater.memory.footprint import least_bytes
+from highwater.memory.upcast import find_scale, quantize_fp8, upcast_into
+
+__all__ = ["MODES", "Outputs", "Recipe", "run_modes"]
+
+Outputs = dict[str, torch.Tensor]
+MIB = 1 << 20
+DEVICE_BYTES = 512 * MIB
+SPLIT = "gpu:0&gpu:1"
+EQUAL = "equal"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A tiny pipeline: how it is built, what of it is called, and what it does not have.
+
+    Args:
+        build: returns the pipeline, on the CPU; called under a seed.
+        call: runs it and returns what came out; the pipeline says where its inputs belong.
+        lora_targets: the last names of the layers of the diffusion model that take a LoRA; none: it takes none.
+        guides: the names of its ControlNets.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    call: Callable[[Any], Any]
+    lora_targets: tuple[str, ...] = ()
+    guides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mode:
+    """How a pipeline is managed."""
+
+    title: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    streams: bool = False
+    with_lora: bool = False
+    needs_guide: bool = False
+
+
+MODES = {
+    "resident": Mode(title="resident"),
+    "streamed": Mode(title="streamed", streams=True),
+    "split": Mode(title="split", arguments={"placement": SPLIT}),
+    "split and streamed": Mode(title="split and streamed", arguments={"placement": SPLIT}, streams=True),
+    "fp8": Mode(title="fp8", arguments={"precision": "fp8 scaled"}),
+    "LoRA": Mode(title="LoRA", streams=True, with_lora=True),
+    "ControlNet": Mode(title="ControlNet", streams=True, needs_guide=True),
+}
+
+
+def run_modes(recipe: Recipe, modes: Mapping[str, Mode] = MODES) -> dict[str, str]:
+    """Return for each mode ``equal``, ``-`` where the pipeline has no such thing, or in what it differs.
+
+    What Highwater refuses stands there as ``refused: `` and its line; anything else that is raised, as ``fails: ``.
+    """
+    references: dict[str, Outputs] = {}
+    return {name: run_mode(recipe, mode, references) for name, mode in modes.items()}
+
+
+def run_mode(recipe: Recipe, mode: Mode, references: dict[str, Outputs]) -> str:
+    if (mode.with_lora and not recipe.lora_targets) or (mode.needs_guide and not recipe.guides):
+        return "-"
+    try:
+        with two_devices():
+            outputs, missing, cast = run_managed(recipe, mode)
+    except (InvalidInput, DoesNotFit, UnsafeState) as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {error}"
+    if missing:
+        return missing
+    key = "LoRA" if mode.with_lora else "fp8" if any(cast.values()) else "plain"
+    if key not in references:
+        with two_devices():
+            references[key] = run_unmanaged(recipe, with_lora=mode.with_lora, cast=cast)
+    return compare(outputs, references[key])
+
+
+def what_did_not_happen(mode: Mode, handle: Managed) -> str:
+    """Return a cell for a mode that no component was in, although the plan had the choice; else nothing."""
+    plans = [member.attachment.plan for member in handle.members]
+    if "placement" in mode.arguments and not any(len(plan.shares) > 1 for plan in plans):
+        return "- (no blocks to split)"
+    if mode.streams and not any(share.streamed for plan in plans for share in plan.shares):
+        return "- (no blocks to stream)"
+    if mode.arguments.get("precision") and not any(plan.cast for plan in plans):
+        return "- (nothing to cast)"
+    return ""
+
+
+def run_managed(recipe: Recipe, mode: Mode) -> tuple[Outputs, str, dict[str, frozenset[str]]]:
+    """Return what a managed pipeline gives, what did not happen, and the weights that rested in eight bits.
+
+    Afterwards the books are empty and every weight is on the CPU.
+    """
+    pipe = build(recipe, with_lora=mode.with_lora)
+    manager = MemoryManager()
+    manager.set_watermark("*", 0, 0)
+    with manage(pipe, manager=manager, **mode.arguments) as handle:
+        if mode.streams:
+            handle.reprofile(smallest_budgets(handle), **mode.arguments)
+        outputs = run(recipe, pipe)
+        missing = what_did_not_happen(mode, handle)
+        cast = {member.name: member.attachment.plan.cast for member in handle.members}
+    manager.ledger.check()
+    left = [name for name, module in modules_of(pipe).items() for weight in module.parameters() if not weight.is_cpu]
+    assert not left, f"weights of {left[0]} are not on the CPU after release()"
+    return outputs, missing, cast
+
+
+def smallest_budgets(handle: Managed) -> OffloadProfile:
+    """Return budgets with which each component has room for one block beside the one that computes."""
+    budgets = []
+    for member in handle.members:
+        component, plan = member.attachment.component, member.attachment.plan
+        least = [
+            least_bytes(component, share.blocks, plan.cast, first=number == 0)
+            for number, share in enumerate(plan.shares)
+        ]
+        largest = max((block.weight_bytes for block in component.blocks), default=0)
+        budgets.append(BudgetItem(target=component.name, limit_bytes=max(least) + largest))
+    return OffloadProfile(budgets=tuple(budgets))
+
+
+def build(recipe: Recipe, *, with_lora: bool) -> Any:
+    torch.manual_seed(0)
+    pipe = recipe.build()
+    for module in modules_of(pipe).values():
+        module.eval().requires_grad_(False)
+    if with_lora:
+        from peft import LoraConfig
+
+        torch.manual_seed(1)
+        model = getattr(pipe, "transformer", None) or pipe.unet
+        model.add_adapter(
+            LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=list(recipe.lora_targets))
+        )
+        model.requires_grad_(False)
+    if hasattr(pipe, "set_progress_bar_config"):
+        pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_unmanaged(recipe: Recipe, *, with_lora: bool, cast: Mapping[str, frozenset[str]]) -> Outputs:
+    """Return what the pipeline gives on one device by its own means; weights in ``cast`` went through eight bits."""
+    pipe = build(recipe, with_lora=with_lora)
+    with torch.no_grad():
+        for name, module in modules_of(pipe).items():
+            for weight_name, weight in module.named_parameters():
+                if weight_name in cast.get(name, ()):
+                    scale = find_scale(weight, name=weight_name)
+                    upcast_into(weight, quantize_fp8(weight, scale), scale)
+    pipe.to("sim:0")
+    return run(recipe, pipe)
+
+
+def run(recipe: Recipe, pipe: Any) -> Outputs:
+    torch.manual_seed(2)
+    return dict(tensors_in(recipe.call(pipe), "output"))
+
+
+def compare(got: Outputs, want: Outputs) -> str:
+    if got.keys() != want.keys():
+        return f"differs: {sorted(got)} instead of {sorted(want)}"
+    for name, wanted in want.items():
+        if not wanted.isfinite().all():
+            return f"no reference: {name} is not finite without Highwater"
+        if got[name].shape != wanted.shape:
+            return f"differs: {name} is {list(got[name].shape)} instead of {list(wanted.shape)}"
+        if not torch.equal(got[name], wanted):
+            error = (got[name].double() - wanted.double()).norm() / wanted.double().norm()
+            return f"differs: {name} by {error.item():.2g} of its norm"
+    return EQUAL
+
+
+@contextmanager
+def two_devices() -> Iterator[None]:
+    """Two empty devices that defer copies and look for races."""
+    gc.collect()
+    simdevice.install("sim", num_devices=2)
+    with simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=DEVICE_BYTES) for _ in range(2)]):
+        yield
+        gc.collect()  # pipelines keep inputs and schedules of their last run
+
+
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
+    parts = pipe.components if hasattr(pipe, "components") else {"model": pipe}
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor, array and picture of an output with a name."""
+    import numpy as np
+    from PIL import Image
+
+    if isinstance(value, torch.Tensor):
+        yield name, copy.deepcopy(value.detach()).cpu()
+    elif isinstance(value, np.ndarray | Image.Image):
+        yield name, torch.from_numpy(np.array(value))
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from tensors_in(part, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from tensors_in(part, f"{name}.{number}")

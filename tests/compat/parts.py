@@ -1,0 +1,128 @@
+"""Tiny parts of pipelines: text encoders, tokenizers that need no download, VAEs. Sizes are chosen, weights random."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from highwater.headless.tiny import byte_characters, clip_tokenizer, t5_tokenizer
+
+__all__ = [
+    "clip_text",
+    "clip_tokens",
+    "clip_vision",
+    "image",
+    "kl_vae",
+    "llama_like_tokens",
+    "t5_text",
+    "t5_tokens",
+    "umt5_text",
+]
+
+WIDTH = 32
+
+
+@functools.cache
+def scratch() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="highwater-compat-")
+    scratch.folder = folder  # type: ignore[attr-defined]  # lives as long as the process
+    return Path(folder.name)
+
+
+@functools.cache
+def clip_tokens() -> Any:
+    return clip_tokenizer(scratch())
+
+
+@functools.cache
+def t5_tokens() -> Any:
+    return t5_tokenizer(scratch())
+
+
+@functools.cache
+def llama_like_tokens(*special: str) -> Any:
+    """A byte-level tokenizer with a chat template, as Qwen's and Llama's: every byte is a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *special]
+    vocabulary = {symbol: index for index, symbol in enumerate([*byte_characters(), *marks])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=marks[1:2] + list(special),
+        model_max_length=512,
+        padding_side="right",
+    )
+    fast.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+        "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return fast
+
+
+def clip_text(*, projected: bool = False, layers: int = 3, width: int = WIDTH) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=514, hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=layers,
+        num_attention_heads=4, max_position_embeddings=77, bos_token_id=512, eos_token_id=513, pad_token_id=513,
+    )  # fmt: skip
+    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
+
+
+def clip_vision(*, size: int = 32) -> Any:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    return CLIPVisionModelWithProjection(
+        CLIPVisionConfig(
+            hidden_size=WIDTH, intermediate_size=2 * WIDTH, projection_dim=WIDTH, num_hidden_layers=3,
+            num_attention_heads=4, image_size=size, patch_size=8,
+        )
+    )  # fmt: skip
+
+
+def t5_text() -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(t5_config(T5Config))
+
+
+def umt5_text() -> Any:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(t5_config(UMT5Config))
+
+
+def t5_config(config_class: Any) -> Any:
+    return config_class(
+        vocab_size=128, d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=3, num_heads=4,
+        feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+
+
+def kl_vae(latent_channels: int = 4, *, levels: int = 2, **options: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(16, 32, 32, 32)[:levels], down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels, norm_num_groups=4, layers_per_block=1, sample_size=32,
+        latent_channels=latent_channels, **{"scaling_factor": 0.5, "shift_factor": 0.0, **options},
+    )  # fmt: skip
+
+
+def image(size: int = 32) -> Any:
+    """A picture with every shade."""
+    import numpy as np
+    from PIL import Image
+
+    ramp = np.linspace(0, 255, size * size * 3).reshape(size, size, 3)
+    return Image.fromarray(ramp.astype(np.uint8))
