@@ -58,9 +58,9 @@ class WatchedTensor(torch.Tensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.plain())
 
 
@@ -72,7 +72,7 @@ def count_write(tensor: torch.Tensor) -> None:
 def watch(tensor: AnyTensor) -> AnyTensor:
     """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object."""
     if type(tensor) is nn.Parameter:
-        tensor.__class__ = WatchedTensor
+        tensor.__class__ = WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
     return tensor
 
@@ -80,6 +80,6 @@ def watch(tensor: AnyTensor) -> AnyTensor:
 def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
     if type(tensor) is WatchedTensor:
-        tensor.__class__ = nn.Parameter
+        tensor.__class__ = nn.Parameter  # type: ignore[assignment]
         vars(tensor).pop("_is_param", None)
     return tensor
