@@ -21,6 +21,7 @@ from .footprint import fixed_tensors
 from .forwards import Forwards
 from .hooks import Hooks
 from .ledger import Ledger
+from .leftovers import Leftovers
 from .moved import MoveGuard
 from .packing import Ending, Packing
 from .passes import Pass, Passes
@@ -103,6 +104,8 @@ class Attachment:
             places_inputs=guards_state,
         )
         self.guards_state = guards_state
+        self.leftovers: Leftovers | None = None
+        """While it is attached, unless a host sees to that itself."""
         self.moves: MoveGuard | None = None
         """While it is attached, unless a host moves single weights itself."""
 
@@ -163,7 +166,8 @@ class Attachment:
                 tier = "pinned" if pinned else "host"
                 self.plan = replace(self.plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
             if self.guards_state:
-                self.moves = MoveGuard(self.owner, self.units, wait=self.finish_copies)
+                units = [(unit, share.device.torch_device) for share in self.shares for unit in share.units]
+                self.moves = MoveGuard(self.owner, units, wait=self.finish_copies)
             self.hook()
             if self.compiles:
                 blocks = [self.module.get_submodule(block.name) for block in self.component.blocks]
@@ -192,13 +196,18 @@ class Attachment:
         if self.compiled is not None:
             self.compiled.release()
         self.unload()
+        if self.moves is not None:
+            self.packing.written |= self.moves.swaps.names
+        slabs = [unit.host_slab for unit in self.units if unit.host_slab is not None]
         error: InvalidInput | None = None
         try:
             self.packing.end(ending)
         except InvalidInput as problem:
             error = problem
+        if self.leftovers is not None and ending is not Ending.DISCARDED:
+            self.leftovers.bring_home(slabs)
         self.forwards.end()
-        self.moves = None
+        self.moves = self.leftovers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
         if not goes_on:  # last: who comes until now waits for the weights
             self.hooks.remove()
@@ -208,6 +217,9 @@ class Attachment:
 
     def hook(self) -> None:
         attached.add(self)
+        if self.guards_state:
+            self.leftovers = Leftovers(self.module)
+            self.handles += self.leftovers.hook()
         if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
             self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
@@ -271,6 +283,8 @@ class Attachment:
         except BaseException:
             self.unload()
             raise
+        if self.leftovers is not None:
+            self.leftovers.send(self.primary.torch_device)
         if queued:  # another form: its passes take other times
             for share in self.shares:
                 share.passes = share.num_partial = 0

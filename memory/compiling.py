@@ -9,17 +9,43 @@ function stands in the block's instance dictionary before the class's own and is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
-__all__ = ["CompiledBlocks"]
+__all__ = ["CompiledBlocks", "untraced"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Devices that inductor has a code generator for; elsewhere dynamo's capture runs eagerly.
 INDUCTOR_DEVICES = ("cpu", "cuda", "xpu")
 OWN_FORWARD = "the block has a forward of its own, which is not its class's"
+
+
+def untraced(function: Function) -> Function:
+    """Return a function that a module under ``torch.compile`` calls as it is, between two graphs.
+
+    What `torch.compiler.disable` does, whose import takes seconds that those who compile nothing would pay, too.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        before = set_eval_frame(None)
+        try:
+            return function(*args)
+        finally:
+            set_eval_frame(before)
+
+    run._torchdynamo_disable = run._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    run._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "Highwater moves weights here: let it compile the blocks (profile with compile=True), or compile without "
+        "fullgraph=True"
+    )
+    return cast(Function, run)
 
 
 class CompiledBlocks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -146,18 +146,24 @@ def component_from_module(
                 kept_by=declared.why_wide(aliases[0]),
             )
         )
-    tied_apart = {aliases[0] for aliases in names.values() if len(set(map(anywhere_numbered, aliases))) > 1}
-    component = group_tensors(
-        name,
-        kind or guess_kind(name),
-        specs,
-        lambda path: is_callable(modules.get(path)),
-        whole=declared.whole,
-        kept_in_rest=tied_apart,
-        largest_bytes=largest_bytes,
-        cuts_whole=cuts_whole,
-        pattern=pattern,
-    )
+    paths = dict(module.named_modules(remove_duplicate=False))
+    kept_in_rest: set[str] = set()
+    while True:  # which weights are shared by two blocks shows only when the blocks are known, which are others then
+        component = group_tensors(
+            name,
+            kind or guess_kind(name),
+            specs,
+            lambda path: is_callable(modules.get(path)),
+            whole=declared.whole,
+            kept_in_rest=kept_in_rest,
+            largest_bytes=largest_bytes,
+            cuts_whole=cuts_whole,
+            pattern=pattern,
+        )
+        apart = find_apart(component, specs, paths)
+        if apart <= kept_in_rest:
+            break
+        kept_in_rest |= apart
     aliases_of: dict[int, list[str]] = defaultdict(list)
     for buffer_name, buffer in module.named_buffers(remove_duplicate=False):
         aliases_of[id(buffer)].append(buffer_name)
@@ -174,10 +180,21 @@ def component_from_module(
     return replace(component, buffers=buffers)
 
 
-def anywhere_numbered(name: str) -> str:
-    """Return the innermost numbered part of a weight's name: no block that it may be in is smaller."""
-    parts = name.split(".")
-    return ".".join(parts[: max((index for index, part in enumerate(parts) if part.isdigit()), default=0)])
+def find_apart(component: Component, specs: Sequence[TensorSpec], paths: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Return the weights of blocks that are used elsewhere too: one block may leave while another computes with them.
+
+    Args:
+        paths: every module by each of its paths: a block that stands in two places is one block.
+    """
+    blocks = {paths[block.name] for block in component.blocks}
+
+    def home(name: str) -> nn.Module | None:
+        parts = name.split(".")
+        above = (paths[".".join(parts[:end])] for end in range(len(parts)))
+        return next((part for part in above if part in blocks), None)
+
+    tied = (spec for spec in specs if spec.other_names)
+    return frozenset(spec.name for spec in tied if len({home(name) for name in (spec.name, *spec.other_names)}) > 1)
 
 
 def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:

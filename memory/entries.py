@@ -51,6 +51,10 @@ class Entry:
         assert tensor is not None
         return tensor
 
+    def slots_of(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return where a module has its weights of this kind."""
+        return module._buffers if self.is_buffer else module._parameters  # type: ignore[return-value]
+
     @property
     def is_plain_buffer(self) -> bool:
         return self.is_buffer and self.wrapper is None

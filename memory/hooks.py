@@ -13,8 +13,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+from torch._C._functorch import TransformType
 from torch.utils.hooks import RemovableHandle
+
+from .compiling import untraced
+from .errors import UnsafeState
 
 __all__ = ["Hooked", "Hooks"]
 
@@ -115,10 +120,13 @@ class Hooks:
                 break
         return None
 
+    @untraced
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         target = self.target
         if target is None or kwargs is None:  # removed meanwhile
             return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transforms()
         if module in target.parts:
             return target.before_part(target.parts[module], module, args, kwargs) if target.is_entered() else None
         if module not in target.blocks or not target.is_entered():
@@ -129,6 +137,7 @@ class Hooks:
             return target.before_block(target.blocks[module], module, args, kwargs)
         return target.before_entry(module, args, kwargs)
 
+    @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         target = self.target
         if target is None or not target.is_entered():
@@ -138,3 +147,15 @@ class Hooks:
         if module in target.parts and not target.is_outermost(module):
             return target.after_part(target.parts[module], module, output)
         return target.after_entry(module, output)
+
+
+def refuse_transforms() -> None:
+    """Refuse a forward in a transform under which all that is made, weights of ours too, belongs to the transform.
+
+    Raises:
+        UnsafeState: it is not `torch.func.vmap`, which leaves alone what does not depend on its inputs.
+    """
+    kinds = [transform.key() for transform in torch._C._functorch.get_interpreter_stack() or []]
+    others = [kind.name.lower() for kind in kinds if kind != TransformType.Vmap]
+    if others:
+        raise UnsafeState(f"a managed module cannot compute inside of torch.func.{others[-1]}: release it before")

@@ -204,7 +204,7 @@ class MemoryManager:
         """
         if member.attachment.moves is not None:
             member.attachment.moves.put_back()
-            member.attachment.moves.refuse_changed_dtype()
+            member.attachment.moves.tell_undone()
         is_settled = size is None or size in member.settled or self.room.leaves_enough(member, size)
         if member.is_hosted:
             if size is not None and not is_settled:
@@ -215,6 +215,8 @@ class MemoryManager:
             self.room.clear_left_free(member)
         if size is not None:
             member.settled.add(size)
+        if member.attachment.moves is not None:
+            member.attachment.moves.swaps.begin()
         member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
     def enter(self, member: Member, attachment: Attachment, current: Pass) -> bool:
@@ -244,6 +246,8 @@ class MemoryManager:
             if holder not in member.leases:
                 return
             member.leases.discard(holder)
+            if member.attachment.moves is not None:
+                member.attachment.moves.swaps.end()
             needed = self.recorder.end_interval(holder)
             for device, num_bytes in needed.items():
                 member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)

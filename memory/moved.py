@@ -4,22 +4,25 @@
 there to other memory, puts another object in its place, or swaps the insides of two. So neither the objects that a
 unit put into the module nor those that are its masters can be relied on afterwards; its slabs can, and its buffers'
 objects, of which the module always gets others.
+
+A tensor that was assigned to the module in place of ours is seen by its identity, each of them; whether that is for
+good, `swaps.py` tells.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
 
-from .device_copy import Known
 from .entries import as_held, repoint
 from .errors import UnsafeState
-from .leaves import leaves_of
+from .leaves import Wrapper, leaves_of
 from .masters import FileMaster
 from .residency import BlockState, Unit
+from .swaps import Swaps, foreign_tensors
+from .upcast import FP8
 from .watched import watch
 
 __all__ = ["MoveGuard"]
@@ -31,34 +34,63 @@ class MoveGuard:
     """Puts the weights of a component back, and tells who changed their dtype. For units whose masters are in place.
 
     Args:
+        units: with the device on which each computes.
         wait: waits for the copies that are under way.
     """
 
-    def __init__(self, owner: str, units: Sequence[Unit], *, wait: Callable[[], None]) -> None:
+    def __init__(self, owner: str, units: Sequence[tuple[Unit, torch.device]], *, wait: Callable[[], None]) -> None:
         self.owner = owner
         self.wait = wait
-        self.witnesses = [Witness(unit) for unit in units]
-        self.changed_dtype: torch.dtype | None = None
-        """What somebody changed the weights to, and was not told yet that it was taken back."""
+        self.units = [unit for unit, _ in units]
+        self.witnesses = [Witness(unit) for unit in self.units]
+        self.swaps = Swaps(units)
+        self.undone: str | None = None
+        """What was done to the weights and taken back, until it is told."""
+        self.gone: str | None = None
+        """A weight that its module has no place for any more."""
 
     def put_back(self) -> None:
         """Undo what was done to the weights, and keep what was given instead. Looks at every weight's address.
 
         The caller holds the manager's lock.
         """
-        if any(witness.is_moved() for witness in self.witnesses):
+        self.swaps.take_back()
+        changed = [unit for unit in self.units if not unit.is_as_placed()]
+        if changed:
+            self.swaps.lend(changed)
+            changed = [unit for unit in changed if self.take_over(unit)]
+        if changed or any(witness.is_moved() for witness in self.witnesses):
             self.wait()
             for witness in self.witnesses:  # a block's buffers are in another unit than its weights
-                self.changed_dtype = witness.put_back() or self.changed_dtype
+                dtype = witness.put_back()
+                if dtype is not None:
+                    self.undone = f"its weights were changed to {dtype}"
 
-    def refuse_changed_dtype(self) -> None:
-        """Tell, once, whoever changed the dtype of the weights. Raises `UnsafeState`."""
-        if self.changed_dtype is not None:
-            dtype, self.changed_dtype = self.changed_dtype, None
-            raise UnsafeState(
-                f"{self.owner}: its weights were changed to {dtype}, which has been undone: "
-                "release it before changing its dtype"
-            )
+    def take_over(self, unit: Unit) -> bool:
+        """Make what was assigned for good the new version of its weight, or undo it; returns whether there was any."""
+        found = False
+        for index, (module, name), held in list(foreign_tensors(unit)):
+            entry = unit.entries[index]
+            slots = entry.slots_of(module)
+            if entry.is_buffer:  # the next `Unit.put` takes it over
+                continue
+            found = True
+            if name not in slots:
+                unit.disown(index, (module, name))
+                self.gone = entry.spec.name
+                continue
+            self.wait()
+            self.undone = self.undone or why_not_adopted(unit, index, held)
+            slots[name] = unit.placed[index]
+        return found
+
+    def tell_undone(self) -> None:
+        """Tell, once, what was done to the weights and undone; every time, what cannot be. Raises `UnsafeState`."""
+        if self.gone is not None:
+            raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before you change that")
+        if self.undone is not None:
+            undone, self.undone = self.undone, None
+            raise UnsafeState(f"{self.owner}: {undone}, which has been undone: release it before that")
 
 
 class Witness:
@@ -79,13 +111,11 @@ class Witness:
         self.entry = unit.entries[order[0][-1]] if order else None
         self.leaf = sum(unit.num_leaves[: order[0][-1]]) if order else 0
         self.plain = [
-            (number, sum(unit.num_leaves[:number]), *entry.owners[0])
+            (number, sum(unit.num_leaves[:number]))
             for number, entry in enumerate(unit.entries)
             if not entry.is_buffer and entry.wrapper is None and entry.owners and entry.held.numel()
         ]
-        """The plain parameters: their place among the entries and the leaves, and who holds them."""
-        self.known: tuple[object, Known] = None, ([], [])
-        """Those of the masters."""
+        """The plain parameters: their place among the entries and among the leaves."""
 
     def is_moved(self) -> bool:
         """Whether the module has other memory or another dtype than the unit, while that rests, gave it."""
@@ -106,25 +136,24 @@ class Witness:
         return is_moved or self.is_replaced()
 
     def is_replaced(self) -> bool:
-        """Whether any plain parameter is another object than the unit, while that rests, gave, or lies elsewhere."""
+        """Whether any plain parameter that the unit, while it rests, gave lies elsewhere."""
         unit = self.unit
-        placed, (own, addresses) = unit.copy.known if unit.copy is not None else self.known
+        placed, (own, addresses) = unit.copy.known if unit.copy is not None else unit.known
         if placed is not unit.placed:
-            own, addresses = [unit.placed[number] for number, *_ in self.plain], self.addresses()
+            own, addresses = [unit.placed[number] for number, _ in self.plain], self.addresses()
             if unit.copy is not None:
                 unit.copy.known = unit.placed, (own, addresses)  # gone with the copy, whose memory they keep
             else:
-                self.known = unit.placed, (own, addresses)
-        held = [module._parameters[name] for _, _, module, name in self.plain]
-        return any(map(operator.is_not, held, own)) or list(map(ADDRESS, own)) != addresses
+                unit.known = unit.placed, (own, addresses)
+        return list(map(ADDRESS, own)) != addresses
 
     def addresses(self) -> list[int]:
         """Return where the plain parameters lie while the unit rests."""
         unit, slab = self.unit, self.unit.resting_slab
         if slab is not None:
-            return [slab.data_ptr() + unit.layout.offsets[leaf] for _, leaf, *_ in self.plain]
+            return [slab.data_ptr() + unit.layout.offsets[leaf] for _, leaf in self.plain]
         assert isinstance(unit.master, FileMaster)
-        return [unit.master.address_of(leaf) for _, leaf, *_ in self.plain]
+        return [unit.master.address_of(leaf) for _, leaf in self.plain]
 
     def put_back(self) -> torch.dtype | None:
         """Let the module hold the unit's own tensors again; returns the dtype that its weights had been changed to.
@@ -150,19 +179,18 @@ class Witness:
             unit.copy.views = [old if entry.is_plain_buffer else new for entry, old, new in views]
         unit.forget_views()
         unit.rest()
-        self.known = None, ([], [])  # perhaps objects that lie elsewhere now
+        unit.known = None, ([], [])  # perhaps objects that lie elsewhere now
         return dtype
 
     def changed_dtype(self) -> torch.dtype | None:
         """Return what the dtype of a weight was changed to."""
         unit = self.unit
-        leaf = leaves_of(self.entry.held)[0] if self.entry is not None else None
+        leaf = leaves_of(self.entry.held)[0] if self.entry is not None and self.entry.owners else None
         if leaf is not None and leaf.dtype is not unit.layout.forms[self.leaf].dtype:
             return leaf.dtype
-        for _, place, module, name in self.plain:
-            held = module._parameters[name]
-            if held is not None and held.dtype is not unit.layout.forms[place].dtype:
-                return held.dtype
+        for number, place in self.plain:
+            if unit.entries[number].owners and unit.placed[number].dtype is not unit.layout.forms[place].dtype:
+                return unit.placed[number].dtype
         return None
 
     def adopt(self) -> None:
@@ -179,6 +207,45 @@ class Witness:
                     given = held.detach().to(slab.device)
                     if given.data_ptr() != leaves[0].data_ptr() and not torch.equal(given, leaves[0]):
                         leaves[0].copy_(given)
+
+
+def why_not_adopted(unit: Unit, index: int, given: torch.Tensor | None) -> str | None:
+    """Write a tensor that was assigned to the module over the weight where it rests, or return why that cannot be."""
+    entry, slab = unit.entries[index], unit.resting_slab
+    name = entry.spec.name
+    if given is None:
+        return f"{name!r} was removed"
+    ours = unit.leaf_views(slab)[index] if slab is not None else leaves_of(unit.placed[index])
+    theirs = leaves_of(given)
+    is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in ours]
+    if not is_alike or (Wrapper.of(given) is None) != (entry.wrapper is None):
+        if given.shape == unit.placed[index].shape and given.dtype not in (FP8, unit.wide_dtypes[name]):
+            return f"its weights were changed to {given.dtype}"
+        return f"{name!r}{resting_form(unit, index)} was replaced by a {given.dtype} {list(given.shape)}"
+    if all(leaf.is_meta for leaf in (*ours, *theirs)):
+        return None
+    if any(leaf.is_meta for leaf in (*ours, *theirs)):
+        return f"{name!r}{resting_form(unit, index)} was replaced"
+    with torch.no_grad():
+        moved = [leaf.detach().to(own.device) for leaf, own in zip(theirs, ours, strict=True)]
+        if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, ours, strict=True)):
+            return None
+        if entry.scale is not None:
+            return f"{name!r}{resting_form(unit, index)} was replaced"
+        for leaf, own in zip(moved, ours, strict=True):
+            own.copy_(leaf)
+    return None
+
+
+def bits_of(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.reshape(-1).view(torch.uint8)
+
+
+def resting_form(unit: Unit, index: int) -> str:
+    """Return, for people, where a weight rests that others cannot replace where it is."""
+    if unit.entries[index].scale is not None:
+        return ", which rests in eight bits,"
+    return ", which rests in its file," if unit.placed[index].is_meta else ""
 
 
 def renewed_masters(unit: Unit) -> list[torch.Tensor]:

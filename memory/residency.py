@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch import nn
 
-from .device_copy import DeviceCopy
+from .device_copy import DeviceCopy, Known
 from .entries import Entry, add_up, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput
 from .leaves import leaves_of
@@ -60,7 +61,11 @@ class Unit:
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
         self.placed: Sequence[torch.Tensor] = []
-        """What it let the module hold last."""
+        """What the module was given last, which it holds at the places of the entries."""
+        self.slots: list[tuple[dict[str, torch.Tensor], str, int]] = []
+        """Those places, as the dicts of modules, with the number of the entry; empty until somebody asks."""
+        self.known: tuple[object, Known] = None, ([], [])
+        """Of what the module holds while that is the masters, for who looks where they lie."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
 
     def lay_out(self) -> SlabLayout:
@@ -263,9 +268,13 @@ class Unit:
             name = entry.spec.name
             if name in bare:
                 entry.hold(self.bare.get(name, entry.held))
+            elif not entry.owners:  # what the module has there is its own; others may hold ours, and keep it
+                if self.host_slab is not None and master is not None and entry.wrapper is None:
+                    with torch.inference_mode(master.is_inference()):
+                        unwatch(master).data = self.wide(name, torch.device("cpu"))
             elif name in stored:
                 repoint(entry, [stored[name]], lasting=True)
-            elif master is not None and entry.owners:
+            elif master is not None:
                 own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
                 entry.hold(unwatch(master))
                 if own:
@@ -395,6 +404,30 @@ class Unit:
             entry.hold(tensor)
         self.placed, self.state = tensors, state
 
+    def is_as_placed(self) -> bool:
+        """Whether the module holds what it was given, everywhere: others may have put their own there."""
+        if not self.slots:
+            self.slots = [
+                (entry.slots_of(module), name, index)
+                for index, entry in enumerate(self.entries)
+                for module, name in entry.owners
+            ]
+        placed = self.placed
+        for slots, name, index in self.slots if placed else ():  # noqa: SIM110 - half the time of all()
+            if slots.get(name) is not placed[index]:
+                return False
+        return True
+
+    def own(self, index: int, owner: tuple[nn.Module, str]) -> None:
+        """Give the weight to one more place of the module from now on."""
+        self.entries[index].owners.append(owner)
+        self.slots = []
+
+    def disown(self, index: int, owner: tuple[nn.Module, str]) -> None:
+        """Leave a place of the module alone from now on."""
+        self.entries[index].owners.remove(owner)
+        self.slots = []
+
     def take_replaced(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
         replaced = entry.held
@@ -402,4 +435,4 @@ class Unit:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(replaced)
         else:
-            entry.owners = []
+            entry.owners, self.slots = [], []

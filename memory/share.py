@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from .devices import Device
+from .errors import UnsafeState
 from .ledger import Kind, Ledger
 from .places import Places
 from .plan import SharePlan
@@ -329,6 +330,10 @@ class Share:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         unit = self.blocks[number]
+        if not unit.is_as_placed():
+            raise UnsafeState(
+                f"{self.owner}: a weight of {unit.name} was replaced while its model computes; do that before it does"
+            )
         self.entered.add(number)
         self.trace.append(number)
         if unit.copy is not None:

@@ -262,6 +262,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 

@@ -1,0 +1,131 @@
+"""What forwards leave in a module beside its weights: weights that hooks compute, caches, tensors in new places.
+
+[Note: computed weights] ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune`` keep a layer's weight as a
+plain attribute, which a hook before each forward computes on the device from parameters of other names. It is needed
+until that forward is over, and goes then: the layer has its former tensor again, which nothing reads.
+
+[Note: caches] What else a forward leaves on a device (tables made once, buffers registered late) stays there with the
+next forward in mind, and comes to the host when the component is released, or gets another profile. When the module is
+managed again, its plain attributes go where it computes then, as its forward would have made them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .compiling import untraced
+
+__all__ = ["Leftovers"]
+
+OWN_DICTS = frozenset(vars(nn.Module())) | {"_hf_hook"}
+COMPUTED_FROM = ("_orig", "_g")
+
+Place = tuple[Any, Any, torch.Tensor]
+"""A dict or a list, the key, and the tensor there."""
+
+brought_home: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+"""The caches that were on a device when their module was released."""
+
+
+class Leftovers:
+    """What forwards leave in one component's module while it is attached."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.early = {id(tensor) for part in module.modules() for *_, tensor in caches_of(part) if is_away(tensor)}
+        """Caches that were on a device before."""
+        self.to_send = [place for part in module.modules() for place in brought_home.pop(part, [])]
+
+    def hook(self) -> Iterator[RemovableHandle]:
+        """Let computed weights go behind the forward that they were computed for."""
+        for part in self.module.modules():
+            for name, weight in computed_weights(part):
+                yield part.register_forward_hook(partial(forget_computed, name, weight), always_call=True)
+
+    def send(self, device: torch.device) -> None:
+        """Bring back to a device what an earlier release took from there; once."""
+        places, self.to_send = self.to_send, []
+        for holder, key, tensor in places:
+            if holds(holder, key, tensor):
+                holder[key] = tensor.to(device)
+
+    def bring_home(self, slabs: Collection[torch.Tensor]) -> None:
+        """Bring what is left on devices to plain host memory, and what lies in the slabs of weights that are gone."""
+        addresses = {slab.untyped_storage().data_ptr() for slab in slabs}
+
+        def is_left(tensor: torch.Tensor) -> bool:
+            return is_away(tensor) or (bool(addresses) and address_of(tensor) in addresses)
+
+        with torch.no_grad(), torch.inference_mode(False):
+            for part in self.module.modules():
+                for slots in (part._parameters, part._buffers):
+                    for name, tensor in list(slots.items()):
+                        if tensor is not None and is_left(tensor):
+                            slots[name] = at_home(tensor)
+                for holder, key, tensor in list(caches_of(part)):
+                    if id(tensor) not in self.early and is_left(tensor):
+                        holder[key] = home = tensor.detach().to("cpu", copy=True)
+                        brought_home.setdefault(part, []).append((holder, key, home))
+
+
+def at_home(tensor: torch.Tensor) -> Any:
+    """Return a parameter or buffer in plain host memory, the same object where torch allows that."""
+    home = tensor.detach().to("cpu", copy=True)
+    if not tensor.is_inference() and torch._has_compatible_shallow_copy_type(tensor, home):
+        tensor.data = home
+        return tensor
+    return nn.Parameter(home, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else home
+
+
+def computed_weights(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the plain attributes of a layer that its hooks compute before each forward."""
+    if not module._forward_pre_hooks:
+        return []
+    names = {name.removesuffix(end) for name in module._parameters for end in COMPUTED_FROM if name.endswith(end)}
+    return [(name, vars(module)[name]) for name in names if isinstance(vars(module).get(name), torch.Tensor)]
+
+
+@untraced
+def forget_computed(name: str, weight: torch.Tensor, module: nn.Module, args: Any, output: Any) -> None:
+    if name in vars(module):
+        vars(module)[name] = weight
+
+
+def caches_of(module: nn.Module) -> Iterator[Place]:
+    """Yield the tensors in a module's plain attributes, and in dicts and lists among them."""
+    own = vars(module)
+    for name, value in own.items():
+        if isinstance(value, torch.Tensor):
+            yield own, name, value
+        elif name not in OWN_DICTS and isinstance(value, dict | list):
+            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(inner, torch.Tensor) and not isinstance(inner, nn.Parameter):
+                    yield value, key, inner
+
+
+def is_away(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor's memory begins; 0 for one without any of its own."""
+    if tensor.is_meta or tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper around others
+        return 0
+
+
+def holds(holder: Any, key: Any, tensor: torch.Tensor) -> bool:
+    """Whether a dict or a list has the tensor where it had it."""
+    if isinstance(holder, list):
+        return key < len(holder) and holder[key] is tensor
+    return holder.get(key) is tensor

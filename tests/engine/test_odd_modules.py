@@ -1,0 +1,196 @@
+"""Modules that hold their weights in unusual ways, each resident, streamed, widened and on the CPU: as without us."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from highwater.memory import DoesNotFit, InvalidInput, manage
+from highwater.memory.component import component_from_module
+from highwater.memory.upcast import Precision, cast_tensors, find_scale, quantize_fp8
+
+DIM = 64
+X = torch.randn(2, DIM, generator=torch.Generator().manual_seed(0))
+WAYS = ["resident", "streamed", "eight bits", "eight bits, streamed", "on the CPU"]
+
+
+class Layer(nn.Module):
+    def __init__(self, linear: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = linear or nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Six layers behind an embedder."""
+
+    def __init__(self, build: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        self.embed = nn.Linear(DIM, DIM)
+        self.layers = nn.ModuleList(build() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Caching(Layer):
+    """Makes a table where it computes, once, and keeps it in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.tables: dict[str, torch.Tensor] = {}
+        self.table: torch.Tensor | None
+        if how == "empty buffer":
+            self.register_buffer("table", None, persistent=False)
+        else:
+            self.table = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in a dict":
+            table = self.tables.setdefault("table", torch.arange(DIM, device=x.device, dtype=x.dtype))
+        elif self.table is None:
+            table = torch.arange(DIM, device=x.device, dtype=x.dtype)
+            if self.how == "late buffer":
+                del self.table
+                self.register_buffer("table", table, persistent=False)
+            else:
+                self.table = table
+        else:
+            table = self.table
+        return x + torch.sin(self.linear(x) + table)
+
+
+def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Stack(lambda: Layer(norm(nn.Linear(DIM, DIM))))
+
+
+def tied(what: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        net = Stack()
+        one, other = net.layers[1], net.layers[4]
+        match what:
+            case "weight":
+                other.linear.weight = one.linear.weight
+            case "layer":
+                other.linear = one.linear
+            case "block":
+                net.layers[4] = one
+            case "all":
+                for layer in net.layers:
+                    layer.linear.weight = one.linear.weight
+            case "with the rest":
+                other.linear.weight = net.embed.weight
+            case "with the root":
+                net.weight = one.linear.weight
+        return net
+
+    return build
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Stack,
+    "weight_norm of the old kind": normed(nn.utils.weight_norm),
+    "spectral_norm of the old kind": normed(nn.utils.spectral_norm),
+    "pruned": normed(lambda layer: prune.random_unstructured(layer, "weight", 0.5)),
+    "weight_norm": normed(parametrizations.weight_norm),
+    "spectral_norm": normed(parametrizations.spectral_norm),
+    "orthogonal": normed(parametrizations.orthogonal),
+    **{f"tied: {what}": tied(what) for what in ("weight", "layer", "block", "all", "with the rest", "with the root")},
+    **{
+        f"cache: {how}": lambda how=how: Stack(lambda: Caching(how))
+        for how in ("attribute", "in a dict", "empty buffer", "late buffer")
+    },
+}
+
+
+def build_net(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the norms of the old kind
+        torch.manual_seed(0)
+        return NETS[name]().eval().requires_grad_(False)
+
+
+def round_to_eight_bits(net: nn.Module) -> None:
+    for name in cast_tensors(component_from_module(net, name="model"), Precision.FP8_SCALED):
+        weight = net.get_parameter(name)
+        scale = find_scale(weight, name=name)
+        weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)
+
+
+def manage_so(net: nn.Module, way: str, manager) -> object:
+    """Return the module under management in one of the ways; as little as computes where it streams."""
+    if way == "on the CPU":
+        return manage(net, placement="cpu", manager=manager)
+    chosen = {"precision": "fp8 scaled"} if way.startswith("eight bits") else {}
+    num_bytes = sum(weight.nbytes for weight in (*net.parameters(), *net.buffers()))
+    for share in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8) if way.endswith("streamed") else ():
+        try:
+            managed = manage(
+                net, f"{share * num_bytes / (1 << 20):.4f}MiB", placement="gpu:0", manager=manager, **chosen
+            )
+        except (DoesNotFit, InvalidInput):
+            continue
+        if managed.plan.components[0].shares[0].streamed:
+            return managed
+        managed.release()
+    return manage(net, placement="gpu:0", manager=manager, **chosen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NETS)
+@torch.no_grad()
+def test_odd_modules_compute_as_without_us_and_come_back_whole(machine, sim, name: str, way: str) -> None:
+    net, plain = build_net(name), build_net(name)
+    device = "cpu" if way == "on the CPU" else "sim:0"
+    state = {key: tensor.clone() for key, tensor in net.state_dict().items()}
+    with machine(8) as manager:
+        if way.startswith("eight bits"):
+            round_to_eight_bits(plain)
+        plain.to(device)
+        want = [plain(X.to(device)).cpu() for _ in range(3)]
+        del plain
+        gc.collect()  # parametrized layers are cycles
+        for _ in range(2):
+            with manage_so(net, way, manager) as managed:
+                for expected in want:
+                    assert torch.equal(net(X).cpu(), expected)
+                    managed.members[0].attachment.unload()
+            assert sim.stats(0).used_bytes == 0
+        for part in net.modules():
+            assert all(value.device.type == "cpu" for value in vars(part).values() if isinstance(value, torch.Tensor))
+        assert net.state_dict().keys() == state.keys()
+        if not way.startswith("eight bits"):
+            assert all(torch.equal(tensor, state[key]) for key, tensor in net.state_dict().items())
+            assert torch.allclose(net(X), want[-1], atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["weight_norm of the old kind", "spectral_norm of the old kind", "pruned"])
+def test_computed_weights_take_no_more_memory_than_one_layer_does(machine, sim, name: str) -> None:
+    with machine(8) as manager:
+        net = build_net(name)
+        with manage(net, placement="gpu:0", manager=manager):
+            for _ in range(2):
+                net(X)
+                assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0")
+
+
+@torch.no_grad()
+def test_weights_tied_between_blocks_are_in_none_of_them(toys) -> None:
+    component = component_from_module(build_net("tied: weight"), name="model")
+    assert [block.name for block in component.blocks] == [f"layers.{number}" for number in range(6)]
+    assert "layers.1.linear.weight" in {tensor.name for tensor in component.rest.tensors}
+    inside = component_from_module(build_net("tied: block"), name="model")
+    assert "layers.1.linear.weight" not in {tensor.name for tensor in inside.rest.tensors}
