@@ -24,9 +24,10 @@ class Layer(nn.Module):
     def __init__(self, linear: nn.Module | None = None) -> None:
         super().__init__()
         self.linear = linear or nn.Linear(DIM, DIM)
+        self.gate = nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
+        return x + torch.tanh(self.linear(x)) * self.gate(x)
 
 
 class Stack(nn.Module):
