@@ -69,7 +69,6 @@ def learn_success(member: Member, room: Room, size: Size, needed: Mapping[str, i
         was_short |= need.is_open
         if need.succeed(needed.get(share.device.name, 0), partial(free_at_entry, member, room, share.device)):
             room.needs.change(key, size)
-    member.spoiled.discard(size)
     if not room.recorder.is_running:
         member.num_passes += 1
         if member.num_passes >= PASSES_OF_A_RUN:
@@ -97,8 +96,10 @@ def learn_shortage(member: Member, room: Room, size: Size, needed: Mapping[str, 
     else:
         key = room.key_of(member.attachment.component, name, member)
         free_bytes = free_at_entry(member, room, device)
+        if taken:  # again: a library takes it past torch, and will the next time
+            free_bytes = max(free_bytes, needed.get(name, 0) + (shortage.asked_bytes or 0)) + taken
         need = room.needs.get(key, size)
-        need.fail(free_bytes, is_least=is_least(member, share))
+        need.fail(free_bytes, is_least=is_least(member, share) and free_bytes >= most_free(member, room, share))
         room.needs.change(key, size)
         line = (
             f"{what}, beside its weights {format_bytes(free_bytes)} had been free; {promise(member, room, name, size)}"
@@ -155,10 +156,16 @@ def is_least(member: Member, share: SharePlan) -> bool:
     return share.device_bytes <= least_bytes(attachment.component, share.blocks, attachment.plan.cast, first=is_first)
 
 
+def most_free(member: Member, room: Room, share: SharePlan) -> int:
+    """Return what would be free of a share's device beside what it holds, if all left that may."""
+    capacity = room.machine(member, in_pass=True).device(share.device)
+    return capacity.available_bytes + capacity.kept_free_bytes - capacity.lasting_bytes - share.device_bytes
+
+
 def promise(member: Member, room: Room, device: str, size: Size) -> str:
     """Return what the next run does about a failure."""
     try:
-        plan = room.replan(member, size=size)
+        plan = room.replan(member, size=size, in_pass=True)
     except (DoesNotFit, InvalidInput) as error:
         return str(error)
     share = next(share for share in plan.shares if share.device == device)

@@ -44,6 +44,8 @@ class DeviceCapacity:
     """What others that were managed together with the component hold while they compute: a device's budget has it."""
     pageable_bytes_per_s: float | None = None
     """How fast other host memory does."""
+    lasting_bytes: int = 0
+    """What of the idle components' bytes leaves for weights only: a host may enter them without loading them again."""
     unlearned_bytes: int = 0
     """What is kept free for forwards of which nothing is known yet; 0 where the user says what is."""
 

@@ -97,7 +97,7 @@ class Member:
         self.short_on: set[str] = set()
         """The devices that had not enough memory for what was planned to be loaded."""
         self.spoiled: set[Size] = set()
-        """The sizes whose last pass ran out of memory because another program took some."""
+        """The sizes of which a pass ran out of memory as another program took some: that is an excuse only once."""
         self.num_passes = 0
         """Those that came through outside of runs since its peaks were last looked at anew."""
         self.digest: str | None = None

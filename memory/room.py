@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from .books import Recorder
 from .component import Component
@@ -137,17 +138,25 @@ class Room:
         return unlearned_bytes(found.total_bytes())
 
     def leaves_enough(self, member: Member, size: Size) -> bool:
-        """Whether what is loaded of a member leaves free what its forwards of a size are known to need, or may need."""
+        """Whether so much is free now as forwards of a size are known to need, or may need. Asks the driver."""
         for share in member.attachment.plan.shares:
-            if share.device == "cpu":
+            device = self.devices[share.device]
+            if device.is_cpu:
                 continue
             kept = self.needed(member, share.device, size)
             num_bytes = kept.num_bytes if kept is not None else 0
             if kept is None or not kept.is_known:
                 num_bytes = max(num_bytes, self.unlearned(share.device, is_hosted=member.is_hosted))
-            if num_bytes > max(share.keeps_bytes, self.watermark(share.device).low_bytes):
+            if num_bytes > device.free_bytes():
                 return False
         return True
+
+    def lasting_bytes(self, device: str, victim: Victim) -> int:
+        """Return what an idle component keeps of a device to be able to compute, where its host believes it loaded."""
+        member = self.members[victim.component]
+        if not (member.is_hosted and member.attachment.is_loaded):
+            return 0
+        return min(victim.device_bytes, computable(member, {device: 0})[device])
 
     def foreign_bytes(self, device: Device) -> int:
         """Return what others than torch's allocator have of a device: other programs, the driver, other libraries."""
@@ -162,6 +171,7 @@ class Room:
         freed_bytes: int = 0,
         is_hosted: bool = False,
         evicts: bool = True,
+        in_pass: bool = False,
     ) -> Machine:
         """Return what a member (or a newcomer) may plan with, in live numbers.
 
@@ -170,14 +180,18 @@ class Room:
             freed_bytes: the host memory that a newcomer's weights take now, and give back as they are packed.
             is_hosted: whether a newcomer's host says how much it may take.
             evicts: whether the bytes of idle components count.
+            in_pass: a pass of the member ends, whose tensors may still be there: as if they were not.
         """
         is_hosted = member.is_hosted if member is not None else is_hosted
         capacities = []
         computing = [other.id for other in self.siblings(member) if other.leases] if member else []
         for device in self.devices.values():
             low = 0 if device.is_cpu else self.watermark(device.name).low_bytes
-            others = sum(victim.device_bytes for victim in self.victims(device, member)) if evicts else 0
+            idle = self.victims(device, member) if evicts else []
+            others = sum(victim.device_bytes for victim in idle)
             own = self.ledger.held(member.id, device.name) if member else 0
+            if in_pass and member is not None:
+                own += max(0, device.allocated_bytes() - member.allocated_at_entry.get(device.name, 0))
             available = device.free_bytes() + own + others - low
             capacities.append(
                 DeviceCapacity(
@@ -189,6 +203,7 @@ class Room:
                     ceiling_bytes=(ceilings or {}).get(device.name),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                     pageable_bytes_per_s=self.pageable_links.get(device.name),
+                    lasting_bytes=sum(map(partial(self.lasting_bytes, device.name), idle)) if is_hosted else 0,
                     unlearned_bytes=self.unlearned(device.name, is_hosted=is_hosted),
                 )
             )
@@ -211,13 +226,15 @@ class Room:
         *,
         size: Size | None = None,
         evicts: bool = True,
+        in_pass: bool = False,
     ) -> ComponentPlan:
         """Return what a member would be brought to now, by all that is known of it; moves nothing.
 
         Raises:
             InvalidInput, DoesNotFit: as `plan_components`.
         """
-        attachment, machine = member.attachment, self.machine(member, ceilings, size=size, evicts=evicts)
+        attachment = member.attachment
+        machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass)
         return replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
 
     def turn(self, member: Member) -> None:
@@ -246,10 +263,17 @@ class Room:
         """Evict idle components if the need would leave less than the low mark free, until the high mark is.
 
         Args:
-            keeps_bytes: what stays free for the member's forwards.
+            keeps_bytes: what stays free for the member's forwards. A host's other components can compute beside it.
         """
-        mark, asked = self.watermark(device.name), max(keeps_bytes, self.left_free(device, member))
-        low, high = max(mark.low_bytes, asked), max(mark.high_bytes, asked)
+        mark, asked = self.watermark(device.name), self.left_free(device, member)
+        self.clear(device, need_bytes, member, max(mark.low_bytes, asked), max(mark.high_bytes, asked))
+        if keeps_bytes > 0 and member is not None:
+            self.clear(device, need_bytes, member, keeps_bytes, keeps_bytes, whole=not member.is_hosted)
+
+    def clear(
+        self, device: Device, need_bytes: int, member: Member | None, low: int, high: int, *, whole: bool = True
+    ) -> None:
+        """Evict idle components if the need would leave less than the one free, until the other is; as `evict`."""
         left = device.free_bytes() - need_bytes
         if left >= low:
             return
@@ -265,7 +289,7 @@ class Room:
             )
             if other.is_kept:
                 reason += "; it was to be kept, but nothing else is left"
-            left += self.evict(other, device, high - left, reason)
+            left += self.evict(other, device, high - left, reason, whole=whole)
 
     def left_free(self, device: Device, member: Member | None) -> int:
         """Return the bytes of a device that the member's profile leaves free."""
@@ -287,11 +311,14 @@ class Room:
         """
         if not member.attachment.is_loaded:
             return
-        for share in member.attachment.plan.shares:
-            kept = self.needed(member, share.device, size) if share.device != "cpu" else None
-            if kept is not None:
-                missing = kept.num_bytes - self.devices[share.device].free_bytes()
-                reason = f"{member.id} needs more beside its weights: {kept.why}"
+        try:
+            wanted = self.replan(member, size=size)
+        except (DoesNotFit, InvalidInput):
+            return
+        for share in wanted.shares:
+            missing = share.keeps_bytes - self.devices[share.device].free_bytes()
+            if missing > 0 and share.device != "cpu":
+                reason = f"{member.id} needs more beside its weights, {format_bytes(share.keeps_bytes)}"
                 self.give_up(share.device, missing, reason, spare=[member], whole=False)
         held = {share.device: self.ledger.held(member.id, share.device) for share in member.attachment.plan.shares}
         try:

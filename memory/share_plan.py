@@ -152,10 +152,10 @@ def plan_share(
     limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
     if keeps_free and limit >= least:
         kept = find_kept(component, capacity, machine, profile)
-        most = capacity.available_bytes + capacity.kept_free_bytes  # beside no weights
+        most = capacity.available_bytes + capacity.kept_free_bytes - capacity.lasting_bytes  # beside no weights
         is_futile = most - least <= kept.futile_bytes * (1 + WORTH_RETRYING)
         if kept.num_bytes > capacity.kept_free_bytes and not is_futile:
-            keeps_bytes = min(kept.num_bytes, most - least)
+            keeps_bytes = max(0, min(kept.num_bytes, most - least))
             whole = replace(whole, keeps_bytes=keeps_bytes)
             if most - keeps_bytes < limit:
                 limit, source = most - keeps_bytes, f"{capacity.name} can give {format_bytes(most - keeps_bytes)}"

@@ -181,7 +181,7 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
 @pytest.mark.parametrize(
     ("device", "low", "high", "words"),
     [("gpu:3", 0, 0, "'gpu:3' is not here; did you mean"), ("cpu", 0, 0, "allowed: \\*, gpu:0"),
-     ("*", 2, 1, "0 <= low <= high"), ("gpu:0", 0, 1 << 40, "exceeds gpu:0, allowed is up to")],
+     ("*", 2, 1, "allowed is low <= high"), ("gpu:0", 0, 1 << 40, "exceeds gpu:0, allowed is up to")],
 )  # fmt: skip
 def test_a_bad_watermark_changes_nothing(machine, device: str, low: int, high: int, words: str) -> None:
     with machine(4, 4) as manager:

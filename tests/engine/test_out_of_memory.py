@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.footprint import least_bytes
-from highwater.memory.units import MIB
+from highwater.memory.membership import unlearned_bytes
+from highwater.memory.placement import parse_placement
+from highwater.memory.profile import parse_profile
+from highwater.memory.units import GIB, KIB, MIB
 
 DIM = 64
 TRIES = 2
@@ -149,3 +155,418 @@ def test_what_was_learned_is_said_by_plan_and_event(sim, machine) -> None:
         for _ in range(2):
             managed.members[0].attachment.module(x)
         assert "free: an earlier run needed it" in managed.members[0].attachment.plan.text()
+
+
+# -- any shape
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@given(
+    widths=st.lists(st.sampled_from([8, 64, 128, 300]), min_size=1, max_size=10),
+    place=st.integers(-1, 10),
+    scale=st.integers(0, 40),
+    length=st.sampled_from([1, 60, 400]),
+    spare=st.floats(0, 1.2),
+    others=st.integers(0, 2),
+)
+def test_what_fits_any_plan_fits_in_two_tries(
+    machine, widths: list[int], place: int, scale: int, length: int, spare: float, others: int
+) -> None:
+    x = torch.randn(1, length, DIM)
+    with torch.no_grad():
+        with machine(512) as manager, manage(build(widths, place, scale), manager=manager) as managed:
+            (member,) = managed.members
+            want = member.attachment.module(x).cpu()
+            need, whole, least = member.activation_bytes["gpu:0"], manager.ledger.used("gpu:0"), least_of(member)
+        total = least + need + int(spare * (whole - least)) + 1
+        with machine(total / MIB) as manager:
+            idle = {f"idle{number}": build([64], seed=number) for number in range(others)}
+            for name, module in idle.items():
+                assume(sum(weight.numel() * 4 for weight in module.parameters()) + 64 * KIB < total)
+                manage({name: module}, manager=manager)
+                module(torch.zeros(1, 1, DIM))
+            module = build(widths, place, scale)
+            with manage(module, manager=manager):
+                for number in range(4):
+                    manager.begin_run(str(number), "r")
+                    tries, found, _ = tries_until_it_fits(manager, lambda: module(x).cpu())
+                    assert tries <= (TRIES if not number else 1)
+                    assert torch.equal(found, want)
+                    manager.end_run()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_split_makes_room_where_it_is_missing(machine, short: int) -> None:
+    widths, x = [256] * 12, torch.randn(1, 512, DIM)
+    place = 2 if short == 0 else 9
+    with machine(512, 512) as manager:
+        module = build(widths, place, 16)
+        with manage(module, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
+            want = module(x).cpu()
+            need = managed.members[0].activation_bytes[f"gpu:{short}"]
+            share = managed.members[0].attachment.plan.shares[short]
+            other = managed.members[0].attachment.plan.shares[1 - short]
+            room = share.device_bytes // 3 + need
+    sizes = [8.0, 8.0]
+    sizes[short] = room / MIB
+    with machine(*sizes) as manager:
+        module = build(widths, place, 16)
+        with manage(module, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
+            tries, found, lines = tries_until_it_fits(manager, lambda: module(x).cpu())
+            assert tries == TRIES and torch.equal(found, want)
+            assert f"ran out of memory on gpu:{short}" in lines[0]
+            for _ in range(3):
+                assert torch.equal(module(x).cpu(), want)
+            shares = managed.members[0].attachment.plan.shares
+            assert len(shares[1 - short].resident) == len(other.resident)  # nothing was wrong there
+
+
+@torch.no_grad()
+def test_idle_components_leave_for_what_a_failure_told(machine) -> None:
+    x = torch.randn(1, 1024, DIM)
+    with machine(6) as manager:
+        other = build([512] * 8)
+        module = build([256] * 8, 3, 16)
+        with manage({"text_encoder": other}, manager=manager), manage({"transformer": module}, manager=manager):
+            manager.begin_run("1", "1")
+            other(x[:, :1])
+            held = manager.ledger.held("text_encoder", "gpu:0")
+            with pytest.raises(torch.OutOfMemoryError, match="free for transformer"):
+                module(x)
+            assert manager.ledger.held("text_encoder", "gpu:0") == held
+            manager.begin_run("2", "2")
+            other(x[:, :1])
+            module(x)
+            manager.begin_run("3", "3")
+            module(x)
+            assert manager.ledger.held("transformer", "gpu:0") > 0
+            evictions = [event for event in manager.report()["events"] if event["kind"] == "evict"]
+            assert {event["component"] for event in evictions} == {"text_encoder"}
+
+
+# -- what does not fit, and what is not ours
+
+
+@torch.no_grad()
+def test_what_no_plan_fits_is_said_and_evicts_nobody_in_vain(machine) -> None:
+    x = torch.randn(1, 1024, DIM)
+    with machine(6) as manager:
+        other, module = build([64] * 4), build([256] * 8, 3, 64)  # needs 16 MiB
+        manage({"text_encoder": other}, manager=manager), manage({"transformer": module}, manager=manager)
+        lines = []
+        for number in range(6):
+            manager.begin_run(str(number), "run")
+            other(x[:, :1])
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                module(x)
+            lines.append(str(caught.value).splitlines()[-1])
+            del caught  # its frames hold tensors
+            assert manager.ledger.held("text_encoder", "gpu:0") or number == 1
+            manager.end_run()
+        assert "the next run keeps" in lines[0]
+        assert all("no plan leaves more: choose a smaller size" in line for line in lines[1:4])
+        assert torch.equal(module(x[:, :4]).cpu(), build([256] * 8, 3, 64).to("sim:0")(x[:, :4].to("sim:0")).cpu())
+
+
+@torch.no_grad()
+def test_what_another_program_takes_in_a_pass_is_not_learned(machine, sim) -> None:
+    x = torch.randn(1, 256, DIM)
+    with machine(3.6) as manager, manage(build([256] * 12, 6, 8), manager=manager) as managed:
+        module = managed.members[0].attachment.module
+        want = module(x).cpu()
+        plan = managed.members[0].attachment.plan
+        handle = module.layers[2].register_forward_hook(lambda *_: sim.occupy(0, 2 * MIB))
+        with pytest.raises(torch.OutOfMemoryError, match=r"another program took [\d.]+MiB meanwhile"):
+            module(x)
+        handle.remove()
+        sim.occupy(0, 0)
+        assert torch.equal(module(x).cpu(), want)
+        assert managed.members[0].attachment.plan.shares[0].resident == plan.shares[0].resident
+        key = manager.room.key_of(managed.members[0].attachment.component, "gpu:0")
+        assert not any(need.failed_bytes for need in manager.room.needs.known[key].values())
+
+
+@torch.no_grad()
+def test_memory_that_is_taken_in_every_pass_is_learned_the_second_time(machine, sim) -> None:
+    """A library that allocates past torch, in the same process, looks like another program."""
+    x = torch.randn(1, 64, DIM)
+    with machine(3.6) as manager, manage(build([256] * 12, 6, 8), manager=manager) as managed:
+        module = managed.members[0].attachment.module
+        module.layers[2].register_forward_pre_hook(lambda *_: sim.occupy(0, 2 * MIB))
+        module.register_forward_pre_hook(lambda *_: sim.occupy(0, 0), prepend=True)
+        for words in ("another program took", "the next run keeps"):
+            with pytest.raises(torch.OutOfMemoryError, match=words):
+                module(x)
+            sim.occupy(0, 0)
+        for _ in range(3):
+            module(x)
+            sim.occupy(0, 0)
+
+
+@torch.no_grad()
+def test_what_the_forward_handles_itself_is_no_failure(machine) -> None:
+    class Careful(Hungry):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return super().forward(x)
+            except torch.OutOfMemoryError:
+                pass
+            self.scale = 1
+            return super().forward(x)
+
+    x = torch.randn(1, 1024, DIM)
+    with machine(6) as manager:
+        module = Careful([256] * 8, 3, 64).eval().requires_grad_(False)
+        with manage(module, manager=manager) as managed:
+            module(x)
+            assert not [event for event in manager.report()["events"] if event["kind"] == "error"]
+            (need,) = manager.room.needs.known[
+                manager.room.key_of(managed.members[0].attachment.component, "gpu:0")
+            ].values()
+            assert not need.failed_bytes
+
+
+@torch.no_grad()
+def test_an_error_that_is_handled_around_a_forward_is_none_of_it(machine) -> None:
+    class Silent(Hungry):
+        def forward(self, x: torch.Tensor) -> None:
+            super().forward(x)
+
+    with machine(6) as manager:
+        module = Silent([64] * 4).eval().requires_grad_(False)
+        with manage(module, manager=manager):
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            except torch.OutOfMemoryError as error:
+                assert module(torch.randn(1, 4, DIM)) is None
+                assert str(error).count("\n") == 0
+        assert not [event for event in manager.report()["events"] if event["kind"] == "error"]
+
+
+@torch.no_grad()
+def test_a_need_never_makes_a_component_impossible(machine) -> None:
+    """At tier device, or under a budget, the user's word counts, whatever was learned."""
+    x = torch.randn(1, 512, DIM)
+    for choices in ({"placement": "gpu:0:device"}, {"profile": "1.2MiB"}, {"profile": "auto,reserve=0.5MiB"}):
+        with machine(4) as manager, manage(build([512] * 8, 3, 64), manager=manager, **choices) as managed:
+            module = managed.members[0].attachment.module
+            for _ in range(4):
+                with pytest.raises(torch.OutOfMemoryError):
+                    module(x)
+            module(x[:, :1])
+
+
+@torch.no_grad()
+def test_a_failure_while_loading_loads_less_the_next_time(machine, sim) -> None:
+    x = torch.randn(1, 4, DIM)
+    with machine(8) as manager, manage(build([256] * 8), manager=manager) as managed:
+        module = managed.members[0].attachment.module
+        want = build([256] * 8).to("sim:0")(x.to("sim:0")).cpu()
+        sim.fail_alloc(0, 6)
+        with pytest.raises(torch.OutOfMemoryError, match="while it was loaded; the next run loads as little"):
+            module(x)
+        assert not manager.ledger.used("gpu:0")
+        assert torch.equal(module(x).cpu(), want)
+        assert managed.members[0].attachment.plan.shares[0].streamed
+        for _ in range(2):
+            manager.begin_run("later", "later")
+            assert torch.equal(module(x).cpu(), want)
+        assert not managed.members[0].attachment.plan.shares[0].streamed
+
+
+# -- what a host loads
+
+
+def host(manager, modules: dict[str, nn.Module], kinds: dict[str, str]) -> list:
+    members, _ = manager.add(
+        modules,
+        placement=parse_placement("gpu:0", devices=["gpu:0"]),
+        profile=parse_profile("auto", devices=["gpu:0"]),
+        precision=None,
+        name=None,
+        node_id=None,
+        kinds=kinds,
+        is_hosted=True,
+    )
+    return members
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unloads", [True, False])
+def test_a_hosted_model_shrinks_as_it_is_entered(machine, unloads: bool) -> None:
+    """Its host may load it again after a failure, as much of it as before, or not."""
+    x = torch.randn(1, 512, DIM)
+    with machine(512) as manager, manage(build([256] * 12, 5, 12), manager=manager) as managed:
+        want = managed.members[0].attachment.module(x).cpu()
+        need = managed.members[0].activation_bytes["gpu:0"]
+    with machine(0.6 + need / MIB) as manager:
+        module, other = build([256] * 12, 5, 12), build([64] * 4, seed=1)
+        member, control = host(
+            manager, {"model": module, "control": other}, {"model": "diffusion", "control": "control"}
+        )
+        for number in range(4):
+            manager.begin_run(str(number), "run")
+            manager.bring(control)
+            manager.bring(member)
+            if not number:
+                with pytest.raises(torch.OutOfMemoryError, match="the next run keeps"):
+                    module(x.to("sim:0"))
+                if unloads:
+                    manager.leave(member)
+                    manager.leave(control)
+            else:
+                for _ in range(2):
+                    other(x[:, :1].to("sim:0"))
+                    assert torch.equal(module(x.to("sim:0")).cpu(), want)
+            manager.end_run()
+        assert member.attachment.plan.shares[0].resident
+        errors = [event for event in manager.report()["events"] if event["kind"] == "error"]
+        assert [event["component"] for event in errors] == ["model"]
+
+
+@torch.no_grad()
+def test_a_vae_whose_host_goes_on_in_tiles_is_not_kept_small_by_what_failed(machine) -> None:
+    whole, tile = torch.randn(1, 4096, DIM), torch.randn(1, 256, DIM)
+    with machine(6) as manager:
+        vae, other = build([128] * 4, 2, 16), build([256] * 8, seed=1)  # 16 MiB for the whole, never to be had
+        member, model = host(manager, {"vae": vae, "model": other}, {"vae": "vae", "model": "diffusion"})
+        for number in range(5):
+            manager.begin_run(str(number), "run")
+            manager.bring(model)
+            other(tile.to("sim:0"))
+            manager.bring(member)
+            with pytest.raises(torch.OutOfMemoryError):
+                vae(whole.to("sim:0"))
+            manager.bring(member)
+            for _ in range(4):
+                vae(tile.to("sim:0"))
+            assert len(member.attachment.plan.shares[0].resident) == 4
+            if number > 1:  # the first failure asks for all there is once more, which does not do
+                assert len(model.attachment.plan.shares[0].resident) == 8
+            manager.end_run()
+
+
+@torch.no_grad()
+def test_a_peak_inside_a_nested_component_counts_for_the_outer_one_and_the_node(machine) -> None:
+    inner = build([64] * 2, seed=1)
+
+    class Outer(Hungry):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = take(x, 32)
+            x = inner(x)
+            return super().forward(x)
+
+    x = torch.randn(1, 512, DIM)
+    with machine(64) as manager:
+        outer = Outer([64] * 4, scale=0).eval().requires_grad_(False)
+        with manage({"inner": inner}, manager=manager), manage({"outer": outer}, manager=manager) as managed:
+            manager.begin_run("run", "run")
+            manager.begin_node("1", "Sample")
+            outer(x)
+            node = manager.end_node()
+            taken = 32 * x.numel() * 4
+            assert managed.members[0].activation_bytes["gpu:0"] >= taken  # not what was loaded of the inner one
+            assert managed.members[0].activation_bytes["gpu:0"] < taken + 4 * x.numel() * 4
+            assert node["peak_bytes"]["gpu:0"] >= node["activation_bytes"]["gpu:0"] >= taken
+            (device,) = [device for device in manager.report()["devices"] if device["name"] == "gpu:0"]
+            assert device["peak_bytes"] == node["peak_bytes"]["gpu:0"]
+
+
+@torch.no_grad()
+def test_a_node_that_fails_is_reported_with_its_peak(machine) -> None:
+    x = torch.randn(1, 1024, DIM)
+    with machine(6) as manager, manage(build([256] * 8, 3, 64), manager=manager) as managed:
+        manager.begin_run("run", "run")
+        manager.begin_node("1", "Sample")
+        with pytest.raises(torch.OutOfMemoryError):
+            managed.members[0].attachment.module(x)
+        manager.end_run()
+        (node,) = manager.report()["nodes"]
+        assert node["peak_bytes"]["gpu:0"] > node["weights_bytes"]["gpu:0"]
+
+
+# -- sizes, margins, decay
+
+
+@torch.no_grad()
+def test_a_larger_input_needs_no_less_and_a_smaller_one_has_a_need_of_its_own(machine) -> None:
+    module = build([256] * 8, 3, 8)
+    with machine(16) as manager, manage(module, manager=manager) as managed:
+        (member,) = managed.members
+        for length in (1024, 64):
+            manager.begin_run(str(length), "run")
+            module(torch.randn(1, length, DIM))
+        for number in range(2):
+            manager.begin_run(str(number), "run")
+            module(torch.randn(1, 64, DIM))
+        sizes = manager.room.needs.known[manager.room.key_of(member.attachment.component, "gpu:0")]
+        small, large = sorted(need.seen_bytes for need in sizes.values())
+        assert large > 10 * small
+        for size, need in sizes.items():
+            larger = (*size[:2], *(part + 8 for part in size[2:]))
+            assert manager.room.needed(member, "gpu:0", size).num_bytes == need.seen_bytes
+            assert not manager.room.needed(member, "gpu:0", larger).is_known
+            assert manager.room.needed(member, "gpu:0", larger).num_bytes == need.seen_bytes
+
+
+@torch.no_grad()
+def test_a_need_that_is_met_no_more_decays(machine) -> None:
+    class Changing(Hungry):
+        """Needs less from some run on, with inputs of the same size."""
+
+    module = Changing([256] * 8, 3, 24).eval().requires_grad_(False)
+    x = torch.randn(1, 512, DIM)
+    with machine(4) as manager, manage(module, manager=manager) as managed:
+        tries_until_it_fits(manager, lambda: module(x))
+        module(x)
+        (member,) = managed.members
+        kept = [manager.room.needed(member, "gpu:0").num_bytes]
+        resident = len(member.attachment.plan.shares[0].resident)
+        module.scale = 1
+        for number in range(24):
+            manager.begin_run(str(number), "run")
+            module(x)
+            kept.append(manager.room.needed(member, "gpu:0").num_bytes)
+        assert all(later <= earlier for earlier, later in itertools.pairwise(kept))
+        assert kept[-1] < kept[0] // 3
+        assert len(member.attachment.plan.shares[0].resident) > resident
+
+
+@pytest.mark.parametrize(
+    ("total", "kept"),
+    [(64 * MIB, 64 * MIB * 15 // 100), (2 * GIB, 2 * GIB * 15 // 100), (8 * GIB, 8 * GIB * 15 // 100),
+     (24 * GIB, 24 * GIB * 15 // 100), (80 * GIB, 4 * GIB)],
+)  # fmt: skip
+def test_before_anything_is_known_a_part_of_the_device_stays_free(total: int, kept: int) -> None:
+    assert unlearned_bytes(total) == kept
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "choices", "watermark", "kept"),
+    [("transformer", {}, None, True), ("vae", {}, None, True), ("text_encoder", {}, None, False),
+     ("transformer", {}, 0, False), ("transformer", {"profile": "transformer=unlimited"}, None, False),
+     ("transformer", {"profile": "auto,reserve=1MiB"}, None, False)],
+)  # fmt: skip
+def test_diffusion_models_and_vaes_leave_it_free_unless_the_user_says_what_is(
+    machine, name: str, choices: dict[str, str], watermark: int | None, kept: bool
+) -> None:
+    x = torch.randn(1, 1, DIM)
+    with machine(20) as manager:
+        manager.room.watermarks.clear()
+        if watermark is not None:
+            manager.set_watermark("*", watermark, watermark)
+        low = manager.room.watermark("gpu:0").low_bytes
+        other, module = build([1024] * 4, seed=1), build([1024] * 30)  # 2 and 15 MiB
+        with (
+            manage({"text_encoder": other}, manager=manager),
+            manage({name: module}, manager=manager, **choices) as managed,
+        ):
+            text = managed.plan.text()
+            assert ("keeps 3.00MiB free: what its forwards need" in text) is False  # it fits, nothing streams
+            other(x)
+            module(x)
+            free = manager.devices["gpu:0"].free_bytes()
+            assert (free >= 3 * MIB) is kept
+            assert free >= low
