@@ -109,6 +109,7 @@ class Finder:
 
     def find(self) -> Parts:
         parts = self.find_inside("", self.weights)
+        chained = parts.keys() - self.without_chains(parts).keys()
         while True:
             cut = {path: self.cut(path, names) for path, names in parts.items()}
             if all(inner is None for inner in cut.values()):
@@ -118,7 +119,7 @@ class Finder:
                 for path, inner in cut.items()
                 for inner_path, names in (inner or {path: parts[path]}).items()
             }
-        return self.in_order(self.choose(parts))
+        return self.in_order(self.choose(parts, chained))
 
     # -- parts
 
@@ -180,12 +181,12 @@ class Finder:
 
     # -- choosing ([Note: stacks])
 
-    def choose(self, parts: Parts) -> Parts:
-        """Return the parts that are blocks: large stacks, then what else it takes for a small rest."""
-        proper = self.without_chains(parts)
+    def choose(self, parts: Parts, chained: Collection[str]) -> Parts:
+        """Return the parts that are blocks: large stacks, then what else it takes for a small rest, no chained ones."""
         stacks: defaultdict[str, list[str]] = defaultdict(list)
-        for path in proper:
-            stacks[stack_of(path)].append(path)
+        for path in parts:
+            if path not in chained:
+                stacks[stack_of(path)].append(path)
         rest_bytes = self.total_bytes
         chosen: set[str] = set()
         others: list[tuple[int, list[str]]] = []

@@ -10,6 +10,7 @@ from torch import nn
 
 from .component import Component, component_from_module, guess_kind
 from .errors import DoesNotFit, InvalidInput
+from .footprint import least_bytes
 from .leaves import leaves_of
 from .machine import Machine
 from .placement import Placement
@@ -48,6 +49,7 @@ def plan_modules(
     cuts_whole = False
     coarser: list[Component] = []
     found: tuple[list[Component], Plan] | None = None
+    refusals: list[tuple[int, DoesNotFit | InvalidInput]] = []
     while True:
         components = []
         for name, module in modules.items():
@@ -74,11 +76,13 @@ def plan_modules(
             return found
         try:
             plan = plan_components(components, machine, placement=placement, profile=profile, precision=precision)
-        except (DoesNotFit, InvalidInput):
+        except (DoesNotFit, InvalidInput) as error:
             if found is not None:
                 return found
+            # Cutting leaves some of a block over for the rest: the least that is needed may be that of a coarser cut.
+            refusals.append((sum(map(least_alone, components)), error))
             if components == coarser and cuts_whole:
-                raise
+                raise min(refusals, key=lambda refusal: refusal[0])[1] from None
             cuts_whole = cuts_whole or components == coarser  # nothing else fits
         else:
             found = components, plan
@@ -86,6 +90,11 @@ def plan_modules(
                 return found
         coarser = components
         largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
+
+
+def least_alone(component: Component) -> int:
+    """Return the fewest bytes of one device with which a component can compute as it is stored."""
+    return least_bytes(component, range(len(component.blocks)), frozenset(), first=True)
 
 
 def is_tight(plan: Plan) -> bool:

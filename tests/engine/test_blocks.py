@@ -12,7 +12,9 @@ from torch import nn
 from highwater.memory import manage
 from highwater.memory.blocks import find_blocks
 from highwater.memory.component import component_from_module
-from highwater.memory.footprint import explain_rest
+from highwater.memory.errors import InvalidInput
+from highwater.memory.footprint import explain_rest, least_bytes
+from highwater.memory.units import format_bytes
 
 MIB = 1 << 20
 
@@ -140,6 +142,17 @@ def test_the_layers_of_a_sequential_are_no_blocks() -> None:
     assert blocks_of(weights) == [f"double_blocks.{n}" for n in range(20)]
 
 
+def test_the_layers_of_a_sequential_are_blocks_where_smaller_ones_are_asked_for() -> None:
+    """But not those of an embedder beside the blocks, which its parent may ask for its dtype."""
+    weights = {
+        f"blocks.{n}.{layer}.weight": 100 for n in range(4) for layer in ("attn.to_out.0", "ff.net.0.proj", "ff.net.2")
+    }
+    weights |= {f"time_embed.mlp.{m}.weight": 300 for m in (0, 2)}
+    assert blocks_of(weights) == [f"blocks.{n}" for n in range(4)]
+    found = blocks_of(weights, largest_bytes=150)
+    assert len(found) == 12 and "blocks.3.ff.net.2" in found
+
+
 def test_stacks_of_different_lengths_and_what_occurs_once_join_until_the_rest_is_small() -> None:
     weights = {}
     for stage, parts in (("encoder.down", 4), ("decoder.up", 6)):
@@ -239,6 +252,27 @@ def test_pieces_stream_whole_while_anything_fits(machine, budget: str, num_block
             for _ in range(2):
                 assert torch.equal(net(x).cpu(), want)
                 manager.ledger.check()
+
+
+class Wide(nn.Module):
+    """Most of it has no number, and joins the rest once the others are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.out = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layers[1](self.layers[0](x)))
+
+
+def test_a_refusal_names_the_least_of_all_cuts(machine) -> None:
+    net = nn.Sequential(*(Wide() for _ in range(4)))
+    with machine(4) as manager, pytest.raises(InvalidInput, match="needs at least") as refusal:
+        manage(net, profile="0.01MiB", placement="gpu:0", manager=manager)
+    whole = component_from_module(net, name="net")
+    least = least_bytes(whole, range(4), frozenset(), first=True)
+    assert f"needs at least {format_bytes(least)} " in str(refusal.value)
 
 
 def test_a_pattern_says_what_a_block_is() -> None:
