@@ -18,6 +18,7 @@ __all__ = [
     "ClipVision",
     "Combo",
     "ComfyNode",
+    "Conditioning",
     "ControlNet",
     "Custom",
     "Float",
@@ -26,6 +27,7 @@ __all__ = [
     "Image",
     "Input",
     "Int",
+    "Latent",
     "Model",
     "NodeOutput",
     "NumberDisplay",
@@ -136,6 +138,8 @@ Image = define_type("IMAGE")
 Model = define_type("MODEL")
 Clip = define_type("CLIP")
 Vae = define_type("VAE")
+Conditioning = define_type("CONDITIONING")
+Latent = define_type("LATENT")
 ControlNet = define_type("CONTROL_NET")
 ClipVision = define_type("CLIP_VISION")
 AnyType = define_type("*")

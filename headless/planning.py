@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..memory.component import Component, component_from_files
+from ..memory.building import load_model
+from ..memory.component import Component, component_from_files, component_from_module
 from ..memory.errors import InvalidInput, allowed_values
 from ..memory.placement import canonical_device, parse_placement
 from ..memory.plan import Machine, Plan, plan_components
@@ -42,6 +43,22 @@ def plan_parts(
     )
 
 
+def describe(paths: Sequence[Path], name: str) -> Component:
+    """Return a model in numbers: as a module where a config beside the files names its class, else from the headers.
+
+    A class declares which of its parts are one piece and which weights stay out of eight bits. Building its module
+    without memory imports its library.
+    """
+    header = component_from_files(paths, name=name)
+    if not (paths[0].parent / "config.json").is_file():
+        return header
+    try:
+        module = load_model(list(paths), ignore_unexpected=True)
+    except InvalidInput:  # another model's config, or names that its library translates: the plan says what is missing
+        return header
+    return replace(component_from_module(module, name=name, kind=header.kind), has_file=True)
+
+
 def plan_files(
     paths: Sequence[Path], hardware: Hardware | None, *, profile: str, placement: str, precision: str | None
 ) -> Plan:
@@ -53,7 +70,7 @@ def plan_files(
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
         raise InvalidInput(f"two files are named {max(names, key=names.count)!r}; plan them one at a time")
-    parts = [component_from_files([path]) for path in paths]
+    parts = [describe([path], path.stem) for path in paths]
     return plan_parts(parts, machine_for(hardware), profile=profile, placement=placement, precision=precision)
 
 
@@ -77,9 +94,7 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[s
             continue
         folder = find_pipeline(value_of(path, node, "pipeline"))
         parts = [
-            component_from_files(
-                weights_files(folder / name) or sorted((folder / name).glob("*.safetensors")), name=name
-            )
+            describe(weights_files(folder / name) or sorted((folder / name).glob("*.safetensors")), name)
             for name in check_pipeline(folder)
         ]
         plans[f"{path.name}: {node.label}"] = plan_parts(

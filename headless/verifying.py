@@ -12,7 +12,8 @@ from typing import Any
 from ..memory import default_manager
 from ..memory.devices import list_devices
 from ..memory.errors import InvalidInput
-from ..memory.verify import Verification, verify
+from ..memory.verification import Verification
+from ..memory.verify import verify
 from .comfy_api import list_node_classes
 from .comfy_io import ComfyNode
 from .output_cache import CacheEntry, OutputCache

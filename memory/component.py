@@ -86,6 +86,8 @@ class Component:
     buffers: tuple[TensorSpec, ...] = ()
     has_file: bool = False
     """Whether all weights can be read from files as they are."""
+    from_header: bool = False
+    """Whether only a file is known of it, and nothing of what its class declares."""
 
     @property
     def weight_bytes(self) -> int:
@@ -102,7 +104,7 @@ def component_from_files(paths: Sequence[str | Path], *, name: str | None = None
     name = name or headers[0].path.stem
     tensors = [spec_from_header(tensor) for header in headers for tensor in header.tensors]
     component = group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
-    return replace(component, has_file=True)
+    return replace(component, has_file=True, from_header=True)
 
 
 def spec_from_header(tensor: TensorHeader) -> TensorSpec:

@@ -21,7 +21,8 @@ from .plan import Plan
 from .profile import OffloadProfile, build_profile
 from .source import WeightsSource
 from .upcast import parse_precision
-from .verify import Verification, verify
+from .verification import Verification
+from .verify import verify
 
 __all__ = ["Managed", "manage"]
 

@@ -263,6 +263,8 @@ def draft(
             reasons.append("no block has weights that can be cast: everything stays as stored")
         if kept := explain_wide(component):
             reasons.append(kept)
+        if cast and component.from_header:
+            reasons.append("planned from a header: what its class keeps out of eight bits, if anything, is not known")
     if component.rest.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
         reasons.append(rest)
     masters = Masters(

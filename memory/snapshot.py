@@ -29,6 +29,7 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, Fu
 # A container with more has a vocabulary, not a cache; it is put back as a whole and not looked into.
 MAX_ITEMS = 4096
 MAX_OBJECTS = 50_000
+PACK = f"{__name__.rsplit('.', 2)[0]}."
 
 
 class RandomState:
@@ -59,9 +60,18 @@ class Snapshot:
     Args:
         entries: the managed weights; their buffers are put back where they rest by then.
         objects: such as a pipeline, whose attributes and scheduler a call changes.
+        left_out: attributes of modules that a host keeps.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], entries: Iterable[Entry], objects: Iterable[Any] = ()) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        entries: Iterable[Entry],
+        objects: Iterable[Any] = (),
+        *,
+        left_out: frozenset[str] = frozenset(),
+    ) -> None:
+        self.left_out = TORCHS_OWN | left_out
         self.random = RandomState()
         self.seen: dict[int, Any] = {}
         """By id: holding what was seen keeps its id from being reused."""
@@ -76,7 +86,7 @@ class Snapshot:
                 if id(part) not in self.seen:
                     self.seen[id(part)] = part
                     self.buffers.append((part, {name: copy_of(held) for name, held in part._buffers.items()}))
-                    waiting += self.take_attributes(vars(part), TORCHS_OWN)
+                    waiting += self.take_attributes(vars(part), self.left_out)
         for thing in objects:
             waiting.append(thing)
         while waiting and len(self.seen) < MAX_OBJECTS:
@@ -111,7 +121,7 @@ class Snapshot:
         """Make all that was seen what it was. May be called again, and after an interrupt of itself."""
         self.random.put_back()
         for attributes, saved in self.attributes:
-            for name in [name for name in attributes if name not in saved and name not in TORCHS_OWN]:
+            for name in [name for name in attributes if name not in saved and name not in self.left_out]:
                 del attributes[name]
             attributes.update(saved)
         for container, items in self.containers:
@@ -176,4 +186,4 @@ def is_foreign(value: Any) -> bool:
     """Whether an object is the manager's own, or of a library whose objects hold no caches of a model."""
     module = type(value).__module__
     top = module.partition(".")[0]
-    return module.startswith(__name__.rpartition(".")[0]) or top in ("torch", "numpy", "threading", "tokenizers")
+    return module.startswith(PACK) or top in ("torch", "numpy", "threading", "tokenizers")

@@ -33,6 +33,8 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The word for no precision of one's own.
 BY_PROFILE = "by profile"
+# Less than this share of what could be cast is not worth a line of the plan.
+WORTH_A_LINE = 0.001
 WIDE_DTYPES = {"F32", "F16", "BF16"}
 # Layers that place tokens: an error there moves the whole picture.
 SKIPPED_NAMES = re.compile(r"pos_?emb|position_embed|patch_embed|rope|relative_attention_bias")
@@ -109,15 +111,16 @@ def why_wide(tensor: TensorSpec, usual: str) -> str:
 
 
 def explain_wide(component: Component) -> str:
-    """Return how many bytes of the blocks stay as stored though they could be cast, and why; empty for none."""
+    """Return how many bytes of the blocks stay as stored though they could be cast, and why; empty for next to none."""
     usual = usual_dtype(component)
     kept: Counter[str] = Counter()
+    total_bytes = 0
     for block in component.blocks:
-        for tensor in block.tensors:
-            reason = why_wide(tensor, usual)
-            if reason and is_cast(tensor):
+        for tensor in filter(is_cast, block.tensors):
+            total_bytes += tensor.weight_bytes
+            if reason := why_wide(tensor, usual):
                 kept[reason] += tensor.weight_bytes
-    if not kept:
+    if kept.total() < WORTH_A_LINE * total_bytes or not kept:
         return ""
     reasons = ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in kept.most_common())
     return f"{format_bytes(kept.total())} of the blocks stay as stored: {reasons}"

@@ -20,6 +20,7 @@ from .models import (
 )
 from .pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .report import HighwaterMemoryReport
+from .verify import HighwaterVerify
 from .watermark import HighwaterWatermark
 
 __all__ = ["MODEL_NODES", "NODE_CLASSES", "HighwaterExtension"]
@@ -44,6 +45,7 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
     HighwaterManageModel,
     HighwaterManageCLIP,
     HighwaterManageVAE,
+    HighwaterVerify,
 )
 
 

@@ -14,6 +14,7 @@ from .loading import (
     notes_for,
 )
 from .patcher import HighwaterPatcher
+from .verifying import verify_clip, verify_model, verify_vae
 
 __all__ = [
     "HighwaterPatcher",
@@ -28,4 +29,7 @@ __all__ = [
     "manage_model",
     "manage_vae",
     "notes_for",
+    "verify_clip",
+    "verify_model",
+    "verify_vae",
 ]

@@ -457,7 +457,7 @@ def test_it_is_refused_in_the_middle_of_a_forward(toys, machine) -> None:
 
 
 def test_outputs_that_are_not_kept_are_compared_by_digest(toys, machine, monkeypatch) -> None:
-    monkeypatch.setattr("highwater.memory.verify.MAX_KEPT_BYTES", 3000)
+    monkeypatch.setattr("highwater.memory.verification.MAX_KEPT_BYTES", 3000)
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "resident")

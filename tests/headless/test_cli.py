@@ -106,6 +106,32 @@ def plan_demo(name: str, devices: str, capsys) -> dict:
     return {component["component"]: component for component in plan["components"]}
 
 
+def test_a_plan_keeps_out_of_eight_bits_what_the_class_beside_the_file_declares(tmp_path: Path, capsys) -> None:
+    """With a config that names the class the plan is the module's; else it says what it cannot know."""
+    from diffusers import FluxTransformer2DModel
+
+    shape = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+    model = FluxTransformer2DModel(**shape, joint_attention_dim=32, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8))
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    plans = []
+    for _ in range(2):
+        assert main(["plan", str(path), "--devices", TWO, "--precision", "fp8 scaled"]) == 0
+        plans.append(capsys.readouterr().out)
+        (tmp_path / "config.json").unlink(missing_ok=True)
+    assert "of the blocks stay as stored: 'norm' of FluxTransformer2DModel" in plans[0]
+    assert "planned from a header" not in plans[0]
+    assert "'norm'" not in plans[1]
+    assert "planned from a header: what its class keeps out of eight bits, if anything, is not known" in plans[1]
+
+
+def test_a_config_that_is_another_models_is_no_help_and_no_harm(model_file: Path, capsys) -> None:
+    config = {"_class_name": "FluxTransformer2DModel", "num_layers": 1, "num_single_layers": 1}
+    (model_file.parent / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["plan", str(model_file), "--devices", TWO, "--precision", "fp8 scaled"]) == 0
+    assert "planned from a header" in capsys.readouterr().out
+
+
 def test_a_workflow_is_planned_for_gpus_that_are_not_here(capsys) -> None:
     shares = plan_demo("demo_flux_two_gpus", "gpu:0=64MiB,gpu:1=48MiB", capsys)["transformer"]["shares"]
     assert [share["device"] for share in shares] == ["gpu:0", "gpu:1"]

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from highwater.memory.errors import InvalidInput
+
 INSTALL = """
 import sys
 from highwater.headless import simdevice
@@ -65,6 +67,125 @@ def test_a_failed_build_leaves_no_library(sim: ModuleType, tmp_path: Path) -> No
     assert result.returncode == 1
     assert "CompilerMissing" not in result.stderr
     assert list((tmp_path / "build").iterdir()) == []
+
+
+# Where others can write ---------------------------------------------------------------------------------------
+
+needs_modes = pytest.mark.skipif(not hasattr(os, "getuid"), reason="no users and modes here")
+needs_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files away")
+OTHER_USER = 54321
+NOT_A_LIBRARY = b"what others have put there"
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A cache with a library in it that must not be loaded, three folders deep, all of them private."""
+    directory = tmp_path / "cache" / "highwater" / "key"
+    directory.mkdir(parents=True)
+    for folder in (directory, *directory.parents[:2]):
+        folder.chmod(0o700)
+    (directory / "highwater_simdevice.so").write_bytes(NOT_A_LIBRARY)
+    (directory / "highwater_simdevice.so").chmod(0o700)
+    return directory
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, OTHER_USER, -1, follow_symlinks=False)
+
+
+def link_elsewhere(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+UNSAFE = {
+    "the library is another user's": ("highwater_simdevice.so", give_away, "belongs to user 54321"),
+    "the library is open to the group": ("highwater_simdevice.so", lambda path: path.chmod(0o770), "chmod go-w"),
+    "the library is open to all": ("highwater_simdevice.so", lambda path: path.chmod(0o702), "chmod go-w"),
+    "the library is a link": ("highwater_simdevice.so", link_elsewhere, "is a link"),
+    "the folder is another user's": (".", give_away, "belongs to user 54321"),
+    "the folder is open to the group": (".", lambda path: path.chmod(0o770), "chmod go-w"),
+    "the folder is open to all, each for himself": (".", lambda path: path.chmod(0o1777), "chmod go-w"),
+    "a folder above is another user's": ("..", give_away, "belongs to user 54321"),
+    "a folder above is open to all": ("../..", lambda path: path.chmod(0o777), "chmod go-w"),
+    "a folder above is open to the group": ("..", lambda path: path.chmod(0o775), "chmod go-w"),
+}
+
+
+@needs_modes
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_a_library_that_others_could_have_put_there_is_not_loaded(
+    sim: ModuleType, kept: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from highwater.headless.simdevice import build
+
+    place, change, words = UNSAFE[kind]
+    if change is give_away and os.getuid() != 0:
+        pytest.skip("only root gives files away")
+    change((kept / place).resolve() if place != "highwater_simdevice.so" else kept / place)
+    monkeypatch.setattr(build.torch.ops, "load_library", lambda path: pytest.fail(f"{path} was loaded"))
+    with pytest.raises(InvalidInput, match=words) as error:
+        build.load_backend(kept)
+    assert "\n" not in str(error.value) and "XDG_CACHE_HOME" in str(error.value)
+
+
+@needs_modes
+def test_a_library_is_not_built_where_others_can_write(sim: ModuleType, kept: Path) -> None:
+    from highwater.headless.simdevice import build
+
+    kept.parent.chmod(0o777)
+    with pytest.raises(InvalidInput, match="others can write there; run: chmod go-w"):
+        build.load_backend(kept / "new")
+    assert list((kept / "new").iterdir()) == []
+
+
+@needs_modes
+def test_what_was_kept_open_to_readers_is_closed_and_loaded(sim: ModuleType, kept: Path, monkeypatch) -> None:
+    from highwater.headless.simdevice import build
+
+    loaded: list[str] = []
+    monkeypatch.setattr(build.torch.ops, "load_library", loaded.append)
+    kept.chmod(0o755)
+    (kept.parents[2] / "alias").symlink_to(kept)
+    build.load_backend(kept.parents[2] / "alias")
+    assert loaded == [str(kept / "highwater_simdevice.so")], "the folder itself, not the link to it"
+    assert kept.stat().st_mode & 0o777 == 0o700
+
+
+@needs_root
+def test_a_sticky_folder_of_the_system_above_is_fine(sim: ModuleType, kept: Path, monkeypatch) -> None:
+    from highwater.headless.simdevice import build
+
+    loaded: list[str] = []
+    monkeypatch.setattr(build.torch.ops, "load_library", loaded.append)
+    kept.parent.chmod(0o1777)
+    build.load_backend(kept)
+    assert loaded
+    os.chown(kept.parent, OTHER_USER, -1)
+    with pytest.raises(InvalidInput, match="belongs to user"):
+        build.load_backend(kept)
+
+
+def test_a_cache_in_the_working_directory_is_refused(
+    sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for relative in ("cache", "./cache", "../x", "~/.cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        with pytest.raises(InvalidInput, match=r"XDG_CACHE_HOME is .*; allowed: an absolute path"):
+            sim.default_build_directory()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_are_made_are_private_whatever_the_umask_is(sim: ModuleType, tmp_path: Path) -> None:
+    from highwater.headless.simdevice import build
+
+    before = os.umask(0)
+    try:
+        made = build.make_private(tmp_path / "a" / "b" / "c")
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o777 for folder in (made, made.parent, made.parent.parent)] == [0o700] * 3
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", "1 error"), ("", "1 skipped")])

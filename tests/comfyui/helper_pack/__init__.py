@@ -109,7 +109,7 @@ class TestTrouble:
                 make_trouble(kind, patched.load_device)
 
         def with_trouble(apply_model: Any, arguments: Any) -> Any:
-            handle = patched.model.get_submodule(module).register_forward_pre_hook(trouble)
+            handle = apply_model.__self__.get_submodule(module).register_forward_pre_hook(trouble)
             try:
                 return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
             finally:
@@ -134,6 +134,40 @@ def make_trouble(kind: str, device: torch.device) -> None:
         model_management.throw_exception_if_processing_interrupted()
         time.sleep(0.005)
     raise RuntimeError("nobody interrupted")
+
+
+class TestFlip:
+    """Flips a bit of a managed model's weight in host memory as it begins to compute; core's own load has none."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {
+                "model": ("MODEL",),
+                "block": ("STRING", {"default": "diffusion_model.single_blocks.1"}),
+                "run": ("INT", {"default": 0}),
+            }
+        }
+    )
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "test"
+
+    def patch(self, model: Any, block: str, run: int) -> tuple[Any]:
+        patched = model.clone()
+        flipped: list[Any] = []
+
+        def with_flip(apply_model: Any, arguments: Any) -> Any:
+            hosted = getattr(apply_model.__self__, "highwater", None)
+            if hosted is not None and not flipped:
+                (unit,) = (unit for unit in hosted.units if unit.name == block)
+                flipped.append(unit)
+                hosted.member.attachment.settle()
+                with torch.inference_mode(False):
+                    unit.resting_slab[1] ^= 0x40
+            return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
+
+        patched.set_model_unet_function_wrapper(with_flip)
+        return (patched,)
 
 
 class PackedTensor(torch.Tensor):
@@ -276,6 +310,7 @@ async def send_loaded(request: web.Request) -> web.Response:
 
 NODE_CLASS_MAPPINGS = {
     "TestConditioning": TestConditioning,
+    "TestFlip": TestFlip,
     "TestForeign": TestForeign,
     "TestHold": TestHold,
     "TestKeep": TestKeep,

@@ -1,0 +1,327 @@
+"""ComfyUI's models beside themselves as core loads them: one step, one encoded text, one picture there and back.
+
+The reference is core's own: the same file read again by core's loader, in core's own patcher with the same patches, on
+the same device. It costs the model's bytes of RAM once more while it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import comfy.sample
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from ...memory.comparison import same_bits
+from ...memory.component import Component, component_from_module
+from ...memory.errors import InvalidInput
+from ...memory.leaves import leaves_of
+from ...memory.recording import Recording, places_of
+from ...memory.reference import read_master
+from ...memory.snapshot import RandomState, Snapshot
+from ...memory.verification import NUM_LISTED, Difference, Side, Verification, compare_sides, kept_bytes, run_side
+from . import loading
+from .hosted import Weight
+from .patcher import HighwaterPatcher
+
+__all__ = ["verify_clip", "verify_model", "verify_vae"]
+
+UNLIMITED_BYTES = 1e30
+# One step of the plainest sampler: the model is called once, or once for each half of the guidance.
+SAMPLER, SCHEDULER, STEPS = "euler", "simple", 1
+
+
+def verify_model(
+    model: ModelPatcher, positive: Any, negative: Any, latent: dict[str, Any], *, seed: int, cfg: float
+) -> Verification:
+    """Run one denoising step with a managed model and with core's own load of it."""
+
+    def sample(patcher: ModelPatcher) -> torch.Tensor:
+        start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"].clone())
+        noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
+        result: torch.Tensor = comfy.sample.sample(
+            patcher,
+            noise,
+            STEPS,
+            cfg,
+            SAMPLER,
+            SCHEDULER,
+            positive,
+            negative,
+            start,
+            denoise=1.0,
+            noise_mask=latent.get("noise_mask"),
+            disable_pbar=True,
+            seed=seed,
+        )
+        return result
+
+    return compare_with_core(model, "diffusion", sample)
+
+
+def verify_clip(clip: Any, text: str) -> Verification:
+    """Encode a text with a managed text encoder and with core's own load of it."""
+
+    def encode(patcher: ModelPatcher) -> Any:
+        other = clip.clone()
+        other.patcher, other.cond_stage_model = patcher, patcher.model
+        return other.encode_from_tokens_scheduled(other.tokenize(text))
+
+    return compare_with_core(clip.patcher, "text", encode)
+
+
+def verify_vae(vae: Any, image: torch.Tensor | None, latent: dict[str, Any] | None) -> Verification:
+    """Encode an image, or decode a latent, or both, with a managed VAE and with core's own load of it."""
+
+    def run(patcher: ModelPatcher) -> list[torch.Tensor]:
+        other = copy.copy(vae)
+        other.patcher, other.first_stage_model = patcher, patcher.model
+        results = []
+        if image is not None:
+            results.append(other.encode(image[..., :3].clone()))
+        given = results[0] if latent is None else latent["samples"]
+        return [*results, other.decode(given.clone())]
+
+    return compare_with_core(vae.patcher, "vae", run)
+
+
+def compare_with_core(patcher: Any, kind: str, run: Callable[[ModelPatcher], Any]) -> Verification:
+    """Run something with a managed model, recorded and unwatched, then with core's; all is put back.
+
+    Raises:
+        InvalidInput: the model is not managed.
+    """
+    if not isinstance(patcher, HighwaterPatcher):
+        notes = loading.notes_for(patcher)
+        raise InvalidInput(
+            f"{type(getattr(patcher, 'model', patcher)).__name__} is not managed: connect what one of Highwater's "
+            f"loaders or Manage nodes gives{''.join(f' ({note})' for note in notes)}"
+        )
+    name, room_bytes, random = patcher.hosted.name, kept_bytes(), RandomState()
+    was_loaded = patcher.loaded_size() > 0
+    notes: list[str] = []
+    try:
+        managed, unwatched = run_managed(patcher, kind, run, room_bytes)
+        component = describe(patcher, kind)
+        cast = patcher.hosted.cast_names
+        twin, how = make_twin(patcher, notes)
+        unload(patcher)  # which puts the originals back where patches were written
+        weights = settle_weights(patcher, twin, notes)
+        random.put_back()
+        try:
+            recording = Recording(places_of(twin.model, component), room_bytes=room_bytes)
+            reference = run_side(lambda: run(twin), recording, room_bytes=room_bytes)
+            if getattr(twin.model, "model_lowvram", False):
+                how += "; block by block, as all of it does not fit: core casts the rest layer by layer"
+                if twin.patches:
+                    notes.append("core computes LoRAs in another way on layers that it has no room for")
+        finally:
+            unload(twin)
+        if cast:
+            notes.append("eight-bit weights, widened in the reference as they are stored")
+        found = compare_sides(
+            name,
+            managed=managed,
+            unwatched=unwatched,
+            reference=reference,
+            weights=weights,
+            how=how,
+            notes=notes,
+        )
+    finally:
+        random.put_back()
+    if was_loaded:
+        comfy.model_management.load_models_gpu([patcher])
+    return found
+
+
+def run_managed(
+    patcher: HighwaterPatcher, kind: str, run: Callable[[ModelPatcher], Any], room_bytes: int
+) -> tuple[Side, Side]:
+    """Return what the managed model gives, recorded and not; its caches and buffers are put back after each."""
+    comfy.model_management.load_models_gpu([patcher])
+    recording = Recording(places_of(patcher.model, describe(patcher, kind)), room_bytes=room_bytes)
+    entries = [entry for unit in patcher.hosted.units for entry in unit.entries]
+    parts = list(patcher.model.children())  # what core keeps on the model itself is core's
+    snapshot = Snapshot(parts, entries, left_out=CORES_OWN)
+    sides = []
+    for one in (recording, None):
+        try:
+            sides.append(run_side(lambda: run(patcher), one, room_bytes=room_bytes))
+        finally:
+            snapshot.put_back()
+    return sides[0], sides[1]
+
+
+# What core writes on modules as it loads them.
+CORES_OWN = frozenset(
+    {"comfy_cast_weights", "prev_comfy_cast_weights", "comfy_patched_weights", "weight_function", "bias_function"}
+)
+
+
+def describe(patcher: HighwaterPatcher, kind: str) -> Component:
+    """Return the blocks by which the model is managed, or would be."""
+    member = patcher.hosted.member
+    if member is not None:
+        return member.attachment.component
+    return component_from_module(patcher.model, name=patcher.hosted.name, kind=kind)
+
+
+def unload(patcher: ModelPatcher) -> None:
+    """Take a model and its clones off their device, by core's own way to clear room."""
+    others = [
+        loaded
+        for loaded in comfy.model_management.current_loaded_models
+        if loaded.model is None or loaded.model.model is not patcher.model
+    ]
+    comfy.model_management.free_memory(UNLIMITED_BYTES, patcher.load_device, keep_loaded=others)
+
+
+# -- core's own load of the same model
+
+
+def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher, str]:
+    """Return core's own patcher with the patches of ours, over a model of its own, and how that was made."""
+    model = read_model_again(patcher)
+    how = f"core's own load of the same file on {patcher.load_device}"
+    if model is None:
+        unload(patcher)
+        patcher.leave_host()
+        model = copy.deepcopy(patcher.model)
+        vars(model).pop("highwater", None)
+        how = f"core's own load of a copy of its weights on {patcher.load_device}, as its loader names no file"
+    carried = patcher.clone()
+    twin = ModelPatcher(model, patcher.load_device, patcher.offload_device, 0, patcher.weight_inplace_update)
+    for attribute in loading.PATCHER_STATE:
+        if hasattr(carried, attribute):
+            setattr(twin, attribute, getattr(carried, attribute))
+    twin.backup, twin.backup_buffers, twin.object_patches_backup, twin.hook_backup = {}, {}, {}, {}
+    twin.pinned, twin.patches = set(), dict(carried.patches)
+    widen_alike(patcher, twin, notes)
+    return twin, how
+
+
+def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> None:
+    """Give the twin the eight-bit weights of ours, widened; those that are patched have their patch in them."""
+    patched = []
+    for key, weight in patcher.hosted.weights.items():
+        if weight.entry.scale is None:
+            continue
+        (stored,) = read_master(weight.unit, weight.unit.index_of(key))
+        held = parameter_of(twin.model, key)
+        with torch.no_grad(), torch.inference_mode(False):
+            wide = stored.detach().to(weight.unit.wide_dtypes[key]) * weight.entry.scale
+            put_parameter(twin.model, key, wide.to(held.dtype))
+        if key in patcher.hosted.patched and twin.patches.pop(key, None) is not None:
+            patched.append(key)
+    if patched:
+        notes.append(
+            f"{len(patched)} eight-bit weights have their patches in them: how these were made is not compared"
+        )
+
+
+def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> list[Difference]:
+    """Return the weights of ours that are not what core reads; give the twin those that the file lacks.
+
+    Core leaves weights that a file lacks as the memory was, so these differ from load to load.
+    """
+    odd = {
+        key: weight
+        for key, weight in patcher.hosted.weights.items()
+        if weight.entry.scale is None and not is_same(weight, parameter_of(twin.model, key))
+    }
+    again = read_model_again(patcher) if odd else None
+    lacking, changed = [], []
+    for key, weight in odd.items():
+        read, reread = (parameter_of(model, key) for model in (twin.model, again or twin.model))
+        if same_bits(read, reread):
+            text = f"{key} in host memory is not what core reads from the file"
+            changed.append(Difference(place=weight.unit.name or key, what="weights", text=text))
+        else:
+            lacking.append(key)
+            with torch.no_grad(), torch.inference_mode(False):
+                (own,) = read_master(weight.unit, weight.unit.index_of(key))
+                put_parameter(twin.model, key, own.detach().clone())
+    if lacking:
+        names = ", ".join(lacking[:NUM_LISTED]) + (", ..." if len(lacking) > NUM_LISTED else "")
+        notes.append(f"{len(lacking)} weights that the file lacks are taken as they are: {names}")
+    return changed
+
+
+def is_same(weight: Weight, read: torch.Tensor) -> bool:
+    """Whether a master has the bytes that core has read; true where core keeps it in another form."""
+    own = read_master(weight.unit, weight.unit.index_of(weight.entry.spec.name))
+    theirs = leaves_of(read)
+    if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
+        return True
+    return all(same_bits(one.detach(), other.detach().cpu()) for one, other in zip(own, theirs, strict=True))
+
+
+def parameter_of(model: torch.nn.Module, key: str) -> torch.Tensor:
+    module, _, name = key.rpartition(".")
+    held = model.get_submodule(module)._parameters[name]
+    assert held is not None
+    return held
+
+
+def put_parameter(model: torch.nn.Module, key: str, weight: torch.Tensor) -> None:
+    module, _, name = key.rpartition(".")
+    model.get_submodule(module)._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def read_model_again(patcher: ModelPatcher) -> torch.nn.Module | None:
+    """Return the model of a patcher as core's own loader reads it; None where nothing says how."""
+    source = getattr(patcher, "cached_patcher_init", None)
+    if source is None:
+        return None
+    factory, arguments, *index = source
+    if factory is loading.reload_managed:
+        return loading.read_again(arguments[0]).model
+    readers: dict[Any, Callable[..., Any]] = {
+        loading.reload_diffusion_model: read_diffusion_model,
+        loading.reload_text_encoder: read_text_encoder,
+        loading.reload_vae: read_vae,
+        loading.reload_checkpoint: read_checkpoint,
+    }
+    if factory not in readers:
+        return None
+    made = readers[factory](*arguments)
+    return (made[index[0]] if index else made).model
+
+
+def read_diffusion_model(path: str, _: Any) -> ModelPatcher:
+    patcher: ModelPatcher = loading.load_static(comfy.sd.load_diffusion_model, path)
+    return patcher
+
+
+def read_text_encoder(paths: list[str], clip_type: str, _: Any) -> ModelPatcher:
+    patcher: ModelPatcher = loading.load_static(
+        comfy.sd.load_clip,
+        ckpt_paths=list(paths),
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+        clip_type=getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
+    ).patcher
+    return patcher
+
+
+def read_vae(path: str, _: Any) -> ModelPatcher:
+    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    patcher: ModelPatcher = comfy.sd.VAE(sd=weights, metadata=metadata).patcher
+    return patcher
+
+
+def read_checkpoint(path: str, _: Any) -> tuple[Any, Any, Any]:
+    model, clip, vae, _vision = loading.load_static(
+        comfy.sd.load_checkpoint_guess_config,
+        path,
+        output_vae=True,
+        output_clip=True,
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+    )
+    return model, getattr(clip, "patcher", None), getattr(vae, "patcher", None)

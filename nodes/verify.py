@@ -1,0 +1,98 @@
+"""The node that runs a managed model beside core's own load of it and says whether they give the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .schema import make_schema
+
+__all__ = ["HighwaterVerify"]
+
+NOTHING = (
+    "nothing to verify: connect a model with positive and latent_image, a clip, or a vae with image or latent_image"
+)
+
+
+class HighwaterVerify(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return make_schema(
+            node_id="HighwaterVerify",
+            display_name="Verify",
+            category="Highwater",
+            description=(
+                "Runs one step of a managed model and the same step with ComfyUI's own load of it, and compares bit by "
+                "bit; names the first block that differs. Reads the model's file again: costs its bytes in RAM once "
+                "more while it runs."
+            ),
+            search_aliases=["check model", "compare output", "debug offload", "bit equal", "self test"],
+            inputs=[
+                io.Model.Input("model", optional=True, tooltip="From one of Highwater's loaders or Manage Model."),
+                io.Conditioning.Input("positive", optional=True, tooltip="For the model: what its step is made with."),
+                io.Conditioning.Input(
+                    "negative", optional=True, tooltip="For the model; by default the positive one again."
+                ),
+                io.Latent.Input(
+                    "latent_image", optional=True, tooltip="For the model's step; a VAE decodes it if no model is here."
+                ),
+                io.Clip.Input("clip", optional=True, tooltip="A text encoder of ours: it encodes the text."),
+                io.Vae.Input("vae", optional=True, tooltip="A VAE of ours: it encodes the image and decodes it again."),
+                io.Image.Input("image", optional=True, tooltip="For the VAE."),
+                io.String.Input("text", default="a red fox in the snow", tooltip="What the text encoder encodes."),
+                io.Float.Input(
+                    "cfg",
+                    default=3.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="The guidance of the model's step; at 1 the negative conditioning is not computed.",
+                ),
+                io.Int.Input(
+                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, tooltip="The noise of the model's step."
+                ),
+            ],
+            outputs=[
+                io.Model.Output(display_name="model", tooltip="The model that came in."),
+                io.Clip.Output(display_name="clip", tooltip="The text encoder that came in."),
+                io.Vae.Output(display_name="vae", tooltip="The VAE that came in."),
+                io.String.Output(display_name="report", tooltip="The verdict, and where the first difference is."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        text: str,
+        cfg: float,
+        seed: int,
+        model: Any = None,
+        positive: Any = None,
+        negative: Any = None,
+        latent_image: dict[str, Any] | None = None,
+        clip: Any = None,
+        vae: Any = None,
+        image: Any = None,
+    ) -> io.NodeOutput:
+        from ..memory.errors import InvalidInput
+        from .host import verify_clip, verify_model, verify_vae
+
+        decoded = None if model is not None else latent_image
+        if model is not None and (positive is None or latent_image is None):
+            raise InvalidInput("a model is verified with positive and latent_image: connect both")
+        if vae is not None and image is None and decoded is None:
+            raise InvalidInput("a vae is verified with an image, or, where no model is connected, with latent_image")
+        found = []
+        if clip is not None:
+            found.append(verify_clip(clip, text))
+        if model is not None:
+            conditioning = positive if negative is None else negative
+            found.append(verify_model(model, positive, conditioning, latent_image, seed=seed, cfg=cfg))
+        if vae is not None:
+            found.append(verify_vae(vae, image, decoded))
+        if not found:
+            raise InvalidInput(NOTHING)
+        report = "\n".join(one.text() for one in found)
+        return io.NodeOutput(model, clip, vae, report, ui={"text": report.splitlines()})
