@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +17,7 @@ from .errors import UnsafeState
 from .hooks import Hooks
 from .passes import Pass, Passes
 from .share import Share
+from .shared_states import find_shared_states
 from .split import Hops, Visit
 
 __all__ = ["Forwards"]
@@ -31,11 +32,10 @@ class Call:
     ``previous`` is the index of the accelerator that was current before, None where the call changes nothing of that.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, previous: int | None) -> None:
+    def __init__(self, module: nn.Module, visit: Visit, previous: int | None) -> None:
         self.module = module
-        self.device = device
+        self.visit = visit
         self.previous = previous
-        self.visit: Visit | None = None
 
 
 class Forwards:
@@ -77,6 +77,8 @@ class Forwards:
         self.hops = Hops()
         self.calls: list[Call] = []
         """Those under way in which tensors have other devices than outside, the outermost first."""
+        self.shared_states: Mapping[nn.Module, list[Any]] = {}
+        """What hooks of others keep for each block and another one."""
         self.last_block: int | None = None
         self.failed_block: int | None = None
         self.is_loaded = False
@@ -102,6 +104,7 @@ class Forwards:
         if not self.passes.begin(module, self.acquire, inputs):
             return False
         self.last_block = self.failed_block = None
+        self.shared_states = find_shared_states(self.blocks) if len(self.shares) > 1 else {}
         if self.is_loaded:
             for share in self.shares:
                 share.begin_pass(is_timed=self.is_timed)
@@ -177,11 +180,11 @@ class Forwards:
         Args:
             source, target: as in `Hops.visit`.
         """
-        visit = self.hops.visit(given, device, source=source, target=target)
+        shared = self.shared_states.get(module, ()) if target is not None else ()
+        visit = self.hops.visit(given, device, source=source, target=target, shared=shared)
         if visit is None:
             return None
-        call = Call(module, device, None if target is None else torch.accelerator.current_device_index())
-        call.visit = visit
+        call = Call(module, visit, None if target is None else torch.accelerator.current_device_index())
         self.calls.append(call)
         if call.previous is not None:  # kernels of others are launched on the current device
             torch.accelerator.set_device_index(device.index)
@@ -194,11 +197,16 @@ class Forwards:
         call = self.calls.pop()
         if call.previous is not None:
             torch.accelerator.set_device_index(call.previous)
-        return output if failed or call.visit is None else call.visit.end(output)
+        if not failed:
+            return call.visit.end(output)
+        call.visit.give_back_states()
+        return None
 
     def leave_devices(self, current: Pass) -> None:
         """Forget the calls that an interrupt left open."""
         before = [call.previous for call in self.calls if call.previous is not None]
+        for call in self.calls:
+            call.visit.give_back_states()
         self.calls.clear()
         if before and current.is_here():
             torch.accelerator.set_device_index(before[0])
@@ -206,7 +214,7 @@ class Forwards:
     @property
     def here(self) -> torch.device:
         """The device of the tensors that the innermost call has."""
-        return self.calls[-1].device if self.calls else self.home
+        return self.calls[-1].visit.device if self.calls else self.home
 
     def explain_failure(self) -> None:
         """Let an error of tensors on two devices say whose they are and what helps. Torch raises it again."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .containers import Lent, find_tensors, replace_tensors
+from .shared_states import open_states
 
 __all__ = ["Hops", "Visit"]
 
@@ -78,23 +79,31 @@ class Hops:
         self.twins_inside.clear()
 
     def visit(
-        self, value: Any, device: torch.device, *, source: torch.device | None, target: torch.device | None
+        self,
+        value: Any,
+        device: torch.device,
+        *,
+        source: torch.device | None,
+        target: torch.device | None,
+        shared: Sequence[Any] = (),
     ) -> Visit | None:
         """Copy what a callee is given to its device; None where nothing is elsewhere and nothing has to come back.
 
         Args:
             source: the device whose tensors are copied; None is any other.
             target: where tensors on the callee's device come to that it returns; None leaves them there.
+            shared: what the callee uses beside its arguments (`find_shared_states`).
         """
+        given = (value, list(open_states(shared))) if shared else value
         found = [
             tensor
-            for tensor in find_tensors(value)
+            for tensor in find_tensors(given)
             if (tensor.device == source if source is not None else tensor.device != device and not tensor.is_meta)
         ]
         if not found and target is None:
             return None
         pairs = [pair for group in groups_of(found) for pair in zip(group, self.twins_of(group, device), strict=True)]
-        return Visit(self, value, device, target, pairs)
+        return Visit(self, value, device, target, pairs, shared)
 
     def twins_of(self, group: Sequence[torch.Tensor], device: torch.device) -> list[Twin]:
         """Return the twins on a device of tensors that share their memory: those there are, made equal, or new ones."""
@@ -155,6 +164,7 @@ class Visit:
         device: torch.device,
         target: torch.device | None,
         pairs: list[tuple[torch.Tensor, Twin]],
+        shared: Sequence[Any],
     ) -> None:
         self.hops = hops
         self.device = device
@@ -162,7 +172,11 @@ class Visit:
         self.pairs = pairs
         self.brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """The callee's tensors, by their ids, and the caller's."""
-        self.lent = Lent(value, {id(outside): twin.inside for outside, twin in pairs})
+        self.shared = shared
+        others = {id(outside): twin.inside for outside, twin in pairs}
+        self.lent = Lent(value, others)
+        for state in open_states(shared):
+            state.update({name: replace_tensors(held, others) for name, held in state.items()})
 
     def end(self, output: Any) -> Any:
         """Write back what the callee wrote into its arguments; returns its output as the caller is to have it."""
@@ -174,7 +188,13 @@ class Visit:
         for _, twin in self.pairs if written else ():  # those that share memory were written to together
             twin.note_equal()
         self.lent.come_back(self.bring)
+        self.give_back_states()
         return self.bring(output)
+
+    def give_back_states(self) -> None:
+        """Let what is shared hold the caller's tensors again; also after a failure. Idempotent."""
+        for state in open_states(self.shared):
+            state.update({name: self.bring(held) for name, held in state.items()})
 
     def bring(self, value: Any) -> Any:
         """Return a value with the caller's own tensors and containers where the callee has theirs."""
