@@ -22,6 +22,7 @@ __all__ = ["check_config", "declared_items", "parse_config", "read_config_file",
 
 # The longest that are known list a few thousand shards' tensors, in less than a tenth of this.
 MAX_CONFIG_BYTES = 32 << 20
+MAX_CONFIG_DIGITS = 40
 
 # Whatever they hold, it names code that is not the library's own, or a model elsewhere whose config is not seen here.
 CODE_KEYS = (
@@ -60,12 +61,17 @@ def read_config_file(path: Path, expected: str = "the JSON file of a config") ->
 def parse_config(text: str | bytes, where: str) -> dict[str, Any]:
     """Return the object that a JSON text is; ``where`` begins the line that refuses it."""
     try:
-        config = json.loads(text, parse_int=parse_integer)
+        config = json.loads(text, parse_int=parse_config_integer)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where} is not valid JSON ({error})") from None
     if not isinstance(config, dict):
         raise InvalidInput(f"{where} is a JSON {type(config).__name__}, expected an object")
     return config
+
+
+def parse_config_integer(digits: str) -> int:
+    """As `parse_integer`, but a tokenizer without a longest text has 1000000000000000019884624838656 for it."""
+    return int(digits) if len(digits) <= MAX_CONFIG_DIGITS else parse_integer(digits)
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:

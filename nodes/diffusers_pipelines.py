@@ -43,6 +43,8 @@ TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' t
 PIXEL_STEP = 16
 FRAME_STEP = 4
 MAX_REASON = 300  # characters
+# Where the tokenizers of transformers, in Rust, have the error that they end with; it is no `Exception`.
+PANICS = "pyo3_runtime"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,7 +102,7 @@ def load_pipeline(folder: Path) -> Any:
     diffusers = import_diffusers()
     named_by = folder / MODEL_INDEX
     index = read_json(named_by)
-    # The libraries report a mismatch of files and configuration, or a broken installation, with any of these.
+    # The libraries report a mismatch of files and configuration, or a broken installation, with whatever they like.
     try:
         with quiet_libraries():
             pipeline_class = find_pipeline_class(diffusers, index["_class_name"], named_by)
@@ -111,9 +113,11 @@ def load_pipeline(folder: Path) -> Any:
             pipe = pipeline_class.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True, trust_remote_code=False, **components
             )
-    except InvalidInput:
+    except (InvalidInput, MemoryError):
         raise
-    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, ImportError) as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != PANICS:
+            raise  # an interrupt
         raise InvalidInput(f"{folder}: diffusers cannot load it: {one_line(error)}") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -411,6 +411,34 @@ def test_settings_that_are_no_settings_are_one_line(hostile: Path, name: str, co
     refuse(hostile, words)
 
 
+def test_the_longest_text_of_a_tokenizer_that_has_none_is_read(hostile: Path) -> None:
+    edit(hostile / "tokenizer" / "tokenizer_config.json", model_max_length=int(1e30))
+    assert load_pipeline(hostile).tokenizer.model_max_length == int(1e30)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("text_encoder/config.json", {"vocab_size": "many"}),
+        ("text_encoder/config.json", {"hidden_size": float("nan")}),
+        ("text_encoder/config.json", {"num_attention_heads": 0}),
+        ("unet/config.json", {"block_out_channels": [[]]}),
+        ("unet/config.json", {"norm_num_groups": -1}),
+        ("unet/config.json", {"down_block_types": ["os.system"] * 3}),
+        ("vae/config.json", {"layers_per_block": 1 << 62}),
+        ("scheduler/scheduler_config.json", {"num_train_timesteps": "x"}),
+        ("tokenizer/tokenizer_config.json", {"added_tokens_decoder": {"x": 1}}),
+        ("tokenizer/tokenizer.json", {"model": {"type": "evil"}, "version": 7}),
+    ],
+)
+def test_values_that_no_class_takes_are_one_line(hostile: Path, name: str, change: dict[str, Any]) -> None:
+    """The libraries raise whatever they like for them, one of them an error that is no ``Exception``."""
+    edit(hostile / name, **change)
+    with pytest.raises(InvalidInput, match="diffusers cannot load it: ") as error:
+        load_pipeline(hostile)
+    assert "\n" not in str(error.value)
+
+
 def test_more_files_than_a_model_has_are_not_walked(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("highwater.nodes.pipeline_files.MAX_FILES", 5)
     refuse(hostile, "holds more than 5 files")
