@@ -34,13 +34,15 @@ from .reading import torch_dtype
 from .source import WeightsSource
 from .weights import TensorHeader, read_header
 
-__all__ = ["load_model", "load_weights", "source_of"]
+__all__ = ["bounded_parameters", "load_model", "load_weights", "source_of"]
 
 Paths = str | Path | Sequence[str | Path]
 
 SHARD_NUMBER = re.compile(r"-\d{5}-of-(\d{5})(?=\.safetensors$)")
 # What diffusers reads of a config beside the arguments of its class.
 DIFFUSERS_NOTES = ("_class_name", "_diffusers_version", "_use_default_values")
+# How many weights a model may have beside twice those in its files: some are computed, or taken again and again.
+NUM_UNSTORED = 10_000
 # How many names an error lists of each kind.
 NUM_LISTED = 3
 
@@ -81,7 +83,9 @@ def load_model(
     paths = find_shards(path)
     source = WeightsSource(paths, prefix=prefix)
     known = read_config(paths[0], config)
-    module = build_bare(model_class or find_class(known, paths[0]), known or {}, paths[0])
+    found = model_class or find_class(known, paths[0])
+    with bounded_parameters(len(source.files), paths[0]):
+        module = build_bare(found, known or {}, paths[0])
     to_read = []
     for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
         with torch.inference_mode(False):
@@ -255,6 +259,33 @@ def accepted_items(taker: Callable[..., nn.Module], config: dict[str, Any], path
                 f"{allowed_values(key, names)}"
             )
     return items
+
+
+@contextmanager
+def bounded_parameters(num_stored: int, place: str | Path) -> Iterator[None]:
+    """Refuse a model that this thread builds with far more weights than its files have; a config may ask for any.
+
+    Raises:
+        InvalidInput: from where the model is built.
+    """
+    thread_id = threading.get_ident()
+    limit = NUM_UNSTORED + 2 * num_stored
+    num_taken = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal num_taken
+        num_taken += threading.get_ident() == thread_id
+        if num_taken > limit:
+            raise InvalidInput(
+                f"{place}: its config asks for a {type(module).__name__} and more than {limit} weights, the files have "
+                f"{num_stored}; they do not belong together"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

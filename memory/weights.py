@@ -170,10 +170,10 @@ def open_regular(path: Path, expected: str) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError:
         raise InvalidInput(f"{path}: no such file; expected {expected}") from None
-    except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        shown = str(path) if str(path).isprintable() else quoted(str(path))
-        raise InvalidInput(f"{shown}: cannot be opened: {reason}; expected {expected}") from None
+    except OSError as error:
+        raise InvalidInput(f"{path if str(path).isprintable() else quoted(str(path))}: {error.strerror}") from None
+    except ValueError as error:  # a null byte
+        raise InvalidInput(f"{quoted(str(path))}: cannot be a path: {error}; expected {expected}") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise InvalidInput(f"{path}: is no regular file; expected {expected}")

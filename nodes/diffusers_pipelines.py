@@ -193,15 +193,19 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
     """Load one model of a pipeline. Raises as `load_component`."""
     import torch
 
+    from ..memory.building import bounded_parameters
     from ..memory.errors import InvalidInput
+    from ..memory.weights import read_header
 
-    model, info = model_class.from_pretrained(
-        place,
-        torch_dtype=getattr(torch, dtype),
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    num_stored = sum(len(read_header(path).tensors) for path in place.glob("*.safetensors"))
+    with bounded_parameters(num_stored, place):
+        model, info = model_class.from_pretrained(
+            place,
+            torch_dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lost:
         raise InvalidInput(

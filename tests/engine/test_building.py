@@ -526,6 +526,15 @@ def test_no_name_in_a_config_reaches_another_module(tmp_path, name: str) -> None
         assert str(error.value).isprintable() and len(str(error.value)) < 400 + len(str(path))
 
 
+@pytest.mark.parametrize(("make", "name"), [(t5, "num_layers"), (flux, "num_single_layers")], ids=["t5", "flux"])
+def test_a_config_for_endless_layers_is_refused(tmp_path, monkeypatch, make, name: str) -> None:
+    monkeypatch.setattr("highwater.memory.building.NUM_UNSTORED", 100)
+    model, config, _ = make()
+    path = save(model, tmp_path / "m.safetensors")
+    with pytest.raises(InvalidInput, match=r"more than \d+ weights, the files have \d+; they do not belong together"):
+        load_model(path, config=config | {name: 1 << 62, "num_decoder_layers": 1})
+
+
 def test_a_config_that_would_never_end_is_not_read(tmp_path) -> None:
     path = save(torch.nn.Linear(2, 2), tmp_path / "net.safetensors")
     beside = tmp_path / "given.json"

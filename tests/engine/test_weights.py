@@ -195,7 +195,7 @@ def test_what_a_read_would_wait_for_is_never_opened(tmp_path: Path) -> None:
 
 def test_a_path_that_no_system_takes_is_one_line(tmp_path: Path) -> None:
     for name in ("nul\0l.safetensors", "long" * 2000):
-        with pytest.raises(InvalidInput, match="cannot be opened") as error:
+        with pytest.raises(InvalidInput, match=r"cannot be a path|File name too long") as error:
             read_header(tmp_path / name)
         assert "\n" not in str(error.value) and "\0" not in str(error.value)
 
