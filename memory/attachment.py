@@ -27,6 +27,7 @@ from .packing import Ending, Packing
 from .passes import Pass, Passes
 from .plan import ComponentPlan
 from .residency import Unit
+from .rivals import find_rival
 from .share import Share
 from .source import WeightsSource
 from .state import StateGuard
@@ -104,6 +105,10 @@ class Attachment:
             places_inputs=guards_state,
         )
         self.guards_state = guards_state
+        first = module.get_submodule(component.blocks[0].name) if component.blocks else module
+        blocks = [module.get_submodule(block.name) for block in component.blocks]
+        self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
+        """The modules of which one at least has the hooks of whoever else moves the weights."""
         self.leftovers: Leftovers | None = None
         """While it is attached, unless a host sees to that itself."""
         self.moves: MoveGuard | None = None
@@ -249,6 +254,16 @@ class Attachment:
         return [module for module in holders if module is not self.module]
 
     # -- what others do with the module
+
+    def refuse_rivals(self) -> None:
+        """Refuse to compute while others move the weights, too. Looks where any of them would leave its mark.
+
+        Raises:
+            UnsafeState: they do.
+        """
+        rival = find_rival(self.marked_by_others)
+        if rival is not None:
+            raise UnsafeState(f"{self.owner} is managed, and has {rival}, or release it")
 
     def put_back(self) -> None:
         """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiling import untraced
 
-__all__ = ["Leftovers"]
+__all__ = ["Leftovers", "address_of"]
 
 OWN_DICTS = frozenset(vars(nn.Module())) | {"_hf_hook"}
 COMPUTED_FROM = ("_orig", "_g")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, SimpleNamespace, TracebackType
+from types import NoneType, TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .membership import Member
 from .placement import parse_placement
 from .plan import Plan
 from .profile import OffloadProfile, build_profile
+from .rivals import ExecutionMark
 from .source import WeightsSource
 from .upcast import parse_precision
 from .verification import Verification
@@ -52,11 +53,13 @@ class Managed:
         # make latents; the convention is accelerate's, the attribute is ours and leaves with `release`.
         if self.pipeline is not None:
             for member in self.members:
-                member.attachment.module._hf_hook = SimpleNamespace(execution_device=self.device)  # type: ignore[assignment]
+                mark = ExecutionMark(member.id, self.device)
+                member.attachment.module._hf_hook = mark  # type: ignore[assignment]
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""
-        marked = [m.attachment.module for m in self.members if "_hf_hook" in vars(m.attachment.module)]
+        modules = [member.attachment.module for member in self.members]
+        marked = [module for module in modules if isinstance(vars(module).get("_hf_hook"), ExecutionMark)]
         if self.pipeline is None or not marked:
             return False
         for module in marked:

@@ -204,6 +204,7 @@ class MemoryManager:
         """
         if member.attachment.moves is not None:
             member.attachment.moves.put_back()
+            member.attachment.refuse_rivals()
             member.attachment.moves.tell_undone()
         is_settled = size is None or size in member.settled or self.room.leaves_enough(member, size)
         if member.is_hosted:

@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .attachment import Attachment
+from .attachment import Attachment, attached
 from .component import Component
 from .errors import InvalidInput, quoted, require
+from .leftovers import address_of
 from .needs import Size
 from .plan import ComponentPlan
 from .profile import OffloadProfile
+from .rivals import find_rival, is_scripted
 from .source import WeightsSource
 from .units import GIB, LARGEST_SIZE, MIB, format_bytes
 
@@ -113,10 +118,24 @@ def refuse_unsuitable(
 ) -> None:
     """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
     name = component.name
+    members = list(members)
     owners = {id(parameter): other.id for other in members for parameter in other.attachment.module.parameters()}
-    if hasattr(module, "_hf_hook") and not any(id(parameter) in owners for parameter in module.parameters()):
-        raise InvalidInput(f"{name} has accelerate's hooks; remove them first, as with pipe.remove_all_hooks()")
+    rival = find_rival(module.modules())
+    if rival is not None:
+        raise InvalidInput(f"{name} has {rival}")
+    ours = {id(other.attachment) for other in members}
+    elsewhere = {
+        id(parameter): other.owner
+        for other in list(attached)
+        if id(other) not in ours
+        for parameter in other.module.parameters()
+    }
     for parameter_name, parameter in module.named_parameters():
+        if id(parameter) in elsewhere:
+            raise InvalidInput(
+                f"{name}: {parameter_name!r} is managed already, as {elsewhere[id(parameter)]!r} of another "
+                "MemoryManager; release that first"
+            )
         if id(parameter) in owners:
             owner = owners[id(parameter)]
             raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
@@ -130,6 +149,37 @@ def refuse_unsuitable(
                 f"{name}: buffer {spec.name!r} is on meta, and no file has it as {spec.dtype} {list(spec.shape)}; "
                 "allowed: one that its file has as it is, or with memory on cpu"
             )
+
+
+def refuse_odd(name: str, module: nn.Module) -> None:
+    """Refuse modules whose weights cannot be given to them from outside, or cannot be packed as they are.
+
+    Raises:
+        InvalidInput: a TorchScript module, or a weight that is lazy, sparse, quantized by torch.ao, or seen elsewhere.
+    """
+    for path, part in module.named_modules():
+        if is_scripted(part):
+            raise InvalidInput(f"{name}: {path or 'it'} is a TorchScript module; allowed: the module it was made from")
+    addresses: set[int] = set()
+    for path, parameter in (*module.named_parameters(), *module.named_buffers()):
+        what = f"{name}: {path!r}"
+        if is_lazy(parameter):
+            raise InvalidInput(f"{what} has no shape yet (a lazy module); call the module once before")
+        if parameter.layout is not torch.strided:
+            raise InvalidInput(f"{what} is {str(parameter.layout).removeprefix('torch.')}; allowed: dense, .to_dense()")
+        if parameter.is_quantized:
+            raise InvalidInput(
+                f"{what} is {parameter.dtype}, of torch.ao; allowed: optimum-quanto, or as it was before"
+            )
+        if parameter.numel() and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter):
+            addresses.add(parameter.untyped_storage().data_ptr())
+    for path, part in module.named_modules():
+        for attribute, tensor in vars(part).items():
+            if isinstance(tensor, torch.Tensor) and address_of(tensor) in addresses:
+                raise InvalidInput(
+                    f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shows the memory of one, "
+                    "which will move; make it one"
+                )
 
 
 def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:

@@ -293,6 +293,7 @@ class Unit:
 
     def forget_masters(self) -> None:
         self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
+        self.known, self.slots = (None, ([], [])), []
 
     # -- the copy on a device
 

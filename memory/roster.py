@@ -11,7 +11,7 @@ from torch import nn
 from .attachment import Attachment, Phase
 from .component import Component
 from .errors import InvalidInput, UnsafeState, allowed_values, quoted
-from .membership import Member, refuse_shared_split, refuse_unsuitable
+from .membership import Member, refuse_odd, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
 from .packing import Ending
 from .passes import Pass
@@ -80,6 +80,8 @@ class Roster:
             for unknown in sorted(set(named or {}) - set(modules), key=quoted):
                 known = allowed_values(quoted(unknown), list(modules))
                 raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
+        for component_name, module in modules.items():
+            refuse_odd(component_name, module)
         components, plan = plan_modules(
             modules,
             self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values())), is_hosted=is_hosted),

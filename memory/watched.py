@@ -27,6 +27,10 @@ class WatchedTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """Return a plain parameter: others make new ones of the class of an old one."""
+        return nn.Parameter(data, requires_grad)
+
     @property
     def data(self) -> torch.Tensor:
         count_write(self)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 
+import accelerate
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
@@ -300,3 +303,125 @@ def test_a_backward_pass_through_resident_weights_is_right(toys, machine) -> Non
     with machine(8) as manager, manage(net, manager=manager):
         net(x).sum().backward()
         assert torch.allclose(x.grad, want, atol=1e-5)
+
+
+def offload_blocks(net: torch.nn.Module) -> None:
+    apply_group_offloading(net, torch.device("sim:0"), offload_type="block_level", num_blocks_per_group=1)
+
+
+def offload_leaves(net: torch.nn.Module) -> None:
+    apply_group_offloading(net, torch.device("sim:0"), offload_type="leaf_level")
+
+
+def cast_layers(net: torch.nn.Module) -> None:
+    apply_layerwise_casting(net, storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def dispatch(net: torch.nn.Module) -> None:
+    device_map = dict.fromkeys([name for name, _ in net.named_children()], "cpu")
+    accelerate.dispatch_model(net, device_map, main_device="cpu", force_hooks=True)
+
+
+RIVALS = {
+    "group offloading by blocks": (offload_blocks, "diffusers' group offloading"),
+    "group offloading by leaves": (offload_leaves, "diffusers' group offloading"),
+    "layerwise casting": (cast_layers, "diffusers' layerwise casting"),
+    "sequential offload": (lambda net: accelerate.cpu_offload(net, execution_device="sim:0"), "accelerate's hooks"),
+    "model offload": (lambda net: accelerate.cpu_offload_with_hook(net, "sim:0"), "accelerate's hooks"),
+    "dispatch": (dispatch, "accelerate's hooks"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("profile", ["auto", "0.45MiB"])
+@pytest.mark.parametrize("rival", RIVALS)
+def test_others_that_move_the_same_weights_are_refused_before_and_after(toys, machine, rival: str, profile) -> None:
+    act, words = RIVALS[rival]
+    with machine(8) as manager:
+        net, before = toys.build_net(), toys.build_net()
+        saved = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        managed = manage(net, profile, placement="gpu:0", manager=manager)
+        net(X)
+        act(net)
+        for _ in range(2):
+            with pytest.raises(UnsafeState, match=f"^model is managed, and has {words}[^\n]*, or release it$"):
+                net(X)
+        managed.release()
+        weights = {name: tensor for name, tensor in net.state_dict().items() if not tensor.is_meta}
+        assert all(torch.equal(tensor.cpu(), saved[name]) for name, tensor in weights.items())
+        act(before)
+        with pytest.raises(InvalidInput, match=f"^model has {words}[^\n]*$"):
+            manage(before, profile, placement="gpu:0", manager=manager)
+        del net, before, weights, managed
+        gc.collect()  # accelerate's hooks are cycles, and hold our memory
+
+
+def test_a_pipeline_under_management_is_not_offloaded_by_accelerate_as_well(toys, machine) -> None:
+    class Pipeline:
+        def __init__(self) -> None:
+            self.components = {"net": toys.build_net()}
+
+    with machine(8) as manager, manage(pipeline := Pipeline(), placement="gpu:0", manager=manager):
+        with pytest.raises(UnsafeState, match=r"^net is managed, which moves its weights: release it before"):
+            accelerate.hooks.remove_hook_from_module(pipeline.components["net"], recurse=True)
+        with torch.no_grad():
+            assert pipeline.components["net"](X).device.type == "sim"
+
+
+@pytest.mark.parametrize("part", ["all of it", "a block"])
+def test_two_managers_cannot_have_one_module(toys, machine, part: str) -> None:
+    with machine(8) as manager:
+        net, other = toys.build_net(), MemoryManager()
+        target = net if part == "all of it" else torch.nn.Sequential(net.singles[1])
+        with (
+            manage({"net": net}, placement="gpu:0", manager=manager),
+            pytest.raises(
+                InvalidInput, match=r"^model: '[^\n]*' is managed already, as 'net' of another MemoryManager"
+            ),
+        ):
+            manage(target, placement="gpu:0", manager=other)
+        manage(target, placement="gpu:0", manager=other).release()
+
+
+def build_odd(kind: str, toys) -> torch.nn.Module:
+    net = toys.build_net()
+    match kind:
+        case "scripted":
+            return torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4)))
+        case "scripted block":
+            net.singles[1].up = torch.jit.script(net.singles[1].up)
+        case "scripted rest":
+            net.embed = torch.jit.script(net.embed)
+        case "lazy":
+            net.singles[1].up = torch.nn.LazyLinear(192)
+        case "sparse":
+            net.singles[1].up.weight = torch.nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+        case "compressed":
+            net.singles[1].register_buffer("mask", torch.eye(8).to_sparse_csr())
+        case "torch.ao":
+            net.register_buffer("table", torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8))
+        case "flat":
+            net.flat = net.singles[1].up.weight.detach().flatten()[:8]
+    return net
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("scripted", "it is a TorchScript module; allowed: the module it was made from"),
+        ("scripted block", "singles.1.up is a TorchScript module"),
+        ("scripted rest", "embed is a TorchScript module"),
+        ("lazy", "'singles.1.up.weight' has no shape yet"),
+        ("sparse", "'singles.1.up.weight' is sparse_coo; allowed: dense"),
+        ("compressed", "'singles.1.mask' is sparse_csr; allowed: dense"),
+        ("torch.ao", "'table' is torch.qint8, of torch.ao"),
+        ("flat", "flat, which is no parameter, shows the memory of one"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_modules_whose_weights_cannot_be_moved_are_refused_by_name(toys, machine, kind: str, words: str) -> None:
+    net = build_odd(kind, toys)
+    with machine(8) as manager:
+        with pytest.raises(InvalidInput, match=f"^model: {words}[^\n]*$"):
+            manage(net, placement="gpu:0", manager=manager)
+        assert manager.members == {}
