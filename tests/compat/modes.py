@@ -7,6 +7,7 @@ randomness is seeded before each run; the devices are simulated, so equal means 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -203,7 +204,15 @@ def two_devices() -> Iterator[None]:
     simdevice.install("sim", num_devices=2)
     with simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=DEVICE_BYTES) for _ in range(2)]):
         yield
+        forget_caches()
         gc.collect()  # pipelines keep inputs and schedules of their last run
+
+
+def forget_caches() -> None:
+    """Empty the caches of functions of diffusers, some of which keep tensors on the device that they were made for."""
+    for found in gc.get_objects():
+        if isinstance(found, functools._lru_cache_wrapper) and str(found.__module__).startswith("diffusers."):
+            found.cache_clear()
 
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:

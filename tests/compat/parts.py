@@ -126,3 +126,45 @@ def image(size: int = 32) -> Any:
 
     ramp = np.linspace(0, 255, size * size * 3).reshape(size, size, 3)
     return Image.fromarray(ramp.astype(np.uint8))
+
+
+def qwen3_text(*, layers: int = 3) -> Any:
+    from transformers import Qwen3Config, Qwen3Model
+
+    return Qwen3Model(Qwen3Config(**language_sizes(layers), head_dim=8))
+
+
+def llama_text(*, layers: int = 3) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**language_sizes(layers)))
+
+
+def gemma2_text(*, layers: int = 3) -> Any:
+    from transformers import Gemma2Config, Gemma2Model
+
+    return Gemma2Model(Gemma2Config(**language_sizes(layers), head_dim=8))
+
+
+def qwen_vl_text() -> Any:
+    """Qwen 2.5 VL, its vision tower included."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}}
+    vision = {
+        "depth": 2, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 4, "out_hidden_size": WIDTH,
+    }  # fmt: skip
+    tokens = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_token_id": 263, "video_token_id": 264}
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=language_sizes(3) | {"rope_parameters": rope}, vision_config=vision, **tokens)
+    )
+
+
+def language_sizes(layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 320, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    }  # fmt: skip
+
+
+QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
