@@ -155,9 +155,8 @@ def qwen_vl_text() -> Any:
         "depth": 2, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 4, "out_hidden_size": WIDTH,
     }  # fmt: skip
     tokens = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_token_id": 263, "video_token_id": 264}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=language_sizes(3) | {"rope_parameters": rope}, vision_config=vision, **tokens)
-    )
+    config = Qwen2_5_VLConfig(text_config=language_sizes(3) | rope, vision_config=vision, **tokens)
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def language_sizes(layers: int) -> dict[str, Any]:
