@@ -74,10 +74,13 @@ async def read_body(request: web.Request) -> bytes:
     """Return the body of a request; one that comes drop by drop is not waited for.
 
     Raises:
-        InvalidInput: it has not come in time.
+        InvalidInput: it has not come in time, or is not packed as it says.
     """
     try:
         return await asyncio.wait_for(request.read(), BODY_TIMEOUT_S)
+    except web.RequestPayloadError as error:
+        reason = " ".join(str(error).split())
+        raise InvalidInput(f"the request cannot be read: {reason[:200]}") from None
     except asyncio.TimeoutError:
         raise InvalidInput(f"the request has not come in {BODY_TIMEOUT_S:g} s; send it again") from None
 

@@ -104,6 +104,20 @@ def test_a_body_that_unpacks_to_much_more_is_cut_short(with_server) -> None:
     with_server(body)
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_a_body_that_is_not_packed_as_it_says_is_one_line(with_server, encoding: str) -> None:
+    async def body(server):
+        for path in ("/prompt", "/settings", "/userdata/a.json"):
+            content = b"no such thing" * 9
+            headers = {"Content-Encoding": encoding, "Connection": "close"}  # nothing can follow such a body
+            response = await server.client.post(path, data=content, headers=headers)
+            assert response.status == 400, await response.text()
+        assert not list(server.user.rglob("*"))
+        await still_answers(server)
+
+    with_server(body)
+
+
 @pytest.mark.parametrize("query", ["max_items=" + "9" * 5000, "max_items=-1", "max_items=1e9", "max_items=²"])
 def test_a_count_that_is_none_is_one_line(with_server, query: str) -> None:
     async def body(server):
