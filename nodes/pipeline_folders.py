@@ -35,7 +35,15 @@ MODEL_CONFIG = "config.json"
 # How diffusers and transformers name the weights that they load; with another word inside it is another variant.
 WEIGHTS_NAMES = ("diffusion_pytorch_model.safetensors", "model.safetensors")
 # Classes that hold no weights, though some of their folders have a config.json.
-WEIGHTLESS = ("Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "Scheduler", "FeatureExtractor")
+WEIGHTLESS = (
+    "Tokenizer",
+    "TokenizerFast",
+    "Processor",
+    "ProcessorFast",
+    "ProcessorPil",
+    "Scheduler",
+    "FeatureExtractor",
+)
 PLAIN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,127}", re.ASCII)
 SEARCH_DEPTH = 3
 MAX_REMEMBERED = 32  # folders
