@@ -96,10 +96,14 @@ def verify_workflow(path: Path, *, models: Path) -> Verification:
         runner = WorkflowRunner(manager, models_directory=models, output_directory=out)
         workflow = load_for_verifying(path)
         cache = runner.cache = RecordingCache()
+        before = set(manager.members)
         try:
             found = compare_runs(runner, cache, workflow)
         finally:
-            cache.clear()  # which releases the pipelines
+            cache.clear()
+            for member in [member for id, member in manager.members.items() if id not in before]:
+                member.restores = False  # its module is not used any more
+                manager.remove(member)
     notes = [*found.notes, "samplers ran one step"]
     if len(list_devices()) == 1:
         notes.append("no accelerator here, so all computed on the CPU and nothing moved; --devices simulates some")

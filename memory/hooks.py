@@ -9,8 +9,7 @@ it was registered for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +70,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.target: Hooked | None = None
+        self.before_detour: Hooked | None = None
         self.handles: dict[nn.Module, list[RemovableHandle]] = {}
 
     def lead_to(self, target: Hooked) -> None:
@@ -86,16 +86,14 @@ class Hooks:
             before.dismiss()
         self.remove_from(self.handles.keys() - wanted)
 
-    @contextmanager
-    def led_to(self, target: Hooked) -> Iterator[None]:
-        """Call another one in the body, on the same modules, and then the one before again."""
-        before = self.target
-        try:
-            self.target = target
-            yield
-        finally:
-            if self.target is target:
-                self.target = before
+    def detour(self, target: Hooked) -> None:
+        """Call another one for a while, on the same modules; the one before is not dismissed."""
+        self.before_detour, self.target = self.target, target
+
+    def end_detour(self, target: Hooked) -> None:
+        """Call the one before again. Idempotent."""
+        if self.target is target:
+            self.target = self.before_detour
 
     def remove_from(self, modules: Iterable[nn.Module]) -> None:
         """Let these modules be called without us."""

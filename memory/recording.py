@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from .comparison import Shown, leaves_in, show
 from .component import Component, is_callable
+from .snapshot import go_through
 
-__all__ = ["Call", "Recording", "places_of"]
+__all__ = ["Call", "Recording", "places_of", "remove_hooks_of"]
 
 
 @dataclass(slots=True)
@@ -51,24 +52,29 @@ class Recording:
         self.num_dropped = 0
         """How many outputs were not kept."""
         self.counts = Counter[str]()
-        self.handles: list[RemovableHandle] = []
         self.thread_id = 0
 
     def __enter__(self) -> Recording:
         self.thread_id = threading.get_ident()
-        for module in self.places:
-            self.handles.append(module.register_forward_pre_hook(self.before, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self.after))
-        return self
+        try:
+            for module in self.places:
+                module.register_forward_pre_hook(self.before, with_kwargs=True)
+                module.register_forward_hook(self.after)
+            return self
+        except BaseException:
+            go_through(self.unhook)
+            raise
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for handle in self.handles:
-            handle.remove()
-        self.handles = []
+        go_through(self.unhook)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def unhook(self) -> None:
+        remove_hooks_of(self, self.places)
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # torch calls one that was removed meanwhile all the same, in another thread, without keyword arguments.
         if threading.get_ident() != self.thread_id:
             return
         place = self.places[module]
@@ -92,6 +98,25 @@ class Recording:
             self.num_dropped += shown.dtype is not None and shown.tensor is None
             call.outputs.append(shown)
         self.calls.append(call)
+
+
+def remove_hooks_of(owner: object, modules: Iterable[nn.Module]) -> None:
+    """Remove the forward hooks that are methods of an object: no handle has to be noted, so no interrupt loses one."""
+    for module in modules:
+        for hooks, marks in (
+            (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+            (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+        ):
+            for number in [number for number, hook in hooks.items() if owner_of(hook) is owner]:
+                hooks.pop(number, None)
+                for marked in marks:
+                    marked.pop(number, None)
+
+
+def owner_of(hook: Any) -> object:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__self__", None)
 
 
 def places_of(module: nn.Module, component: Component, prefix: str = "") -> dict[nn.Module, str]:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from .attachment import Attachment
 from .comparison import same_bits
@@ -29,7 +28,10 @@ from .leaves import leaves_of
 from .manager import MemoryManager
 from .masters import FileMaster
 from .membership import Member
+from .plan import ComponentPlan
+from .recording import remove_hooks_of
 from .residency import Unit
+from .snapshot import go_through
 from .upcast import quantize_fp8
 
 __all__ = ["Reference", "find_changed_masters", "read_master"]
@@ -47,6 +49,7 @@ class Reference:
         self.attachment: Attachment = member.attachment
         self.module = self.attachment.module
         self.device = self.attachment.primary
+        self.thread_id = threading.get_ident()
         self.by_blocks = by_blocks
         """Whether blocks come one by one; becomes true where all of them do not fit."""
         self.first_held: dict[int, int] = {}
@@ -56,6 +59,10 @@ class Reference:
         self.up: set[int] = set()
         """The blocks that are there, one by one."""
         self.moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.gate = Gate()
+        self.plan: ComponentPlan | None = None
+        """What was on the devices before."""
+        self.left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
         blocks = self.attachment.component.blocks
         units = {unit.name: unit for unit in self.attachment.units if unit.name}
         self.units = {number: units[block.name] for number, block in enumerate(blocks)}
@@ -67,44 +74,60 @@ class Reference:
 
         The component leaves its devices for that, which saves what was written to it there, and comes back after it.
         """
-        with ExitStack() as stack:
-            stack.enter_context(self.attachment.passes.held())
-            stack.callback(self.restore_plan, self.attachment.plan if self.attachment.is_loaded else None)
-            with self.manager.exclusive():
-                lease = object()
-                stack.callback(self.member.leases.discard, lease)
-                self.member.leases.add(lease)
-                self.attachment.unload()
-                self.attachment.finish_copies()
-            stack.callback(self.leave)
-            gate = Gate()
-            stack.callback(gate.open)
-            stack.enter_context(self.attachment.hooks.led_to(gate))
-            stack.enter_context(without_engine_hooks(self.module))
-            for handle in self.hook():
-                stack.callback(handle.remove)
-            yield
+        with self.attachment.passes.held():
+            try:
+                self.begin()
+                yield
+            finally:
+                go_through(self.end)
 
-    def restore_plan(self, plan: Any) -> None:
-        """Bring back what was on the devices, where it had to give way."""
-        if plan is not None and not self.attachment.is_loaded:
-            # Where others have the memory by now the next forward plans anew.
-            with self.manager.exclusive(), suppress(torch.OutOfMemoryError):
-                self.attachment.load(plan)
-                self.attachment.finish_copies()
+    def begin(self) -> None:
+        self.plan = self.attachment.plan if self.attachment.is_loaded else None
+        with self.manager.exclusive():
+            self.member.leases.add(self)
+            self.attachment.unload()
+            self.attachment.finish_copies()
+        self.attachment.hooks.detour(self.gate)
+        self.left_out = find_engine_hooks(self.module)
+        for hooks, before in self.left_out:
+            for number in [number for number, hook in before.items() if is_engines(hook)]:
+                del hooks[number]
+        self.hook()
+
+    def end(self) -> None:
+        """Undo `begin`, as far as it came. Idempotent; interrupted, it can be called again."""
+        remove_hooks_of(self, self.module.modules())
+        for hooks, before in self.left_out:
+            added = {number: hook for number, hook in hooks.items() if number not in before}
+            kept = {number: hook for number, hook in before.items() if number in hooks or is_engines(hook)}
+            hooks.update(kept)
+            for number in [*kept, *added]:  # in their old order, what was added meanwhile last
+                hooks[number] = hooks.pop(number)
+        self.leave()
+        self.attachment.hooks.end_detour(self.gate)
+        self.gate.open()
+        with self.manager.exclusive():
+            if self.plan is not None and not self.attachment.is_loaded:
+                # Where others have the memory by now the next forward plans anew.
+                with suppress(torch.OutOfMemoryError):
+                    self.attachment.load(self.plan)
+                    self.attachment.finish_copies()
+            self.member.leases.discard(self)
 
     # -- hooks of our own
 
-    def hook(self) -> Iterator[RemovableHandle]:
+    def hook(self) -> None:
         blocks = [self.module.get_submodule(block.name) for block in self.attachment.component.blocks]
         for number, block in enumerate(blocks):
             for part in block.modules():
-                yield part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
+                part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
         for module in dict.fromkeys([*self.attachment.find_entry_modules(), *blocks]):  # run before those
-            yield module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
-            yield module.register_forward_hook(self.after_entry, always_call=True)
+            module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
+            module.register_forward_hook(self.after_entry, always_call=True)
 
-    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        if threading.get_ident() != self.thread_id:  # others wait behind this, at the gate
+            return None
         self.depth += 1
         if self.depth > 1:
             return None
@@ -112,6 +135,8 @@ class Reference:
         return self.move_arguments((args, kwargs))
 
     def after_entry(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() != self.thread_id:
+            return
         self.depth -= 1
         if self.depth == 0:
             self.write_back()
@@ -119,6 +144,8 @@ class Reference:
 
     def before_part(self, number: int, module: nn.Module, args: Any) -> None:
         """Bring one block in the place of another; it stays until then, as its parent may use what is inside it."""
+        if threading.get_ident() != self.thread_id:
+            return
         if self.by_blocks and number not in self.up and self.depth:
             for other in list(self.up):
                 self.take_away(other)
@@ -262,24 +289,10 @@ class Gate:
         self.open()
 
 
-@contextmanager
-def without_engine_hooks(module: nn.Module) -> Iterator[None]:
-    """Leave out what the engine hooked to parts of a module beside its `Hooks`, such as the hops of a split."""
-    left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    try:
-        for part in module.modules():
-            for hooks in (part._forward_pre_hooks, part._forward_hooks):
-                if any(map(is_engines, hooks.values())):
-                    left_out.append((hooks, dict(hooks)))
-                    for number in [number for number, hook in hooks.items() if is_engines(hook)]:
-                        del hooks[number]
-        yield
-    finally:
-        for hooks, before in left_out:
-            added = {number: hook for number, hook in hooks.items() if number not in before}
-            kept = {number: hook for number, hook in before.items() if number in hooks or is_engines(hook)}
-            hooks.clear()
-            hooks.update(kept | added)
+def find_engine_hooks(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Return the parts' tables of hooks in which the engine has some beside its `Hooks`, and what is in them."""
+    tables = [hooks for part in module.modules() for hooks in (part._forward_pre_hooks, part._forward_hooks)]
+    return [(hooks, dict(hooks)) for hooks in tables if any(map(is_engines, hooks.values()))]
 
 
 def is_engines(hook: Any) -> bool:
@@ -303,9 +316,9 @@ def read_master(unit: Unit, index: int) -> list[torch.Tensor]:
             master.source.read_into([(name, weight)], drop_pages=True)
             return [weight]
         return [master.kept[place] for place in range(first, first + unit.num_leaves[index])]
-    if master is None:
+    if unit.host_slab is None:
         return leaves_of(entry.held)
-    return leaves_of(unit.masters[index])
+    return unit.leaf_views(unit.host_slab)[index]
 
 
 def wide_bytes(unit: Unit, entry: Entry) -> int:

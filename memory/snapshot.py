@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ from .comparison import same_bits
 from .entries import Entry
 from .leaves import leaves_of
 
-__all__ = ["RandomState", "Snapshot"]
+__all__ = ["RandomState", "Snapshot", "go_through"]
 
 # What torch keeps on every module; `training` is an attribute like any other.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -30,6 +30,15 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, Fu
 MAX_ITEMS = 4096
 MAX_OBJECTS = 50_000
 PACK = f"{__name__.rsplit('.', 2)[0]}."
+
+
+def go_through(step: Callable[[], None]) -> None:
+    """Take a step that may be taken twice; again, if an interrupt ends it in the middle."""
+    try:
+        step()
+    except BaseException:
+        step()
+        raise
 
 
 class RandomState:

@@ -24,7 +24,7 @@ from .membership import Member
 from .recording import Recording, places_of
 from .reference import Reference, find_changed_masters
 from .residency import Unit
-from .snapshot import Snapshot
+from .snapshot import Snapshot, go_through
 from .verification import Difference, Side, Verification, compare_sides, kept_bytes, run_side
 
 __all__ = ["verify"]
@@ -67,7 +67,7 @@ def verify(
             side.arguments = [show(leaf, room_bytes=room_bytes) for leaf in leaves_in(arguments)]
             return side
         finally:
-            snapshot.put_back()
+            go_through(snapshot.put_back)
 
     managed = run(Recording(places, room_bytes=room_bytes))
     unwatched = run(None)
@@ -136,8 +136,8 @@ def checksum(unit: Unit) -> int:
 def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int]) -> list[Unit]:
     """Return the units whose masters have become others, after what was written on a device is saved."""
     attachment = member.attachment
-    plan = attachment.plan if attachment.is_loaded else None
-    with manager.exclusive():
+    with attachment.passes.held(), manager.exclusive():
+        plan = attachment.plan if attachment.is_loaded else None
         attachment.unload()
         attachment.finish_copies()
         found = [unit for unit in attachment.units if unit.name and checksum(unit) != tags.get(id(unit), 0)]

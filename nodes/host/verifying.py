@@ -24,7 +24,7 @@ from ...memory.errors import InvalidInput
 from ...memory.leaves import leaves_of
 from ...memory.recording import Recording, places_of
 from ...memory.reference import read_master
-from ...memory.snapshot import RandomState, Snapshot
+from ...memory.snapshot import RandomState, Snapshot, go_through
 from ...memory.verification import NUM_LISTED, Difference, Side, Verification, compare_sides, kept_bytes, run_side
 from . import loading
 from .hosted import Weight
@@ -155,7 +155,7 @@ def run_managed(
         try:
             sides.append(run_side(lambda: run(patcher), one, room_bytes=room_bytes))
         finally:
-            snapshot.put_back()
+            go_through(snapshot.put_back)
     return sides[0], sides[1]
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,11 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from highwater.memory import InvalidInput, Managed, manage
+from highwater.memory import InvalidInput, Managed, manage, recording, reference, snapshot, verify
 from highwater.memory.errors import UnsafeState
 from highwater.memory.residency import BlockState
 from highwater.memory.staging import StagingArea
 
+VERIFYING = [module.__file__ for module in (recording, reference, snapshot, verify)]
 MODES = {
     "resident": {},
     "streamed": {"profile": "gpu:0=0.35MiB"},
@@ -212,6 +218,69 @@ def test_an_exception_in_any_of_the_runs_leaves_all_as_it_was(error, at: int, mo
         assert torch.equal(net(x).cpu(), expected)
         assert managed.verify(x).is_equal
         managed.release()
+
+
+def interrupted_at(number: int, work: Callable[[], object]) -> int:
+    """Raise `KeyboardInterrupt` before the so manieth line that our files run in some work; returns how many ran."""
+    num_lines = 0
+    files = {path: Path(path).read_text().splitlines() for path in VERIFYING}
+
+    def trace(frame, event, _):
+        nonlocal num_lines
+        lines = files.get(frame.f_code.co_filename)
+        if lines is None:
+            return None
+        # Python looks for signals where it calls and loops, not where a block begins.
+        if event == "line" and lines[frame.f_lineno - 1].strip() not in ("try:", "finally:"):
+            num_lines += 1
+            if num_lines == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+def sweep_interrupts(mode: str, toys, machine, *, num_places: int) -> None:
+    x = torch.randn(1, 3, 64)
+    with machine(8, 8) as manager:
+        managed = manage(toys.build_net(doubles=2, singles=2), manager=manager, **MODES[mode])
+        net = managed.members[0].attachment.module
+        expected = net(x).cpu()
+        num_hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in net.modules())
+        num_lines = interrupted_at(0, lambda: managed.verify(x))
+        assert num_lines > 500
+        step = max(1, num_lines // num_places)
+        for number in range(random.randrange(1, step + 1), num_lines + 1, step):
+            torch.manual_seed(number)
+            state = torch.get_rng_state()
+            interrupted_at(number, lambda: managed.verify(x))
+            manager.heal()
+            where = f"{mode}, line {number} of {num_lines}"
+            assert_at_rest(managed)
+            assert torch.equal(torch.get_rng_state(), state), where
+            assert torch.equal(net(x).cpu(), expected), where
+            assert num_hooks == sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in net.modules())
+        assert managed.verify(x).is_equal
+        managed.release()
+
+
+@pytest.mark.parametrize("mode", ["resident", "streamed", "split"])
+def test_an_interrupt_at_some_lines_leaves_all_as_it_was(mode: str, toys, machine) -> None:
+    sweep_interrupts(mode, toys, machine, num_places=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["resident", "streamed", "split"])
+def test_an_interrupt_at_many_lines_leaves_all_as_it_was(mode: str, toys, machine) -> None:
+    sweep_interrupts(mode, toys, machine, num_places=400)
 
 
 # -- seeded faults
@@ -454,6 +523,72 @@ def test_it_is_refused_in_the_middle_of_a_forward(toys, machine) -> None:
         caught.clear()
         assert torch.equal(net(x).cpu(), expected)
         managed.release()
+
+
+def test_other_threads_wait_and_compute_right(toys, machine) -> None:
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        managed = managed_net(toys, manager, "streamed")
+        net = managed.members[0].attachment.module
+        expected = net(x).cpu()
+        results: list[bool] = []
+        stop = threading.Event()
+
+        def compute() -> None:
+            while not stop.is_set():
+                results.append(torch.equal(net(x).cpu(), expected))
+
+        with ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(compute) for _ in range(2)]
+            try:
+                found = [managed.verify(x) for _ in range(4)]
+            finally:
+                stop.set()
+            for future in futures:
+                future.result()
+        assert all(one.is_equal for one in found)
+        assert results and all(results)
+        assert_at_rest(managed)
+        managed.release()
+
+
+@pytest.mark.parametrize("mode", ["resident", "streamed", "split"])
+def test_in_inference_mode(mode: str, toys, machine) -> None:
+    with machine(8, 8) as manager, torch.inference_mode():
+        managed = managed_net(toys, manager, mode)
+        assert managed.verify(torch.randn(2, 5, 64)).is_equal
+        managed.release()
+
+
+@pytest.mark.parametrize("mode", ["resident", "streamed", "split"])
+def test_what_a_program_wrote_on_purpose_is_no_fault(mode: str, toys, machine, file_of) -> None:
+    """Such as a merged LoRA: the weights are not those of the file any more."""
+    x = torch.randn(2, 5, 64)
+    with machine(8, 8) as manager:
+        managed = managed_net(toys, manager, mode, file_of)
+        net = managed.members[0].attachment.module
+        net(x)
+        net.singles[1].up.weight.data.add_(0.25)
+        changed = net.singles[1].up.weight.detach().cpu().clone()
+        for _ in range(2):
+            found = managed.verify(x)
+            assert found.is_equal, found.text()
+        assert torch.equal(net.singles[1].up.weight.detach().cpu(), changed)
+        managed.release()
+
+
+def test_quantized_weights_are_equal(toys, machine) -> None:
+    from optimum.quanto import freeze, qint8, quantize
+
+    net = toys.build_net()
+    quantize(net, weights=qint8)
+    freeze(net)
+    with machine(8) as manager, torch.inference_mode():
+        managed = manage(net, "gpu:0=0.15MiB", manager=manager)
+        found = managed.verify(torch.randn(2, 5, 64))
+        assert found.is_equal, found.text()
+        managed.release()
+        del managed
 
 
 def test_outputs_that_are_not_kept_are_compared_by_digest(toys, machine, monkeypatch) -> None:
