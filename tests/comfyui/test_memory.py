@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -215,3 +216,39 @@ def test_core_clears_room_from_our_models_and_we_from_cores(gpu_host: HostProces
     assert component(gpu_host, "tiny_flux")["tiers"].get("gpu:0", 0) < MODEL_BYTES
     assert sample(gpu_host, Loaders(), "tiny_flux.safetensors", beside=CORE).outcome == "success"
     assert gpu_host.ask_devices("read")["devices"][0]["num_ooms"] == 0
+
+
+@pytest.mark.expects_errors
+def test_what_ran_out_of_memory_fits_the_next_time_and_so_it_stays(start_gpu_host: Callable) -> None:
+    """A sampling that needs 5 MiB less than there is, with a model of 8 MiB that can compute in 2.
+
+    In a host of its own: what is learned stays, and would change the plans of other tests.
+    """
+    with start_gpu_host() as host:
+
+        def occupy(free_bytes: int) -> None:
+            graph = Graph()
+            graph.add("TestOccupy", device=0, free_bytes=free_bytes, run=next(new_run))
+            assert host.run(graph.nodes).outcome == "success"
+
+        def greedy(num_bytes: int) -> PromptResult:
+            graph = Graph()
+            model = Loaders().diffusion_model(graph)
+            inputs = {"kind": "greedy", "module": "diffusion_model.single_blocks.1.linear2", "call": 0}
+            model = graph.add("TestTrouble", model=model, num_bytes=num_bytes, **inputs)
+            graph.keep(sample_flux(graph, model, steps=2))
+            return host.run(graph.nodes)
+
+        occupy(KEPT_BY_CORE + 12 * MIB)
+        expected = greedy(1).kept()["value.samples"]
+        need = KEPT_BY_CORE + 7 * MIB
+        failed = greedy(need)
+        assert failed.outcome == "error"
+        assert re.search(r"Highwater: .* ran out of memory on gpu:0: .*; the next run keeps \S+ free for", failed.error)
+        occupy(KEPT_BY_CORE + 12 * MIB)
+        for _ in range(3):
+            assert torch.equal(greedy(need).kept()["value.samples"], expected)
+        (plan,) = (entry["plan"] for entry in host.part("components") if "gpu:0" in entry["tiers"])
+        assert plan["shares"][0]["streamed_blocks"]
+        assert "free: an earlier run needed it" in " ".join(plan["reasons"])
+        assert (host.base / "user" / "__highwater" / "needs.sqlite3").is_file()

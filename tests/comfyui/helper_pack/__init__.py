@@ -82,30 +82,33 @@ def tensors_in(value: Any, name: str = "value") -> Any:
 
 
 class TestTrouble:
-    """Makes something happen at the n-th call of a sub-module, in the middle of a block."""
+    """Makes something happen at the n-th call of a sub-module, in the middle of a block; ``greedy`` at each of them."""
 
     INPUT_TYPES = classmethod(
         lambda cls: {
             "required": {
                 "model": ("MODEL",),
-                "kind": (["interrupt", "wait for interrupt", "error", "out of memory"],),
+                "kind": (["interrupt", "wait for interrupt", "error", "out of memory", "greedy"],),
                 "module": ("STRING", {"default": "diffusion_model.single_blocks.1.linear2"}),
                 "call": ("INT", {"default": 2}),
-            }
+            },
+            "optional": {"num_bytes": ("INT", {"default": 0, "max": 1 << 40})},
         }
     )
     RETURN_TYPES = ("MODEL",)
     FUNCTION = "patch"
     CATEGORY = "test"
 
-    def patch(self, model: Any, kind: str, module: str, call: int) -> tuple[Any]:
+    def patch(self, model: Any, kind: str, module: str, call: int, num_bytes: int = 0) -> tuple[Any]:
         patched = model.clone()
         num_calls = 0
 
         def trouble(*_: Any) -> None:
             nonlocal num_calls
             num_calls += 1
-            if num_calls == call:
+            if kind == "greedy":
+                torch.empty(num_bytes, dtype=torch.uint8, device=patched.load_device)
+            elif num_calls == call:
                 make_trouble(kind, patched.load_device)
 
         def with_trouble(apply_model: Any, arguments: Any) -> Any:
