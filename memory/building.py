@@ -43,6 +43,7 @@ SHARD_NUMBER = re.compile(r"-\d{5}-of-(\d{5})(?=\.safetensors$)")
 DIFFUSERS_NOTES = ("_class_name", "_diffusers_version", "_use_default_values")
 # How many weights a model may have beside twice those in its files: some are computed, or taken again and again.
 NUM_UNSTORED = 10_000
+MAX_REASON = 300  # characters of what a library says
 # How many names an error lists of each kind.
 NUM_LISTED = 3
 
@@ -75,7 +76,7 @@ def load_model(
 
     Raises:
         InvalidInput: the file, the config or the class is not there or not usable, or the names and shapes of file and
-            module differ. What the class raises for its config comes through.
+            module differ. What a given class raises for the config comes through.
     """
     require(prefix, str, what="prefix", allowed="a text")
     if model_class is not None:
@@ -84,8 +85,16 @@ def load_model(
     source = WeightsSource(paths, prefix=prefix)
     known = read_config(paths[0], config)
     found = model_class or find_class(known, paths[0])
-    with bounded_parameters(len(source.files), paths[0]):
-        module = build_bare(found, known or {}, paths[0])
+    try:
+        with bounded_parameters(len(source.files), paths[0]):
+            module = build_bare(found, known or {}, paths[0])
+    except (InvalidInput, MemoryError):
+        raise
+    except Exception as error:
+        if model_class is not None:
+            raise
+        reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+        raise InvalidInput(f"{paths[0]}: {found.__name__} cannot be made from its config: {reason}") from error
     to_read = []
     for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
         with torch.inference_mode(False):

@@ -526,6 +526,23 @@ def test_no_name_in_a_config_reaches_another_module(tmp_path, name: str) -> None
         assert str(error.value).isprintable() and len(str(error.value)) < 400 + len(str(path))
 
 
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (clip, {"vocab_size": "many"}),
+        (clip, {"num_attention_heads": 0}),
+        (llama, {"rope_scaling": {"rope_type": "evil"}, "rope_parameters": {"rope_type": "evil"}}),
+        (flux, {"num_layers": "x\ny" * 999}),
+    ],
+)
+def test_what_a_library_raises_for_its_config_is_one_line(tmp_path, make, change) -> None:
+    model, config, _ = make()
+    path = save(model, tmp_path / "m.safetensors", encoded(config | change))
+    with pytest.raises(InvalidInput, match=r"m\.safetensors: \w+ cannot be made from its config: ") as error:
+        load_model(path)
+    assert str(error.value).isprintable() and len(str(error.value)) < 500 + len(str(path))
+
+
 @pytest.mark.parametrize(("make", "name"), [(t5, "num_layers"), (flux, "num_single_layers")], ids=["t5", "flux"])
 def test_a_config_for_endless_layers_is_refused(tmp_path, monkeypatch, make, name: str) -> None:
     monkeypatch.setattr("highwater.memory.building.NUM_UNSTORED", 100)
