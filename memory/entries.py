@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 EMPTY = torch.empty(0)
+# The dicts that every module has.
+OWN_DICTS = frozenset(vars(nn.Module()))
 
 
 @dataclass(slots=True)
@@ -41,6 +44,8 @@ class Entry:
     """How a quantized weight is made of its leaves."""
     is_inference: bool = False
     """Whether it was made in inference mode."""
+    lists: list[tuple[Any, Any]] = field(default_factory=list)
+    """Lists and dicts of modules that hold it too, as an LSTM has its weights, and where in them."""
 
     @property
     def held(self) -> torch.Tensor:
@@ -67,6 +72,8 @@ class Entry:
             else:
                 assert isinstance(tensor, nn.Parameter)
                 module._parameters[name] = tensor
+        for holder, key in self.lists:
+            holder[key] = tensor
 
 
 def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Entry]:
@@ -79,14 +86,32 @@ def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, En
     for name, buffer in module.named_buffers(remove_duplicate=False):
         tensors[name] = buffer, True
         by_identity.setdefault(id(buffer), []).append(name)
+    lists = find_lists(module, by_identity)
     entries = {}
     for spec in specs:
         tensor, is_buffer = tensors[spec.name]
         owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
         entries[spec.name] = Entry(
-            spec, owners, is_buffer, wrapper=Wrapper.of(tensor), is_inference=tensor.is_inference()
+            spec,
+            owners,
+            is_buffer,
+            wrapper=Wrapper.of(tensor),
+            is_inference=tensor.is_inference(),
+            lists=lists.get(id(tensor), []),
         )
     return entries
+
+
+def find_lists(module: nn.Module, known: Collection[int]) -> dict[int, list[tuple[Any, Any]]]:
+    """Return where lists and dicts in the attributes of modules hold any of these tensors, by its identity."""
+    found: dict[int, list[tuple[Any, Any]]] = {}
+    for part in module.modules():
+        for name, holder in vars(part).items():
+            if isinstance(holder, dict | list) and name not in OWN_DICTS:
+                for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
+                    if isinstance(value, torch.Tensor) and id(value) in known:
+                        found.setdefault(id(value), []).append((holder, key))
+    return found
 
 
 def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

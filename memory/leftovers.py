@@ -21,10 +21,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .compiling import untraced
+from .entries import OWN_DICTS
 
-__all__ = ["Leftovers", "address_of"]
+__all__ = ["Leftovers", "address_of", "computed_weights"]
 
-OWN_DICTS = frozenset(vars(nn.Module())) | {"_hf_hook"}
 COMPUTED_FROM = ("_orig", "_g")
 
 Place = tuple[Any, Any, torch.Tensor]

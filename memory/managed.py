@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, TracebackType
@@ -137,6 +138,8 @@ class Managed:
             InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
             UnsafeState: one of them computes.
         """
+        if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
+            return
         with self.manager.exclusive():
             self.manager.refuse_computing(self.members)
             self.unmark_execution_device()
@@ -148,6 +151,8 @@ class Managed:
 
         For finalizers: waits for nobody, as `MemoryManager.remove`.
         """
+        if sys.is_finalizing():
+            return
         self.unmark_execution_device()
         for member in self.members:
             member.restores = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -134,6 +135,8 @@ class MemoryManager:
         Waits for nobody: a garbage collection may have brought us here in the very thread that the holder of the lock
         waits for. Then the component is gone when that one lets go, and in any case before anyone else comes in.
         """
+        if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
+            return
         self.released.append(member)
         if self.lock.acquire(blocking=False):
             try:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .attachment import Attachment, attached
 from .component import Component
 from .errors import InvalidInput, quoted, require
-from .leftovers import address_of
+from .leftovers import address_of, computed_weights
 from .needs import Size
 from .plan import ComponentPlan
 from .profile import OffloadProfile
@@ -174,8 +174,9 @@ def refuse_odd(name: str, module: nn.Module) -> None:
         if parameter.numel() and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter):
             addresses.add(parameter.untyped_storage().data_ptr())
     for path, part in module.named_modules():
+        computed = {attribute for attribute, _ in computed_weights(part)}
         for attribute, tensor in vars(part).items():
-            if isinstance(tensor, torch.Tensor) and address_of(tensor) in addresses:
+            if isinstance(tensor, torch.Tensor) and attribute not in computed and address_of(tensor) in addresses:
                 raise InvalidInput(
                     f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shows the memory of one, "
                     "which will move; make it one"

@@ -104,6 +104,7 @@ class Swaps:
             own += [unit.copy.views, unit.copy.buffers, unit.copy.known[0], unit.copy.known[1][0]]
         lists = {id(tensors): tensors for tensors in own if tensors is not None}.values()  # some are the same
         num_own = sum(tensor is ours for tensors in lists for tensor in tensors)
+        num_own += sum(holder[key] is ours for holder, key in entry.lists)
         num_own += sum(loan.ours is ours for loan in self.loans)
         num_own += sum(entry.slots_of(module).get(name) is ours for module, name in entry.owners)
         alone = object()  # as many references as there are to a variable here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -363,3 +365,35 @@ def test_what_another_thread_computes_with_is_not_released(toys, machine) -> Non
         handle.remove()
         managed.release()
         assert not manager.members
+
+
+EXITING = """
+import torch
+from highwater.headless import simdevice
+
+simdevice.install("sim", num_devices=1)
+from highwater.memory import manage
+
+
+class Owner:
+    def __init__(self):
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
+        self.managed = manage(self.net, {profile!r}, placement="gpu:0")
+        self.net(torch.ones(1, 64))
+        self.me = self
+
+    def __del__(self):
+        self.managed.{method}()
+        print("gone")
+
+
+owner = Owner()
+"""
+
+
+@pytest.mark.parametrize("method", ["release", "discard"])
+@pytest.mark.parametrize("profile", ["auto", "0.06MiB"])
+def test_an_owner_that_releases_as_the_interpreter_ends_leaves_it_at_peace(sim, method: str, profile: str) -> None:
+    program = EXITING.format(method=method, profile=profile)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr

@@ -73,6 +73,55 @@ class Caching(Layer):
         return x + torch.sin(self.linear(x) + table)
 
 
+class Listing(Layer):
+    """Computes with a weight that it also has in a list and in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.linear.weight, "no weight"]
+        self.named = {"bias": self.linear.bias}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(nn.functional.linear(x, self.weights[0], self.named["bias"])) * self.gate(x)
+
+
+class Holding(Layer):
+    """Has a parameter, or a buffer, of an unusual form."""
+
+    def __init__(self, tensor: torch.Tensor, *, is_buffer: bool = False) -> None:
+        super().__init__()
+        if is_buffer:
+            self.register_buffer("odd", tensor)
+        else:
+            self.odd = nn.Parameter(tensor, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y * self.odd.abs() if self.odd.dim() == 1 and self.odd.numel() else y + self.odd.float().sum()
+
+
+class Gathered(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.several = nn.ParameterList(torch.randn(DIM) for _ in range(2))
+        self.named = nn.ParameterDict({"a": torch.randn(DIM)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.several[0] + self.several[1] * self.named["a"]
+
+
+def holding(make: Callable[[], torch.Tensor], *, is_buffer: bool = False) -> Callable[[], nn.Module]:
+    return lambda: Stack(lambda: Holding(make(), is_buffer=is_buffer))
+
+
+def views_of_one() -> nn.Module:
+    net = Stack()
+    flat = torch.randn(6 * DIM)
+    for layer, part in zip(net.layers, flat.split(DIM), strict=True):
+        layer.linear.bias = nn.Parameter(part)
+    return net
+
+
 def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: Stack(lambda: Layer(norm(nn.Linear(DIM, DIM))))
 
@@ -109,6 +158,18 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": normed(parametrizations.spectral_norm),
     "orthogonal": normed(parametrizations.orthogonal),
     **{f"tied: {what}": tied(what) for what in ("weight", "layer", "block", "all", "with the rest", "with the root")},
+    "weights in lists": lambda: Stack(Listing),
+    "parameter lists and dicts": lambda: Stack(Gathered),
+    "views of one tensor": views_of_one,
+    "expanded": holding(lambda: torch.randn(1).expand(DIM)),
+    "no elements": holding(lambda: torch.zeros(0, DIM)),
+    "a scalar": holding(lambda: torch.tensor(2.0)),
+    "transposed": holding(lambda: torch.randn(DIM, 8).t()),
+    "with gaps": holding(lambda: torch.randn(8, 2 * DIM)[:, ::2]),
+    "complex": holding(lambda: torch.randn(DIM, dtype=torch.complex64)),
+    "conjugated": holding(lambda: torch.randn(DIM, dtype=torch.complex64).conj(), is_buffer=True),
+    "integers": holding(lambda: torch.arange(DIM)),
+    "booleans": holding(lambda: torch.ones(8, 8, dtype=torch.bool), is_buffer=True),
     **{
         f"cache: {how}": lambda how=how: Stack(lambda: Caching(how))
         for how in ("attribute", "in a dict", "empty buffer", "late buffer")
