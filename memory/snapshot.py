@@ -10,6 +10,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -89,12 +90,15 @@ class Snapshot:
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buffers: list[tuple[nn.Module, dict[str, list[torch.Tensor] | None]]] = []
         self.owners = [(entry, list(entry.owners), entry.held) for entry in entries if entry.is_buffer]
+        self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        """The tables of forward hooks of each module: some libraries hook their modules in the first forward."""
         waiting: list[Any] = []
         for module in modules:
             for part in module.modules():
                 if id(part) not in self.seen:
                     self.seen[id(part)] = part
                     self.buffers.append((part, {name: copy_of(held) for name, held in part._buffers.items()}))
+                    self.hooks += [(table, dict(table)) for table in hook_tables(part)]
                     waiting += self.take_attributes(vars(part), self.left_out)
         for thing in objects:
             waiting.append(thing)
@@ -117,7 +121,8 @@ class Snapshot:
             if len(value) > MAX_ITEMS:
                 return []
             return list(value.values() if isinstance(value, dict) else value)
-        if isinstance(value, nn.Module) or not hasattr(value, "__dict__") or is_foreign(value):
+        # What is a type by another name, such as list[int], shows the read-only attributes of the type.
+        if isinstance(value, nn.Module) or not isinstance(getattr(value, "__dict__", None), dict) or is_foreign(value):
             return []
         return self.take_attributes(vars(value), frozenset())
 
@@ -133,6 +138,8 @@ class Snapshot:
             for name in [name for name in attributes if name not in saved and name not in self.left_out]:
                 del attributes[name]
             attributes.update(saved)
+        for table, hooks in self.hooks:
+            put_back_hooks(table, hooks)
         for container, items in self.containers:
             if not is_same(container, items):
                 container.clear()
@@ -151,6 +158,27 @@ class Snapshot:
                 del module._buffers[name]
             for name, leaves in saved_buffers.items():
                 put_back_buffer(module, name, leaves)
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return where a module has its forward hooks. What torch notes of each beside these does nothing without it."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def put_back_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:
+    """Remove the hooks that others have added, and add those that they have removed; ours come and go as we say."""
+    for number, hook in list(table.items()):
+        if number not in before and not is_our_hook(hook):
+            del table[number]
+    for number, hook in before.items():
+        if number not in table and not is_our_hook(hook):
+            table[number] = hook
+
+
+def is_our_hook(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(PACK)
 
 
 def put_back_buffer(module: nn.Module, name: str, saved: list[torch.Tensor] | None) -> None:

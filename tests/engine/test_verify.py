@@ -183,6 +183,50 @@ def test_all_that_a_call_changes_is_put_back(profile: str, machine) -> None:
         del x, buffer, given, found
 
 
+class Capturing(nn.Module):
+    """Hooks its layers in its first forward, as transformers does for hidden states, and refers to a type."""
+
+    kind = list[int]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.is_hooked = False
+        self.types = [list[int], dict[str, int], SimpleNamespace]
+        self.captured: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if not self.is_hooked:
+            self.is_hooked = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.captured.append(output))
+        self.captured = []
+        for layer in self.layers:
+            x = layer(x)
+        return x, list(self.captured)
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+@pytest.mark.parametrize("profile", ["auto", "gpu:0=0.003MiB"])
+def test_hooks_that_a_forward_installs_are_put_back(ran_before: bool, profile: str, machine) -> None:
+    x = torch.randn(2, 16)
+    with machine(8) as manager:
+        net = Capturing()
+        managed = manage(net, profile, manager=manager)
+        if ran_before:
+            net(x)
+        num_hooks = [len(layer._forward_hooks) for layer in net.layers]
+        for _ in range(3):
+            found = managed.verify(x)
+            assert found.is_equal, found.text()
+            assert net.is_hooked == ran_before
+            assert [len(layer._forward_hooks) for layer in net.layers] == num_hooks
+        assert len(net(x)[1]) == 4
+        net.captured = []
+        managed.release()
+        del found
+
+
 class Interrupt(BaseException):
     pass
 
