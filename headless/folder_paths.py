@@ -87,17 +87,15 @@ def get_save_image_path(
         marks[long_name] = f"{getattr(now, 'tm_' + name):02}"
     for mark, text in marks.items():
         filename_prefix = filename_prefix.replace(f"%{mark}%", str(text))
-    refusal = InvalidInput(
-        f"filename_prefix {shown(filename_prefix)} is not a file name below {output_dir}; "
-        "allowed: a name such as Highwater, or folder/name"
-    )
     prefix = posixpath.normpath(filename_prefix)
     subfolder, _, filename = prefix.rpartition("/")
-    if path_problem(f"{prefix}_") is not None or filename in ("", ".", ".."):  # a number follows
-        raise refusal
-    folder = Path(output_dir, subfolder).resolve()
-    if not folder.is_relative_to(Path(output_dir).resolve()):  # by a link
-        raise refusal
+    is_name = path_problem(f"{prefix}_") is None and filename not in ("", ".", "..")  # a number follows
+    folder = Path(output_dir, subfolder).resolve() if is_name else None
+    if folder is None or not folder.is_relative_to(Path(output_dir).resolve()):  # by a link
+        raise InvalidInput(
+            f"filename_prefix {shown(filename_prefix)} is not a file name below {output_dir}; "
+            "allowed: a name such as Highwater, or folder/name"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     numbered = re.compile(re.escape(filename) + r"_(\d+)_?\.\w+")
     numbers = [int(match[1]) for path in folder.iterdir() if (match := numbered.fullmatch(path.name))]
