@@ -116,3 +116,40 @@ def test_blocks_that_cannot_be_compiled_or_have_their_own_forward_are_counted(ma
             assert entry["num_compiles"] == 3
             assert sorted(entry["uncompiled_blocks"].values()) == [1, 2]
         assert net[1].forward is own
+
+
+def compiled_whole(net: torch.nn.Module) -> torch.nn.Module:
+    return torch.compile(net, backend="eager")
+
+
+def compiled_in_place(net: torch.nn.Module) -> torch.nn.Module:
+    net.compile(backend="eager")
+    return net
+
+
+def compiled_blocks(net: torch.nn.Module) -> torch.nn.Module:
+    net.singles = torch.nn.ModuleList(torch.compile(block, backend="eager") for block in net.singles)
+    return net
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("compiled", [compiled_whole, compiled_in_place, compiled_blocks])
+def test_what_is_compiled_by_others_is_right_and_traces_nothing_of_ours(
+    toys, machine, caplog, compiled, when: str
+) -> None:
+    torch._dynamo.reset()
+    net, plain = toys.build_net(), toys.build_net().to("sim:0")
+    x = torch.randn(2, 5, 64)
+    want = plain(x.to("sim:0")).cpu()
+    del plain
+    if when == "after" and compiled is compiled_blocks:
+        return  # other modules than those that are managed
+    called = compiled(net) if when == "before" else net
+    with machine(8) as manager, manage(called, "0.45MiB", placement="gpu:0", manager=manager) as managed:
+        called = compiled(net) if when == "after" else called
+        for _ in range(3):
+            assert torch.equal(called(x).cpu(), want)
+            managed.members[0].attachment.unload()
+    assert "memory/hooks.py" not in caplog.text
+    torch._dynamo.reset()
