@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,3 +222,63 @@ def test_any_header_is_read_or_refused(tmp_path: Path, header: object, data: byt
         read_header(path)
     except InvalidInput as error:
         assert str(error).isprintable()
+
+
+WRONG = [None, True, -1, 1.5, "x" * 500, [], {}, [[1]], 2**63, 10**400, float("nan"), "U8", "\ud800", {"dtype": "U8"}]
+
+
+def mutated(chance: random.Random) -> bytes:
+    """Return a file whose header was right before some of its values, names, bytes or lengths were changed."""
+    header: dict[str, Any] = {
+        "__metadata__": {"format": "pt"},
+        "a": entry(0, 8, dtype="F32", shape=[2]),
+        "b.weight": entry(8, 24, dtype="I8", shape=[4, 4]),
+        "c": entry(24, 24, shape=[0]),
+    }
+    for _ in range(chance.randrange(1, 4)):
+        name = chance.choice(list(header))
+        match chance.randrange(5):
+            case 0:
+                header[name] = chance.choice(WRONG)
+            case 1 if isinstance(header[name], dict) and header[name]:
+                header[name] = {**header[name], chance.choice(list(header[name])): chance.choice(WRONG)}
+            case 2:
+                header[chance.choice(["", "a", "x" * 300, "\n", "__metadata__"])] = header.pop(name)
+            case 3 if isinstance(header[name], dict):
+                header[name] = {
+                    **header[name],
+                    "data_offsets": [chance.randrange(-9, 99), chance.choice([0, 8, 2**63])],
+                }
+            case _:
+                header.pop(name)
+        if not header:
+            break
+    raw = bytearray(json.dumps(header).encode())
+    for _ in range(chance.choice([0, 0, 1, 3])):
+        raw[chance.randrange(len(raw))] = chance.randrange(256)
+    claim = len(raw) + chance.choice([0, 0, 0, 1, -1, 2**40, 2**63 - len(raw)])
+    return struct.pack("<Q", max(0, claim)) + bytes(raw) + bytes(chance.choice([24, 24, 0, 23, 1000]))
+
+
+def refuse_or_read(path: Path, raw: bytes) -> None:
+    path.write_bytes(raw)
+    os.utime(path, (0, 0))  # long ago: no write is waited for
+    try:
+        read_header(path)
+    except InvalidInput as error:
+        line = str(error)
+        assert line.isprintable() and len(line) <= 700, line
+
+
+def test_mutated_headers_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    for _ in range(500):
+        refuse_or_read(tmp_path / "model.safetensors", mutated(chance))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_fifty_thousand_mutated_headers(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(5000):
+        refuse_or_read(tmp_path / "model.safetensors", mutated(chance))
