@@ -101,9 +101,10 @@ def learn_shortage(member: Member, room: Room, size: Size, needed: Mapping[str, 
         need = room.needs.get(key, size)
         need.fail(free_bytes, is_least=is_least(member, share) and free_bytes >= most_free(member, room, share))
         room.needs.change(key, size)
-        line = (
-            f"{what}, beside its weights {format_bytes(free_bytes)} had been free; {promise(member, room, name, size)}"
-        )
+        for sibling in room.siblings(member):
+            sibling.is_wary = True
+        had = f"{format_bytes(free_bytes)} had been free"
+        line = f"{what}, beside its weights {had}; {promise(member, room, name, size)}"
     room.recorder.note("error", member.id, shortage.asked_bytes or 0, name, line)
     add_line(shortage.error, f"Highwater: {line}")
 

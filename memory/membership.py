@@ -99,6 +99,8 @@ class Member:
         """What others than torch's allocator had of each device when it was planned."""
         self.settled: set[Size] = set()
         """The sizes of input for which what is loaded now leaves enough free, as far as is known."""
+        self.is_wary = False
+        """Another part of the same call ran out of memory, and this one has not run through since."""
         self.short_on: set[str] = set()
         """The devices that had not enough memory for what was planned to be loaded."""
         self.spoiled: set[Size] = set()

@@ -127,7 +127,10 @@ class Room:
         seen = max(member.activation_bytes[device], member.activation_before[device])
         if seen and (kept is None or seen > kept.num_bytes):
             is_known = size is None or (kept is not None and kept.is_known)
-            return KeptFree(num_bytes=seen, why="an earlier pass needed it", is_known=is_known)
+            kept = KeptFree(num_bytes=seen, why="an earlier pass needed it", is_known=is_known)
+        if member.is_wary and size is not None and (kept is None or not kept.is_known):
+            why = "another part ran out of memory, and what this one needs is not known yet"
+            return KeptFree(num_bytes=EVERYTHING, why=why, is_known=False)
         return kept
 
     def unlearned(self, device: str, *, is_hosted: bool) -> int:
@@ -242,6 +245,7 @@ class Room:
         if member.activation_bytes:
             member.activation_before, member.activation_bytes = member.activation_bytes, Counter()
             member.short_on.clear()
+            member.is_wary = False
             shares = member.attachment.plan.shares
             self.needs.decay(self.key_of(member.attachment.component, share.device, member) for share in shares)
 

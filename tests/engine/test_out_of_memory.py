@@ -245,6 +245,29 @@ def test_idle_components_leave_for_what_a_failure_told(machine) -> None:
             assert {event["component"] for event in evictions} == {"text_encoder"}
 
 
+@torch.no_grad()
+def test_a_failure_of_one_part_is_a_warning_to_the_others_of_its_call(machine) -> None:
+    """A pipeline whose transformer fails, and whose VAE would have: the second run is through."""
+    x, latents = torch.randn(1, 1024, DIM), torch.randn(1, 512, DIM)
+    with machine(6) as manager:
+        transformer, vae = build([256] * 8, 3, 16), build([256] * 8, 3, 36, seed=1)
+        with manage({"transformer": transformer, "vae": vae}, manager=manager):
+
+            def pipeline() -> torch.Tensor:
+                manager.begin_run("run", "run")
+                try:
+                    transformer(x)
+                    vae(latents[:, :1])  # as a convolution before the decoder
+                    return vae(latents)
+                finally:
+                    manager.end_run()
+
+            tries, _, _ = tries_until_it_fits(manager, pipeline)
+            assert tries == TRIES
+            for _ in range(3):
+                pipeline()
+
+
 # -- what does not fit, and what is not ours
 
 
