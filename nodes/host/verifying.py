@@ -27,6 +27,7 @@ from ...memory.reference import read_master
 from ...memory.snapshot import RandomState, Snapshot, go_through
 from ...memory.verification import NUM_LISTED, Difference, Side, Verification, compare_sides, kept_bytes, run_side
 from . import loading
+from .guides import KEY as GUIDES_KEY
 from .hosted import Weight
 from .patcher import HighwaterPatcher
 
@@ -197,6 +198,8 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
         vars(model).pop("highwater", None)
         how = f"core's own load of a copy of its weights on {patcher.load_device}, as its loader names no file"
     carried = patcher.clone()
+    for kind in list(carried.wrappers):  # what we hang on our models is not core's, and looks for them
+        carried.remove_wrappers_with_key(kind, GUIDES_KEY)
     twin = ModelPatcher(model, patcher.load_device, patcher.offload_device, 0, patcher.weight_inplace_update)
     for attribute in loading.PATCHER_STATE:
         if hasattr(carried, attribute):
