@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .manager import MemoryManager
     from .membership import Watermark
     from .profile import OffloadProfile
+    from .verification import Verification
 
 __all__ = [
     "BudgetItem",
@@ -27,6 +28,7 @@ __all__ = [
     "Managed",
     "MemoryManager",
     "OffloadProfile",
+    "Verification",
     "Watermark",
     "default_manager",
     "discover_components",
@@ -40,6 +42,7 @@ LAZY = {
     "BudgetItem": "budget",
     "MemoryManager": "manager",
     "OffloadProfile": "profile",
+    "Verification": "verification",
     "Watermark": "membership",
     "discover_components": "discovery",
     "load_model": "building",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -58,6 +59,63 @@ def test_a_model_is_as_core_loads_it(gpu_host: HostProcess, mode: str, strength:
     assert "core's own load of the same file" in found.report[1]
     assert int(found.report[0].partition("(")[2].split()[0]) > 10  # blocks and what is around them
     assert any("eight-bit weights, widened" in line for line in found.report) == ("eight" in mode)
+
+
+def merged(graph: Graph, model: Link) -> Link:
+    other = ON_GPUS["streamed"].diffusion_model(graph, "other_flux.safetensors")
+    return graph.add("ModelMergeSimple", model1=model, model2=other, ratio=0.3)
+
+
+def shifted(graph: Graph, model: Link) -> Link:
+    return graph.add("ModelSamplingFlux", model=model, max_shift=1.5, base_shift=0.5, width=128, height=128)
+
+
+def skipping(graph: Graph, model: Link) -> Link:
+    settings = {"double_layers": "1", "single_layers": "2,3", "start_percent": 0.0, "end_percent": 1.0}
+    return graph.add("SkipLayerGuidanceDiTSimple", model=model, **settings)
+
+
+def elsewhere(graph: Graph, model: Link) -> Link:
+    return graph.add("SelectModelDevice", model=model, device="gpu:1")
+
+
+@pytest.mark.parametrize("change", [merged, shifted, skipping, elsewhere], ids=lambda change: change.__name__)
+def test_a_model_that_other_nodes_changed(gpu_host: HostProcess, change: Callable[[Graph, Link], Link]) -> None:
+    graph = Graph()
+    model = change(graph, ON_GPUS["streamed"].diffusion_model(graph))
+    found = run(gpu_host, graph, **model_inputs(graph, model))
+    assert found.result.outcome == "success", found.result.error
+    assert "equal, bit for bit" in found.report[0], found.report
+
+
+def test_a_file_in_eight_bits(gpu_host: HostProcess) -> None:
+    """Core keeps these as tensors of a class of its own."""
+    graph = Graph()
+    model = ON_GPUS["streamed"].diffusion_model(graph, "tiny_flux_fp8.safetensors")
+    found = run(gpu_host, graph, **model_inputs(graph, model))
+    assert "equal, bit for bit" in found.report[0], (found.report, found.result.error)
+
+
+def test_a_model_that_a_controlnet_guides(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    loaders = Loaders(profile="diffusion=30MiB,control=20MiB")
+    model, clip, _ = loaders.checkpoint(graph)
+    positive, negative = (graph.add("CLIPTextEncode", text=text, clip=clip) for text in ("high water", ""))
+    guided, _ = graph.add(
+        "ControlNetApplyAdvanced",
+        positive=positive,
+        negative=negative,
+        control_net=loaders.controlnet(graph),
+        image=graph.add("EmptyImage", width=32, height=32, batch_size=1, color=0x336699),
+        strength=1.0,
+        start_percent=0.0,
+        end_percent=1.0,
+    )
+    latent = graph.add("EmptyLatentImage", width=32, height=32, batch_size=1)
+    found = run(gpu_host, graph, model=model, positive=[guided, 0], negative=[guided, 1], latent_image=latent)
+    assert found.result.outcome == "success", found.result.error
+    assert "equal, bit for bit" in found.report[0], found.report
 
 
 def test_a_model_on_the_cpu(cpu_host: HostProcess) -> None:
