@@ -144,7 +144,12 @@ def component_from_module(
                 shape=tuple(parameter.shape),
                 leaves=leaves,
                 other_names=tuple(aliases[1:]),
-                castable=(len(aliases) == 1 and not leaves and is_castable(owner, aliases[0].rpartition(".")[2])),
+                castable=(
+                    len(aliases) == 1
+                    and not leaves
+                    and is_castable(owner, aliases[0].rpartition(".")[2])
+                    and not is_adapters(modules, aliases[0])
+                ),
                 kept_by=declared.why_wide(aliases[0]),
             )
         )
@@ -207,6 +212,18 @@ def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def is_castable(owner: nn.Module, parameter_name: str) -> bool:
     return parameter_name == "weight" and isinstance(owner, CASTABLE_CLASSES)
+
+
+def is_adapters(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a weight is one of a layer that adapts another, such as a LoRA's, which holds that as ``base_layer``.
+
+    peft's convention. Such weights are small, and what they add would be lost in eight bits.
+    """
+    parts = name.split(".")
+    return any(
+        parts[depth] != "base_layer" and "base_layer" in getattr(modules.get(".".join(parts[:depth])), "_modules", ())
+        for depth in range(len(parts))
+    )
 
 
 def is_callable(module: nn.Module | None) -> bool:

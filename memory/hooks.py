@@ -82,7 +82,7 @@ class Hooks:
                 module.register_forward_hook(self.after, always_call=True),
             ]
         before, self.target = self.target, target
-        if before is not None:
+        if before is not None and before is not target:
             before.dismiss()
         self.remove_from(self.handles.keys() - wanted)
 

@@ -206,8 +206,10 @@ class MemoryManager:
             size: that of its input, where it is known.
         """
         if member.attachment.moves is not None:
-            member.attachment.moves.put_back()
             member.attachment.refuse_rivals()
+        if member.attachment.take_changes():
+            self.room.epoch += 1
+        if member.attachment.moves is not None:
             member.attachment.moves.tell_undone()
         is_settled = size is None or size in member.settled or self.room.leaves_enough(member, size)
         if member.is_hosted:

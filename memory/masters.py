@@ -65,6 +65,13 @@ class FileMaster:
         at = [("", 0) if name is None else source.position_of(name) for name in names]
         self.places_in_file = sorted(range(len(names)), key=at.__getitem__)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call weights by other names, by which the source then finds them, too."""
+        for old, new in names.items():
+            if old in self.names:
+                self.source.alias(new, old)
+        self.names = [name if name is None else names.get(name, name) for name in self.names]
+
     @property
     def kept_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in self.kept.values())

@@ -36,9 +36,17 @@ class MoveGuard:
     Args:
         units: with the device on which each computes.
         wait: waits for the copies that are under way.
+        after: that of the units before some of them were replaced.
     """
 
-    def __init__(self, owner: str, units: Sequence[tuple[Unit, torch.device]], *, wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        owner: str,
+        units: Sequence[tuple[Unit, torch.device]],
+        *,
+        wait: Callable[[], None],
+        after: MoveGuard | None = None,
+    ) -> None:
         self.owner = owner
         self.wait = wait
         self.units = [unit for unit, _ in units]
@@ -48,6 +56,13 @@ class MoveGuard:
         """What was done to the weights and taken back, until it is told."""
         self.gone: str | None = None
         """A weight that its module has no place for any more."""
+        if after is not None:
+            self.undone, self.gone = after.undone, after.gone
+            self.swaps.loans = [loan for loan in after.swaps.loans if loan.unit in self.swaps.devices]
+
+    def is_moved(self) -> bool:
+        """Whether the module has other weights than the units, while those rest, gave it."""
+        return not all(unit.is_as_placed() for unit in self.units) or any(w.is_moved() for w in self.witnesses)
 
     def put_back(self) -> None:
         """Undo what was done to the weights, and keep what was given instead. Looks at every weight's address.
@@ -55,6 +70,12 @@ class MoveGuard:
         The caller holds the manager's lock.
         """
         self.swaps.take_back()
+        for unit in self.units:
+            if unit.opened:
+                self.wait()
+                dtype = unit.settle()
+                if dtype is not None:
+                    self.undone = f"its weights were changed to {dtype}"
         changed = [unit for unit in self.units if not unit.is_as_placed()]
         if changed:
             self.swaps.lend(changed)
@@ -131,7 +152,7 @@ class Witness:
         else:
             assert isinstance(unit.master, FileMaster)
             address = unit.master.address_of(self.leaf)
-        leaf = held if entry.wrapper is None else leaves_of(held)[0]
+        leaf = leaves_of(held)[0]
         is_moved = leaf.data_ptr() != address or leaf.dtype is not unit.layout.forms[self.leaf].dtype
         return is_moved or self.is_replaced()
 
@@ -148,10 +169,11 @@ class Witness:
         return list(map(ADDRESS, own)) != addresses
 
     def addresses(self) -> list[int]:
-        """Return where the plain parameters lie while the unit rests."""
+        """Return where the plain parameters lie while the unit rests; 0 for eight bits that are shown wide."""
         unit, slab = self.unit, self.unit.resting_slab
         if slab is not None:
-            return [slab.data_ptr() + unit.layout.offsets[leaf] for _, leaf in self.plain]
+            begin, offsets = slab.data_ptr(), unit.layout.offsets
+            return [0 if unit.shows(unit.entries[number]) else begin + offsets[leaf] for number, leaf in self.plain]
         assert isinstance(unit.master, FileMaster)
         return [unit.master.address_of(leaf) for _, leaf in self.plain]
 
@@ -175,7 +197,7 @@ class Witness:
         self.adopt()
         unit.renew(renewed_masters(unit))
         if unit.copy is not None:
-            views = zip(unit.entries, unit.copy.views, unit.held_views(unit.copy.slab), strict=True)
+            views = zip(unit.entries, unit.copy.views, unit.resting_views(unit.copy.slab), strict=True)
             unit.copy.views = [old if entry.is_plain_buffer else new for entry, old, new in views]
         unit.forget_views()
         unit.rest()
@@ -185,12 +207,14 @@ class Witness:
     def changed_dtype(self) -> torch.dtype | None:
         """Return what the dtype of a weight was changed to."""
         unit = self.unit
-        leaf = leaves_of(self.entry.held)[0] if self.entry is not None and self.entry.owners else None
-        if leaf is not None and leaf.dtype is not unit.layout.forms[self.leaf].dtype:
-            return leaf.dtype
+        if not self.plain:
+            leaf = leaves_of(self.entry.held)[0] if self.entry is not None and self.entry.owners else None
+            return None if leaf is None or leaf.dtype is unit.layout.forms[self.leaf].dtype else leaf.dtype
         for number, place in self.plain:
-            if unit.entries[number].owners and unit.placed[number].dtype is not unit.layout.forms[place].dtype:
-                return unit.placed[number].dtype
+            entry, placed = unit.entries[number], unit.placed[number]
+            own = unit.wide_dtypes[entry.spec.name] if unit.shows(entry) else unit.layout.forms[place].dtype
+            if entry.owners and placed.dtype is not own:
+                return placed.dtype
         return None
 
     def adopt(self) -> None:
@@ -215,24 +239,32 @@ def why_not_adopted(unit: Unit, index: int, given: torch.Tensor | None) -> str |
     name = entry.spec.name
     if given is None:
         return f"{name!r} was removed"
-    ours = unit.leaf_views(slab)[index] if slab is not None else leaves_of(unit.placed[index])
+    if isinstance(given, EightBitWeight):
+        given = given.plain()
+    is_wide = given.dtype is unit.wide_dtypes[name] and given.shape == unit.placed[index].shape and not given.is_meta
+    if slab is not None and unit.shows(entry) and is_wide and Wrapper.of(given) is None:
+        ours = unit.show(entry, unit.leaf_views(slab)[index][0])
+        ours.data = given
+        ours.bits.settle()
+        return None
+    leaves = unit.leaf_views(slab)[index] if slab is not None else leaves_of(unit.placed[index])
     theirs = leaves_of(given)
-    is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in ours]
+    is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in leaves]
     if not is_alike or (Wrapper.of(given) is None) != (entry.wrapper is None):
         if given.shape == unit.placed[index].shape and given.dtype not in (FP8, unit.wide_dtypes[name]):
             return f"its weights were changed to {given.dtype}"
         return f"{name!r}{resting_form(unit, index)} was replaced by a {given.dtype} {list(given.shape)}"
-    if all(leaf.is_meta for leaf in (*ours, *theirs)):
+    if all(leaf.is_meta for leaf in (*leaves, *theirs)):
         return None
-    if any(leaf.is_meta for leaf in (*ours, *theirs)):
+    if any(leaf.is_meta for leaf in (*leaves, *theirs)):
         return f"{name!r}{resting_form(unit, index)} was replaced"
     with torch.no_grad():
-        moved = [leaf.detach().to(own.device) for leaf, own in zip(theirs, ours, strict=True)]
-        if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, ours, strict=True)):
+        moved = [leaf.detach().to(own.device) for leaf, own in zip(theirs, leaves, strict=True)]
+        if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, leaves, strict=True)):
             return None
         if entry.scale is not None:
             return f"{name!r}{resting_form(unit, index)} was replaced"
-        for leaf, own in zip(moved, ours, strict=True):
+        for leaf, own in zip(moved, leaves, strict=True):
             own.copy_(leaf)
     return None
 
@@ -260,6 +292,8 @@ def renewed_masters(unit: Unit) -> list[torch.Tensor]:
         own = list(itertools.islice(leaves, count))
         if entry.is_plain_buffer:
             masters.append(master)
+        elif unit.shows(entry):
+            masters.append(unit.show(entry, own[0]))
         elif entry.wrapper is None and torch._has_compatible_shallow_copy_type(master, own[0]):
             master.data = own[0]
             masters.append(watch(master))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from .bundle import Bundle
 from .component import Component
+from .entries import Entry
 from .errors import InvalidInput
 from .footprint import bounce_buffer_bytes
+from .joining import bring_home
 from .ledger import Kind, Ledger
 from .masters import FileMaster
 from .pinning import PAGE_BYTES
@@ -63,6 +66,8 @@ class Packing:
         """What the masters take of host memory, by tier."""
         self.charged = Counter[str]()
         """What of that is in the ledger."""
+        self.added_bytes: dict[Unit, Counter[str]] = {}
+        """The part of that of layers which were added, by their unit."""
         self.was_refused = False
         """Whether the driver would not page-lock all the masters that the plan wanted to be."""
         self.told_refusal = False
@@ -156,6 +161,55 @@ class Packing:
         self.host_bytes["pinned"] += slabs.locked_bytes
         self.was_refused = self.was_refused or slabs.was_refused
 
+    def add(self, share: Share, bundle: Bundle, entries: Sequence[Entry]) -> None:
+        """Pack the weights of layers that were added to a block, in the place of what was added before.
+
+        They rest where the block does, except that what rests in its file has no place for them: they are in RAM.
+        """
+        self.remove_added(share, bundle)
+        if not entries:
+            return
+        bring_home(entries)
+        unit = Unit(bundle.name, entries, cast=frozenset())
+        taken: Counter[str] = Counter()
+        if share.copies is None:  # they compute in place, in the memory they came in
+            taken["host"] = unit.slab_bytes
+        else:
+            locks = bool(self.plan.pinned) and not bundle.own.blocks_host
+            limit = unit.slab_bytes + PAGE_BYTES if locks else 0
+            slabs = allocate_slabs([unit.slab_bytes], pinned_bytes=limit, streams=[share.copies])
+            for slab in slabs:
+                unit.pack(slab)
+                taken["host"] += 0 if slab.is_pinned() else unit.slab_bytes
+            taken["pinned"] += slabs.locked_bytes
+            self.packed_versions[id(unit)] = unit.version
+        unit.charge_host = self.charge_host
+        bundle.added, self.added_bytes[unit] = unit, taken
+        for tier, num_bytes in taken.items():
+            self.host_bytes[tier] += num_bytes
+            self.charge(tier, num_bytes)
+
+    def remove_added(self, share: Share, bundle: Bundle) -> None:
+        """Give plain memory to the weights of layers that were added to a block; they are no part of it any more."""
+        unit = bundle.added
+        if unit is None:
+            return
+        if unit.copy is not None:
+            share.drop_unit(unit)
+        unit.unpack()
+        bundle.added = None
+        bundle.forget_views()
+        for tier, num_bytes in self.added_bytes.pop(unit, Counter()).items():
+            self.host_bytes[tier] -= num_bytes
+            self.charge(tier, -num_bytes)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call weights what their module calls them by now, by the names that they had."""
+        for unit in self.units:
+            unit.rename(names)
+        self.came_bare = frozenset(names.get(name, name) for name in self.came_bare)
+        self.written = frozenset(names.get(name, name) for name in self.written)
+
     def leave_in_file(self, share: Share) -> None:
         """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
@@ -173,7 +227,7 @@ class Packing:
 
     def charge(self, tier: str, num_bytes: int) -> None:
         self.charged[tier] += num_bytes
-        self.ledger.charge(tier, self.owner, Kind.WEIGHTS, num_bytes)
+        self.ledger.change(tier, self.owner, Kind.WEIGHTS, num_bytes)
 
     def end(self, ending: Ending) -> None:
         """Give the module what the ending says, and strike the masters from the books. The units left every device.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from .device_copy import DeviceCopy, Known
+from .eight_bits import EightBits, EightBitWeight, stored_leaf
 from .entries import Entry, add_up, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput
 from .leaves import leaves_of
@@ -38,12 +40,19 @@ class Unit:
 
     Args:
         cast: names of the weights that rest in eight bits.
+        shows_wide: whether the module holds those as wide tensors at rest (`EightBitWeight`); a host that reads and
+            writes single weights by itself gets the eight bits.
     """
 
-    def __init__(self, name: str, entries: Sequence[Entry], *, cast: frozenset[str]) -> None:
+    def __init__(self, name: str, entries: Sequence[Entry], *, cast: frozenset[str], shows_wide: bool = False) -> None:
         self.name = name
         self.entries = list(entries)
         self.cast_names = cast & {entry.spec.name for entry in entries}
+        self.shows_wide = shows_wide
+        self.opened: list[EightBits] = []
+        """Weights in eight bits of which others got views, or that were to be converted."""
+        self.originals: dict[str, torch.Tensor] = {}
+        """The module's own objects for weights that are shown wide."""
         self.wide_dtypes = {entry.spec.name: entry.held.dtype for entry in entries}
         self.num_leaves = [len(self.stored_forms(entry)) for entry in self.entries]
         self.layout = self.lay_out()
@@ -150,13 +159,37 @@ class Unit:
                 to_read.append((entry.spec.name, views[0]))
             else:
                 copy_leaves(views, weight if entry.scale is None else quantize_fp8(weight.detach(), entry.scale))
-            self.masters.append(watch(repoint(entry, views)))
+            master = repoint(entry, views)
+            if self.shows(entry):
+                self.originals[entry.spec.name] = master
+                master = self.show(entry, views[0])
+                entry.hold(master)
+            self.masters.append(watch(master))
         if progress is not None and copied_bytes:
             progress(copied_bytes)
         if to_read:
             assert source is not None
             source.read_into(to_read, progress=add_up(progress))
         self.placed = list(self.masters)
+
+    def shows(self, entry: Entry) -> bool:
+        """Whether the module holds a wide tensor at rest for a weight in eight bits."""
+        return self.shows_wide and entry.scale is not None
+
+    def show(self, entry: Entry, leaf: torch.Tensor) -> EightBitWeight:
+        """Return what the module holds at rest for eight-bit values."""
+        weight = EightBitWeight(EightBits(leaf, entry, self.wide_dtypes[entry.spec.name], self.opened))
+        weight._is_param = True
+        return weight
+
+    def settle(self) -> torch.dtype | None:
+        """Take over what was written to eight-bit weights through views; returns what one was to be converted to."""
+        dtype = None
+        while self.opened:
+            bits = self.opened.pop()
+            dtype, bits.asked_dtype = bits.asked_dtype or dtype, None
+            bits.settle()
+        return dtype
 
     def remember_bare(self) -> None:
         self.bare = {entry.spec.name: entry.held for entry in self.entries if entry.held.is_meta}
@@ -230,6 +263,7 @@ class Unit:
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
+        self.settle()
         index = self.index_of(name)
         entry, leaves = self.entries[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
@@ -238,6 +272,21 @@ class Unit:
             copy = torch.empty_like(leaves[0], dtype=self.wide_dtypes[name], device=device)
             upcast_into(copy, leaves[0].to(device), entry.scale)
             return copy
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call weights what their module calls them by now, by the names that they had."""
+        for entry in self.entries:
+            entry.spec = replace(entry.spec, name=names.get(entry.spec.name, entry.spec.name))
+        self.cast_names = frozenset(names.get(name, name) for name in self.cast_names)
+        self.wide_dtypes = {names.get(name, name): dtype for name, dtype in self.wide_dtypes.items()}
+        self.bare = {names.get(name, name): held for name, held in self.bare.items()}
+        self.originals = {names.get(name, name): held for name, held in self.originals.items()}
+        if isinstance(self.master, FileMaster):
+            self.master.rename(names)
+
+    def keeps_apart(self, entry: Entry) -> bool:
+        """Whether a weight rests in another form, or at another place, than the one in which it computes."""
+        return entry.scale is not None or entry.spec.name in self.names_in_file
 
     @property
     def names_in_file(self) -> frozenset[str]:
@@ -276,7 +325,7 @@ class Unit:
                 repoint(entry, [stored[name]], lasting=True)
             elif master is not None:
                 own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
-                entry.hold(unwatch(master))
+                entry.hold(self.originals.get(name, unwatch(master)))
                 if own:
                     repoint(entry, own, lasting=True)
         self.forget_masters()
@@ -292,7 +341,7 @@ class Unit:
         self.forget_masters()
 
     def forget_masters(self) -> None:
-        self.masters, self.master, self.placed, self.view_cache = [], None, [], {}
+        self.masters, self.master, self.placed, self.view_cache, self.originals = [], None, [], {}, {}
         self.known, self.slots = (None, ([], [])), []
 
     # -- the copy on a device
@@ -309,7 +358,9 @@ class Unit:
         try:
             self.master.copy_to(slab, 0, copies)
             copies.mark_ready(ready)
-            self.copy = DeviceCopy(slab, self.entries, self.held_views(slab), ready, buffers_begin=self.buffers_begin)
+            self.copy = DeviceCopy(
+                slab, self.entries, self.resting_views(slab), ready, buffers_begin=self.buffers_begin
+            )
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
@@ -352,7 +403,7 @@ class Unit:
                 return False
         except InvalidInput:  # the file is gone or another one: nobody else has these weights
             pass
-        self.master, self.masters = HostMaster(slab), [watch(view) for view in self.held_views(slab)]
+        self.master, self.masters = HostMaster(slab), [watch(view) for view in self.resting_views(slab)]
         self.charge_host(self.slab_bytes - master.kept_bytes)
         return True
 
@@ -369,7 +420,7 @@ class Unit:
             for entry, view in zip(self.entries, views, strict=True):
                 if entry.scale is not None:
                     target = next(wide)
-                    upcast_into(target, view, entry.scale)
+                    upcast_into(target, stored_leaf(view), entry.scale)
                     view = target
                 usable.append(view)
             views = usable
@@ -391,6 +442,11 @@ class Unit:
         if id(slab) not in self.view_cache:
             self.view_cache[id(slab)] = self.held_views(slab, wide=layout is self.wide_layout)
         return self.view_cache[id(slab)]
+
+    def resting_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the module holds at rest for what is in a slab."""
+        views = zip(self.entries, self.held_views(slab), strict=True)
+        return [self.show(entry, view.detach()) if self.shows(entry) else view for entry, view in views]
 
     def held_views(self, slab: torch.Tensor, *, wide: bool = False) -> list[torch.Tensor]:
         layout = self.wide_layout if wide else self.layout

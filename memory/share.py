@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from .bundle import Bundle
 from .devices import Device
 from .errors import UnsafeState
 from .ledger import Kind, Ledger
@@ -37,8 +38,8 @@ class Share:
     def __init__(self, owner: str, device: Device, fixed: Unit, blocks: Mapping[int, Unit], ledger: Ledger) -> None:
         self.owner = owner
         self.device = device
-        self.fixed = fixed
-        self.blocks = dict(blocks)
+        self.fixed = Bundle(fixed)
+        self.blocks = {number: Bundle(unit) for number, unit in blocks.items()}
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
         self.bounce = None if self.copies is None else Bounce(self.copies)
@@ -65,6 +66,10 @@ class Share:
 
     @property
     def units(self) -> list[Unit]:
+        return [unit for bundle in self.bundles for unit in bundle.units]
+
+    @property
+    def bundles(self) -> list[Bundle]:
         return [self.fixed, *self.blocks.values()]
 
     @property
@@ -108,8 +113,8 @@ class Share:
         """Return the bytes that `load` would queue copies of."""
         if self.copies is None:
             return 0
-        units = [self.fixed, *(self.blocks[number] for number in plan.resident)]
-        return sum(unit.slab_bytes for unit in units if unit.copy is None)
+        bundles = [self.fixed, *(self.blocks[number] for number in plan.resident)]
+        return sum(unit.slab_bytes for bundle in bundles for unit in bundle.units if unit.copy is None)
 
     def load(self, plan: SharePlan, progress: Callable[[int], None] | None = None) -> int:
         """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
@@ -128,15 +133,16 @@ class Share:
                 return 0
             if plan.staging_bytes or self.to_load(plan):
                 self.open_bounce()
-            self.load_unit(self.fixed)
+            self.load_bundle(self.fixed)
             self.fit_staging(plan)
             for number in sorted(plan.resident):
-                self.load_unit(self.blocks[number])
+                self.load_bundle(self.blocks[number])
             if not plan.staging_bytes:
                 self.close_bounce()
             # A host may read buffers (noise schedules) before any entry of ours; a pass waits for the rest.
-            if self.fixed.copy is not None:
-                self.fixed.copy.await_copy(self.copies)
+            for unit in self.fixed.units:
+                if unit.copy is not None:
+                    unit.copy.await_copy(self.copies)
             if self.loaded_bytes > before:
                 self.tag_copies()
         except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
@@ -146,13 +152,14 @@ class Share:
             self.progress = ignore  # it refers to the manager's member, and so to us
         return self.loaded_bytes - before
 
-    def load_unit(self, unit: Unit) -> None:
-        if unit.copy is None:
-            assert self.copies is not None
-            with self.weights_booked(unit):
-                unit.load(self.copies)
-            self.loaded_bytes += unit.slab_bytes
-            self.progress(unit.slab_bytes)
+    def load_bundle(self, bundle: Bundle) -> None:
+        for unit in bundle.units:
+            if unit.copy is None:
+                assert self.copies is not None
+                with self.weights_booked(unit):
+                    unit.load(self.copies)
+                self.loaded_bytes += unit.slab_bytes
+                self.progress(unit.slab_bytes)
 
     def tag_copies(self) -> None:
         """Find the tags of the copies that have come, by which writes are seen when they leave. Waits for them."""
@@ -263,15 +270,18 @@ class Share:
         self.drop_blocks(list(self.blocks))
         self.free_staging()
         self.free_scratch()
-        if self.fixed.copy is not None:
-            self.drop_unit(self.fixed)
+        self.drop_bundle(self.fixed)
         self.close_bounce()
         return before - self.held_bytes()
 
     def drop_blocks(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
-            if self.blocks[number].copy is not None:
-                self.drop_unit(self.blocks[number])
+            self.drop_bundle(self.blocks[number])
+
+    def drop_bundle(self, bundle: Bundle) -> None:
+        for unit in reversed(bundle.units):  # its own last: by that it is resident
+            if unit.copy is not None:
+                self.drop_unit(unit)
 
     def drop_unit(self, unit: Unit) -> None:
         assert self.copies is not None
@@ -297,8 +307,8 @@ class Share:
                 self.scratch = None
 
     def forget_views(self) -> None:
-        for unit in self.units:
-            unit.forget_views()
+        for bundle in self.bundles:
+            bundle.forget_views()
 
     # -- computing
 
@@ -329,30 +339,31 @@ class Share:
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
-        unit = self.blocks[number]
-        if not unit.is_as_placed():
+        bundle = self.blocks[number]
+        if not all(unit.is_as_placed() for unit in bundle.units):
             raise UnsafeState(
-                f"{self.owner}: a weight of {unit.name} was replaced while its model computes; do that before it does"
+                f"{self.owner}: a weight of {bundle.name} was replaced while its model computes; do that before it does"
             )
         self.entered.add(number)
         self.trace.append(number)
-        if unit.copy is not None:
+        if bundle.is_resident:
             assert self.copies is not None
-            unit.copy.await_copy(self.copies)
+            for unit in bundle.units:
+                assert unit.copy is not None
+                unit.copy.await_copy(self.copies)
             self.computing[number] = None
             self.start_watch(number)
-            unit.compute_from(unit.copy.slab, self.scratch)
+            bundle.compute_from(None, self.scratch)
         elif self.copies is None:
             self.computing[number] = None
-            if unit.host_slab is not None:
-                unit.compute_from(unit.host_slab, self.scratch)
+            bundle.compute_in_place(self.scratch)
         else:
-            assert self.streamer is not None, f"{self.owner}: block {unit.name} is neither resident nor streamed"
+            assert self.streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
             stay = self.streamer.acquire(number)
             self.computing[number] = stay  # first: what is not noted here nobody gives back after an interrupt
             self.streamer.area.use(stay)
             self.start_watch(number)
-            unit.compute_from(stay.slab, self.scratch)
+            bundle.compute_from(stay.slab, self.scratch)
 
     def start_watch(self, number: int) -> None:
         """Time a block from here on, widening included: it waits for no copy any more."""
@@ -367,22 +378,22 @@ class Share:
         if number not in self.computing:
             return False
         stay = self.computing[number]
-        unit = self.blocks[number]
+        bundle = self.blocks[number]
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.stop(number, self.copies.compute_stream)
-        if unit.state is BlockState.COMPUTING:
-            unit.rest()
+        if bundle.state is BlockState.COMPUTING:
+            bundle.rest()
         if stay is not None:
             assert self.streamer is not None
             self.streamer.give_back(stay)
         self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
         if stay is not None and prefetches and self.streamer is not None:
             self.streamer.prefetch()
-        return stay is not None or bool(unit.cast_names)
+        return stay is not None or bundle.is_cast
 
     def changes_hands(self, number: int) -> bool:
         """Whether the memory that a block computes from now is used for other weights after it."""
-        return self.computing.get(number) is not None or bool(self.blocks[number].cast_names)
+        return self.computing.get(number) is not None or self.blocks[number].is_cast
 
     def heal(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""

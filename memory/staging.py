@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from .masters import FileMaster, HostMaster
 from .places import Occupancy, Places
 from .transfer import CopyStream
 
@@ -15,6 +14,14 @@ __all__ = ["StagingArea", "Stay"]
 
 Piece: TypeAlias = tuple[int, int, int, "Stay | None"]
 """Which use must be over before it is overwritten, 0 if the copy stream has waited for it; begin, end and owner."""
+
+
+class Master(Protocol):
+    """The weights of a block, to be copied from."""
+
+    def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
+        """Queue the copy of a part of them to as many bytes on a device."""
+        ...
 
 
 class Stay:
@@ -80,7 +87,7 @@ class StagingArea:
         preferred = stays[round_number % len(stays)]
         return next((stay for stay in (preferred, *stays) if stay.holds(version)), preferred)
 
-    def fill(self, stay: Stay, master: HostMaster | FileMaster, version: int, keep: Collection[Stay] = ()) -> bool:
+    def fill(self, stay: Stay, master: Master, version: int, keep: Collection[Stay] = ()) -> bool:
         """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
 
         ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.

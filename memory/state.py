@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -37,11 +38,25 @@ class StateGuard:
 
     def hook(self) -> Iterator[RemovableHandle]:
         """Put hooks on the module and on every part of it, of which anyone may ask the state alone."""
+        below = self.list_resting()
         for path, module in self.module.named_modules():
             # torch marks the function it is given, which a bound method does not allow.
             complete = partial(self.complete, f"{path}." if path else "")
             yield module.register_state_dict_post_hook(complete)
-            yield module.register_load_state_dict_pre_hook(self.refuse)
+            if path in below:
+                yield module.register_load_state_dict_pre_hook(partial(self.refuse, below[path]))
+
+    def list_resting(self) -> dict[str, list[str]]:
+        """Return the names of weights that rest in eight bits or in their file, below each path that has any."""
+        below: dict[str, list[str]] = defaultdict(list)
+        for unit in self.units:
+            for entry in unit.entries:
+                if not entry.is_buffer and unit.keeps_apart(entry):
+                    for name in (entry.spec.name, *entry.spec.other_names):
+                        parts = name.split(".")
+                        for depth in range(len(parts)):
+                            below[".".join(parts[:depth])].append(".".join(parts[depth:]))
+        return below
 
     def complete(self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put real weights where shapes without memory, or eight bits without their scale, would be.
@@ -66,5 +81,8 @@ class StateGuard:
         for (_, keys), weight in zip(bare.values(), weights, strict=True):
             state.update(dict.fromkeys(keys, weight))
 
-    def refuse(self, *_: Any) -> None:
+    def refuse(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Refuse to load weights that rest so; others, such as a LoRA's beside them, are loaded."""
+        if not any(prefix + name in state for name in names):
+            return
         raise UnsafeState(f"{self.owner} rests {self.rests}: release it before loading other weights into it")

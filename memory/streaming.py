@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from .bundle import Bundle
 from .errors import InvalidInput
-from .residency import Unit
 from .staging import StagingArea, Stay
 
 __all__ = ["Streamer"]
@@ -30,7 +30,7 @@ class Streamer:
         order: in which they are taken to run in the first pass; each at least once.
     """
 
-    def __init__(self, units: Mapping[int, Unit], area: StagingArea, order: Sequence[int]) -> None:
+    def __init__(self, units: Mapping[int, Bundle], area: StagingArea, order: Sequence[int]) -> None:
         self.units = units
         self.area = area
         self.order = list(order)
@@ -122,6 +122,5 @@ class Streamer:
         return self.area.find(block, pass_number, self.units[block].version)
 
     def fill(self, stay: Stay, keep: Collection[Stay] = ()) -> bool:
-        unit = self.units[stay.block]
-        assert unit.master is not None
-        return self.area.fill(stay, unit.master, unit.version, keep)
+        bundle = self.units[stay.block]
+        return self.area.fill(stay, bundle, bundle.version, keep)

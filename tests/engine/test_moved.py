@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
+from highwater.memory.leaves import leaves_of
 
 TIGHT = "0.45MiB"
 X = torch.randn(2, 5, 64)
@@ -43,7 +44,7 @@ def quantized(toys, precision: str):
 def masters_are_in_their_slabs(managed) -> bool:
     units = managed.members[0].attachment.units
     return all(
-        unit.host_slab.data_ptr() <= entry.held.data_ptr() < unit.host_slab.data_ptr() + unit.slab_bytes
+        unit.host_slab.data_ptr() <= leaves_of(entry.held)[0].data_ptr() < unit.host_slab.data_ptr() + unit.slab_bytes
         for unit in units
         for entry in unit.entries
         if entry.wrapper is None

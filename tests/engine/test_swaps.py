@@ -116,18 +116,14 @@ def test_an_assignment_counts_whatever_weight_it_is(toys, machine, way: str, sta
         if state == "at rest":
             managed.members[0].attachment.unload()
         put(net, name, nn.Parameter(other.clone(), requires_grad=False))
-        if way == "eight bits" and "weight" in name and "norm" not in name:
-            ours = on_device(plain, way)
-            with pytest.raises(UnsafeState, match=rf"^model: '{name}', which rests in eight bits, was replaced [^\n]*"):
-                net(X)
-            assert net(X).shape == ours.shape
-            return
         got = net(X).cpu()
         if way != "eight bits":
             assert torch.equal(got, on_device(plain, way, **{name: other}))
         managed.members[0].attachment.unload()
         assert torch.equal(net(X).cpu(), got)
-    assert torch.equal(net.get_parameter(name), other)
+    weight = net.get_parameter(name)
+    is_cast = way == "eight bits" and "weight" in name and "norm" not in name
+    assert (weight - other).norm() < 0.05 * other.norm() if is_cast else torch.equal(weight, other)
 
 
 @torch.no_grad()

@@ -1,0 +1,191 @@
+"""What a module holds at rest for a weight in eight bits: a tensor that is wide to whoever reads or writes it.
+
+[Note: eight bits at rest] Others compute with weights that rest: peft adds a LoRA to them, gives its own layers their
+dtype, and takes sums apart again. With float8 values without their scale all of that would fail, or be wrong without a
+word. So the tensor at rest has the dtype in which the weight computes, each operation on it widens it first, and what
+is written to it is brought into eight bits again, with a scale of its own. Reading costs the wide copy, writing three
+of them; whatever is written loses what eight bits lose. While the block computes the module holds plain tensors.
+
+A view cannot share memory with eight bits. It is one of a wide copy, the window, which is compared and taken over
+before the weight is used the next time.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map_only
+
+from .entries import Entry
+from .errors import InvalidInput
+from .upcast import find_scale, quantize_fp8, upcast_into
+
+__all__ = ["EightBitWeight", "EightBits", "stored_leaf"]
+
+DATA: Any = torch.Tensor.data  # the descriptor
+SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class EightBits:
+    """The eight-bit values of one weight where they rest, for all tensors that show them.
+
+    Args:
+        leaf: float8_e4m3fn, in the unit's slab.
+        opened: takes this when somebody got a view, for `settle` to be called.
+    """
+
+    def __init__(self, leaf: torch.Tensor, entry: Entry, dtype: torch.dtype, opened: list[EightBits]) -> None:
+        self.leaf = leaf
+        self.entry = entry
+        self.dtype = dtype
+        self.opened = opened
+        self.window: torch.Tensor | None = None
+        self.asked_dtype: torch.dtype | None = None
+        """What the weight was to be converted to."""
+
+    def widened(self) -> torch.Tensor:
+        """Return a wide copy."""
+        assert self.entry.scale is not None
+        with torch.no_grad():
+            wide = torch.empty_like(self.leaf, dtype=self.dtype)
+            upcast_into(wide, self.leaf, self.entry.scale)
+        return wide
+
+    def current(self) -> torch.Tensor:
+        return self.window if self.window is not None else self.widened()
+
+    def open_window(self) -> torch.Tensor:
+        if self.window is None:
+            with torch.inference_mode(False):
+                self.window = self.widened()
+            self.opened.append(self)
+        return self.window
+
+    def store(self, weight: torch.Tensor) -> None:
+        """Bring a wide weight into eight bits. Raises `InvalidInput` for NaN and infinity; nothing has changed then."""
+        with torch.no_grad():
+            scale = find_scale(weight, name=self.entry.spec.name)
+            before = self.leaf._version
+            self.leaf.copy_(quantize_fp8(weight, scale))
+            if self.leaf._version == before:  # below the layer of torch that counts writes
+                increment_version(self.leaf)
+        self.entry.scale = scale
+
+    def settle(self) -> None:
+        """Take over what was written through views."""
+        window, self.window = self.window, None
+        if window is not None and not torch.equal(window, self.widened()):
+            self.store(window)
+
+
+class EightBitWeight(torch.Tensor):
+    """A weight that rests in eight bits, shown in the form in which it computes ([Note: eight bits at rest])."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    bits: EightBits
+
+    @staticmethod
+    def __new__(cls, bits: EightBits) -> EightBitWeight:
+        leaf = bits.leaf
+        with torch.inference_mode(False):
+            weight: EightBitWeight = torch.Tensor._make_wrapper_subclass(
+                cls, leaf.shape, strides=leaf.stride(), dtype=bits.dtype, device=leaf.device, requires_grad=False
+            )
+        weight.bits = bits
+        return weight
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SAME:
+            return EightBitWeight(args[0].bits)
+        returns = func._schema.returns
+        is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
+        shown: dict[int, tuple[EightBitWeight, torch.Tensor]] = {}
+
+        def show(weight: EightBitWeight) -> torch.Tensor:
+            bits = weight.bits
+            if id(bits) not in shown:
+                shown[id(bits)] = weight, bits.open_window() if is_view else bits.current()
+            return shown[id(bits)][1]
+
+        def conceal(result: torch.Tensor) -> torch.Tensor:
+            return next((weight for weight, wide in shown.values() if wide is result), result)
+
+        wide_args, wide_kwargs = tree_map_only(EightBitWeight, show, (args, kwargs))
+        with torch.inference_mode(False) if is_view else nullcontext():
+            output = func(*wide_args, **wide_kwargs)
+        if func._schema.is_mutable:
+            for weight in written_weights(func._schema, args, kwargs):
+                if weight.bits.window is None:
+                    weight.bits.store(shown[id(weight.bits)][1])
+        return output if is_view else tree_map_only(torch.Tensor, conceal, output)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["leaf"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> torch.Tensor:
+        return inner["leaf"]
+
+    @property
+    def leaf(self) -> torch.Tensor:
+        return self.bits.leaf
+
+    @property
+    def data(self) -> torch.Tensor:
+        return DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, EightBitWeight) and value.bits is self.bits:
+            return  # what was written to it is there already
+        if value.shape != self.shape:
+            name, has = self.bits.entry.spec.name, list(self.shape)
+            raise InvalidInput(f"weight {name!r} has the shape {has}; allowed: that one, not {list(value.shape)}")
+        if value.dtype is not self.dtype:
+            self.bits.asked_dtype = value.dtype
+            self.bits.opened.append(self.bits)
+        with torch.no_grad():
+            given = value.detach().to(self.device, self.dtype)
+            if not torch.equal(given, self.bits.current()):  # else it was moved
+                self.copy_(given)
+
+    def plain(self) -> torch.Tensor:
+        """Return a wide copy of torch's own class."""
+        wide = self.bits.current().clone()
+        return nn.Parameter(wide, requires_grad=False) if isinstance(self, nn.Parameter) else wide
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self.plain()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return repr(self.plain())
+
+
+def written_weights(schema: Any, args: Any, kwargs: Any) -> list[EightBitWeight]:
+    """Return the weights that an operation writes to."""
+    found = []
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, EightBitWeight):
+                    found.append(each)
+    return found
+
+
+def stored_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the eight-bit values of a weight that rests in them; any other tensor itself."""
+    return tensor.bits.leaf if isinstance(tensor, EightBitWeight) else tensor
