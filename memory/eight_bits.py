@@ -7,11 +7,13 @@ is written to it is brought into eight bits again, with a scale of its own. Read
 of them; whatever is written loses what eight bits lose. While the block computes the module holds plain tensors.
 
 A view cannot share memory with eight bits. It is one of a wide copy, the window, which is compared and taken over
-before the weight is used the next time.
+before the weight is used the next time. What is written to the whole goes to a window, too, until another weight is
+written to: what follows in one go, such as the sums of two LoRAs, is rounded once.
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -35,8 +37,11 @@ class EightBits:
 
     Args:
         leaf: float8_e4m3fn, in the unit's slab.
-        opened: takes this when somebody got a view, for `settle` to be called.
+        opened: takes this when a window is opened, for `settle` to be called.
     """
+
+    written: weakref.ref[EightBits] | None = None
+    """The one that was written to last, of all."""
 
     def __init__(self, leaf: torch.Tensor, entry: Entry, dtype: torch.dtype, opened: list[EightBits]) -> None:
         self.leaf = leaf
@@ -44,6 +49,8 @@ class EightBits:
         self.dtype = dtype
         self.opened = opened
         self.window: torch.Tensor | None = None
+        self.has_views = False
+        """Whether others have views of the window."""
         self.asked_dtype: torch.dtype | None = None
         """What the weight was to be converted to."""
 
@@ -58,12 +65,20 @@ class EightBits:
     def current(self) -> torch.Tensor:
         return self.window if self.window is not None else self.widened()
 
-    def open_window(self) -> torch.Tensor:
+    def open_window(self, *, for_views: bool) -> torch.Tensor:
+        self.has_views = self.has_views or for_views
         if self.window is None:
             with torch.inference_mode(False):
                 self.window = self.widened()
             self.opened.append(self)
         return self.window
+
+    def note_write(self) -> None:
+        """The window was written to: take over what was written to another one before, if it has no views."""
+        before = EightBits.written() if EightBits.written is not None else None
+        EightBits.written = weakref.ref(self)
+        if before is not None and before is not self and not before.has_views:
+            before.settle()
 
     def store(self, weight: torch.Tensor) -> None:
         """Bring a wide weight into eight bits. Raises `InvalidInput` for NaN and infinity; nothing has changed then."""
@@ -76,8 +91,8 @@ class EightBits:
         self.entry.scale = scale
 
     def settle(self) -> None:
-        """Take over what was written through views."""
-        window, self.window = self.window, None
+        """Take over what was written to the window. Raises as `store`."""
+        window, self.window, self.has_views = self.window, None, False
         if window is not None and not torch.equal(window, self.widened()):
             self.store(window)
 
@@ -112,7 +127,9 @@ class EightBitWeight(torch.Tensor):
         def show(weight: EightBitWeight) -> torch.Tensor:
             bits = weight.bits
             if id(bits) not in shown:
-                shown[id(bits)] = weight, bits.open_window() if is_view else bits.current()
+                opens = is_view or func._schema.is_mutable
+                wide = bits.open_window(for_views=is_view) if opens else bits.current()
+                shown[id(bits)] = weight, wide
             return shown[id(bits)][1]
 
         def conceal(result: torch.Tensor) -> torch.Tensor:
@@ -123,8 +140,7 @@ class EightBitWeight(torch.Tensor):
             output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
             for weight in written_weights(func._schema, args, kwargs):
-                if weight.bits.window is None:
-                    weight.bits.store(shown[id(weight.bits)][1])
+                weight.bits.note_write()
         return output if is_view else tree_map_only(torch.Tensor, conceal, output)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

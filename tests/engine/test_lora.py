@@ -1,0 +1,333 @@
+"""LoRAs through the real diffusers and peft: a managed pipeline gives what the unmanaged one gives, after each step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from highwater.memory import manage
+from highwater.memory.upcast import find_scale, quantize_fp8
+
+BaseTunerLayer = pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+MODES = {
+    "resident": {"profile": "auto", "placement": "gpu:0"},
+    "streamed": {"budget": 0.6, "placement": "gpu:0"},
+    "split": {"profile": "auto", "placement": "gpu:0&gpu:1"},
+    "split and streamed": {"budget": 0.65, "placement": "gpu:0&gpu:1"},
+    "eight bits": {"profile": "auto", "placement": "gpu:0", "precision": "fp8 scaled"},
+    "eight bits, streamed": {"budget": 0.45, "placement": "gpu:0", "precision": "fp8 scaled"},
+}
+
+
+# -- pipelines of the shapes that matter
+
+
+def build_flux() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    transformer = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=4,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 6, 6),
+    )
+    return FluxPipeline(
+        FlowMatchEulerDiscreteScheduler(), None, build_clip(), None, None, None, transformer.to(torch.bfloat16)
+    )
+
+
+def build_sdxl() -> Any:
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
+
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=(2, 4),
+        transformer_layers_per_block=(1, 3),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + 32,
+        norm_num_groups=8,
+    )
+    return StableDiffusionXLPipeline(None, build_clip(), None, None, None, unet, EulerDiscreteScheduler())
+
+
+def build_wan() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    transformer = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=96,
+        num_layers=6,
+        rope_max_seq_len=32,
+    )
+    return WanPipeline(None, None, None, FlowMatchEulerDiscreteScheduler(), transformer.to(torch.bfloat16))
+
+
+def build_clip() -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    config = CLIPTextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        projection_dim=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=62,
+        eos_token_id=63,
+        pad_token_id=63,
+    )
+    return CLIPTextModel(config)
+
+
+def flux_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 16, 16).bfloat16(),
+        "encoder_hidden_states": torch.randn(1, 6, 32).bfloat16(),
+        "pooled_projections": torch.randn(1, 32).bfloat16(),
+        "timestep": torch.tensor([0.5]).bfloat16(),
+        "guidance": torch.tensor([3.5]).bfloat16(),
+        "img_ids": torch.randn(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+    }
+
+
+def sdxl_inputs() -> dict[str, Any]:
+    return {
+        "sample": torch.randn(1, 4, 8, 8),
+        "timestep": torch.tensor(5),
+        "encoder_hidden_states": torch.randn(1, 6, 32),
+        "added_cond_kwargs": {"text_embeds": torch.randn(1, 32), "time_ids": torch.randn(1, 6)},
+    }
+
+
+def wan_inputs() -> dict[str, Any]:
+    return {
+        "hidden_states": torch.randn(1, 4, 2, 4, 4).bfloat16(),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 6, 32).bfloat16(),
+    }
+
+
+class Shape:
+    """A pipeline, the name of its denoiser, inputs for that, and the layers that its LoRAs adapt."""
+
+    def __init__(self, build: Callable[[], Any], denoiser: str, inputs: Callable[[], dict[str, Any]], targets: str):
+        self.denoiser, self.targets = denoiser, targets.split()
+        self.make, self.make_inputs = build, inputs
+
+    def build(self) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            pipe = self.make()
+        for module in parts_of(pipe).values():
+            module.eval().requires_grad_(False)
+        return pipe
+
+    def inputs(self) -> dict[str, Any]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return self.make_inputs()
+
+
+SHAPES = {
+    "flux": Shape(build_flux, "transformer", flux_inputs, "to_q to_v to_out.0 linear proj_out ff.net.2 x_embedder"),
+    "sdxl": Shape(build_sdxl, "unet", sdxl_inputs, "to_q to_out.0 proj_in conv1 conv_shortcut ff.net.0.proj conv_in"),
+    "wan": Shape(build_wan, "transformer", wan_inputs, "to_q to_k ffn.net.0.proj ffn.net.2 proj_out"),
+}
+
+
+def parts_of(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def lora_state(pipe: Any, shape: Shape, seed: int, *, rank: int = 4, dora: bool = False) -> dict[str, torch.Tensor]:
+    """Return a LoRA file's contents: factors for the denoiser's targets and, where there is one, for the encoder's."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
+    for part, module in parts_of(pipe).items():
+        targets = shape.targets if part == shape.denoiser else ["q_proj", "fc1"]
+        if part != shape.denoiser and dora:
+            continue
+        for name, layer in module.named_modules():
+            name = name.replace(".base_layer", "")
+            if not isinstance(layer, nn.Linear | nn.Conv2d) or "lora" in name:
+                continue
+            if not any(name == target or name.endswith(f".{target}") for target in targets):
+                continue
+            out_size, in_size, *kernel = layer.weight.shape
+            down = torch.randn(rank, in_size, *kernel, generator=generator) * 0.2
+            up = torch.randn(out_size, rank, *([1] * len(kernel)), generator=generator) * 0.2
+            state[f"{part}.{name}.lora_A.weight"] = down.to(layer.weight.dtype)
+            state[f"{part}.{name}.lora_B.weight"] = up.to(layer.weight.dtype)
+            if dora:
+                magnitude = torch.rand(out_size, generator=generator) + 0.5
+                state[f"{part}.{name}.lora_magnitude_vector"] = magnitude.to(layer.weight.dtype)
+    return state
+
+
+# -- the unmanaged pipeline, on the same simulated device
+
+
+def outputs(pipe: Any, shape: Shape, device: str | None = None) -> list[torch.Tensor]:
+    """Return what the denoiser and the text encoder compute."""
+    to = (lambda value: value) if device is None else (lambda value: move(value, device))
+    found = [getattr(pipe, shape.denoiser)(**to(shape.inputs()), return_dict=False)[0].cpu()]
+    if getattr(pipe, "text_encoder", None) is not None:
+        found.append(pipe.text_encoder(to(torch.arange(8)[None])).last_hidden_state.cpu())
+    return found
+
+
+def move(value: Any, device: str) -> Any:
+    if isinstance(value, dict):
+        return {name: move(inner, device) for name, inner in value.items()}
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def to_eight_bits(pipe: Any, names: dict[str, frozenset[str]]) -> None:
+    """Let the weights that rest in eight bits have the values that they have then."""
+    for part, module in parts_of(pipe).items():
+        for name, weight in module.named_parameters():
+            if name.replace(".base_layer", "") in names.get(part, ()):
+                scale = find_scale(weight, name=name)
+                weight.copy_(quantize_fp8(weight.detach(), scale).to(weight.dtype) * scale)
+
+
+class Pair:
+    """A managed pipeline and an unmanaged one, to which the same is done."""
+
+    def __init__(self, shape: Shape, mode: str, manager: Any, *, prepare: Callable[[Any], None] | None = None):
+        self.shape = shape
+        self.manager = manager
+        self.own, self.other = shape.build(), shape.build()
+        if prepare is not None:
+            prepare(self.own)
+            prepare(self.other)
+        choices = dict(MODES[mode])
+        if "budget" in choices:
+            sizes = {name: num_bytes(part) for name, part in parts_of(self.own).items()}
+            share = choices.pop("budget")
+            devices = choices["placement"].split("&")
+            budget = max(int(share * sizes[shape.denoiser]), 1)
+            choices["budgets"] = ",".join(f"{device}={budget / (1 << 20):.4f}MiB" for device in devices)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.managed = manage(self.own, manager=manager, **choices)
+        self.cast = {member.name: member.attachment.plan.cast for member in self.managed.members}
+        self.streams = "streamed" in mode
+        to_eight_bits(self.other, self.cast)
+        for part in parts_of(self.other).values():
+            part.to("sim:0")
+
+    def do(self, call: Callable[[Any], Any], *, writes: bool = False) -> None:
+        """Do the same with both; ``writes`` to base weights, which the managed ones bring into eight bits again."""
+        if writes:
+            self.move_resting()
+        call(self.own)
+        call(self.other)
+        if writes:
+            for part in parts_of(self.other).values():
+                part.to("sim:0")
+            to_eight_bits(self.other, self.cast)
+
+    def move_resting(self) -> None:
+        """Let layers be on the CPU that rest there in the managed pipeline: peft computes 16 bits in 32 there."""
+        for part, module in parts_of(self.own).items():
+            others = dict(parts_of(self.other)[part].named_modules())
+            for name, layer in module.named_modules():
+                if isinstance(layer, BaseTunerLayer) and layer.get_base_layer().weight.device.type == "cpu":
+                    others[name].to("cpu")
+
+    def check(self) -> list[torch.Tensor]:
+        want = outputs(self.other, self.shape, "sim:0")
+        for _ in range(2):
+            got = outputs(self.own, self.shape)
+            for one, other in zip(got, want, strict=True):
+                assert torch.equal(one, other), (one - other).abs().max() / other.abs().max()
+        self.manager.ledger.check()
+        return want
+
+    def end(self) -> None:
+        """Release; all weights come back to host memory, as the other has them."""
+        self.managed.release()
+        for part, module in parts_of(self.own).items():
+            other = dict(parts_of(self.other)[part].to("cpu").named_parameters())
+            own = dict(module.named_parameters())
+            assert own.keys() == other.keys()
+            for name, weight in own.items():
+                assert weight.device.type == "cpu" and type(weight) is nn.Parameter
+                assert torch.equal(weight, other[name]), name
+        assert not self.manager.ledger.entries
+
+
+def num_bytes(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sdxl", "wan"))])
+def test_everything_that_is_done_with_loras_is_as_without_the_engine(machine, name: str, mode: str) -> None:
+    shape = SHAPES[name]
+    with machine(64, 64) as manager:
+        pair = Pair(shape, mode, manager)
+        states = {seed: lora_state(pair.own, shape, seed) for seed in (1, 2, 3)}
+        plain = pair.check()
+
+        def load(key: str, seed: int, **options: Any) -> None:
+            pair.do(lambda pipe: pipe.load_lora_weights(dict(states[seed]), adapter_name=key, **options))
+
+        load("a", 1)
+        first = pair.check()
+        assert not any(torch.equal(one, other) for one, other in zip(plain, first, strict=True))
+        pair.do(lambda pipe: pipe.set_adapters("a", 0.5))
+        pair.check()
+        load("b", 2)
+        pair.do(lambda pipe: pipe.set_adapters(["a", "b"], [0.7, 0.4]))
+        pair.check()
+        pair.do(lambda pipe: pipe.fuse_lora(lora_scale=0.8), writes=True)
+        pair.check()
+        pair.do(lambda pipe: pipe.unfuse_lora(), writes=True)
+        pair.check()
+        pair.do(lambda pipe: pipe.fuse_lora(safe_fusing=True), writes=True)
+        for member in pair.managed.members:
+            member.attachment.unload()
+        pair.check()
+        pair.do(lambda pipe: pipe.unfuse_lora(), writes=True)
+        pair.do(lambda pipe: pipe.disable_lora())
+        pair.check()
+        pair.do(lambda pipe: pipe.enable_lora())
+        pair.do(lambda pipe: pipe.delete_adapters("b"))
+        pair.check()
+        pair.do(lambda pipe: pipe.unload_lora_weights())
+        pair.check()
+        pair.end()
