@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from weakref import WeakSet
@@ -313,17 +313,15 @@ class Attachment:
         now = Structure(self.module)
         for share in self.shares:
             share.heal()
-        self.forget_removed_places()
+        gone = self.forget_removed_places(frozenset(now.modules))
         given = self.take_other_forms()
         self.moves.put_back()
         for (module, name), weight in given.items():
             module._parameters[name] = weight
         own = [entry for share in self.shares for bundle in share.bundles for entry in bundle.own.entries]
         tree = Tree(self.module, own, self.find_blocks(), self.came_with, lent=self.lent_places())
-        for entry in own:
-            if not entry.is_buffer and not tree.names.get(id(entry)):
-                what = f"{self.owner}: {entry.spec.name!r} is gone from its module"
-                raise UnsafeState(f"{what}: release it before you change that")
+        if gone:
+            raise UnsafeState(f"{self.owner}: {gone[0]!r} is gone from its module: release it before you change that")
         for _, entry in tree.added:
             if entry.held.is_meta:
                 what = f"{self.owner}: {entry.spec.name!r} was added without memory"
@@ -359,13 +357,28 @@ class Attachment:
         loans = self.moves.swaps.loans if self.moves is not None else []
         return {loan.owner: loan.entry for loan in loans}
 
-    def forget_removed_places(self) -> None:
-        """Let entries no longer be held by modules that have given them up."""
+    def forget_removed_places(self, modules: Collection[nn.Module]) -> list[str]:
+        """Let entries no longer be held by modules that have given them up; returns weights that cannot be missed.
+
+        Those of modules that were taken out are not missed, nor what was taken out of a dict of parameters. Where they
+        came under management with the module they stay in its block's memory until the next `reprofile()`.
+
+        Args:
+            modules: those that are in the tree now.
+        """
+        own = {id(bundle.own) for share in self.shares for bundle in share.bundles}
+        gone = []
         for unit in self.units:
             for entry in unit.entries:
                 if not entry.is_buffer and any(module._parameters.get(name) is None for module, name in entry.owners):
-                    entry.owners = [place for place in entry.owners if place[0]._parameters.get(place[1]) is not None]
+                    lost = [place[0] for place in entry.owners if place[0]._parameters.get(place[1]) is None]
+                    is_missed = any(part in modules and not isinstance(part, nn.ParameterDict) for part in lost)
+                    if id(unit) in own and is_missed:
+                        gone.append(entry.spec.name)
+                        continue
+                    entry.owners = [place for place in entry.owners if place[0] not in lost]
                     unit.slots = []
+        return gone
 
     def has_other_forms(self) -> bool:
         """Whether the weight of a layer that was added has another shape or dtype by now, as hot-swapping gives it."""

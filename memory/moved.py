@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .eight_bits import EightBitWeight
 from .entries import as_held, repoint
 from .errors import UnsafeState
 from .leaves import Wrapper, leaves_of

@@ -11,6 +11,7 @@ checked against it apart from that (`find_changed_masters`).
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,8 +65,11 @@ class Reference:
         """What was on the devices before."""
         self.left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
         blocks = self.attachment.component.blocks
-        units = {unit.name: unit for unit in self.attachment.units if unit.name}
-        self.units = {number: units[block.name] for number, block in enumerate(blocks)}
+        units = [unit for unit in self.attachment.units if unit.name]
+        self.units = {
+            number: [unit for unit in units if unit.name == block.name] for number, block in enumerate(blocks)
+        }
+        """Of each block its own, and that of layers which were added to it."""
         self.fixed = [unit for unit in self.attachment.units if not unit.name]
 
     @contextmanager
@@ -151,7 +155,8 @@ class Reference:
                 self.take_away(other)
             self.first_held[number] = len(self.held)
             self.up.add(number)
-            self.put(self.units[number])
+            for unit in self.units[number]:
+                self.put(unit)
 
     # -- arguments
 
@@ -192,7 +197,7 @@ class Reference:
         for unit in self.fixed:
             self.put(unit)
         if not self.by_blocks:
-            for unit in self.units.values():
+            for unit in itertools.chain.from_iterable(self.units.values()):
                 self.put(unit)
 
     def has_room(self) -> bool:

@@ -342,7 +342,7 @@ class Unit:
 
     def forget_masters(self) -> None:
         self.masters, self.master, self.placed, self.view_cache, self.originals = [], None, [], {}, {}
-        self.known, self.slots = (None, ([], [])), []
+        self.known, self.slots, self.opened = (None, ([], [])), [], []
 
     # -- the copy on a device
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from highwater.memory import manage
+from highwater.memory.errors import InvalidInput
 from highwater.memory.upcast import find_scale, quantize_fp8
 
 BaseTunerLayer = pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
@@ -212,7 +213,7 @@ def to_eight_bits(pipe: Any, names: dict[str, frozenset[str]]) -> None:
     """Let the weights that rest in eight bits have the values that they have then."""
     for part, module in parts_of(pipe).items():
         for name, weight in module.named_parameters():
-            if name.replace(".base_layer", "") in names.get(part, ()):
+            if name.replace(".base_layer", "") in {cast.replace(".base_layer", "") for cast in names.get(part, ())}:
                 scale = find_scale(weight, name=name)
                 weight.copy_(quantize_fp8(weight.detach(), scale).to(weight.dtype) * scale)
 
@@ -331,3 +332,114 @@ def test_everything_that_is_done_with_loras_is_as_without_the_engine(machine, na
         pair.do(lambda pipe: pipe.unload_lora_weights())
         pair.check()
         pair.end()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loras_that_were_there_before_are_managed_with_their_blocks(machine, mode: str) -> None:
+    """They are none of what rests in eight bits."""
+    shape = SHAPES["flux"]
+    state = lora_state(shape.build(), shape, 1)
+    with machine(64, 64) as manager:
+        pair = Pair(shape, mode, manager, prepare=lambda pipe: pipe.load_lora_weights(dict(state), adapter_name="a"))
+        assert not any("lora" in name for names in pair.cast.values() for name in names)
+        pair.check()
+        pair.do(lambda pipe: pipe.set_adapters("a", 0.3))
+        pair.check()
+        pair.do(lambda pipe: pipe.fuse_lora(), writes=True)
+        pair.check()
+        pair.do(lambda pipe: pipe.unload_lora_weights(), writes=True)
+        pair.check()
+        pair.end()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dora_and_hot_swapped_factors_are_as_without_the_engine(machine, mode: str) -> None:
+    shape = SHAPES["flux"]
+    with machine(64, 64) as manager:
+        pair = Pair(shape, mode, manager)
+        pair.check()
+        dora = lora_state(pair.own, shape, 4, dora=True)
+        states = {seed: of_transformer(lora_state(pair.own, shape, seed, rank=seed)) for seed in (3, 5)}
+        pair.do(lambda pipe: pipe.load_lora_weights(dict(dora), adapter_name="d"))
+        pair.check()
+        pair.do(lambda pipe: pipe.delete_adapters("d"))
+        pair.do(lambda pipe: pipe.load_lora_weights(dict(states[3]), adapter_name="a"))
+        pair.check()
+        # Of another rank: the parameters get other shapes where they are.
+        pair.do(lambda pipe: pipe.load_lora_weights(dict(states[5]), adapter_name="a", hotswap=True))
+        pair.check()
+        pair.end()
+
+
+def of_transformer(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """diffusers swaps no adapters of text encoders."""
+    return {name: weight for name, weight in state.items() if name.startswith("transformer.")}
+
+
+@pytest.mark.parametrize("mode", ["resident", "streamed", "eight bits"])
+def test_layers_that_never_computed_come_home_too(machine, sim, mode: str) -> None:
+    shape = SHAPES["flux"]
+    with machine(64, 64) as manager:
+        pair = Pair(shape, mode, manager)
+        pair.check()
+        state = lora_state(pair.own, shape, 1)
+        pair.do(lambda pipe: pipe.load_lora_weights(dict(state), adapter_name="a"))
+        pair.end()
+        assert not any(weight.device.type != "cpu" for weight in pair.own.transformer.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_books_and_the_plan_count_added_layers_to_the_byte(machine, sim, mode: str) -> None:
+    shape = SHAPES["flux"]
+    with machine(64, 64) as manager:
+        pair = Pair(shape, mode, manager)
+        pair.check()
+        state = lora_state(pair.own, shape, 1)
+        members = pair.managed.members
+        before = {member.id: member.attachment.plan.weight_bytes for member in members}
+        pair.do(lambda pipe: pipe.load_lora_weights(dict(state), adapter_name="a"))
+        pair.check()
+        for member in members:
+            added = sum(w.nbytes for n, w in state.items() if n.startswith(f"{member.name}."))
+            assert member.attachment.plan.weight_bytes == before[member.id] + added
+            for part in member.attachment.plan.shares:
+                assert manager.ledger.held(member.id, part.device) == part.device_bytes
+        for part in parts_of(pair.other).values():
+            part.to("cpu")
+        for index in (0, 1):
+            assert sim.stats(index).used_bytes == manager.ledger.used(f"gpu:{index}")
+        with pair.managed.manager.lease(members[0]):
+            pass
+        assert pair.managed.verify(lambda: pair.own.transformer(**shape.inputs(), return_dict=False)).is_equal
+        for part in parts_of(pair.other).values():
+            part.to("sim:0")
+        pair.do(lambda pipe: pipe.unload_lora_weights())
+        pair.check()
+        assert {member.id: member.attachment.plan.weight_bytes for member in members} == before
+        pair.end()
+
+
+def test_reprofile_takes_layers_along_that_never_computed(machine) -> None:
+    shape = SHAPES["flux"]
+    with machine(64, 64) as manager:
+        pair = Pair(shape, "resident", manager)
+        pair.check()
+        state = lora_state(pair.own, shape, 1)
+        pair.do(lambda pipe: pipe.load_lora_weights(dict(state), adapter_name="a"))
+        pair.managed.reprofile("auto", placement="gpu:1")
+        pair.check()
+        pair.managed.reprofile("auto", placement="gpu:0")
+        pair.do(lambda pipe: pipe.unload_lora_weights())
+        pair.check()
+        pair.end()
+
+
+def test_a_layer_without_memory_is_refused_and_the_module_computes_without_it(toys, machine) -> None:
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    with machine(8) as manager, manage(net, placement="gpu:0", manager=manager):
+        want = net(x).cpu()
+        net.singles[1].extra = nn.Linear(64, 64, device="meta")
+        with pytest.raises(InvalidInput, match=r"^model: 'singles.1.extra.weight' was added without memory; [^\n]*"):
+            net(x)
+        del net.singles[1].extra
+        assert torch.equal(net(x).cpu(), want)
