@@ -27,6 +27,10 @@ MODES = {
 }
 
 
+# In the quick suite those that stream, which have more to go wrong.
+SOME = [mode if "streamed" in mode else pytest.param(mode, marks=pytest.mark.slow) for mode in MODES]
+
+
 # -- pipelines of the shapes that matter
 
 
@@ -334,7 +338,7 @@ def test_everything_that_is_done_with_loras_is_as_without_the_engine(machine, na
         pair.end()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME)
 def test_loras_that_were_there_before_are_managed_with_their_blocks(machine, mode: str) -> None:
     """They are none of what rests in eight bits."""
     shape = SHAPES["flux"]
@@ -352,7 +356,7 @@ def test_loras_that_were_there_before_are_managed_with_their_blocks(machine, mod
         pair.end()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SOME)
 def test_dora_and_hot_swapped_factors_are_as_without_the_engine(machine, mode: str) -> None:
     shape = SHAPES["flux"]
     with machine(64, 64) as manager:
@@ -366,9 +370,14 @@ def test_dora_and_hot_swapped_factors_are_as_without_the_engine(machine, mode: s
         pair.do(lambda pipe: pipe.load_lora_weights(dict(states[3]), adapter_name="a"))
         pair.check()
         # Of another rank: the parameters get other shapes where they are.
-        pair.do(lambda pipe: pipe.load_lora_weights(dict(states[5]), adapter_name="a", hotswap=True))
+        pair.do(lambda pipe: pipe.load_lora_weights(copied(states[5]), adapter_name="a", hotswap=True))
         pair.check()
         pair.end()
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """peft gives a swapped adapter the very tensors of the file, and the file its old ones."""
+    return {name: weight.clone() for name, weight in state.items()}
 
 
 def of_transformer(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -402,8 +411,9 @@ def test_the_books_and_the_plan_count_added_layers_to_the_byte(machine, sim, mod
         for member in members:
             added = sum(w.nbytes for n, w in state.items() if n.startswith(f"{member.name}."))
             assert member.attachment.plan.weight_bytes == before[member.id] + added
-            for part in member.attachment.plan.shares:
-                assert manager.ledger.held(member.id, part.device) == part.device_bytes
+        last = max(members, key=lambda member: member.last_use)  # the one before may have left for it
+        for part in last.attachment.plan.shares:
+            assert manager.ledger.held(last.id, part.device) == part.device_bytes
         for part in parts_of(pair.other).values():
             part.to("cpu")
         for index in (0, 1):
