@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from .component import Component
 from .errors import UnsafeState
 from .hooks import Hooks
+from .modules import remember_order
 from .passes import Pass, Passes
 from .share import Share
 from .shared_states import find_shared_states
@@ -79,6 +80,8 @@ class Forwards:
         """Those under way in which tensors have other devices than outside, the outermost first."""
         self.shared_states: Mapping[nn.Module, list[Any]] = {}
         """What hooks of others keep for each block and another one."""
+        self.ran: dict[int, None] = {}
+        """The blocks of this pass in the order in which they ran first; kept where they are split."""
         self.last_block: int | None = None
         self.failed_block: int | None = None
         self.is_loaded = False
@@ -104,6 +107,7 @@ class Forwards:
         if not self.passes.begin(module, self.acquire, inputs):
             return False
         self.last_block = self.failed_block = None
+        self.ran.clear()
         self.shared_states = find_shared_states(self.blocks) if len(self.shares) > 1 else {}
         if self.is_loaded:
             for share in self.shares:
@@ -149,6 +153,8 @@ class Forwards:
                 share.end_pass(completed=completed)
                 if completed:
                     self.forget_parts(share.entered)
+            if completed and self.ran.keys() == self.share_of.keys():
+                remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
         finally:
             self.leave_devices(current)
             self.hops.forget()
@@ -244,6 +250,8 @@ class Forwards:
             self.forget_parts([number])
         share.enter(number)
         self.last_block = number
+        if len(self.shares) > 1:
+            self.ran.setdefault(number)
         is_entry = self.places_inputs and self.passes.outermost is module
         device, here = share.device.torch_device, self.here
         if device == here and not is_entry:

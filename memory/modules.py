@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -19,7 +20,10 @@ from .profile import OffloadProfile, covers
 from .source import WeightsSource
 from .upcast import Precision
 
-__all__ = ["bytes_in_ram", "plan_modules"]
+__all__ = ["bytes_in_ram", "plan_modules", "remember_order"]
+
+execution_orders: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
+"""The blocks of split modules in the order in which they were seen to run."""
 
 
 def plan_modules(
@@ -63,6 +67,8 @@ def plan_modules(
                 )
                 if len(component.blocks) >= num_devices:
                     break
+            if num_devices > 1:
+                component = in_execution_order(component, module)
             if pattern is not None and not component.blocks:
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
@@ -95,6 +101,19 @@ def plan_modules(
 def least_alone(component: Component) -> int:
     """Return the fewest bytes of one device with which a component can compute as it is stored."""
     return least_bytes(component, range(len(component.blocks)), frozenset(), first=True)
+
+
+def remember_order(module: nn.Module, blocks: Sequence[str]) -> None:
+    """Let the next plan that splits a module cut its blocks in the order in which they ran."""
+    execution_orders[module] = tuple(blocks)
+
+
+def in_execution_order(component: Component, module: nn.Module) -> Component:
+    """Return a component with its blocks in the order in which they ran, where all of them were seen."""
+    places = {name: place for place, name in enumerate(execution_orders.get(module, ()))}
+    if places.keys() != {block.name for block in component.blocks}:
+        return component
+    return replace(component, blocks=tuple(sorted(component.blocks, key=lambda block: places[block.name])))
 
 
 def is_tight(plan: Plan) -> bool:

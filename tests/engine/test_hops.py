@@ -473,3 +473,36 @@ def test_what_has_too_few_blocks_computes_on_the_first_devices(machine, num_bloc
             parse_placement(
                 managed.plan.placement, devices=["cpu", "gpu:0", "gpu:1", "gpu:2"], components=["vae", "dit"]
             )
+
+
+def test_a_split_cuts_its_blocks_in_the_order_in_which_they_run(machine) -> None:
+    """Before the first pass that is the order of their names; the results are right in both."""
+
+    class Alternating(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one, other in zip(self.decoder, self.encoder, strict=True):
+                x = other(one(x))
+            return x
+
+    net, x = Alternating().requires_grad_(False), torch.randn(2, WIDTH)
+    with machine(4, 4) as manager, torch.no_grad():
+        want = net.to("sim:0")(x.to("sim:0")).cpu()
+        net.to("cpu")
+        managed = manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
+        num_hops = []
+        for _ in range(2):
+            attachment = managed.members[0].attachment
+            assert torch.equal(net(x).cpu(), want)
+            num_hops.append(attachment.forwards.hops.num_hops - 1)  # one is that of the input, from the host
+            managed.reprofile("auto", placement="gpu:0&gpu:1@0.5")
+        assert num_hops == [8, 5]  # home from each of four blocks, and there before each, or before the first
+        managed.release()
+        second = manage(net, placement="gpu:0&gpu:1@0.5", manager=manager).members[0].attachment
+        assert [second.component.blocks[number].name for number in second.plan.shares[1].blocks] == [
+            "decoder.2", "encoder.2", "decoder.3", "encoder.3",
+        ]  # fmt: skip
