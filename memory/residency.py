@@ -221,7 +221,7 @@ class Unit:
                 for leaf in leaves_of(entry.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
-            self.masters.append(entry.held)
+            self.masters.append(watch(entry.held))
         self.layout = self.lay_out()  # files have contiguous weights
         self.master = FileMaster(self.layout, names, kept, source, bounce)
         self.placed = list(self.masters)
@@ -316,7 +316,7 @@ class Unit:
         for entry, master in zip(self.entries, masters, strict=False):
             name = entry.spec.name
             if name in bare:
-                entry.hold(self.bare.get(name, entry.held))
+                entry.hold(unwatch(self.bare.get(name, entry.held)))
             elif not entry.owners:  # what the module has there is its own; others may hold ours, and keep it
                 if self.host_slab is not None and master is not None and entry.wrapper is None:
                     with torch.inference_mode(master.is_inference()):

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from .errors import UnsafeState
+
 __all__ = ["unwatch", "watch"]
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
@@ -68,6 +70,21 @@ class WatchedTensor(torch.Tensor):
         return repr(self.plain())
 
 
+class AbsentWeight(WatchedTensor):
+    """A weight that rests in its file: what is written to its ``.data`` would be lost, so nobody gets that."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        raise UnsafeState(
+            f"a weight {list(self.shape)} rests in its file and has no memory to write to (fuse a LoRA, change .data): "
+            "give its component another placement with reprofile() before that"
+        )
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        DATA.__set__(self, value)
+
+
 def count_write(tensor: torch.Tensor) -> None:
     if not tensor.is_inference():  # those have no counter, and are no masters
         increment_version(tensor)
@@ -76,14 +93,14 @@ def count_write(tensor: torch.Tensor) -> None:
 def watch(tensor: AnyTensor) -> AnyTensor:
     """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object."""
     if type(tensor) is nn.Parameter:
-        tensor.__class__ = WatchedTensor  # type: ignore[assignment]
+        tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
     return tensor
 
 
 def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
-    if type(tensor) is WatchedTensor:
+    if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
         vars(tensor).pop("_is_param", None)
     return tensor

@@ -11,6 +11,7 @@ from torch import nn
 
 from highwater.memory import device_copy, manage
 from highwater.memory.device_copy import content_tag
+from highwater.memory.errors import UnsafeState
 
 PROFILES = ["auto", "0.8MiB", "0.55MiB", "0.45MiB"]
 
@@ -177,3 +178,20 @@ def test_a_buffer_written_through_data_on_the_device_is_kept(toys, machine) -> N
         net.doubles[1].gain.data.fill_(2.0)
         managed.members[0].attachment.unload()
         assert (net.doubles[1].gain == 2.0).all()
+
+
+@torch.no_grad()
+def test_writing_to_what_rests_in_its_file_is_refused(toys, machine, tmp_path) -> None:
+    net, x = toys.build_net(), torch.randn(2, 5, 64)
+    save_file({name: tensor.clone() for name, tensor in net.state_dict().items()}, tmp_path / "net.safetensors")
+    files = {"net": [tmp_path / "net.safetensors"]}
+    with machine(8) as manager, manage({"net": net}, placement="gpu:0:disk", files=files, manager=manager) as managed:
+        want = net(x).cpu()
+        managed.members[0].attachment.unload()
+        with pytest.raises(UnsafeState, match=r"^a weight \[192, 64\] rests in its file [^\n]*reprofile\(\)"):
+            net.singles[1].up.weight.data += 1.0
+        assert torch.equal(net(x).cpu(), want)
+        managed.reprofile("auto", placement="gpu:0:pinned")
+        net.singles[1].up.weight.data += 1.0
+        assert not torch.equal(net(x).cpu(), want)
+    assert type(net.singles[1].up.weight) is nn.Parameter
