@@ -134,13 +134,16 @@ class Passes:
         return agreed
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, hold: Hold | None = None) -> Iterator[None]:
         """Let no pass begin in the body; waits for the end of one that is open.
+
+        Args:
+            hold: takes the place of a pass; `close` gives it back, too.
 
         Raises:
             UnsafeState: this thread is in the middle of one.
         """
-        hold = Hold(self.root)
+        hold = hold or Hold(self.root)
         try:
             while True:
                 with self.changed:

@@ -29,6 +29,7 @@ from .leaves import leaves_of
 from .manager import MemoryManager
 from .masters import FileMaster
 from .membership import Member
+from .passes import Hold
 from .plan import ComponentPlan
 from .recording import remove_hooks_of
 from .residency import Unit
@@ -61,6 +62,7 @@ class Reference:
         """The blocks that are there, one by one."""
         self.moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.gate = Gate()
+        self.hold = Hold(self.module)
         self.plan: ComponentPlan | None = None
         """What was on the devices before."""
         self.left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -78,7 +80,7 @@ class Reference:
 
         The component leaves its devices for that, which saves what was written to it there, and comes back after it.
         """
-        with self.attachment.passes.held():
+        with self.attachment.passes.held(self.hold):
             try:
                 self.begin()
                 yield
@@ -107,6 +109,7 @@ class Reference:
             hooks.update(kept)
             for number in [*kept, *added]:  # in their old order, what was added meanwhile last
                 hooks[number] = hooks.pop(number)
+        self.left_out = []
         self.leave()
         self.attachment.hooks.end_detour(self.gate)
         self.gate.open()
@@ -117,6 +120,8 @@ class Reference:
                     self.attachment.load(self.plan)
                     self.attachment.finish_copies()
             self.member.leases.discard(self)
+        self.plan = None
+        self.attachment.passes.close(self.hold)
 
     # -- hooks of our own
 

@@ -69,26 +69,41 @@ def verify(
         finally:
             go_through(snapshot.put_back)
 
-    managed = run(Recording(places, room_bytes=room_bytes))
-    unwatched = run(None)
-    changed = [
-        f"{member.name}: {unit.name or 'what is outside the blocks'}"
-        for member in members
-        for unit in written_since(manager, member, tags)
-    ]
-    for by_blocks in (False, True):
-        references = [Reference(manager, member, by_blocks=by_blocks) for member in members]
-        try:
-            with ExitStack() as stack:
-                for one in references:
-                    stack.enter_context(one.entered())
-                reference = run(Recording(places, room_bytes=room_bytes))
-            break
-        except torch.OutOfMemoryError:
-            if by_blocks:
-                raise
-    if reference.error is not None:
-        raise reference.error
+    recorders = [Recording(places, room_bytes=room_bytes)]
+    references: list[Reference] = []
+
+    def clean_up() -> None:
+        """Undo all once more: an interrupt that comes just where something is undone leaves it out."""
+        for recorder in recorders:
+            recorder.unhook()
+        for one in references:
+            one.end()
+        snapshot.put_back()
+
+    try:
+        managed = run(recorders[0])
+        unwatched = run(None)
+        changed = [
+            f"{member.name}: {unit.name or 'what is outside the blocks'}"
+            for member in members
+            for unit in written_since(manager, member, tags)
+        ]
+        for by_blocks in (False, True):
+            references[:] = [Reference(manager, member, by_blocks=by_blocks) for member in members]
+            recorders.append(Recording(places, room_bytes=room_bytes))
+            try:
+                with ExitStack() as stack:
+                    for one in references:
+                        stack.enter_context(one.entered())
+                    reference = run(recorders[-1])
+                break
+            except torch.OutOfMemoryError:
+                if by_blocks:
+                    raise
+        if reference.error is not None:
+            raise reference.error
+    finally:
+        go_through(clean_up)
     return compare_sides(
         ", ".join(member.name for member in members),
         managed=managed,
