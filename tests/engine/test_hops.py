@@ -192,11 +192,27 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], device: str) 
         assert torch.equal(one.cpu(), other.cpu()), place
 
 
+programs_of_steps = st.lists(st.lists(steps, min_size=4, max_size=14), min_size=1, max_size=2)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
-@given(programs=st.lists(st.lists(steps, min_size=4, max_size=14), min_size=1, max_size=2))
+@given(programs=programs_of_steps)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_program_computes_the_same(machine, place: str, mode: str, programs: list[list[tuple[Any, ...]]]) -> None:
+    run_programs(machine, place, mode, programs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("place", PLACES)
+@given(programs=programs_of_steps)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_many_programs_compute_the_same(machine, place: str, mode: str, programs: list[list[tuple[Any, ...]]]) -> None:
+    run_programs(machine, place, mode, programs)
+
+
+def run_programs(machine: Any, place: str, mode: str, programs: list[list[tuple[Any, ...]]]) -> None:
     profile, placement = PLACES[place]
     home = "sim:1" if placement.startswith("gpu:1") else "sim:0"
     with machine(4, 4, 4) as manager, MODES[mode]():
