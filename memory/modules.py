@@ -86,9 +86,12 @@ def plan_modules(
             if found is not None:
                 return found
             # Cutting leaves some of a block over for the rest: the least that is needed may be that of a coarser cut.
-            refusals.append((sum(map(least_alone, components)), error))
+            # Without its traceback: that would keep this call, its callers and their modules alive in a cycle.
+            refusals.append((sum(map(least_alone, components)), error.with_traceback(None)))
             if components == coarser and cuts_whole:
-                raise min(refusals, key=lambda refusal: refusal[0])[1] from None
+                refusal = min(refusals, key=lambda refusal: refusal[0])[1]
+                refusals.clear()
+                raise refusal from None
             cuts_whole = cuts_whole or components == coarser  # nothing else fits
         else:
             found = components, plan

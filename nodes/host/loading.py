@@ -236,19 +236,24 @@ def load_controlnet(path: str, request: Request) -> Any:
     control = comfy.controlnet.load_controlnet(path)
     if control is None:
         raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI knows")
+    return adopt_control(control, Path(path).stem, request)
+
+
+def adopt_control(control: Any, name: str, request: Request) -> Any:
+    """Take a ControlNet under management as it was loaded; returns it."""
     wrapped = getattr(control, "control_model_wrapped", None)
-    if wrapped is not None:
-        notes = []
-        if request.placement == "cpu" and not is_cpu(comfy.model_management.get_torch_device()):
-            notes.append("placement cpu: a ControlNet computes where the model does that it guides")
-            request = replace(request, placement="auto")
-        adopted = adopt(wrapped, name=Path(path).stem, kind="control", request=request)
-        if isinstance(adopted, HighwaterPatcher):
-            adopted.hosted.notes += notes
-        control.control_model_wrapped = adopted
-        control.load_device = adopted.load_device
-    else:
+    if wrapped is None:
         setattr(control, NOTE, "not managed: this kind of ControlNet has no patcher of its own")
+        return control
+    notes = []
+    if request.placement == "cpu" and not is_cpu(comfy.model_management.get_torch_device()):
+        notes.append("placement cpu: a ControlNet computes where the model does that it guides")
+        request = replace(request, placement="auto")
+    adopted = adopt(wrapped, name=name, kind="control", request=request)
+    if isinstance(adopted, HighwaterPatcher):
+        adopted.hosted.notes += notes
+    control.control_model_wrapped = adopted
+    control.load_device = adopted.load_device
     return control
 
 

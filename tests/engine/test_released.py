@@ -51,16 +51,21 @@ def test_a_released_module_is_freed_with_its_last_reference(
     names = ["gpu:0", "gpu:1"]
     with machine(8, 8) as manager:
         end = manager.watch_loading(lambda component, done, total: None)
-        net = toys.build_net()
-        (member,), _ = manager.add(
-            {"model": net},
-            placement=parse_placement(placement, devices=names),
-            profile=parse_profile(profile, devices=names),
-            precision=parse_precision(precision),
-            name=None,
-            node_id=None,
-            is_hosted=is_hosted,
-        )
+
+        def join() -> tuple[torch.nn.Module, object]:  # a kept frame keeps what it names
+            net = toys.build_net()
+            (member,), _ = manager.add(
+                {"model": net},
+                placement=parse_placement(placement, devices=names),
+                profile=parse_profile(profile, devices=names),
+                precision=parse_precision(precision),
+                name=None,
+                node_id=None,
+                is_hosted=is_hosted,
+            )
+            return net, member
+
+        net, member = join()
         if is_hosted:
             manager.bring(member)
         if trouble is not None:
@@ -79,3 +84,49 @@ def test_a_released_module_is_freed_with_its_last_reference(
         del member, net
         assert kept() is None
         end()
+
+
+class Group(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Groups(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = torch.nn.ModuleList(Group() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for group in self.groups:
+            x = group(x)
+        return x
+
+
+@pytest.mark.usefixtures("no_collection")
+@torch.no_grad()
+def test_a_plan_that_was_refused_before_one_that_fits_keeps_nothing(machine) -> None:
+    """The first has blocks of 130 KiB, too large for the budget; a kept refusal would keep its frames."""
+
+    def join(manager: object) -> weakref.ref[torch.nn.Module]:
+        net = Groups().requires_grad_(False)
+        (member,), plan = manager.add(
+            {"model": net},
+            placement=parse_placement("gpu:0", devices=["gpu:0"]),
+            profile=parse_profile("0.1MiB", devices=["gpu:0"]),
+            precision=None,
+            name=None,
+            node_id=None,
+        )
+        assert plan["model"].num_blocks > 3
+        net(X)
+        manager.remove(member)
+        return weakref.ref(net)
+
+    with machine(8) as manager:
+        assert join(manager)() is None

@@ -6,7 +6,7 @@ package is, how large each device is, and on which socket to answer: one JSON re
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import socket
@@ -20,14 +20,20 @@ SETTINGS = json.loads(os.environ["HIGHWATER_TEST_SIMDEVICE"])
 
 
 def load_simdevice(folder: str) -> ModuleType:
-    """Import the package from its folder: the repository root, with its ``nodes``, must not be on ``sys.path``."""
-    name = "highwater_test_simdevice"
-    spec = importlib.util.spec_from_file_location(
-        name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    """Import the package from its folder: the repository root, with its ``nodes``, must not be on ``sys.path``.
+
+    It belongs to a bare root package here; the pack's own is imported under the name that ComfyUI gives it.
+    """
+    name = "highwater_test_root"
+    root = ModuleType(name)
+    root.__path__ = [os.path.dirname(os.path.dirname(folder))]
+    sys.modules[name] = root
+    for part in ("headless", "memory"):  # bare, too: their own would import the engine a second time
+        package = ModuleType(f"{name}.{part}")
+        package.__path__ = [os.path.join(root.__path__[0], part)]
+        sys.modules[package.__name__] = package
+    module = importlib.import_module(f"{name}.headless.simdevice")
+    sys.modules["highwater_test_simdevice"] = module
     return module
 
 

@@ -1,0 +1,245 @@
+"""Compares a small model under the manager with core's own load of it, in one host process; the host's Python runs it.
+
+A cell is an architecture in a mode. Its word: ``equal`` (to the bit; in eight bits as close as they go), ``refused:``
+with our line, ``-`` for what does not exist, or ``FAILED:`` with what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import comfy.lora
+import comfy.model_management
+import comfy.sample
+import comfy.sd
+import comfy.supported_models
+import torch
+from comfy.model_patcher import ModelPatcher
+
+from highwater.memory import default_manager
+from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
+from highwater.memory.modules import plan_modules
+from highwater.memory.placement import parse_placement
+from highwater.memory.profile import parse_profile
+from highwater.nodes.host.hosted import Request
+from highwater.nodes.host.loading import adopt
+from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
+from highwater.tests.comfyui.sweep.controls import guide
+from highwater.tests.comfyui.sweep.weights import fill
+
+__all__ = ["cell"]
+
+# How much of a direction eight bits may lose in a model this small, where every layer is a large part of it.
+LEAST_COSINE = 0.98
+SPLIT = "gpu:0&gpu:1"
+# Of a model's bytes, as a budget for one device.
+PERCENTS = (5, 10, 15, 20, 25, 30, 35, 40, 50, 60, 70, 80, 90, 95, 97)
+Tensor = torch.Tensor
+
+
+class Different(Exception):
+    """The managed model gave something else; the argument says by how much."""
+
+
+# -- models
+
+
+def build(architecture: Architecture, seed: int = 0) -> ModelPatcher:
+    """Return core's patcher of a small model with the same random weights every time."""
+    kind = getattr(comfy.supported_models, architecture.model)
+    config = kind(dict(architecture.config))
+    device = comfy.model_management.get_torch_device()
+    dtype = torch.bfloat16 if torch.bfloat16 in config.supported_inference_dtypes else torch.float32
+    manual = comfy.model_management.unet_manual_cast(dtype, device, config.supported_inference_dtypes)
+    config.set_inference_dtype(dtype, manual)
+    model = config.get_model({}, "")
+    fill(model, seed)
+    offload = comfy.model_management.unet_offload_device()
+    patcher = ModelPatcher(model, load_device=device, offload_device=offload)
+    patcher.cached_patcher_init = (rebuild, (architecture, seed))
+    return patcher
+
+
+def rebuild(architecture: Architecture, seed: int, disable_dynamic: bool = True) -> ModelPatcher:
+    return build(architecture, seed)
+
+
+def lora_for(patcher: ModelPatcher, rank: int = 2) -> dict[str, Tensor]:
+    """Return a LoRA file's tensors for every second matrix of a diffusion model."""
+    generator = torch.Generator().manual_seed(7)
+    matrices = [
+        (name.removesuffix(".weight"), parameter.shape)
+        for name, parameter in patcher.model.diffusion_model.named_parameters()
+        if name.endswith(".weight") and parameter.ndim == 2
+    ]
+    tensors = {}
+    for name, (num_out, num_in) in matrices[::2]:
+        tensors[f"diffusion_model.{name}.lora_A.weight"] = torch.randn(rank, num_in, generator=generator) * 0.1
+        tensors[f"diffusion_model.{name}.lora_B.weight"] = torch.randn(num_out, rank, generator=generator) * 0.1
+    return tensors
+
+
+# -- running
+
+
+def conditioning(architecture: Architecture, seed: int, control: Any) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(1, *architecture.text, generator=generator)
+    options: dict[str, Any] = architecture.extras(generator)
+    options["pooled_output"] = torch.randn(1, architecture.pooled, generator=generator) if architecture.pooled else None
+    if control is not None:
+        options["control"] = control
+    return [[tokens, options]]
+
+
+def sample(architecture: Architecture, patcher: ModelPatcher, control: Any = None) -> Tensor:
+    """Run one step of the real sampler, guided."""
+    noise = torch.randn(architecture.latent, generator=torch.Generator().manual_seed(0))
+    positive, negative = (conditioning(architecture, seed, control) for seed in (1, 2))
+    with torch.inference_mode():
+        result = comfy.sample.sample(
+            patcher, noise, 1, architecture.cfg, "euler", "simple", positive, negative, torch.zeros_like(noise), seed=3
+        )
+    return result.clone()
+
+
+references: dict[tuple[str, bool, bool], Tensor] = {}
+
+
+def reference(architecture: Architecture, *, has_lora: bool = False, has_control: bool = False) -> Tensor:
+    """Return what core's own load gives; made once."""
+    key = (architecture.name, has_lora, has_control)
+    if has_control and key not in references:
+        unguided = reference(architecture)
+    if key not in references:
+        patcher = build(architecture)
+        if has_lora:
+            patcher, _ = comfy.sd.load_lora_for_models(patcher, None, lora_for(patcher), 1.0, 0.0)
+        control = None
+        if has_control:
+            patcher, control = guide(architecture, patcher, None)
+        result = sample(architecture, patcher, control)
+        if not result.isfinite().all() or not result.any():
+            raise AssertionError("core's own result is not finite, or nothing: the configuration is no test")
+        if has_control and torch.equal(result, unguided):
+            raise AssertionError("core's own result is the same without the ControlNet")
+        references[key] = result
+        comfy.model_management.unload_all_models()
+    return references[key]
+
+
+# -- cells
+
+
+def streamed_request(architecture: Architecture, placement: str) -> Request:
+    """Return a request with the smallest budget of a few that fits and makes blocks stream."""
+    model = build(architecture).model
+    whole = sum(parameter.nbytes for parameter in model.parameters()) / (1 << 20)
+    devices = placement.split("&") if placement != "auto" else ["gpu:0"]
+    problem: Exception = InvalidInput("no budget makes blocks stream")
+    for percents in sorted(itertools.product(PERCENTS, repeat=len(devices)), key=sum):
+        text = ",".join(
+            f"{device}={whole * percent / 100:.3f}MiB" for device, percent in zip(devices, percents, strict=True)
+        )
+        try:
+            _, plan = plan_modules(
+                {"probe": model},
+                default_manager().room.machine(None),
+                placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=["gpu:0", "gpu:1"]),
+                profile=parse_profile(text, devices=["gpu:0", "gpu:1"], components=["probe"]),
+                precision=None,
+                kinds={"probe": "diffusion"},
+                sources={},
+            )
+        except (DoesNotFit, InvalidInput) as error:
+            problem = error
+            continue
+        if all(share.streamed for share in plan["probe"].shares):
+            return Request(profile=text, placement=placement)
+    raise problem
+
+
+FORMS = ("resident", "streamed", "split", "split and streamed")
+
+
+def request_for(architecture: Architecture, form: str) -> Request:
+    placement = SPLIT if form.startswith("split") else "auto"
+    if form.endswith("streamed"):
+        return streamed_request(architecture, placement)
+    return Request(placement=placement, precision="fp8 scaled" if form == "fp8" else "as stored")
+
+
+def compare(architecture: Architecture, form: str, *, has_lora: bool = False, has_control: bool = False) -> None:
+    """Sample twice under the manager and compare. Raises `Different`."""
+    expected = reference(architecture, has_lora=has_lora, has_control=has_control)
+    request = request_for(architecture, form)
+    patcher = adopt(build(architecture), name=architecture.model, kind="diffusion", request=request)
+    if has_lora:
+        patcher, _ = comfy.sd.load_lora_for_models(patcher, None, lora_for(patcher), 1.0, 0.0)
+    control = None
+    if has_control:
+        patcher, control = guide(architecture, patcher, Request(placement=request.placement))
+    for attempt in ("first", "second"):
+        actual = sample(architecture, patcher, control)
+        shares = patcher.hosted.member.attachment.plan.shares
+        if form == "fp8":
+            assert patcher.hosted.cast_names, "nothing rests in eight bits"
+            cosine = torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0).item()
+            if not cosine > LEAST_COSINE:
+                raise Different(f"cosine {cosine:.4f} in the {attempt} run")
+            continue
+        assert len(shares) == (2 if form.startswith("split") else 1), "not split as asked"
+        assert form != "resident" or not any(share.streamed for share in shares), "streams, though it should stay"
+        if not torch.equal(actual, expected):
+            error = ((actual - expected).norm() / expected.norm()).item()
+            raise Different(f"relative error {error:.2g} in the {attempt} run")
+    kept = weakref.ref(patcher.model)
+    del patcher, control
+    comfy.model_management.unload_all_models()
+    if kept() is not None:
+        raise Different("its memory stays until Python collects cycles")
+
+
+@contextlib.contextmanager
+def clean_host() -> Iterator[None]:
+    """Start and end with nothing loaded, no races, and nothing left on the simulated devices."""
+    simdevice = sys.modules["highwater_test_simdevice"]
+    gc.collect()
+    gc.disable()
+    simdevice.races()
+    try:
+        yield
+        races = simdevice.races()
+        if races:
+            raise Different(f"{len(races)} races, the first: {races[0]}")
+    finally:
+        gc.enable()
+        comfy.model_management.unload_all_models()
+        gc.collect()
+
+
+def cell(name: str, mode: str) -> str:
+    architecture = ARCHITECTURES[name]
+    if mode == "ControlNet" and architecture.control is None:
+        return "-"
+    forms = [form for form in FORMS if form != "split and streamed"] if mode in ("LoRA", "ControlNet") else [mode]
+    for form in forms:
+        where = f" ({form})" if len(forms) > 1 else ""
+        try:
+            with clean_host():
+                compare(architecture, form, has_lora=mode == "LoRA", has_control=mode == "ControlNet")
+        except (DoesNotFit, InvalidInput, UnsafeState) as error:
+            return f"refused{where}: {error}"
+        except Different as error:
+            return f"FAILED{where}: {error}"
+        except Exception as error:
+            traceback.print_exc()
+            return f"FAILED{where}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+    return "equal"

@@ -1,0 +1,30 @@
+"""ComfyUI's architectures, tiny: what ``docs/compatibility.md`` says of each is what happens in the real host."""
+
+from __future__ import annotations
+
+import pytest
+
+from highwater.tests.comfyui.host_cells import run_cells
+from highwater.tests.comfyui.host_process import HostFiles
+from highwater.tests.comfyui.sweep.architectures import ROWS
+from highwater.tests.compat.table import MODES, read_rows
+
+SECTION = "ComfyUI 0.33"
+# One of each shape runs always; all others with `make test-slow`, some each day.
+ALWAYS = ("Flux", "SD 1.5")
+
+
+@pytest.mark.comfyui_gpus
+@pytest.mark.parametrize("name", [row if row in ALWAYS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS])
+def test_a_row_of_the_table_is_what_happens(host_files: HostFiles, name: str) -> None:
+    cells = {mode: cell for _, mode, cell in run_cells(host_files, [name], MODES)}
+    assert cells == read_rows(SECTION)[name]
+
+
+def test_the_table_has_every_architecture_and_each_is_equal_resident_and_streamed() -> None:
+    rows = read_rows(SECTION)
+    assert rows.keys() == set(ROWS)
+    for name, cells in rows.items():
+        assert not any(cell.startswith("FAILED") for cell in cells.values()), (name, cells)
+        assert cells["resident"] == "equal", name
+        assert cells["streamed"] == "equal" or cells["streamed"].startswith("-"), name
