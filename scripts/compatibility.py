@@ -17,7 +17,7 @@ logging.disable(logging.WARNING)
 
 from highwater.tests.comfyui.host_cells import run_cells  # noqa: E402
 from highwater.tests.comfyui.host_process import find_host  # noqa: E402
-from highwater.tests.comfyui.sweep.architectures import ROWS  # noqa: E402
+from highwater.tests.comfyui.sweep.names import ROWS  # noqa: E402
 from highwater.tests.compat.modes import MODES, run_modes  # noqa: E402
 from highwater.tests.compat.pipelines import RECIPES  # noqa: E402
 from highwater.tests.compat.table import Rows, read_rows, write_rows  # noqa: E402

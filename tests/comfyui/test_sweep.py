@@ -6,7 +6,7 @@ import pytest
 
 from highwater.tests.comfyui.host_cells import run_cells
 from highwater.tests.comfyui.host_process import HostFiles
-from highwater.tests.comfyui.sweep.architectures import ROWS
+from highwater.tests.comfyui.sweep.names import ROWS
 from highwater.tests.compat.table import MODES, read_rows
 
 SECTION = "ComfyUI 0.33"

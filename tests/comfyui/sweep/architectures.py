@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ARCHITECTURES", "ROWS", "Architecture"]
+__all__ = ["ARCHITECTURES", "Architecture"]
 
 Extras = Callable[[torch.Generator], dict[str, Any]]
 
@@ -211,6 +211,3 @@ ARCHITECTURES: dict[str, Architecture] = {
                      text=TEXT, control="unet"),
     )
 }  # fmt: skip
-
-ROWS = [*ARCHITECTURES]
-"""The rows of the table."""

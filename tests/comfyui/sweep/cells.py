@@ -31,7 +31,9 @@ from highwater.memory.profile import parse_profile
 from highwater.nodes.host.hosted import Request
 from highwater.nodes.host.loading import adopt
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
+from highwater.tests.comfyui.sweep.autoencoders import build_vae, run_vae
 from highwater.tests.comfyui.sweep.controls import guide
+from highwater.tests.comfyui.sweep.names import AUTOENCODERS
 from highwater.tests.comfyui.sweep.weights import fill
 
 __all__ = ["cell"]
@@ -138,12 +140,15 @@ def reference(architecture: Architecture, *, has_lora: bool = False, has_control
 # -- cells
 
 
-def streamed_request(architecture: Architecture, placement: str) -> Request:
-    """Return a request with the smallest budget of a few that fits and makes blocks stream."""
-    model = build(architecture).model
+class Nothing(Exception):
+    """Nothing of the model can do it; the argument says what."""
+
+
+def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Request:
+    """Return a request with a small budget that fits and makes blocks stream. Raises `Nothing`."""
+    fitting: list[Request] = []
     whole = sum(parameter.nbytes for parameter in model.parameters()) / (1 << 20)
     devices = placement.split("&") if placement != "auto" else ["gpu:0"]
-    problem: Exception = InvalidInput("no budget makes blocks stream")
     for percents in sorted(itertools.product(PERCENTS, repeat=len(devices)), key=sum):
         text = ",".join(
             f"{device}={whole * percent / 100:.3f}MiB" for device, percent in zip(devices, percents, strict=True)
@@ -155,31 +160,34 @@ def streamed_request(architecture: Architecture, placement: str) -> Request:
                 placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=["gpu:0", "gpu:1"]),
                 profile=parse_profile(text, devices=["gpu:0", "gpu:1"], components=["probe"]),
                 precision=None,
-                kinds={"probe": "diffusion"},
+                kinds={"probe": kind},
                 sources={},
             )
-        except (DoesNotFit, InvalidInput) as error:
-            problem = error
+        except (DoesNotFit, InvalidInput):
             continue
         if all(share.streamed for share in plan["probe"].shares):
-            return Request(profile=text, placement=placement)
-    raise problem
+            fitting.append(Request(profile=text, placement=placement))
+            if len(fitting) > 2:
+                break
+    if not fitting:
+        raise Nothing("no blocks to stream")
+    return fitting[-1]
 
 
 FORMS = ("resident", "streamed", "split", "split and streamed")
 
 
-def request_for(architecture: Architecture, form: str) -> Request:
+def request_for(model: torch.nn.Module, kind: str, form: str) -> Request:
     placement = SPLIT if form.startswith("split") else "auto"
     if form.endswith("streamed"):
-        return streamed_request(architecture, placement)
+        return streamed_request(model, kind, placement)
     return Request(placement=placement, precision="fp8 scaled" if form == "fp8" else "as stored")
 
 
 def compare(architecture: Architecture, form: str, *, has_lora: bool = False, has_control: bool = False) -> None:
     """Sample twice under the manager and compare. Raises `Different`."""
     expected = reference(architecture, has_lora=has_lora, has_control=has_control)
-    request = request_for(architecture, form)
+    request = request_for(build(architecture).model, "diffusion", form)
     patcher = adopt(build(architecture), name=architecture.model, kind="diffusion", request=request)
     if has_lora:
         patcher, _ = comfy.sd.load_lora_for_models(patcher, None, lora_for(patcher), 1.0, 0.0)
@@ -187,24 +195,48 @@ def compare(architecture: Architecture, form: str, *, has_lora: bool = False, ha
     if has_control:
         patcher, control = guide(architecture, patcher, Request(placement=request.placement))
     for attempt in ("first", "second"):
-        actual = sample(architecture, patcher, control)
-        shares = patcher.hosted.member.attachment.plan.shares
-        if form == "fp8":
-            assert patcher.hosted.cast_names, "nothing rests in eight bits"
-            cosine = torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0).item()
-            if not cosine > LEAST_COSINE:
-                raise Different(f"cosine {cosine:.4f} in the {attempt} run")
-            continue
-        assert len(shares) == (2 if form.startswith("split") else 1), "not split as asked"
-        assert form != "resident" or not any(share.streamed for share in shares), "streams, though it should stay"
-        if not torch.equal(actual, expected):
-            error = ((actual - expected).norm() / expected.norm()).item()
-            raise Different(f"relative error {error:.2g} in the {attempt} run")
+        check(sample(architecture, patcher, control), expected, patcher, form, attempt)
     kept = weakref.ref(patcher.model)
     del patcher, control
     comfy.model_management.unload_all_models()
     if kept() is not None:
         raise Different("its memory stays until Python collects cycles")
+
+
+def check(actual: Tensor, expected: Tensor, patcher: Any, form: str, attempt: str) -> None:
+    """Compare one run's result, and the plan with what was asked for. Raises `Different`."""
+    shares = patcher.hosted.member.attachment.plan.shares
+    if form == "fp8":
+        if not patcher.hosted.cast_names:
+            raise Nothing("no weights that eight bits take")
+        cosine = torch.nn.functional.cosine_similarity(actual.flatten(), expected.flatten(), dim=0).item()
+        if not cosine > LEAST_COSINE:
+            raise Different(f"cosine {cosine:.4f} in the {attempt} run")
+        return
+    has_blocks = patcher.hosted.member.attachment.plan.num_blocks > 1
+    assert len(shares) == (2 if form.startswith("split") and has_blocks else 1), "not split as asked"
+    assert form != "resident" or not any(share.streamed for share in shares), "streams, though it should stay"
+    if not torch.equal(actual, expected):
+        error = ((actual - expected).norm() / expected.norm()).item()
+        raise Different(f"relative error {error:.2g} in the {attempt} run")
+
+
+def compare_vae(name: str, form: str) -> None:
+    """Decode and encode twice under the manager and compare. Raises `Different`."""
+    if name not in vae_references:
+        result = run_vae(name, build_vae(name))
+        if not result.isfinite().all() or not result.any():
+            raise AssertionError("core's own result is not finite, or nothing: the configuration is no test")
+        vae_references[name] = result
+        comfy.model_management.unload_all_models()
+    vae = build_vae(name)
+    request = request_for(vae.first_stage_model, "vae", form)
+    vae.patcher = adopt(vae.patcher, name="vae", kind="vae", request=request)
+    for attempt in ("first", "second"):
+        check(run_vae(name, vae), vae_references[name], vae.patcher, form, attempt)
+
+
+vae_references: dict[str, Tensor] = {}
 
 
 @contextlib.contextmanager
@@ -226,15 +258,21 @@ def clean_host() -> Iterator[None]:
 
 
 def cell(name: str, mode: str) -> str:
-    architecture = ARCHITECTURES[name]
-    if mode == "ControlNet" and architecture.control is None:
+    if mode in ("LoRA", "ControlNet") and name in AUTOENCODERS:
+        return "-"
+    if mode == "ControlNet" and ARCHITECTURES[name].control is None:
         return "-"
     forms = [form for form in FORMS if form != "split and streamed"] if mode in ("LoRA", "ControlNet") else [mode]
     for form in forms:
         where = f" ({form})" if len(forms) > 1 else ""
         try:
             with clean_host():
-                compare(architecture, form, has_lora=mode == "LoRA", has_control=mode == "ControlNet")
+                if name in AUTOENCODERS:
+                    compare_vae(name, form)
+                else:
+                    compare(ARCHITECTURES[name], form, has_lora=mode == "LoRA", has_control=mode == "ControlNet")
+        except Nothing as what:
+            return f"- ({what})"
         except (DoesNotFit, InvalidInput, UnsafeState) as error:
             return f"refused{where}: {error}"
         except Different as error:

@@ -8,6 +8,9 @@ import torch
 
 __all__ = ["fill"]
 
+# Buffers that no code of the host computes: they come with the weights.
+FROM_FILES = ("pos_embed", "per_channel_statistics")
+
 
 def fill(module: torch.nn.Module, seed: int) -> None:
     """Random weights of a size that keeps activations near one: every block matters to the result."""
@@ -22,5 +25,5 @@ def fill(module: torch.nn.Module, seed: int) -> None:
             values = values / math.sqrt(parameter[0].numel())
         parameter.data.copy_(values)
     for name, buffer in module.named_buffers():
-        if name.endswith("pos_embed"):  # SD3's comes from its file
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        if any(part in name for part in FROM_FILES):
+            buffer.copy_(1.0 + 0.1 * torch.randn(buffer.shape, generator=generator))
