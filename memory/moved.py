@@ -70,7 +70,9 @@ class MoveGuard:
 
         The caller holds the manager's lock.
         """
-        self.swaps.take_back()
+        for unit, index, held in self.swaps.take_back():
+            self.wait()
+            self.undone = why_not_adopted(unit, index, held) or self.undone
         for unit in self.units:
             if unit.opened:
                 self.wait()

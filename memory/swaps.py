@@ -54,8 +54,13 @@ class Swaps:
         self.devices = dict(units)
         self.loans: list[Loan] = []
 
-    def take_back(self) -> None:
-        """End the loans of places that hold what they were lent for no more."""
+    def take_back(self) -> list[tuple[Unit, int, torch.Tensor]]:
+        """End the loans of places that hold what they were lent for no more.
+
+        Returns the weights that were given back after their unit had been loaded, by place: what was written to them
+        since is not on the device.
+        """
+        returned = []
         for loan in list(self.loans):
             slots, name = loan.entry.slots_of(loan.owner[0]), loan.owner[1]
             held = slots.get(name)
@@ -68,6 +73,9 @@ class Swaps:
             loan.unit.own(loan.index, loan.owner)
             if held is loan.ours:
                 slots[name] = loan.unit.placed[loan.index]
+                if slots[name] is not held:
+                    returned.append((loan.unit, loan.index, held))
+        return returned
 
     def lend(self, changed: Sequence[Unit]) -> None:
         """Lend the places where others put their tensors for a while.

@@ -51,7 +51,8 @@ STEPS = [
     (Unit, "compute_from"),
     (Unit, "rest"),
     (Occupancy, "take"),
-    (Hops, "move"),
+    (Hops, "visit"),
+    (Hops, "copy"),
 ]
 
 
