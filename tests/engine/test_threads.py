@@ -126,21 +126,25 @@ def test_threads_whose_components_push_each_other_out(toys, machine, profile: st
         assert not any(member.leases for member in manager.members.values())
 
 
-@pytest.mark.parametrize("nth", range(1, 12))
+COPIES_IN_A_PASS = 8
+
+
+@pytest.mark.parametrize("nth", range(1, COPIES_IN_A_PASS + 1))
 def test_out_of_memory_in_a_hop_leaves_no_pass_open(toys, machine, monkeypatch, nth: int) -> None:
     """Also in the last one, which brings the result back when all blocks have computed."""
-    net, move, left = toys.build_net(), Hops.move, [0]
+    net, copy, left = toys.build_net(), Hops.copy, [0]
 
     def fail_nth(self: Hops, *args: object) -> object:
         left[0] -= 1
         if not left[0]:
             raise torch.OutOfMemoryError("no room for a hidden state")
-        return move(self, *args)
+        return copy(self, *args)
 
-    monkeypatch.setattr(Hops, "move", fail_nth)
+    monkeypatch.setattr(Hops, "copy", fail_nth)
     with machine(8, 8) as manager, ThreadPoolExecutor(1) as pool:
         manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
         want = compute(net)
+        assert left[0] == -COPIES_IN_A_PASS
         for again in (lambda work: work(), lambda work: pool.submit(work).result(600)):
             run: Callable[..., torch.Tensor] = again
             left[0] = nth
