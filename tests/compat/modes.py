@@ -155,7 +155,7 @@ def build(recipe: Recipe, *, with_lora: bool) -> Any:
         from peft import LoraConfig
 
         torch.manual_seed(1)
-        model = getattr(pipe, "transformer", None) or pipe.unet
+        model = next(getattr(pipe, name) for name in ("transformer", "unet", "prior") if getattr(pipe, name, None))
         model.add_adapter(
             LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=list(recipe.lora_targets))
         )
@@ -170,8 +170,9 @@ def run_unmanaged(recipe: Recipe, *, with_lora: bool, cast: Mapping[str, frozens
     pipe = build(recipe, with_lora=with_lora)
     with torch.no_grad():
         for name, module in modules_of(pipe).items():
-            for weight_name, weight in module.named_parameters():
-                if weight_name in cast.get(name, ()):
+            resting = {weight_name.replace(".base_layer.", ".") for weight_name in cast.get(name, ())}
+            for weight_name, weight in module.named_parameters():  # some have their LoRA only later
+                if weight_name.replace(".base_layer.", ".") in resting:
                     scale = find_scale(weight, name=weight_name)
                     upcast_into(weight, quantize_fp8(weight, scale), scale)
     pipe.to("sim:0")

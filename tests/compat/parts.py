@@ -90,10 +90,34 @@ def clip_vision(*, size: int = 32) -> Any:
     )  # fmt: skip
 
 
-def t5_text() -> Any:
+def clip_pixels(*, size: int = 32) -> Any:
+    from transformers import CLIPImageProcessorPil
+
+    return CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+
+
+def siglip_vision(*, size: int = 32) -> Any:
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    return SiglipVisionModel(
+        SiglipVisionConfig(
+            hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=3, num_attention_heads=4,
+            image_size=size, patch_size=8,
+        )
+    )  # fmt: skip
+
+
+def siglip_pixels(*, size: int = 32) -> Any:
+    from transformers import SiglipImageProcessorPil
+
+    return SiglipImageProcessorPil(size={"height": size, "width": size})
+
+
+def t5_text(*, wide: bool = False) -> Any:
+    """``wide``: it knows the 384 tokens of ByT5."""
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(t5_config(T5Config))
+    return T5EncoderModel(t5_config(T5Config, 384 if wide else 128))
 
 
 def umt5_text() -> Any:
@@ -102,9 +126,9 @@ def umt5_text() -> Any:
     return UMT5EncoderModel(t5_config(UMT5Config))
 
 
-def t5_config(config_class: Any) -> Any:
+def t5_config(config_class: Any, vocabulary: int = 128) -> Any:
     return config_class(
-        vocab_size=128, d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=3, num_heads=4,
+        vocab_size=vocabulary, d_model=WIDTH, d_kv=8, d_ff=2 * WIDTH, num_layers=3, num_heads=4,
         feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
 
@@ -128,6 +152,19 @@ def image(size: int = 32) -> Any:
     return Image.fromarray(ramp.astype(np.uint8))
 
 
+def mask(size: int = 32) -> Any:
+    """The left half of a picture."""
+    from PIL import Image
+
+    half = Image.new("L", (size, size), 0)
+    half.paste(255, (0, 0, size // 2, size))
+    return half
+
+
+def film(frames: int = 5, size: int = 16) -> list[Any]:
+    return [image(size).rotate(90 * number) for number in range(frames)]
+
+
 def qwen3_text(*, layers: int = 3) -> Any:
     from transformers import Qwen3Config, Qwen3Model
 
@@ -138,6 +175,12 @@ def llama_text(*, layers: int = 3) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**language_sizes(layers)))
+
+
+def llama_model() -> Any:
+    from transformers import LlamaConfig, LlamaModel
+
+    return LlamaModel(LlamaConfig(**language_sizes(3)))
 
 
 def gemma2_text(*, layers: int = 3) -> Any:

@@ -1,6 +1,17 @@
 """All recipes of diffusers' pipelines, by the pipeline's name."""
 
-from highwater.tests.compat import images, unets, videos  # noqa: F401  # each registers its own
+from highwater.tests.compat import (  # noqa: F401  # each registers its own
+    images,
+    unets,
+    unets_cascade,
+    unets_control,
+    unets_kandinsky,
+    unets_pixel,
+    unets_sd,
+    unets_sdxl,
+    unets_video,
+    videos,
+)
 from highwater.tests.compat.recipes import RECIPES
 
 __all__ = ["RECIPES"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,30 +12,57 @@ import torch
 
 from highwater.tests.compat.modes import Recipe
 
-__all__ = ["IMAGE", "PROMPT", "RECIPES", "TO_LAYERS", "TO_QKV", "ddim", "flow", "recipe"]
+__all__ = ["IMAGE", "LIMITED", "PROMPT", "RECIPES", "TO_LAYERS", "TO_QKV", "ddim", "flow", "recipe"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the libraries ask the network even for what is there
 
 RECIPES: dict[str, Recipe] = {}
+LIMITED: dict[str, tuple[Recipe, str]] = {}
+"""What has no row, and why: each is a limit of Highwater."""
 TO_LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 TO_QKV = TO_LAYERS[:3]
 PROMPT = "a red fox"
 
 
 def recipe(
-    pipeline: str, *, lora: tuple[str, ...] = (), guides: tuple[str, ...] = (), **call: Any
+    pipeline: str,
+    variant: str = "",
+    *,
+    lora: tuple[str, ...] = (),
+    guides: tuple[str, ...] = (),
+    before: Callable[[Any], None] | None = None,
+    placed: tuple[str, ...] = (),
+    limit: str = "",
+    **call: Any,
 ) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
-    """Register a pipeline: the function below returns its parts; ``call`` is what it is called with."""
+    """Register a pipeline: the function below returns its parts; ``call`` is what it is called with.
+
+    ``variant`` tells two rows of one pipeline apart. What is callable in ``call`` is made anew for each run;
+    ``before`` gets the pipeline before it is called; tensors in ``placed`` the caller puts on the device.
+    ``limit`` says why it has no row: Highwater cannot do all of it yet.
+    """
+    title = f"{pipeline}, {variant}" if variant else pipeline
 
     def register(parts: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
         def build() -> Any:
             return getattr(diffusers, pipeline)(**parts())
 
         def run(pipe: Any) -> Any:
+            if before:
+                before(pipe)
             arguments = {name: value() if callable(value) else value for name, value in call.items()}
-            return pipe(**arguments, generator=torch.Generator().manual_seed(3))
+            for name in placed:
+                arguments[name] = arguments[name].to(pipe._execution_device)
+            if "generator" in inspect.signature(pipe.__call__).parameters:
+                arguments["generator"] = torch.Generator().manual_seed(3)
+            return pipe(**arguments)
 
-        RECIPES[pipeline] = Recipe(name=pipeline, build=build, call=run, lora_targets=lora, guides=guides)
+        assert title not in RECIPES, f"{title} has two recipes"
+        made = Recipe(name=title, build=build, call=run, lora_targets=lora, guides=guides)
+        if limit:
+            LIMITED[title] = made, limit
+        else:
+            RECIPES[title] = made
         return parts
 
     return register
