@@ -240,7 +240,8 @@ def run_needs(options: argparse.Namespace) -> int:
     from .learned import describe_needs, find_needs_files, forget_needs
 
     paths = find_needs_files(options.file, options.comfyui, os.environ)
-    files = forget_needs(paths) if options.reset else describe_needs(paths)
+    is_named = options.file is not None
+    files = (forget_needs if options.reset else describe_needs)(paths, are_named=is_named)
     if options.json:
         print(json.dumps({"files": files}))
     else:

@@ -25,8 +25,12 @@ def find_needs_files(named: Path | None, comfyui: Path | None, environment: Mapp
     return [path for path in found if path is not None]
 
 
-def describe_needs(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return each file with its needs; components and devices are digests, sizes are those of `Size`."""
+def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[dict[str, Any]]:
+    """Return each file with its needs; components and devices are digests, sizes are those of `Size`.
+
+    Raises:
+        InvalidInput: a file that the user named is not ours.
+    """
     return [
         {
             "path": str(path),
@@ -38,17 +42,18 @@ def describe_needs(paths: Sequence[Path]) -> list[dict[str, Any]]:
                     "seen_bytes": need.seen_bytes,
                     "kept_bytes": None if need.is_open else need.kept().num_bytes,
                 }
-                for (component, device), size, need in NeedsFile(path).read()
+                for (component, device), size, need in NeedsFile(path, is_named=are_named).listed()
             ],
         }
         for path in paths
     ]
 
 
-def forget_needs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+def forget_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[dict[str, Any]]:
     """Forget all that the files hold; a ComfyUI that runs keeps what it knows until it ends.
 
     Raises:
-        InvalidInput: a file cannot be changed.
+        InvalidInput: a file cannot be changed, or is named by the user and not ours.
     """
-    return [{"path": str(path), "num_forgotten": NeedsFile(path).reset()} for path in paths]
+    files = [NeedsFile(path, is_named=are_named) for path in paths]
+    return [{"path": str(file.path), "num_forgotten": file.reset()} for file in files]

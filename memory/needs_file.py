@@ -1,7 +1,8 @@
 """The learned needs in one SQLite file, which all processes of a user share.
 
 It holds digests, sizes and byte counts: no name, path or prompt. Whatever is wrong with the file costs what was learned
-and nothing else: a damaged one begins anew; one that is locked, read-only or on a full disk is left as it is.
+and nothing else: a damaged one at our own place begins anew; one that is locked, read-only or on a full disk is left as
+it is. A file that the user names may be another program's: it is changed only if it is ours, and never removed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = ["NeedsFile", "cache_path"]
 FILE_NAME = "needs.sqlite3"
 # Another table, and other rows, for another form of the same numbers.
 TABLE = "needs_1"
+TABLES_OF_OURS = re.compile(r"needs_\d+")
 VERSION = f"1 {torch.__version__}"
 # How long another process that writes is waited for.
 BUSY_S = 0.1
@@ -33,6 +35,8 @@ MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 5000
 MAX_AGE_S = 180 * 24 * 3600
 LARGEST_BYTES = 1 << 50
+# How a database of SQLite begins, and the two bytes that follow the page size where no log is written ahead.
+MAGIC, NO_LOG = b"SQLite format 3\0", b"\1\1"
 DIGEST = re.compile(r"[0-9a-f]{32}")
 SIZE = re.compile(r"-?\d{1,4}(?:\.-?\d{1,4}){0,70}")
 # Of what SQLite calls operational errors, those that say nothing against the file.
@@ -65,25 +69,58 @@ def cache_path() -> Path | None:
 
 
 class NeedsFile:
-    """Reads and writes one file; nothing of it raises but `reset`."""
+    """Reads and writes one file; nothing of it raises but `listed` and `reset`.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        is_named: the user named the file, so that it may be another program's.
+    """
+
+    def __init__(self, path: Path, *, is_named: bool = False) -> None:
         self.path = path
+        self.begins_anew = not is_named and path.name == FILE_NAME
+        """Whether a damaged file is removed: only our own is."""
 
     def read(self) -> list[tuple[Key, Size, Need]]:
         """Return what is written there, the last used first; nothing where it cannot be read."""
         try:
-            with self.opened(writes=False) as database:
-                rows = database.execute(
-                    f"SELECT component, device, size, seen, failed, guard, futile, used FROM {TABLE} "
-                    "WHERE version = ? ORDER BY used DESC LIMIT ?",
-                    (VERSION, MAX_ROWS),
-                ).fetchall()
+            return self.look()
         except Damaged:
             self.remove()
-            return []
         except (OSError, sqlite3.Error):
+            pass
+        return []
+
+    def listed(self) -> list[tuple[Key, Size, Need]]:
+        """Return what is written there, and change nothing, whatever is found.
+
+        Raises:
+            InvalidInput: the user named a file that is not ours, or that cannot be read.
+        """
+        try:
+            return self.look()
+        except FileNotFoundError:
             return []
+        except Damaged as error:
+            if not self.begins_anew:
+                raise self.not_ours(error) from None
+        except (OSError, sqlite3.Error) as error:
+            if not self.begins_anew:
+                raise InvalidInput(f"{self.path}: what was learned cannot be read: {error}") from None
+        return []
+
+    def look(self) -> list[tuple[Key, Size, Need]]:
+        """Return what is written there. Raises what `opened` raises."""
+        with self.opened(writes=False) as database:
+            tables = [str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type != 'index'")]
+            if TABLE not in tables:
+                if tables and not self.begins_anew and not any(map(TABLES_OF_OURS.fullmatch, tables)):
+                    raise Damaged("a database of another program")
+                return []
+            rows = database.execute(
+                f"SELECT component, device, size, seen, failed, guard, futile, used FROM {TABLE} "
+                "WHERE version = ? ORDER BY used DESC LIMIT ?",
+                (VERSION, MAX_ROWS),
+            ).fetchall()
         return [entry for row in rows if (entry := read_row(row)) is not None]
 
     def write(self, entries: Iterable[tuple[Key, Size, Need]]) -> bool:
@@ -94,6 +131,8 @@ class NeedsFile:
         ]
         for _ in range(2):
             try:
+                if not self.begins_anew and os.path.lexists(self.path):
+                    self.look()
                 with self.opened(writes=True) as database:
                     database.execute("BEGIN IMMEDIATE")
                     database.execute(SCHEMA)
@@ -115,20 +154,24 @@ class NeedsFile:
         """Forget all that is written there; returns how many needs those were.
 
         Raises:
-            InvalidInput: the file cannot be changed.
+            InvalidInput: the file cannot be changed, or the user named one that is not ours.
         """
-        if not os.path.lexists(self.path):
-            return 0
-        num_needs = len(self.read())
+        num_needs = 0
         try:
             if os.path.lexists(self.path):
+                num_needs = len(self.look())
                 with self.opened(writes=True) as database:
                     database.execute(f"DROP TABLE IF EXISTS {TABLE}")
-        except Damaged:
+        except Damaged as error:
+            if not self.begins_anew:
+                raise self.not_ours(error) from None
             self.remove()
         except (OSError, sqlite3.Error) as error:
             raise InvalidInput(f"{self.path}: what was learned cannot be forgotten: {error}") from None
         return num_needs
+
+    def not_ours(self, error: Damaged) -> InvalidInput:
+        return InvalidInput(f"{self.path}: is no file of learned needs, and is left as it is: {error}")
 
     @contextlib.contextmanager
     def opened(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
@@ -146,11 +189,9 @@ class NeedsFile:
         except sqlite3.OperationalError as error:
             if PASSING.search(str(error)):
                 raise
-            if not writes and "no such table" in str(error):  # nothing was written yet
-                raise
             raise Damaged(str(error)) from error
         except (sqlite3.Error, ValueError) as error:  # the latter where a message or a text is no UTF-8
-            raise Damaged(repr(error)) from error
+            raise Damaged(str(error)) from error
         finally:
             if database is not None:
                 database.close()
@@ -159,22 +200,28 @@ class NeedsFile:
         """Refuse what is no plain file of a sensible size; a link may lead to a file of another program.
 
         Raises:
-            Damaged: too large to be ours.
+            Damaged: too large to be ours; or named by the user, and no database that we could have made.
             OSError: a link, a folder, or none where it is not to be made.
         """
         flags = os.O_RDWR | os.O_CREAT if creates else os.O_RDONLY
         opened = os.open(self.path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
         try:
             found = os.fstat(opened)
+            begin = os.read(opened, 20) if stat.S_ISREG(found.st_mode) and not self.begins_anew else b""
         finally:
             os.close(opened)
         if not stat.S_ISREG(found.st_mode) or self.path.is_symlink():
             raise OSError(f"{self.path}: is no plain file")
         if found.st_size > MAX_FILE_BYTES:
-            raise Damaged(f"{self.path}: is larger than {MAX_FILE_BYTES} bytes")
+            raise Damaged(f"is larger than {MAX_FILE_BYTES} bytes")
+        # Looked at before SQLite sees it, which may write beside the database of another program.
+        if begin and not (begin.startswith(MAGIC) and begin.endswith(NO_LOG)):
+            raise Damaged("no database, or one of another program")
 
     def remove(self) -> None:
-        """Remove a damaged file, and what SQLite left beside it."""
+        """Remove a damaged file of our own, and what SQLite left beside it; one that the user named stays."""
+        if not self.begins_anew:
+            return
         for suffix in ("", "-journal", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 os.unlink(f"{self.path}{suffix}")

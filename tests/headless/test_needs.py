@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import time
 from pathlib import Path
 
@@ -65,3 +66,64 @@ def test_what_cannot_be_forgotten_is_one_line(tmp_path, capsys) -> None:
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"highwater: {target}: what was learned cannot be forgotten: ")
     assert os.path.isdir(target)
+
+
+def database_of_another(path: Path, *, log: str = "DELETE", table: str = "bookmarks") -> None:
+    database = sqlite3.connect(path)
+    database.execute(f"PRAGMA journal_mode = {log}")
+    database.execute(f"CREATE TABLE {table} (component TEXT, url TEXT)")
+    database.execute(f"INSERT INTO {table} VALUES ('a', 'b')")
+    database.commit()
+    database.close()
+
+
+FOREIGN = {
+    "text": lambda path: path.write_text("precious words\n" * 50),
+    "bytes": lambda path: path.write_bytes(bytes(range(256)) * 40),
+    "short": lambda path: path.write_bytes(b"SQLite"),
+    "cut database": lambda path: path.write_bytes(b"SQLite format 3\0" + b"\1" * 50),
+    "another database": database_of_another,
+    "one with a log": lambda path: database_of_another(path, log="WAL"),
+    "one with a table of our name": lambda path: database_of_another(path, table="needs_1"),
+    "large": lambda path: path.write_bytes(bytes(17 << 20)),
+}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "needs.sqlite3"])
+@pytest.mark.parametrize("options", [[], ["--json"], ["--reset"], ["--reset", "--json"]])
+@pytest.mark.parametrize("what", FOREIGN)
+def test_a_named_file_that_is_not_ours_is_left_as_it_is(tmp_path, capsys, what: str, options, name: str) -> None:
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    path = folder / name
+    FOREIGN[what](path)
+    content, beside = path.read_bytes(), sorted(folder.iterdir())
+    assert main(["needs", *options, "--file", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"highwater: {path}: is no file of learned needs, and is left as it is: ")
+    assert path.read_bytes() == content and sorted(folder.iterdir()) == beside
+    assert not NeedsFile(path, is_named=True).write([((COMPONENT, DEVICE), (1,), Need(used_s=int(time.time())))])
+    assert NeedsFile(path, is_named=True).read() == []
+    assert path.read_bytes() == content and sorted(folder.iterdir()) == beside
+
+
+def test_an_empty_file_that_is_named_stays_empty(tmp_path, capsys) -> None:
+    path = tmp_path / "empty"
+    path.touch()
+    for options in ([], ["--reset"]):
+        assert main(["needs", *options, "--file", str(path)]) == 0
+        assert "0 needs" in capsys.readouterr().out and path.read_bytes() == b""
+
+
+def test_a_named_file_that_cannot_be_read_is_one_line(tmp_path, capsys) -> None:
+    assert main(["needs", "--file", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"highwater: {tmp_path}: what was learned cannot be read: ")
+
+
+def test_listing_removes_no_damaged_file_and_reset_begins_our_own_anew(file, capsys) -> None:
+    file.path.write_text("no database" * 500)
+    assert main(["needs"]) == 0 and "0 needs" in capsys.readouterr().out
+    assert file.path.read_text() == "no database" * 500
+    assert main(["needs", "--reset"]) == 0 and "0 needs forgotten" in capsys.readouterr().out
+    assert not file.path.exists()
