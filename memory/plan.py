@@ -9,12 +9,12 @@ from typing import Any
 
 from .budget import BudgetItem
 from .component import Component
+from .cuts import split_blocks
 from .errors import DoesNotFit
-from .footprint import all_resident_bytes, block_bytes, explain_rest
+from .footprint import all_resident_bytes, explain_rest
 from .machine import DeviceCapacity, Machine
 from .placement import DeviceShare, Placement, PlacementItem, names_device
 from .profile import LANGUAGE, TITLES, OffloadProfile, covers
-from .schedule import cut_runs
 from .share_plan import SharePlan, plan_share
 from .tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .units import format_bytes
@@ -213,7 +213,7 @@ def plan_components(
     shared = []
     for part, (_, devices, reasons) in zip(masters, drafts, strict=True):
         seconds = (block_seconds or {}).get(part.component.name)
-        groups = split_blocks(part.component, devices, machine, part.cast, reasons)
+        groups = split_blocks(part.component, devices, machine, profile, part.cast, reasons)
         shares = tuple(
             plan_share(
                 part.component, share.device, group, machine, profile, part.cast,
@@ -344,27 +344,3 @@ def choose_device(machine: Machine, reasons: list[str]) -> tuple[DeviceShare, ..
     if len(machine.accelerators) > 1:
         reasons.append(f"auto: {best.name} can give most, {format_bytes(best.available_bytes)}")
     return (DeviceShare(device=best.name),)
-
-
-def split_blocks(
-    component: Component,
-    devices: Sequence[DeviceShare],
-    machine: Machine,
-    cast: frozenset[str],
-    reasons: list[str],
-) -> list[tuple[int, ...]]:
-    """Cut the blocks into one run per device, in order, by bytes: as the ratios say, else by what is available."""
-    sizes = [block_bytes(block, cast) for block in component.blocks]
-    if len(devices) == 1:
-        return [tuple(range(len(sizes)))]
-    left = 1.0 - sum(share.ratio or 0.0 for share in devices)
-    available = [machine.device(share.device).available_bytes for share in devices]
-    open_bytes = sum(num_bytes for share, num_bytes in zip(devices, available, strict=True) if share.ratio is None)
-    ratios = [
-        share.ratio if share.ratio is not None else left * num_bytes / max(1, open_bytes)
-        for share, num_bytes in zip(devices, available, strict=True)
-    ]
-    runs = cut_runs(sizes, ratios)
-    for share, run, ratio in zip(devices, runs, ratios, strict=True):
-        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
-    return runs

@@ -23,7 +23,7 @@ from .profile import OffloadProfile
 from .schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
 from .units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 
-__all__ = ["SharePlan", "plan_share"]
+__all__ = ["SharePlan", "find_limit", "plan_share"]
 
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from highwater.memory.budget import BudgetItem
 from highwater.memory.component import (
     Block,
     Component,
@@ -20,12 +22,12 @@ from highwater.memory.component import (
     group_tensors,
 )
 from highwater.memory.errors import DoesNotFit, InvalidInput
-from highwater.memory.footprint import all_resident_bytes, block_bytes, wide_bytes
+from highwater.memory.footprint import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.placement import parse_placement
 from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, replan
-from highwater.memory.profile import parse_profile
+from highwater.memory.profile import OffloadProfile, parse_profile
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
-from highwater.memory.upcast import Precision
+from highwater.memory.upcast import Precision, cast_tensors
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 
@@ -126,6 +128,61 @@ def test_a_split_covers_every_block_once_in_order_near_the_ratio(sizes: list[int
     asked = ratio * sum(sizes)
     got = sum(sizes[number] for number in second.blocks)
     assert abs(got - asked) <= max(sizes)
+
+
+def test_a_few_bytes_of_a_device_do_not_decide_whether_a_split_fits() -> None:
+    part = component([2 * MIB] * 3 + [MIB] * 4)
+    for first in (50 * MIB - 8, 50 * MIB, 50 * MIB + 8):
+        decided = plan(part, placement="gpu:0&gpu:1", profile="gpu:0=5MiB,gpu:1=1MiB", on=machine(first, 50 * MIB))
+        assert [share.blocks for share in decided["transformer"].shares] == [(0, 1, 2), (3, 4, 5, 6)]
+
+
+@given(sizes_of_blocks, st.integers(2, 3), st.data())
+def test_a_split_without_ratios_fits_where_any_cut_does(
+    sizes: list[int], num_devices: int, data: st.DataObject
+) -> None:
+    part = component(sizes := sizes[:12])
+    assume(len(sizes) >= num_devices)
+    precision = data.draw(st.sampled_from(list(Precision)))
+    cast = cast_tensors(part, precision)
+    drawn = data.draw(st.permutations(range(1, len(sizes))))
+    bounds = [0, *sorted(drawn[: num_devices - 1]), len(sizes)]
+    limits = [
+        least_bytes(part, range(*run), cast, first=index == 0) - data.draw(st.sampled_from([0, 0, 0, 1]))
+        for index, run in enumerate(pairwise(bounds))
+    ]
+    names = [f"gpu:{number}" for number in range(num_devices)]
+    budgets = tuple(BudgetItem(target=name, limit_bytes=limit) for name, limit in zip(names, limits, strict=True))
+    cuts = [(0, *inner, len(sizes)) for inner in combinations(range(1, len(sizes)), num_devices - 1)]
+    fits = any(
+        all(
+            least_bytes(part, range(*run), cast, first=index == 0) <= limit
+            for index, (run, limit) in enumerate(zip(pairwise(cut), limits, strict=True))
+        )
+        for cut in cuts
+    )
+    roomy = DeviceCapacity(name="gpu", total_bytes=1 << 40, available_bytes=1 << 39)
+    on = Machine(devices=tuple(replace(roomy, name=name) for name in ["cpu", *names]), pinned_bytes=1 << 40)
+    try:
+        decided = plan_components(
+            [part],
+            on,
+            placement=parse_placement("&".join(names), devices=names, components=[part.name]),
+            profile=OffloadProfile(budgets=budgets),
+            precision=precision,
+        )
+    except InvalidInput:
+        assert not fits
+    else:
+        shares = decided["transformer"].shares
+        assert fits
+        assert [number for share in shares for number in share.blocks] == list(range(len(sizes)))
+        assert all(share.device_bytes <= limit for share, limit in zip(shares, limits, strict=True))
+
+
+def test_a_ratio_that_was_asked_for_is_not_moved() -> None:
+    with pytest.raises(InvalidInput, match="too small"):
+        plan(component([MIB, 2 * MIB, MIB]), placement="gpu:0&gpu:1@0.75", profile="gpu:0=5MiB,gpu:1=1MiB")
 
 
 def test_the_printed_placement_gives_the_same_plan_again() -> None:

@@ -1,0 +1,95 @@
+"""Where the blocks of a split are cut: one run of blocks for each of its devices."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .component import Component
+from .footprint import block_bytes, fixed_tensors, least_bytes, resting_bytes, wide_bytes
+from .machine import Machine
+from .placement import DeviceShare
+from .profile import OffloadProfile
+from .schedule import cut_runs
+from .share_plan import find_limit
+
+__all__ = ["split_blocks"]
+
+
+def split_blocks(
+    component: Component,
+    devices: Sequence[DeviceShare],
+    machine: Machine,
+    profile: OffloadProfile,
+    cast: frozenset[str],
+    reasons: list[str],
+) -> list[tuple[int, ...]]:
+    """Cut the blocks into one run per device, in order, by bytes: as the ratios say, else by what is available.
+
+    Where no ratio was asked for and a run needs more than its device may give, the nearest cut that fits is taken.
+    """
+    sizes = [block_bytes(block, cast) for block in component.blocks]
+    if len(devices) == 1:
+        return [tuple(range(len(sizes)))]
+    left = 1.0 - sum(share.ratio or 0.0 for share in devices)
+    available = [machine.device(share.device).available_bytes for share in devices]
+    open_bytes = sum(num_bytes for share, num_bytes in zip(devices, available, strict=True) if share.ratio is None)
+    ratios = [
+        share.ratio if share.ratio is not None else left * num_bytes / max(1, open_bytes)
+        for share, num_bytes in zip(devices, available, strict=True)
+    ]
+    runs = cut_runs(sizes, ratios)
+    fitting = runs
+    if all(share.ratio is None for share in devices):
+        limits = [weight_limit(component, share.device, machine, profile) for share in devices]
+        needs = [least_bytes(component, run, cast, first=index == 0) for index, run in enumerate(runs)]
+        if any(need > limit for need, limit in zip(needs, limits, strict=True)):
+            fitting = nearest_fitting(component, runs, limits, cast) or runs
+    for share, run, ratio in zip(devices, fitting, ratios, strict=True):
+        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
+    if fitting != runs:
+        reasons.append("split: cut elsewhere than asked, where the largest block of each device fits")
+    return fitting
+
+
+def weight_limit(component: Component, device: str, machine: Machine, profile: OffloadProfile) -> int:
+    """Return the most bytes that the weights may take of a device; a profile's own budget rises as far as needed."""
+    if device == "cpu":
+        return sys.maxsize
+    limit, _, _ = find_limit(component, machine.device(device), profile, sys.maxsize, sys.maxsize)
+    return limit
+
+
+def nearest_fitting(
+    component: Component, runs: Sequence[tuple[int, ...]], limits: Sequence[int], cast: frozenset[str]
+) -> list[tuple[int, ...]] | None:
+    """Return the runs nearest to these with which each device can compute within its limit; None if there are none.
+
+    Near is by the number of blocks by which the cuts are moved, of all cuts together.
+    """
+    numbers = range(len(component.blocks))
+    sizes = [block_bytes(component.blocks[number], cast) for number in numbers]
+    widths = [wide_bytes(component.blocks[number], cast) for number in numbers]
+    buffers = [resting_bytes(fixed_tensors(component, (number,), first=False)) for number in numbers]
+    rest = resting_bytes(fixed_tensors(component, numbers, first=True)) - sum(buffers)
+    # For each block that may follow the devices so far: how far the cuts before it are moved, and where they are.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for index, (run, limit) in enumerate(zip(runs, limits, strict=True)):
+        last_end = len(numbers) - (len(runs) - 1 - index)
+        reached: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for begin, (moved, ends) in best.items():
+            fixed, largest, scratch = 0 if index else rest, 0, 0
+            for end in range(begin + 1, last_end + 1):
+                fixed += buffers[end - 1]
+                largest = max(largest, sizes[end - 1])
+                scratch = max(scratch, widths[end - 1])
+                if fixed + largest + scratch > limit:
+                    break
+                cost = moved + abs(end - (run[-1] + 1))
+                if end not in reached or cost < reached[end][0]:
+                    reached[end] = cost, (*ends, end)
+        best = reached
+    if len(numbers) not in best:
+        return None
+    _, ends = best[len(numbers)]
+    return [tuple(range(begin, end)) for begin, end in zip((0, *ends), ends, strict=False)]
