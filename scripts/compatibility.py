@@ -20,7 +20,7 @@ from highwater.tests.comfyui.host_process import find_host  # noqa: E402
 from highwater.tests.comfyui.sweep.names import ROWS  # noqa: E402
 from highwater.tests.compat.modes import MODES, run_modes  # noqa: E402
 from highwater.tests.compat.pipelines import RECIPES  # noqa: E402
-from highwater.tests.compat.table import Rows, read_rows, write_rows  # noqa: E402
+from highwater.tests.compat.table import Rows, read_rows, write_refused, write_rows  # noqa: E402
 
 
 def make_diffusers(names: Sequence[str], rows: Rows, save: Callable[[], None]) -> None:
@@ -60,6 +60,7 @@ def main(asked: list[str]) -> int:
             rows = {name: dict(cells) for name, cells in before.items() if name in names}
             make(chosen, rows, lambda section=section, rows=rows: write_rows(section, rows))
             has_changed = has_changed or rows != before
+    write_refused()
     return int(has_changed)
 
 

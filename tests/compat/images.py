@@ -11,6 +11,7 @@ from highwater.tests.compat.parts import (
     QWEN_MARKS,
     clip_text,
     clip_tokens,
+    fill_zeros,
     gemma2_text,
     kl_vae,
     llama_like_tokens,
@@ -43,13 +44,20 @@ def flux() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def sd3_transformer(**options: Any) -> Any:
+    return diffusers.SD3Transformer2DModel(
+        **{
+            "sample_size": 32, "patch_size": 1, "in_channels": 4, "num_layers": 3, "attention_head_dim": 8,
+            "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 32,
+            "pooled_projection_dim": 64, "out_channels": 4, **options,
+        }
+    )  # fmt: skip
+
+
 @recipe("StableDiffusion3Pipeline", lora=TO_LAYERS, height=32, width=32, max_sequence_length=16, **IMAGE)
 def stable_diffusion_3() -> dict[str, Any]:
     return {
-        "transformer": diffusers.SD3Transformer2DModel(
-            sample_size=32, patch_size=1, in_channels=4, num_layers=3, attention_head_dim=8, num_attention_heads=4,
-            caption_projection_dim=32, joint_attention_dim=32, pooled_projection_dim=64, out_channels=4,
-        ),
+        "transformer": sd3_transformer(),
         "vae": kl_vae(use_quant_conv=False, use_post_quant_conv=False), "scheduler": flow(),
         "text_encoder": clip_text(projected=True), "tokenizer": clip_tokens(),
         "text_encoder_2": clip_text(projected=True), "tokenizer_2": clip_tokens(),
@@ -154,15 +162,6 @@ def hidream() -> dict[str, Any]:
         "text_encoder_3": t5_text(), "tokenizer_3": t5_tokens(),
         "text_encoder_4": llama_text(), "tokenizer_4": llama_like_tokens(),
     }  # fmt: skip
-
-
-def fill_zeros(module: Any) -> Any:
-    """Give what begins as zeros, as the last layers of a ControlNet do, something to say."""
-    with torch.no_grad():
-        for weight in module.parameters():
-            if not weight.any():
-                torch.nn.init.normal_(weight, std=0.05)
-    return module
 
 
 @recipe(

@@ -1,41 +1,75 @@
-"""Classes of diffusers with "Pipeline" in their name that have no row, and why."""
+"""Classes of diffusers with "Pipeline" in their name that have no row, each with the reason."""
 
 from __future__ import annotations
 
 __all__ = ["NOT_BUILT"]
 
-LATER = "no recipe yet"
-SENTENCEPIECE = "its class needs sentencepiece, which is not installed"
-ONNX = "runs on onnxruntime: it has no torch modules"
-
-NOT_BUILT = {
-    "AltDiffusionImg2ImgPipeline": LATER,
-    "AltDiffusionPipeline": LATER,
-    "AudioDiffusionPipeline": "its class needs librosa, which is not installed",
-    "AudioLDM2Pipeline": LATER,
-    "AudioLDMPipeline": LATER,
-    "BlipDiffusionControlNetPipeline": LATER,
-    "BlipDiffusionPipeline": LATER,
-    "I2VGenXLPipeline": "it reads `CLIPTextModel.text_model`, which transformers 5 has not",
-    "KolorsImg2ImgPipeline": SENTENCEPIECE,
-    "KolorsPAGPipeline": SENTENCEPIECE,
-    "KolorsPipeline": SENTENCEPIECE,
-    "MusicLDMPipeline": LATER,
-    "OnnxStableDiffusionImg2ImgPipeline": ONNX,
-    "OnnxStableDiffusionInpaintPipeline": ONNX,
-    "OnnxStableDiffusionInpaintPipelineLegacy": ONNX,
-    "OnnxStableDiffusionPipeline": ONNX,
-    "OnnxStableDiffusionUpscalePipeline": ONNX,
-    "PaintByExamplePipeline": LATER,
-    "SpectrogramDiffusionPipeline": "its class needs note_seq, which is not installed",
-    "StableDiffusionGLIGENTextImagePipeline": LATER,
-    "StableDiffusionOnnxPipeline": ONNX,
-    "StableDiffusionPix2PixZeroPipeline": LATER,
-    "StableDiffusionXLModularPipeline": LATER,
-    "UniDiffuserPipeline": LATER,
-    "VQDiffusionPipeline": LATER,
-    "VersatileDiffusionDualGuidedPipeline": LATER,
-    "VersatileDiffusionImageVariationPipeline": LATER,
-    "VersatileDiffusionPipeline": LATER,
-    "VersatileDiffusionTextToImagePipeline": LATER,
+# fmt: off
+REASONS = {
+    "not a pipeline": (
+        "AudioPipelineOutput AutoPipelineBlocks AutoPipelineForImage2Image AutoPipelineForInpainting "
+        "AutoPipelineForText2Audio AutoPipelineForText2Image ConditionalPipelineBlocks DiffusionGemmaPipelineOutput "
+        "DiffusionPipeline DreamLitePipelineOutput ImagePipelineOutput ImageTextPipelineOutput "
+        "JoyImageEditPipelineOutput JoyImageEditPlusPipelineOutput Kandinsky6SRPipelineOutput "
+        "Kandinsky6TI2VAPipelineOutput LLaDA2PipelineOutput LTX2DFRPipelineOutput LoopSequentialPipelineBlocks "
+        "ModularPipelineBlocks MotifVideoPipelineOutput PipelineQuantizationConfig SanaWMPipelineOutput "
+        "SequentialPipelineBlocks"
+    ),
+    "a modular pipeline: the same models as its plain namesake, loaded by its own blocks": (
+        "AnimaModularPipeline Cosmos3DistilledModularPipeline Cosmos3OmniModularPipeline EchoModularPipeline "
+        "ErnieImageModularPipeline Flux2KleinBaseModularPipeline Flux2KleinModularPipeline Flux2ModularPipeline "
+        "Flux3DistilledModularPipeline Flux3ModularPipeline FluxKontextModularPipeline FluxModularPipeline "
+        "HeliosModularPipeline HeliosPyramidDistilledModularPipeline HeliosPyramidModularPipeline "
+        "HunyuanVideo15ModularPipeline Ideogram4ModularPipeline Krea2ModularPipeline Krea2TurboModularPipeline "
+        "LTX25ModularPipeline LTX2ModularPipeline LTXModularPipeline MiniMaxH3ModularPipeline "
+        "MiniMaxMusic3ModularPipeline ModularPipeline QwenImage21ModularPipeline QwenImage21TurboModularPipeline "
+        "QwenImageEditModularPipeline QwenImageEditPlusModularPipeline QwenImageLayeredModularPipeline "
+        "QwenImageModularPipeline StableDiffusion3ModularPipeline StableDiffusionXLModularPipeline "
+        "Wan22Image2VideoModularPipeline Wan22ModularPipeline Wan22VaceModularPipeline "
+        "WanAnimate2DistilledModularPipeline WanAnimate2ModularPipeline WanImage2VideoModularPipeline "
+        "WanModularPipeline ZImageModularPipeline"
+    ),
+    "needs onnxruntime": (
+        "OnnxStableDiffusionImg2ImgPipeline OnnxStableDiffusionInpaintPipeline "
+        "OnnxStableDiffusionInpaintPipelineLegacy OnnxStableDiffusionPipeline OnnxStableDiffusionUpscalePipeline "
+        "StableDiffusionOnnxPipeline"
+    ),
+    "needs librosa": "AudioDiffusionPipeline",
+    "needs note_seq": "SpectrogramDiffusionPipeline",
+    "needs opencv": "ConsisIDPipeline",
+    "needs sentencepiece": "KolorsImg2ImgPipeline KolorsPAGPipeline KolorsPipeline",
+    "needs torchvision": "OmniGenPipeline",
+    "needs torchvision: without it transformers' image processor takes no tensor on a device": (
+        "MotifVideoImage2VideoPipeline"
+    ),
+    "uses FlexAttention, which the simulated device does not have": "AnyFlowFARPipeline",
+    "fails by itself: it reads transformer.config.guidance_embeds, which the class does not have": (
+        "ChromaInpaintPipeline"
+    ),
+    "fails by itself: it reads text_encoder.text_model, which transformers 5 does not have": "I2VGenXLPipeline",
+    "gives values that are not finite with tiny random weights": "LuminaPipeline",
+    "no recipe yet": (
+        "AceStepPipeline AltDiffusionImg2ImgPipeline AltDiffusionPipeline AudioLDM2Pipeline AudioLDMPipeline "
+        "BlipDiffusionControlNetPipeline BlipDiffusionPipeline BriaFibo2Pipeline BriaFiboEditPipeline "
+        "BriaFiboPipeline Cosmos2_5_PredictBasePipeline Cosmos2_5_TransferPipeline Cosmos3OmniPipeline "
+        "DiffusionGemmaPipeline DreamLiteMobilePipeline DreamLitePipeline EasyAnimateControlPipeline "
+        "EasyAnimateInpaintPipeline ErnieImagePipeline GlmImagePipeline HeliosPyramidPipeline "
+        "HunyuanDiTControlNetPipeline HunyuanDiTPAGPipeline HunyuanDiTPipeline HunyuanImageRefinerPipeline "
+        "HunyuanVideoImageToVideoPipeline Ideogram4Pipeline JoyImageEditPipeline JoyImageEditPlusPipeline "
+        "Kandinsky5I2IPipeline Kandinsky5I2VPipeline Kandinsky6SRPipeline Kandinsky6TI2VAPipeline Krea2Pipeline "
+        "LLaDA2Pipeline LTX2ConditionPipeline LTX2DFRPipeline LTX2DFRTemporalRefinePipeline LTX2HDRPipeline "
+        "LTX2ImageToVideoPipeline LTX2InContextPipeline LTX2LatentUpsamplePipeline LTX2Pipeline "
+        "LTX2VideoDiffusionDecodePipeline LTXI2VLongMultiPromptPipeline LongCatAudioDiTPipeline "
+        "LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline NucleusMoEImagePipeline PRXPixelPipeline "
+        "PaintByExamplePipeline QwenImage21Pipeline QwenImageEditInpaintPipeline QwenImageEditPipeline "
+        "QwenImageEditPlusPipeline QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline "
+        "StableAudio3AudioToAudioPipeline StableAudio3InpaintPipeline StableAudio3Pipeline StableAudioPipeline "
+        "StableDiffusionGLIGENTextImagePipeline StableDiffusionPix2PixZeroPipeline UniDiffuserPipeline "
+        "VQDiffusionPipeline VersatileDiffusionDualGuidedPipeline VersatileDiffusionImageVariationPipeline "
+        "VersatileDiffusionPipeline VersatileDiffusionTextToImagePipeline ZImageControlNetInpaintPipeline "
+        "ZImageControlNetPipeline ZImageOmniPipeline"
+    ),
 }
+# fmt: on
+
+NOT_BUILT = {name: reason for reason, names in REASONS.items() for name in names.split()}

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from highwater.headless.tiny import byte_characters, clip_tokenizer, t5_tokenizer
 
 __all__ = [
@@ -141,6 +143,15 @@ def kl_vae(latent_channels: int = 4, *, levels: int = 2, **options: Any) -> Any:
         up_block_types=("UpDecoderBlock2D",) * levels, norm_num_groups=4, layers_per_block=1, sample_size=32,
         latent_channels=latent_channels, **{"scaling_factor": 0.5, "shift_factor": 0.0, **options},
     )  # fmt: skip
+
+
+def fill_zeros(module: Any) -> Any:
+    """Give what begins as zeros, as the last layers of a ControlNet do, something to say."""
+    with torch.no_grad():
+        for weight in module.parameters():
+            if not weight.any():
+                torch.nn.init.normal_(weight, std=0.05)
+    return module
 
 
 def image(size: int = 32) -> Any:

@@ -1,6 +1,8 @@
 """All recipes of diffusers' pipelines, by the pipeline's name."""
 
 from highwater.tests.compat import (  # noqa: F401  # each registers its own
+    dits,
+    flux,
     images,
     unets,
     unets_cascade,
@@ -11,6 +13,8 @@ from highwater.tests.compat import (  # noqa: F401  # each registers its own
     unets_sdxl,
     unets_video,
     videos,
+    wan,
+    wan_kin,
 )
 from highwater.tests.compat.recipes import RECIPES
 

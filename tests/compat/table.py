@@ -7,13 +7,21 @@ from pathlib import Path
 
 from highwater.tests.compat.modes import MODES
 
-__all__ = ["DOCUMENT", "Rows", "read_rows", "write_rows"]
+__all__ = ["DOCUMENT", "Rows", "count_refused", "read_rows", "write_refused", "write_rows"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 Rows = dict[str, dict[str, str]]
 """The cells of each row by mode, by the row's name."""
 
 COLUMNS = ("name", *MODES)
+REFUSED = "Refused"
+# Whose limit a refusal is, by a part of its line. A refusal that none of them fits is a mistake of the tables.
+LIMITS = {
+    "its weights were changed to torch.float32": (
+        "Highwater: the pipeline casts its VAE to float32, and weights that rest in eight bits cannot be cast"
+    ),
+    "is too small": "Highwater: a budget below the fewest bytes with which a component can run",
+}
 
 
 def read_rows(section: str, text: str | None = None) -> Rows:
@@ -44,3 +52,30 @@ def write_rows(section: str, rows: Mapping[str, Mapping[str, str]]) -> None:
 
 def as_line(cells: Mapping[str, str] | tuple[str, ...] | list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
+
+
+def count_refused(text: str | None = None) -> dict[str, int]:
+    """Return how many cells of the whole document are refused, by whose limit that is."""
+    text = DOCUMENT.read_text(encoding="utf-8") if text is None else text
+    counts: dict[str, int] = {}
+    for line in text.partition(f"## {REFUSED}")[0].splitlines():
+        for cell in line.strip("|").split("|") if line.startswith("|") else ():
+            if cell.strip().startswith("refused: "):
+                whose = next((limit for part, limit in LIMITS.items() if part in cell), None)
+                if whose is None:
+                    raise ValueError(f"whose limit is {cell.strip()!r}? Name it in tests/compat/table.py, LIMITS")
+                counts[whose] = counts.get(whose, 0) + 1
+    return counts
+
+
+def write_refused() -> None:
+    """Put the counts of refused cells at the end of the document."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition(f"## {REFUSED}")[0].rstrip()
+    counts = count_refused(text)
+    lines = [
+        f"## {REFUSED}",
+        "",
+        f"{sum(counts.values())} cells of the tables above are refused" + (":" if counts else "."),
+    ]
+    lines += ["", *(f"- {count}: {whose}" for whose, count in sorted(counts.items()))] if counts else []
+    DOCUMENT.write_text("\n".join([text, "", *lines]) + "\n", encoding="utf-8")

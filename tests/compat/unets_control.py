@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from highwater.tests.compat.images import fill_zeros
+from highwater.tests.compat.parts import fill_zeros
 from highwater.tests.compat.recipes import IMAGE, TO_LAYERS, recipe
 from highwater.tests.compat.unets import stable_diffusion, stable_diffusion_xl, unet, unet_sizes, unet_xl, unet_xl_sizes
 from highwater.tests.compat.unets_sd import MASKED, PICTURE
