@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -50,7 +51,7 @@ def walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[Leaf]:
     elif isinstance(value, Mapping):
         for key, item in list(value.items()):
             yield from walk(item, f"{path}[{key!r}]", seen, depth + 1)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for index, item in enumerate(value):
             yield from walk(item, f"{path}[{index}]", seen, depth + 1)
     elif is_dataclass(value):

@@ -2,8 +2,9 @@
 
 [Note: reference] This is what managed results are held against, so none of it passes through units, staging memory,
 copy streams or our forward hooks. Weights are copied one by one from where they rest, each copy waits until it is done,
-and everything computes on one device. It shares two things with the engine: the masters, because nothing else has the
-weights, and what says which module holds which weight.
+and everything computes on one device. It shares three things with the engine: the masters, because nothing else has the
+weights; what says which module holds which weight; and how the arguments of an outermost call go to one device and come
+back (`Hops.visit`), so that both sides see the same containers. Its `Hops` are its own: no copies of a split are there.
 
 Eight-bit weights are widened as they are stored, so their reference is exact as well. Masters that a file has are
 checked against it apart from that (`find_changed_masters`).
@@ -12,6 +13,7 @@ checked against it apart from that (`find_changed_masters`).
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .attachment import Attachment
 from .comparison import same_bits
@@ -34,6 +35,7 @@ from .plan import ComponentPlan
 from .recording import remove_hooks_of
 from .residency import Unit
 from .snapshot import go_through
+from .split import Hops, Visit
 from .upcast import quantize_fp8
 
 __all__ = ["Reference", "find_changed_masters", "read_master"]
@@ -60,7 +62,11 @@ class Reference:
         """What the module held where a weight was put, to be put back."""
         self.up: set[int] = set()
         """The blocks that are there, one by one."""
-        self.moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.hops = Hops()
+        self.visit: Visit | None = None
+        """The outermost call, where arguments of it were elsewhere."""
+        self.handled: BaseException | None = None
+        """What the caller of the outermost call was handling: nothing that was raised in it."""
         self.gate = Gate()
         self.hold = Hold(self.module)
         self.plan: ComponentPlan | None = None
@@ -140,16 +146,22 @@ class Reference:
         self.depth += 1
         if self.depth > 1:
             return None
+        self.handled = sys.exc_info()[1]
         self.bring()
-        return self.move_arguments((args, kwargs))
+        self.visit = self.hops.visit((args, kwargs), self.device.torch_device, source=None, target=None)
+        return None if self.visit is None else self.visit.lent.value
 
-    def after_entry(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after_entry(self, module: nn.Module, args: Any, output: Any) -> Any:
         if threading.get_ident() != self.thread_id:
-            return
+            return None
         self.depth -= 1
-        if self.depth == 0:
-            self.write_back()
-            self.leave()
+        if self.depth:
+            return None
+        failed = output is None and sys.exc_info()[1] is not self.handled
+        if self.visit is not None and not failed:
+            output = self.visit.end(output)
+        self.leave()
+        return output
 
     def before_part(self, number: int, module: nn.Module, args: Any) -> None:
         """Bring one block in the place of another; it stays until then, as its parent may use what is inside it."""
@@ -162,34 +174,6 @@ class Reference:
             self.up.add(number)
             for unit in self.units[number]:
                 self.put(unit)
-
-    # -- arguments
-
-    def move_arguments(self, arguments: Any) -> Any:
-        """Return arguments with every tensor on the device; what is written into copies is written back at the end."""
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-        target = self.device.torch_device
-        if all(tensor.device == target for tensor in tensors):
-            return arguments
-        copies: dict[int, torch.Tensor] = {}
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device == target:
-                return tensor
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.to(target)
-                self.moved.append((tensor, copies[id(tensor)]))
-            return copies[id(tensor)]
-
-        return tree_map_only(torch.Tensor, move, arguments)
-
-    def write_back(self) -> None:
-        moved, self.moved = self.moved, []
-        for original, copy in moved:
-            written = copy.detach().to(original.device)
-            if not torch.equal(written, original.detach()):
-                with torch.inference_mode(original.is_inference()), torch.no_grad():
-                    original.copy_(written)
 
     # -- weights
 
@@ -248,7 +232,8 @@ class Reference:
         self.depth = 0
         self.put_back(0)
         self.up.clear()
-        self.moved = []
+        self.visit = self.handled = None
+        self.hops.forget()
 
 
 class Gate:
