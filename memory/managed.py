@@ -17,12 +17,12 @@ from .discovery import discover_components, holds_pipeline
 from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
-from .placement import parse_placement
+from .placement import Placement, parse_placement
 from .plan import Plan
 from .profile import OffloadProfile, build_profile
 from .rivals import ExecutionMark
 from .source import WeightsSource
-from .upcast import parse_precision
+from .upcast import Precision, parse_precision
 from .verification import Verification
 from .verify import verify
 
@@ -30,13 +30,20 @@ __all__ = ["Managed", "manage"]
 
 
 class Managed:
-    """Modules under management; `release` (or leaving the ``with`` block) gives them back as they were."""
+    """Modules under management; `release` (or leaving the ``with`` block) gives them back as they were.
 
-    def __init__(self, manager: MemoryManager, members: list[Member], plan: Plan, pipeline: Any) -> None:
+    Args:
+        choices: what the user chose, as `read_choices` returns it.
+    """
+
+    def __init__(
+        self, manager: MemoryManager, members: list[Member], plan: Plan, pipeline: Any, choices: dict[str, Any]
+    ) -> None:
         self.manager = manager
         self.members = members
         self.plan = plan
         self.pipeline = pipeline
+        self.choices = choices
         self.mark_execution_device()
 
     @property
@@ -79,25 +86,36 @@ class Managed:
 
     def reprofile(
         self,
-        profile: str | int | OffloadProfile = "auto",
+        profile: str | int | OffloadProfile | None = None,
         *,
-        placement: str = "auto",
+        placement: str | None = None,
         precision: str | None = None,
         **overrides: Any,
     ) -> Plan:
-        """Give the components another profile in place; as in `manage`. They leave their devices until they are used.
+        """Give the components another profile, placement or precision in place; they leave their devices until then.
+
+        What is not named stays as it is. Without any argument the weights are packed anew, with layers that came and
+        without those that went. Takes what `manage` takes; overrides change the profile that is named, or else
+        the present one.
 
         Raises:
             InvalidInput, DoesNotFit: nothing has changed.
             UnsafeState: one of them computes, or was released.
         """
-        choices = read_choices(profile, placement, precision, self.components, overrides)
+        choices = read_choices(
+            self.choices["profile"] if profile is None else profile,
+            self.choices["placement"] if placement is None else placement,
+            self.choices["precision"] if precision is None else precision,
+            self.components,
+            overrides,
+        )
         was_marked = self.unmark_execution_device()  # the manager takes no module that has accelerate's hooks
         try:
             self.plan = self.manager.replace(self.members, **choices)
         finally:
             if was_marked:
                 self.mark_execution_device()
+        self.choices = choices
         return self.plan
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
@@ -215,15 +233,16 @@ def manage(
     if manager is None:
         manager = default_manager()
     sources = {component: source for component, module in modules.items() if (source := source_of(module)) is not None}
+    choices = read_choices(profile, placement, precision, list(modules), overrides)
     members, plan = manager.add(
         modules,
-        **read_choices(profile, placement, precision, list(modules), overrides),
+        **choices,
         sources=sources | read_files({} if files is None else files),
         patterns=read_patterns(blocks),
         name=name,
         node_id=node_id,
     )
-    return Managed(manager, members, plan, target if holds_pipeline(target) else None)
+    return Managed(manager, members, plan, target if holds_pipeline(target) else None, choices)
 
 
 def read_patterns(blocks: Any) -> dict[str, str] | None:
@@ -255,15 +274,17 @@ def read_files(files: Any) -> dict[str, WeightsSource]:
 
 def read_choices(
     profile: str | int | OffloadProfile,
-    placement: str,
-    precision: str | None,
+    placement: str | Placement,
+    precision: str | Precision | None,
     components: Sequence[str],
     overrides: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what the user chose, parsed for this machine. Raises `InvalidInput`."""
     devices = [device.name for device in list_devices()]
+    if not isinstance(placement, Placement):
+        placement = parse_placement(placement, devices=devices, components=components)
     return {
-        "placement": parse_placement(placement, devices=devices, components=components),
+        "placement": placement,
         "profile": build_profile(profile, devices=devices, components=components, **overrides),
-        "precision": parse_precision(precision),
+        "precision": precision if isinstance(precision, Precision) else parse_precision(precision),
     }

@@ -127,9 +127,12 @@ class Roster:
         They leave their devices and come back as they are used. What rests in eight bits was widened in between: the
         bits that it lost stay lost.
         """
-        busy = [member.id for member in members if member.leases or member.id not in self.members]
+        gone = [member.id for member in members if self.members.get(member.id) is not member]
+        if gone:
+            raise UnsafeState(f"{', '.join(gone)}: was released; manage it again")
+        busy = [member.id for member in members if member.leases]
         if busy:
-            raise UnsafeState(f"{', '.join(busy)}: computes or was released; profiles change between passes")
+            raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
         modules = {member.name: member.attachment.module for member in members}
         sources = {m.name: m.attachment.source for m in members if m.attachment.source is not None}
         kinds = {member.name: member.attachment.component.kind for member in members}

@@ -397,3 +397,29 @@ def test_an_owner_that_releases_as_the_interpreter_ends_leaves_it_at_peace(sim, 
     program = EXITING.format(method=method, profile=profile)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr
+
+
+def test_what_a_reprofile_does_not_name_stays(toys, machine) -> None:
+    """Without arguments it takes in what came and leaves out what went, and changes nothing of what was chosen."""
+    chosen = {"profile": "0.6MiB,prefetch=1", "placement": "gpu:1:host", "precision": "fp8 scaled"}
+    with machine(8, 8) as manager, manage(toys.build_net(), manager=manager, **chosen) as managed:
+
+        def now() -> tuple[str, str, str]:
+            (part,) = managed.plan.to_json()["components"]
+            return str(managed.members[0].profile), part["placement"], part["precision"]
+
+        before = now()
+        managed.reprofile()
+        assert now() == before
+        managed.reprofile("0.7MiB")
+        assert now() == ("0.7MiB", *before[1:])
+        managed.reprofile(placement="gpu:0")
+        assert now()[0] == "0.7MiB" and now()[1].startswith("model=gpu:0") and now()[2] == before[2]
+        managed.reprofile(precision="as stored", pinned="none")
+        assert now()[2] == "as stored" and now()[0] == "0.7MiB,pinned=none"
+        with pytest.raises(InvalidInput):
+            managed.reprofile("12")
+        managed.reprofile()
+        assert now()[0] == "0.7MiB,pinned=none"
+        managed.reprofile("auto", precision="by profile", placement="auto")
+        assert now()[0] == "auto" and now()[2] == "as stored"
