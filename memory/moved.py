@@ -86,9 +86,9 @@ class MoveGuard:
         if changed or any(witness.is_moved() for witness in self.witnesses):
             self.wait()
             for witness in self.witnesses:  # a block's buffers are in another unit than its weights
-                dtype = witness.put_back()
-                if dtype is not None:
-                    self.undone = f"its weights were changed to {dtype}"
+                undone = witness.put_back()
+                if undone is not None:
+                    self.undone = undone
 
     def take_over(self, unit: Unit) -> bool:
         """Make what was assigned for good the new version of its weight, or undo it; returns whether there was any."""
@@ -180,8 +180,8 @@ class Witness:
         assert isinstance(unit.master, FileMaster)
         return [unit.master.address_of(leaf) for _, leaf in self.plain]
 
-    def put_back(self) -> torch.dtype | None:
-        """Let the module hold the unit's own tensors again; returns the dtype that its weights had been changed to.
+    def put_back(self) -> str | None:
+        """Let the module hold the unit's own tensors again; returns what had been done to them that cannot stay.
 
         The memory that it held instead is free then. What a forward wrote into buffers stays.
         """
@@ -193,7 +193,9 @@ class Witness:
                 if entry.held.device.type != "cpu":
                     repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
             return None
-        dtype = self.changed_dtype()
+        dtype, undone = self.changed_dtype(), self.changed_shape()
+        if dtype is not None:
+            undone = f"its weights were changed to {dtype}"
         for entry, placed in zip(unit.entries, unit.placed, strict=True):
             if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
                 entry.hold(placed)
@@ -205,7 +207,7 @@ class Witness:
         unit.forget_views()
         unit.rest()
         unit.known = None, ([], [])  # perhaps objects that lie elsewhere now
-        return dtype
+        return undone
 
     def changed_dtype(self) -> torch.dtype | None:
         """Return what the dtype of a weight was changed to."""
@@ -218,6 +220,14 @@ class Witness:
             own = unit.wide_dtypes[entry.spec.name] if unit.shows(entry) else unit.layout.forms[place].dtype
             if entry.owners and placed.dtype is not own:
                 return placed.dtype
+        return None
+
+    def changed_shape(self) -> str | None:
+        """Return which plain parameter was given data of another shape, as transformers resizes embeddings."""
+        for number, place in self.plain:
+            entry, form = self.unit.entries[number], self.unit.layout.forms[place]
+            if entry.owners and entry.held.shape != form.shape:
+                return f"{entry.spec.name!r} was replaced by a {entry.held.dtype} {list(entry.held.shape)}"
         return None
 
     def adopt(self) -> None:

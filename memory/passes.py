@@ -30,6 +30,10 @@ __all__ = ["Pass", "Passes"]
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # How often a waiting thread looks whether the pass that it waits for was abandoned.
 LOOK_EVERY_S = 0.5
+# How many looks in a row have to find the thread of that pass at the same wait before its end is given up.
+LOOKS_UNTIL_STUCK = 10
+# Modules in which a thread waits for another one; and the engine, which waits for a forward in `begin` only.
+WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rpartition(".")[0]
 
 
 class Pass:
@@ -51,6 +55,16 @@ class Pass:
     def is_here(self) -> bool:
         """Whether it is a pass of this thread."""
         return self.thread_id == threading.get_ident()
+
+    def waits_at(self) -> tuple[int, int] | None:
+        """Where its thread waits for another thread, if not for the engine's: the same as long as it is that wait."""
+        frame = sys._current_frames().get(self.thread_id)
+        inner = (frame, frame.f_lasti) if frame is not None else None
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(WAITS):
+            frame = frame.f_back
+        if inner is None or frame is None or frame is inner[0] or frame.f_globals.get("__name__", "").startswith(OURS):
+            return None
+        return id(inner[0]), inner[1]
 
     def is_on_stack(self) -> bool:
         """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
@@ -116,14 +130,27 @@ class Passes:
         """Wait until no pass is open, then open one and call what has to hold for it.
 
         Returns whether that agreed; if not, or if it raises, no pass is open.
+
+        Raises:
+            UnsafeState: what is open belongs to a forward that waits for other threads, so probably for this one.
         """
         size = (self.number_of(module), *input_size(inputs))
+        waits_at, num_looks = None, 0
         while True:
             with self.changed:
                 if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
                     self.open = mine = Pass(module, size)
                     break
             self.heal_abandoned()
+            current = self.open
+            was_at, waits_at = waits_at, current.waits_at() if current is not None else None
+            num_looks = num_looks + 1 if waits_at is not None and waits_at == was_at else 0
+            if num_looks >= LOOKS_UNTIL_STUCK and module is not self.root:
+                raise UnsafeState(
+                    f"a part of {type(self.root).__name__} is called in thread {threading.current_thread().name!r} "
+                    "while its forward waits in another one: a managed module computes in one thread; release it "
+                    "before that"
+                )
         try:
             agreed = acquire(mine)
         except BaseException:

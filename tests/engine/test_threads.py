@@ -327,3 +327,25 @@ def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monk
             time.sleep(0.002)
         end()
         assert all(torch.equal(got, want) for got in passes.result())
+
+
+def test_blocks_that_their_forward_calls_in_other_threads_are_refused(toys, machine, monkeypatch) -> None:
+    """The forward waits for the threads, and they for its pass: without a look at where it waits, for ever."""
+    monkeypatch.setattr("highwater.memory.passes.LOOK_EVERY_S", 0.01)
+
+    class Spreading(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(2) as workers:
+                return sum(workers.map(lambda layer: layer(x), self.layers))
+
+    net = Spreading().requires_grad_(False)
+    with (
+        machine(8) as manager,
+        manage(net, placement="gpu:0", manager=manager),
+        pytest.raises(UnsafeState, match="computes in one thread; release it before that"),
+    ):
+        net(torch.randn(2, 64))

@@ -195,3 +195,17 @@ def test_writing_to_what_rests_in_its_file_is_refused(toys, machine, tmp_path) -
         net.singles[1].up.weight.data += 1.0
         assert not torch.equal(net(x).cpu(), want)
     assert type(net.singles[1].up.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "singles.2.up.weight"])
+@pytest.mark.parametrize("profile", ["auto", "0.6MiB"])
+def test_data_of_another_shape_is_refused_in_one_line(toys, machine, name: str, profile: str) -> None:
+    """As transformers resizes embeddings: what was given cannot stay where the weight rests."""
+    net, x = toys.build_net(), torch.randn(1, 3, 64)
+    with machine(8) as manager, manage(net, profile, placement="gpu:0", manager=manager), torch.no_grad():
+        want = net(x).cpu()
+        weight = net.get_parameter(name)
+        weight.data = torch.zeros(weight.shape[0] + 1, weight.shape[1])
+        with pytest.raises(UnsafeState, match=f"{name}' was replaced by a torch.float32 .*, which has been undone"):
+            net(x)
+        assert torch.equal(net(x).cpu(), want)
