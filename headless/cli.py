@@ -296,7 +296,8 @@ def models_directory(options: argparse.Namespace) -> Path:
         return Path(options.models)
     from .tiny import ensure_pipelines
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "highwater" / "models"
+    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one counts as none
+    cache = Path(named if os.path.isabs(named) else Path.home() / ".cache") / "highwater" / "models"
     ensure_pipelines(cache / "diffusers")
     return cache
 

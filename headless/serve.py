@@ -65,7 +65,7 @@ async def serve_forever(app: web.Application, host: str, port: int, announce: Ca
     try:
         try:
             await web.TCPSite(app_runner, host, port).start()
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, UnicodeError) as error:
             raise InvalidInput(describe_bind_error(error, host, port)) from None
         bound_port = app_runner.addresses[0][1]
         shown = f"[{host}]" if ":" in host else host

@@ -19,8 +19,12 @@ __all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s"]
 
 
 def cache_directory() -> Path:
-    """Return the folder of measured links, one file each, in the user's cache; it need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "highwater", "links")
+    """Return the folder of measured links, one file each, in the user's cache; it need not exist.
+
+    A relative XDG_CACHE_HOME counts as none, as its specification says.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(named if os.path.isabs(named) else Path.home() / ".cache", "highwater", "links")
 
 
 def describe_link(device: Device) -> dict[str, str]:

@@ -198,7 +198,7 @@ programs_of_steps = st.lists(st.lists(steps, min_size=4, max_size=14), min_size=
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
 @given(programs=programs_of_steps)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6)
 def test_any_program_computes_the_same(machine, place: str, mode: str, programs: list[list[tuple[Any, ...]]]) -> None:
     run_programs(machine, place, mode, programs)
 
@@ -207,7 +207,7 @@ def test_any_program_computes_the_same(machine, place: str, mode: str, programs:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
 @given(programs=programs_of_steps)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_many_programs_compute_the_same(machine, place: str, mode: str, programs: list[list[tuple[Any, ...]]]) -> None:
     run_programs(machine, place, mode, programs)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -142,7 +142,7 @@ def test_a_damaged_file_begins_anew(file, how: str) -> None:
     assert file.write([(KEY, (2,), need())]) and (2,) in {size for _, size, _ in file.read()}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), num_bytes=st.integers(1, 400))
 def test_bytes_that_are_changed_anywhere_fail_nothing(file, seed: int, num_bytes: int) -> None:
     draw = random.Random(seed)

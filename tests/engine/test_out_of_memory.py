@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -160,7 +160,7 @@ def test_what_was_learned_is_said_by_plan_and_event(sim, machine) -> None:
 # -- any shape
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     widths=st.lists(st.sampled_from([8, 64, 128, 300]), min_size=1, max_size=10),
     place=st.integers(-1, 10),
