@@ -21,9 +21,13 @@ from highwater.memory.errors import InvalidInput
 comfy_api.install()
 from highwater.nodes import device_choices, model_files, model_request  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
+from highwater.nodes.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.watermark import Watermark  # noqa: E402
 
-NODES = {node.GET_SCHEMA().node_id.removeprefix("Highwater"): node for node in MODEL_NODES}
+# Those that load or manage a model; the one that verifies asks for none of what these ask for.
+NODES = {
+    node.GET_SCHEMA().node_id.removeprefix("Highwater"): node for node in MODEL_NODES if node is not HighwaterVerify
+}
 # Each loader with its file's input, the host's folder of it, and the call of the adaptor.
 LOADERS = {
     "LoadDiffusionModel": ("unet_name", "diffusion_models", "load_diffusion_model"),
