@@ -148,7 +148,7 @@ def qwen_image() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@recipe("HiDreamImagePipeline", height=32, width=32, max_sequence_length=16, **IMAGE)
+@recipe("HiDreamImagePipeline", lora=TO_LAYERS, height=32, width=32, max_sequence_length=16, **IMAGE)
 def hidream() -> dict[str, Any]:
     return {
         "transformer": diffusers.HiDreamImageTransformer2DModel(
@@ -165,7 +165,7 @@ def hidream() -> dict[str, Any]:
 
 
 @recipe(
-    "FluxControlNetPipeline", guides=("controlnet",), height=16, width=16, max_sequence_length=16,
+    "FluxControlNetPipeline", lora=TO_LAYERS, guides=("controlnet",), height=16, width=16, max_sequence_length=16,
     control_image=lambda: torch.rand(1, 3, 16, 16), controlnet_conditioning_scale=0.7, **IMAGE,
 )  # fmt: skip
 def flux_controlnet() -> dict[str, Any]:
@@ -177,8 +177,8 @@ def flux_controlnet() -> dict[str, Any]:
 
 
 @recipe(
-    "StableDiffusion3ControlNetPipeline", guides=("controlnet",), height=32, width=32, max_sequence_length=16,
-    control_image=lambda: torch.rand(1, 3, 32, 32), controlnet_conditioning_scale=0.7, **IMAGE,
+    "StableDiffusion3ControlNetPipeline", lora=TO_LAYERS, guides=("controlnet",), height=32, width=32,
+    max_sequence_length=16, control_image=lambda: torch.rand(1, 3, 32, 32), controlnet_conditioning_scale=0.7, **IMAGE,
 )  # fmt: skip
 def stable_diffusion_3_controlnet() -> dict[str, Any]:
     guide = diffusers.SD3ControlNetModel(
