@@ -355,7 +355,7 @@ def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Pat
 def test_a_bad_profile_is_refused_before_the_run_and_in_it(
     host: Recorder, models: Path, two_gpus: None, profile: Any
 ) -> None:
-    for node in MODEL_NODES:
+    for node in NODES.values():
         verdict = node.validate_inputs(profile)
         assert isinstance(verdict, str) and str(profile).split("=")[0] in verdict
     with pytest.raises(InvalidInput):  # a linked widget's value is known here only
