@@ -20,6 +20,7 @@ from highwater.tests.comfyui.host_process import find_host  # noqa: E402
 from highwater.tests.comfyui.sweep.names import ROWS  # noqa: E402
 from highwater.tests.compat.modes import MODES, run_modes  # noqa: E402
 from highwater.tests.compat.pipelines import RECIPES  # noqa: E402
+from highwater.tests.compat.recipes import LIMITED  # noqa: E402
 from highwater.tests.compat.table import Rows, read_rows, write_refused, write_rows  # noqa: E402
 
 
@@ -60,7 +61,7 @@ def main(asked: list[str]) -> int:
             rows = {name: dict(cells) for name, cells in before.items() if name in names}
             make(chosen, rows, lambda section=section, rows=rows: write_rows(section, rows))
             has_changed = has_changed or rows != before
-    write_refused()
+    write_refused({name: why for name, (_, why) in LIMITED.items()})
     return int(has_changed)
 
 

@@ -39,6 +39,9 @@ REASONS = {
     "needs opencv": "ConsisIDPipeline",
     "needs sentencepiece": "KolorsImg2ImgPipeline KolorsPAGPipeline KolorsPipeline",
     "needs torchvision": "OmniGenPipeline",
+    "needs torchvision: transformers' processor of Qwen 2 VL has a part for videos": (
+        "QwenImageEditInpaintPipeline QwenImageEditPipeline QwenImageEditPlusPipeline"
+    ),
     "needs torchvision: without it transformers' image processor takes no tensor on a device": (
         "MotifVideoImage2VideoPipeline"
     ),
@@ -51,23 +54,21 @@ REASONS = {
     "no recipe yet": (
         "AceStepPipeline AltDiffusionImg2ImgPipeline AltDiffusionPipeline AudioLDM2Pipeline AudioLDMPipeline "
         "BlipDiffusionControlNetPipeline BlipDiffusionPipeline BriaFibo2Pipeline BriaFiboEditPipeline "
-        "BriaFiboPipeline Cosmos2_5_PredictBasePipeline Cosmos2_5_TransferPipeline Cosmos3OmniPipeline "
-        "DiffusionGemmaPipeline DreamLiteMobilePipeline DreamLitePipeline EasyAnimateControlPipeline "
-        "EasyAnimateInpaintPipeline ErnieImagePipeline GlmImagePipeline HeliosPyramidPipeline "
-        "HunyuanDiTControlNetPipeline HunyuanDiTPAGPipeline HunyuanDiTPipeline HunyuanImageRefinerPipeline "
+        "Cosmos2_5_PredictBasePipeline Cosmos2_5_TransferPipeline Cosmos3OmniPipeline DiffusionGemmaPipeline "
+        "DreamLiteMobilePipeline DreamLitePipeline EasyAnimateControlPipeline EasyAnimateInpaintPipeline "
+        "ErnieImagePipeline GlmImagePipeline HeliosPyramidPipeline HunyuanImageRefinerPipeline "
         "HunyuanVideoImageToVideoPipeline Ideogram4Pipeline JoyImageEditPipeline JoyImageEditPlusPipeline "
         "Kandinsky5I2IPipeline Kandinsky5I2VPipeline Kandinsky6SRPipeline Kandinsky6TI2VAPipeline Krea2Pipeline "
         "LLaDA2Pipeline LTX2ConditionPipeline LTX2DFRPipeline LTX2DFRTemporalRefinePipeline LTX2HDRPipeline "
         "LTX2ImageToVideoPipeline LTX2InContextPipeline LTX2LatentUpsamplePipeline LTX2Pipeline "
         "LTX2VideoDiffusionDecodePipeline LTXI2VLongMultiPromptPipeline LongCatAudioDiTPipeline "
-        "LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline NucleusMoEImagePipeline PRXPixelPipeline "
-        "PaintByExamplePipeline QwenImage21Pipeline QwenImageEditInpaintPipeline QwenImageEditPipeline "
-        "QwenImageEditPlusPipeline QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline "
-        "StableAudio3AudioToAudioPipeline StableAudio3InpaintPipeline StableAudio3Pipeline StableAudioPipeline "
+        "LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline NucleusMoEImagePipeline "
+        "PaintByExamplePipeline QwenImage21Pipeline QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline "
+        "StableAudio3AudioToAudioPipeline StableAudio3InpaintPipeline StableAudio3Pipeline "
         "StableDiffusionGLIGENTextImagePipeline StableDiffusionPix2PixZeroPipeline UniDiffuserPipeline "
         "VQDiffusionPipeline VersatileDiffusionDualGuidedPipeline VersatileDiffusionImageVariationPipeline "
         "VersatileDiffusionPipeline VersatileDiffusionTextToImagePipeline ZImageControlNetInpaintPipeline "
-        "ZImageControlNetPipeline ZImageOmniPipeline"
+        "ZImageOmniPipeline"
     ),
 }
 # fmt: on

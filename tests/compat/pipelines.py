@@ -4,6 +4,7 @@ from highwater.tests.compat import (  # noqa: F401  # each registers its own
     dits,
     flux,
     images,
+    more_images,
     unets,
     unets_cascade,
     unets_control,

@@ -17,9 +17,6 @@ COLUMNS = ("name", *MODES)
 REFUSED = "Refused"
 # Whose limit a refusal is, by a part of its line. A refusal that none of them fits is a mistake of the tables.
 LIMITS = {
-    "its weights were changed to torch.float32": (
-        "Highwater: the pipeline casts its VAE to float32, and weights that rest in eight bits cannot be cast"
-    ),
     "is too small": "Highwater: a budget below the fewest bytes with which a component can run",
 }
 
@@ -68,14 +65,16 @@ def count_refused(text: str | None = None) -> dict[str, int]:
     return counts
 
 
-def write_refused() -> None:
-    """Put the counts of refused cells at the end of the document."""
+def write_refused(limited: Mapping[str, str]) -> None:
+    """Put the counts of refused cells at the end of the document, and what has no row because of our limits."""
     text = DOCUMENT.read_text(encoding="utf-8").partition(f"## {REFUSED}")[0].rstrip()
     counts = count_refused(text)
     lines = [
         f"## {REFUSED}",
         "",
-        f"{sum(counts.values())} cells of the tables above are refused" + (":" if counts else "."),
+        f"{sum(counts.values())} cells of the tables above are refused{':' if counts else '.'}",
     ]
     lines += ["", *(f"- {count}: {whose}" for whose, count in sorted(counts.items()))] if counts else []
+    lines += ["", f"{len(limited)} pipelines have no row, since Highwater cannot do all of them:", ""]
+    lines += [f"- {name}: {why}" for name, why in sorted(limited.items())]
     DOCUMENT.write_text("\n".join([text, "", *lines]) + "\n", encoding="utf-8")
