@@ -110,7 +110,7 @@ class Attachment:
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
-        """The modules of which one at least has the hooks of whoever else moves the weights."""
+        """Where another library that moves the weights has its hooks: on one of these modules at least."""
         self.leftovers: Leftovers | None = None
         """While it is attached, unless a host sees to that itself."""
         self.moves: MoveGuard | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .component import Component
 from .errors import UnsafeState
 from .hooks import Hooks
+from .mismatch import explain_mismatch
 from .modules import remember_order
 from .passes import Pass, Passes
 from .share import Share
@@ -22,9 +22,6 @@ from .shared_states import find_shared_states
 from .split import Hops, Visit
 
 __all__ = ["Forwards"]
-
-# What torch and others say of tensors on two devices.
-DEVICE_MISMATCH = re.compile(r"same device|different device|\bis on (the )?\w+|on (cpu|gpu|cuda)\b|\bdevice type", re.I)
 
 
 class Call:
@@ -223,21 +220,25 @@ class Forwards:
         return self.calls[-1].visit.device if self.calls else self.home
 
     def explain_failure(self) -> None:
-        """Let an error of tensors on two devices say whose they are and what helps. Torch raises it again."""
+        """Put component, block and remedy into an error of tensors on two devices. Torch raises it again."""
         error = sys.exc_info()[1]
-        if len(self.shares) == 1 or isinstance(error, torch.OutOfMemoryError | UnsafeState):
+        if error is None or not self.is_loaded:
             return
-        if isinstance(error, RuntimeError | ValueError) and DEVICE_MISMATCH.search(str(error)):
-            number = self.last_block if self.failed_block is None else self.failed_block
-            where = "before its first block"
-            if number is not None:
-                name, device = self.component.blocks[number].name, self.share_of[number].device.name
-                where = f"{'after' if self.failed_block is None else 'in'} block {name} on {device}"
-            told = str(error).splitlines()[0]
-            home = self.shares[0].device.name
-            error.args = (
-                f"{self.owner}: cannot be split: {where} tensors of two devices met; place it on {home} alone ({told})",
-            )
+        where, at = "before its first block", self.shares[0]
+        number = self.last_block if self.failed_block is None else self.failed_block
+        if number is not None:
+            where = f"{'after' if self.failed_block is None else 'in'} block {self.component.blocks[number].name}"
+            at = self.share_of[number] if self.failed_block is not None else at
+        text = explain_mismatch(
+            error,
+            self.owner,
+            where,
+            at.device.name,
+            {str(share.device.torch_device): share.device.name for share in self.shares},
+            streams=any(share.streamer is not None for share in self.shares),
+        )
+        if text is not None:
+            error.args = (text,)
 
     # -- blocks
 
@@ -308,7 +309,7 @@ class Forwards:
         return self.come_back(module, output, failed=self.has_failed(output))
 
     def dismiss(self) -> None:
-        """Let nobody in any more: another one has the module now, or none."""
+        """Refuse new passes: the module is another attachment's now, or is no longer managed."""
         # They refer to the manager's member and to us: the module would live until the next garbage collection.
         self.acquire, self.give_back = refuse_entry, forget_pass
 
@@ -337,7 +338,7 @@ def refuse_backward(output: Any, block: str) -> None:
 
 
 def refuse_entry(current: Pass) -> bool:
-    """Let nobody in: who waited meanwhile computes with whatever the module holds now."""
+    """Refuse a pass: a thread that waited for the lock computes with what the module holds now."""
     return False
 
 

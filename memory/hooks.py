@@ -58,7 +58,7 @@ class Hooked(Protocol):
     def after_part(self, number: int, module: nn.Module, output: Any) -> Any: ...
 
     def dismiss(self) -> None:
-        """Let nobody in any more."""
+        """Refuse new passes."""
         ...
 
 

@@ -25,7 +25,7 @@ class Call:
 
     place: str
     number: int
-    """The how manieth call of this part."""
+    """Which call of this part: 1 is the first."""
     inputs: list[Shown]
     outputs: list[Shown] = field(default_factory=list)
 

@@ -112,7 +112,7 @@ class Hops:
             return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
         if not all(twin.is_current(own) for twin, own in zip(known, group, strict=True)):
             for own, twin in zip(group, known, strict=True):
-                # What was written to on one side only is what counts; elsewhere nobody tells.
+                # Where only the copy was written to it is the newer one; in all other cases the caller's tensor counts.
                 if twin.is_written() and twin.outside_version == version_of(own) is not None:
                     self.count(own.copy_(twin.inside))
                 else:

@@ -71,7 +71,7 @@ class WatchedTensor(torch.Tensor):
 
 
 class AbsentWeight(WatchedTensor):
-    """A weight that rests in its file: what is written to its ``.data`` would be lost, so nobody gets that."""
+    """A weight that rests in its file: reading ``.data`` is refused, for what is written to it would be lost."""
 
     @property
     def data(self) -> torch.Tensor:

@@ -393,7 +393,7 @@ owner = Owner()
 
 @pytest.mark.parametrize("method", ["release", "discard"])
 @pytest.mark.parametrize("profile", ["auto", "0.06MiB"])
-def test_an_owner_that_releases_as_the_interpreter_ends_leaves_it_at_peace(sim, method: str, profile: str) -> None:
+def test_an_owner_that_releases_as_the_interpreter_ends_does_not_raise_or_hang(sim, method: str, profile: str) -> None:
     program = EXITING.format(method=method, profile=profile)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr

@@ -437,8 +437,8 @@ class Stubborn(nn.Module):
     ("where", "words"),
     [
         ("before", r"before its first block"),
-        ("in", r"in block blocks\.3 on gpu:1"),
-        ("after", r"after block blocks\.3 on gpu:1"),
+        ("in", r"in block blocks\.3"),
+        ("after", r"after block blocks\.3"),
     ],
 )
 def test_tensors_of_two_devices_are_told_with_component_block_and_remedy(machine, where: str, words: str) -> None:
@@ -446,6 +446,7 @@ def test_tensors_of_two_devices_are_told_with_component_block_and_remedy(machine
         def forward(self, x: torch.Tensor, side: Any) -> torch.Tensor:
             return super().forward(x, side) + self.parent[0].bias
 
+    words = f"^dit: cannot be split: {words} tensors of gpu:0 and gpu:1 met; place it on gpu:0 alone"
     net = Stubborn(where).requires_grad_(False)
     if where == "in":
         net.blocks[3].__class__ = Selfish
@@ -453,7 +454,7 @@ def test_tensors_of_two_devices_are_told_with_component_block_and_remedy(machine
     with machine(4, 4) as manager, torch.no_grad():
         with manage({"dit": net}, placement="gpu:0&gpu:1", manager=manager):
             for _ in range(2):
-                with pytest.raises(RuntimeError, match=f"^dit: cannot be split: {words}.*place it on gpu:0 alone"):
+                with pytest.raises(RuntimeError, match=words):
                     net(x)
         with manage({"dit": net}, placement="gpu:0", manager=manager):
             net(x)
@@ -464,8 +465,8 @@ def test_another_error_stays_what_it_is(machine) -> None:
     with machine(4, 4) as manager, torch.no_grad(), manage(net, placement="gpu:0&gpu:1", manager=manager):
         with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):
             net(torch.randn(2, WIDTH + 1))
-        net[3].register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("planted")))
-        with pytest.raises(ValueError, match=r"^planted$"):
+        net[3].register_forward_hook(lambda *_: (_ for _ in ()).throw(ValueError("the feature is on by default")))
+        with pytest.raises(ValueError, match=r"^the feature is on by default$"):
             net(torch.randn(2, WIDTH))
 
 

@@ -256,3 +256,40 @@ def test_weights_tied_between_blocks_are_in_none_of_them(toys) -> None:
     assert "layers.1.linear.weight" in {tensor.name for tensor in component.rest.tensors}
     inside = component_from_module(build_net("tied: block"), name="model")
     assert "layers.1.linear.weight" not in {tensor.name for tensor in inside.rest.tensors}
+
+
+class Asking(Stack):
+    """Makes a tensor where its first weight is, which lies in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.embed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = next(self.parameters())
+        x = x + torch.ones(DIM, device=first.device, dtype=first.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_a_parent_that_asks_a_weight_of_a_block_for_its_device(machine, way: str) -> None:
+    """It computes where the block is resident; else one line says why it fails, and what helps."""
+    net = nn.Sequential(Layer(), Asking(), Layer()).eval().requires_grad_(False)
+    words = (
+        r"^\w+: a tensor on cpu met weights on gpu:0 (before its first block|after block 0): .*choose a "
+        r"profile under which all blocks are resident if the module uses weights of a block, or their \.device"
+    )
+    with machine(8) as manager, manage_so(net, way, manager) as managed:
+        for _ in range(2):
+            if way.endswith("streamed"):
+                with pytest.raises(RuntimeError, match=words):
+                    net(X)
+            else:
+                assert net(X).shape == X.shape
+            assert not managed.members[0].leases
+        managed.reprofile("unlimited")
+        net(X)
+    net(X)
