@@ -7,7 +7,7 @@ from pathlib import Path
 
 from highwater.tests.compat.modes import MODES
 
-__all__ = ["DOCUMENT", "Rows", "count_refused", "read_rows", "write_refused", "write_rows"]
+__all__ = ["DOCUMENT", "MODES", "Rows", "ending", "read_rows", "refused_cells", "write_refused", "write_rows"]
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 Rows = dict[str, dict[str, str]]
@@ -51,30 +51,40 @@ def as_line(cells: Mapping[str, str] | tuple[str, ...] | list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 
-def count_refused(text: str | None = None) -> dict[str, int]:
-    """Return how many cells of the whole document are refused, by whose limit that is."""
-    text = DOCUMENT.read_text(encoding="utf-8") if text is None else text
-    counts: dict[str, int] = {}
+def refused_cells(text: str) -> list[str]:
+    """Return the refused cells of the whole document, each with whose limit it is.
+
+    Raises:
+        ValueError: a refusal whose limit is not known.
+    """
+    refused, section = [], ""
     for line in text.partition(f"## {REFUSED}")[0].splitlines():
-        for cell in line.strip("|").split("|") if line.startswith("|") else ():
-            if cell.strip().startswith("refused: "):
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        if not section or not line.startswith("|"):
+            continue
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for mode, cell in zip(MODES, cells, strict=True):
+            if cell.startswith("refused"):
                 whose = next((limit for part, limit in LIMITS.items() if part in cell), None)
                 if whose is None:
-                    raise ValueError(f"whose limit is {cell.strip()!r}? Name it in tests/compat/table.py, LIMITS")
-                counts[whose] = counts.get(whose, 0) + 1
-    return counts
+                    raise ValueError(f"whose limit is {cell!r}? Name it in tests/compat/table.py, LIMITS")
+                refused.append(f"{section}, {name}, {mode}: {whose}")
+    return refused
+
+
+def ending(text: str, limited: Mapping[str, str]) -> str:
+    """Return the document's last section: what is refused in the tables above, and what has no row and why."""
+    refused = refused_cells(text)
+    lines = [f"## {REFUSED}", "", f"{len(refused)} cells of the tables above are refused{':' if refused else '.'}"]
+    lines += ["", *(f"- {cell}" for cell in refused)] if refused else []
+    lines += ["", f"{len(limited)} pipelines have no row, since Highwater cannot do all of them:", ""]
+    lines += [f"- {name}: {why}" for name, why in sorted(limited.items())]
+    lines += ["", "`tests/compat/not_built.py` names each other class of diffusers that has no row, with the reason."]
+    return "\n".join(lines) + "\n"
 
 
 def write_refused(limited: Mapping[str, str]) -> None:
-    """Put the counts of refused cells at the end of the document, and what has no row because of our limits."""
+    """Put the last section anew at the end of the document."""
     text = DOCUMENT.read_text(encoding="utf-8").partition(f"## {REFUSED}")[0].rstrip()
-    counts = count_refused(text)
-    lines = [
-        f"## {REFUSED}",
-        "",
-        f"{sum(counts.values())} cells of the tables above are refused{':' if counts else '.'}",
-    ]
-    lines += ["", *(f"- {count}: {whose}" for whose, count in sorted(counts.items()))] if counts else []
-    lines += ["", f"{len(limited)} pipelines have no row, since Highwater cannot do all of them:", ""]
-    lines += [f"- {name}: {why}" for name, why in sorted(limited.items())]
-    DOCUMENT.write_text("\n".join([text, "", *lines]) + "\n", encoding="utf-8")
+    DOCUMENT.write_text(f"{text}\n\n{ending(text, limited)}", encoding="utf-8")
