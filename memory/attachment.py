@@ -91,7 +91,7 @@ class Attachment:
         self.phase = Phase.DETACHED
         self.has_taken_over = after is not None
         self.guards_state = guards_state
-        self.shares = self.build_shares(devices)
+        self.shares = self.build_shares(devices, host_replaces=not guards_state)
         self.hooks: Hooks = after.hooks if after is not None else Hooks()
         earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
@@ -143,7 +143,7 @@ class Attachment:
         """Bytes of weights copied to devices so far."""
         return sum(share.bytes_moved for share in self.shares)
 
-    def build_shares(self, devices: dict[str, Device]) -> list[Share]:
+    def build_shares(self, devices: dict[str, Device], *, host_replaces: bool) -> list[Share]:
         specs = [tensor for block in [*self.component.blocks, self.component.rest] for tensor in block.tensors]
         entries = find_entries(self.module, [*specs, *self.component.buffers])
         shares = []
@@ -159,7 +159,9 @@ class Attachment:
                 for number in part.blocks
             }
             fixed_unit = Unit("", [entries[tensor.name] for tensor in fixed], cast=frozenset())
-            shares.append(Share(self.owner, devices[part.device], fixed_unit, units, self.ledger))
+            shares.append(
+                Share(self.owner, devices[part.device], fixed_unit, units, self.ledger, host_replaces=host_replaces)
+            )
         return shares
 
     # -- hooks

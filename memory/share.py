@@ -33,10 +33,24 @@ class Share:
     """The units of one component on one device; every allocation is entered in the ledger as it happens.
 
     On the CPU the masters compute in place: nothing is loaded, only cast weights need scratch.
+
+    Args:
+        host_replaces: a host puts other objects for the same weights into the module between passes, as ComfyUI's
+            quantized layers do whenever they are moved, and writes weights through the unit that they belong to.
     """
 
-    def __init__(self, owner: str, device: Device, fixed: Unit, blocks: Mapping[int, Unit], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        owner: str,
+        device: Device,
+        fixed: Unit,
+        blocks: Mapping[int, Unit],
+        ledger: Ledger,
+        *,
+        host_replaces: bool = False,
+    ) -> None:
         self.owner = owner
+        self.host_replaces = host_replaces
         self.device = device
         self.fixed = Bundle(fixed)
         self.blocks = {number: Bundle(unit) for number, unit in blocks.items()}
@@ -340,7 +354,7 @@ class Share:
         """A block is about to compute here: let its module hold usable weights."""
         self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         bundle = self.blocks[number]
-        if not all(unit.is_as_placed() for unit in bundle.units):
+        if not self.host_replaces and not all(unit.is_as_placed() for unit in bundle.units):
             raise UnsafeState(
                 f"{self.owner}: a weight of {bundle.name} was replaced while its model computes; do that before it does"
             )
