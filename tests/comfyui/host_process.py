@@ -311,7 +311,11 @@ class HostProcess:
         )
 
     def forget(self) -> None:
-        """Unload every model and forget every result, as the page's button does; returns when it is done."""
+        """Unload every model and forget every result, as the page's button does, and what was learned of needs.
+
+        Returns when it is done.
+        """
+        self.post("/highwater_test/forget_needs")
         self.post("/free", {"unload_models": True, "free_memory": True})
         settings = {"seed": 0, "num_tokens": 1, "width": 1, "pooled_width": 1}
         for _ in range(2):  # the worker looks at the flags after a prompt

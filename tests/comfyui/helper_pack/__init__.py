@@ -290,6 +290,20 @@ async def send_functions(request: web.Request) -> web.Response:
     return web.json_response(describe_functions())
 
 
+@PromptServer.instance.routes.post("/highwater_test/forget_needs")
+async def forget_needs(request: web.Request) -> web.Response:
+    """Let the pack forget what models were seen to need: tests share a host, and some run it out of memory."""
+    for name, module in list(sys.modules.items()):
+        manager = module.existing_manager() if name.endswith("highwater.memory.default") else None
+        if manager is not None:
+            with manager.exclusive():
+                needs = manager.room.needs
+                for learned in (needs.known, needs.last, needs.changed):
+                    learned.clear()
+                manager.room.epoch += 1
+    return web.json_response({})
+
+
 @PromptServer.instance.routes.get("/highwater_test/loaded")
 async def send_loaded(request: web.Request) -> web.Response:
     """What core's list of loaded models refers to: its patcher, the patcher's model, and the model that was loaded.
