@@ -93,7 +93,7 @@ def read_graph(path: str | Path) -> Any:
     """Return what a workflow file holds, unchecked. Raises `InvalidInput` where that is not JSON."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise InvalidInput(f"{path}: no such file; expected a workflow in API format (.json)") from None
     except IsADirectoryError:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.workflow import InvalidWorkflow, load_workflow, parse_workflow
+from highwater.headless.workflow import InvalidWorkflow, load_workflow, parse_workflow, read_graph
 from highwater.memory.errors import InvalidInput
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
@@ -189,3 +189,10 @@ def test_nodes_without_links_that_set_the_scene_come_first(runner: object) -> No
     graph = copy.deepcopy(GRAPH)
     graph["4"] = {"class_type": "HighwaterWatermark", "inputs": {"device": "*", "low": "1MiB", "high": "1MiB"}}
     assert parse_workflow(graph).order == ("4", "1", "2", "3")
+
+
+def test_a_workflow_that_windows_editors_saved_is_read(tmp_path) -> None:
+    """They put a byte order mark before the first brace."""
+    path = tmp_path / "marked.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"1": {"class_type": "A", "inputs": {}}}).encode())
+    assert read_graph(path) == {"1": {"class_type": "A", "inputs": {}}}
