@@ -5,6 +5,7 @@ from highwater.tests.compat import (  # noqa: F401  # each registers its own
     flux,
     images,
     more_images,
+    more_videos,
     unets,
     unets_cascade,
     unets_control,

@@ -54,7 +54,7 @@ def recipe(
             for name in placed:
                 arguments[name] = arguments[name].to(pipe._execution_device)
             if "generator" in inspect.signature(pipe.__call__).parameters:
-                arguments["generator"] = torch.Generator().manual_seed(3)
+                arguments.setdefault("generator", torch.Generator().manual_seed(3))
             return pipe(**arguments)
 
         assert title not in RECIPES, f"{title} has two recipes"

@@ -128,15 +128,19 @@ def ltx_vae() -> Any:
 LTX = {**VIDEO, "height": 32, "width": 32}
 
 
-@recipe("LTXPipeline", lora=TO_LAYERS, **LTX)
-@recipe("LTXImageToVideoPipeline", lora=TO_LAYERS, image=image, **LTX)
-@recipe("LTXConditionPipeline", lora=TO_LAYERS, image=image, **LTX)
-def ltx() -> dict[str, Any]:
+def ltx_parts() -> dict[str, Any]:
     transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8, out_channels=8, patch_size=1, patch_size_t=1, num_attention_heads=4, attention_head_dim=8,
         cross_attention_dim=32, num_layers=3, caption_channels=32,
     )  # fmt: skip
     return with_t5(transformer=transformer, vae=ltx_vae(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
+
+
+@recipe("LTXPipeline", lora=TO_LAYERS, **LTX)
+@recipe("LTXImageToVideoPipeline", lora=TO_LAYERS, image=image, **LTX)
+@recipe("LTXConditionPipeline", lora=TO_LAYERS, image=image, **LTX)
+def ltx() -> dict[str, Any]:
+    return ltx_parts()
 
 
 @recipe("LTXLatentUpsamplePipeline", video=partial(film, 5, 32), height=32, width=32, output_type="pt")
@@ -256,11 +260,10 @@ def kandinsky5_t2i() -> dict[str, Any]:
     return kandinsky5_parts(visual=False, vae=kl_vae(16))
 
 
-@recipe("EasyAnimatePipeline", negative_prompt="", height=16, width=16, num_frames=5, **IMAGE)
-def easy_animate() -> dict[str, Any]:
+def easy_animate_parts(in_channels: int = 4, **options: Any) -> dict[str, Any]:
     transformer = diffusers.EasyAnimateTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=2,
-        text_embed_dim=32, num_layers=3, sample_width=16, sample_height=16, patch_size=2,
+        num_attention_heads=2, attention_head_dim=16, in_channels=in_channels, out_channels=4, time_embed_dim=2,
+        text_embed_dim=32, num_layers=3, sample_width=16, sample_height=16, patch_size=2, **options,
     )  # fmt: skip
     vae = diffusers.AutoencoderKLMagvit(
         down_block_types=("SpatialDownBlock3D", *("SpatialTemporalDownBlock3D",) * 3),
@@ -271,3 +274,8 @@ def easy_animate() -> dict[str, Any]:
         "transformer": transformer, "vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "text_encoder": qwen_vl_text(), "tokenizer": llama_like_tokens(*QWEN_MARKS),
     }  # fmt: skip
+
+
+@recipe("EasyAnimatePipeline", negative_prompt="", height=16, width=16, num_frames=5, **IMAGE)
+def easy_animate() -> dict[str, Any]:
+    return easy_animate_parts()

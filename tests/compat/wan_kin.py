@@ -114,6 +114,12 @@ def helios() -> dict[str, Any]:
     return helios_parts(stage_range=[0, 1], stages=1, use_dynamic_shifting=True)
 
 
+@recipe("HeliosPyramidPipeline", lora=TO_LAYERS, pyramid_num_inference_steps_list=[1, 2],
+        **{k: v for k, v in VIDEO.items() if k != "num_inference_steps"} | {"height": 32, "width": 32})  # fmt: skip
+def helios_pyramid() -> dict[str, Any]:
+    return helios_parts(stage_range=[0, 0.5, 1], stages=2, use_dynamic_shifting=True)
+
+
 @recipe(
     "SanaVideoPipeline",
     lora=TO_LAYERS,
