@@ -182,7 +182,9 @@ def run_unmanaged(recipe: Recipe, *, with_lora: bool, cast: Mapping[str, frozens
 
 def run(recipe: Recipe, pipe: Any) -> Outputs:
     torch.manual_seed(2)
-    return dict(tensors_in(recipe.call(pipe), "output"))
+    outputs = dict(tensors_in(recipe.call(pipe), "output"))
+    assert outputs, f"{recipe.name} gives nothing that can be compared"
+    return outputs
 
 
 def compare(got: Outputs, want: Outputs) -> str:
@@ -247,7 +249,7 @@ def modules_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor, array and picture of an output with a name."""
+    """Yield every tensor, array, picture and text of an output with a name."""
     import numpy as np
     from PIL import Image
 
@@ -255,6 +257,8 @@ def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, copy.deepcopy(value.detach()).cpu()
     elif isinstance(value, np.ndarray | Image.Image):
         yield name, torch.from_numpy(np.array(value))
+    elif isinstance(value, str):
+        yield name, torch.tensor(list(value.encode()))
     elif isinstance(value, Mapping):
         for key, part in value.items():
             yield from tensors_in(part, f"{name}.{key}")

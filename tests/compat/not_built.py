@@ -55,23 +55,17 @@ REASONS = {
     "fails by itself: it reads text_encoder.text_model, which transformers 5 does not have": "I2VGenXLPipeline",
     "gives values that are not finite with tiny random weights": "LuminaPipeline",
     "no recipe yet": (
-        "AceStepPipeline AltDiffusionImg2ImgPipeline AltDiffusionPipeline AudioLDM2Pipeline AudioLDMPipeline "
-        "BlipDiffusionControlNetPipeline BlipDiffusionPipeline BriaFibo2Pipeline BriaFiboEditPipeline "
-        "Cosmos2_5_PredictBasePipeline Cosmos2_5_TransferPipeline Cosmos3OmniPipeline DiffusionGemmaPipeline "
-        "DreamLiteMobilePipeline DreamLitePipeline "
-        "ErnieImagePipeline GlmImagePipeline "
-        "Ideogram4Pipeline JoyImageEditPipeline JoyImageEditPlusPipeline "
-        "Kandinsky5I2IPipeline Kandinsky6SRPipeline Kandinsky6TI2VAPipeline Krea2Pipeline "
-        "LLaDA2Pipeline LTX2ConditionPipeline LTX2DFRPipeline LTX2DFRTemporalRefinePipeline LTX2HDRPipeline "
-        "LTX2ImageToVideoPipeline LTX2InContextPipeline LTX2LatentUpsamplePipeline LTX2Pipeline "
-        "LTX2VideoDiffusionDecodePipeline LongCatAudioDiTPipeline "
-        "LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline NucleusMoEImagePipeline "
-        "PaintByExamplePipeline QwenImage21Pipeline QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline "
+        "AceStepPipeline AudioLDM2Pipeline AudioLDMPipeline BlipDiffusionControlNetPipeline BlipDiffusionPipeline "
+        "BriaFibo2Pipeline BriaFiboEditPipeline Cosmos2_5_PredictBasePipeline Cosmos2_5_TransferPipeline "
+        "Cosmos3OmniPipeline DiffusionGemmaPipeline DreamLiteMobilePipeline DreamLitePipeline ErnieImagePipeline "
+        "GlmImagePipeline Ideogram4Pipeline JoyImageEditPipeline JoyImageEditPlusPipeline Kandinsky5I2IPipeline "
+        "Kandinsky6SRPipeline Kandinsky6TI2VAPipeline Krea2Pipeline LLaDA2Pipeline LTX2ConditionPipeline "
+        "LTX2DFRPipeline LTX2DFRTemporalRefinePipeline LTX2HDRPipeline LTX2ImageToVideoPipeline "
+        "LTX2InContextPipeline LTX2LatentUpsamplePipeline LTX2Pipeline LTX2VideoDiffusionDecodePipeline "
+        "LongCatAudioDiTPipeline LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline "
+        "NucleusMoEImagePipeline QwenImage21Pipeline QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline "
         "StableAudio3AudioToAudioPipeline StableAudio3InpaintPipeline StableAudio3Pipeline "
-        "StableDiffusionGLIGENTextImagePipeline StableDiffusionPix2PixZeroPipeline UniDiffuserPipeline "
-        "VQDiffusionPipeline VersatileDiffusionDualGuidedPipeline VersatileDiffusionImageVariationPipeline "
-        "VersatileDiffusionPipeline VersatileDiffusionTextToImagePipeline ZImageControlNetInpaintPipeline "
-        "ZImageOmniPipeline"
+        "VersatileDiffusionDualGuidedPipeline ZImageControlNetInpaintPipeline ZImageOmniPipeline"
     ),
 }
 # fmt: on

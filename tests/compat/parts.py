@@ -44,6 +44,16 @@ def t5_tokens() -> Any:
 
 
 @functools.cache
+def roberta_tokens() -> Any:
+    """Single printable characters, with the marks of XLM-R: 0 begins, 1 pads, 2 ends."""
+    from transformers import XLMRobertaTokenizer
+
+    marks = [(mark, 0.0) for mark in ("<s>", "<pad>", "</s>", "<unk>")]
+    letters = [("▁", -2.0), *((chr(code), -3.0) for code in range(33, 127))]
+    return XLMRobertaTokenizer(vocab=[*marks, *letters, ("<mask>", 0.0)], model_max_length=77)
+
+
+@functools.cache
 def llama_like_tokens(*special: str) -> Any:
     """A byte-level tokenizer with a chat template, as Qwen's and Llama's: every byte is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,13 +92,19 @@ def clip_text(*, projected: bool = False, layers: int = 3, width: int = WIDTH) -
 
 
 def clip_vision(*, size: int = 32) -> Any:
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+    from transformers import CLIPVisionModelWithProjection
 
-    return CLIPVisionModelWithProjection(
-        CLIPVisionConfig(
-            hidden_size=WIDTH, intermediate_size=2 * WIDTH, projection_dim=WIDTH, num_hidden_layers=3,
-            num_attention_heads=4, image_size=size, patch_size=8,
-        )
+    return CLIPVisionModelWithProjection(clip_vision_config(image_size=size))
+
+
+def clip_vision_config(**options: Any) -> Any:
+    from transformers import CLIPVisionConfig
+
+    return CLIPVisionConfig(
+        **{
+            "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "projection_dim": WIDTH, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "image_size": 32, "patch_size": 8, **options,
+        }
     )  # fmt: skip
 
 

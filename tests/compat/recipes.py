@@ -33,13 +33,14 @@ def recipe(
     before: Callable[[Any], None] | None = None,
     placed: tuple[str, ...] = (),
     limit: str = "",
+    method: str = "__call__",
     **call: Any,
 ) -> Callable[[Callable[[], dict[str, Any]]], Callable[[], dict[str, Any]]]:
     """Register a pipeline: the function below returns its parts; ``call`` is what it is called with.
 
     ``variant`` tells two rows of one pipeline apart. What is callable in ``call`` is made anew for each run;
     ``before`` gets the pipeline before it is called; tensors in ``placed`` the caller puts on the device.
-    ``limit`` says why it has no row: Highwater cannot do all of it yet.
+    ``limit`` says why it has no row: Highwater cannot do all of it yet. ``method`` is what is called of the pipeline.
     """
     title = f"{pipeline}, {variant}" if variant else pipeline
 
@@ -53,9 +54,10 @@ def recipe(
             arguments = {name: value() if callable(value) else value for name, value in call.items()}
             for name in placed:
                 arguments[name] = arguments[name].to(pipe._execution_device)
-            if "generator" in inspect.signature(pipe.__call__).parameters:
+            called = getattr(pipe, method)
+            if "generator" in inspect.signature(called).parameters:
                 arguments.setdefault("generator", torch.Generator().manual_seed(3))
-            return pipe(**arguments)
+            return called(**arguments)
 
         assert title not in RECIPES, f"{title} has two recipes"
         made = Recipe(name=title, build=build, call=run, lora_targets=lora, guides=guides)
