@@ -73,10 +73,8 @@ class Hardware:
         Raises:
             InvalidInput: the simulated devices have to be compiled once, and there is no C++ compiler.
         """
-        from ..memory.default import remember_needs_in
         from . import simdevice
 
-        remember_needs_in(None)  # what a made-up machine needs is of no use to another run
         try:
             simdevice.install("sim", num_devices=len(self.devices))
         except simdevice.CompilerMissing as error:

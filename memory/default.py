@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .manager import MemoryManager
 
-__all__ = ["default_manager", "existing_manager", "remember_needs_in"]
+__all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "remember_needs_in"]
 
 lock = threading.Lock()
 made: list[MemoryManager] = []
@@ -20,6 +20,18 @@ needs_folder: list[Path | None] = []
 def remember_needs_in(folder: str | Path | None) -> None:
     """Let what forwards need be remembered in a folder, or only in this process; before the manager is made."""
     needs_folder[:] = [None if folder is None else Path(folder)]
+
+
+def keep_out_of_user_cache() -> None:
+    """Let what is learned of needs and links stay in this process, but for needs whose folder something named.
+
+    For a process with simulated devices: the user's other runs have no use for what those need.
+    """
+    from .link import remember_links_in
+
+    if not needs_folder:
+        remember_needs_in(None)
+    remember_links_in(None)
 
 
 def default_manager() -> MemoryManager:

@@ -15,14 +15,24 @@ import torch
 
 from .devices import Device
 
-__all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s"]
+__all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in"]
+
+links_folder: list[Path | None] = []
+"""Where links are remembered, if anything said so; else in the user's cache folder."""
 
 
-def cache_directory() -> Path:
-    """Return the folder of measured links, one file each, in the user's cache; it need not exist.
+def remember_links_in(folder: Path | None) -> None:
+    """Let measured links be remembered in a folder, or only by who measured them."""
+    links_folder[:] = [folder]
+
+
+def cache_directory() -> Path | None:
+    """Return the folder of measured links, one file each; it need not exist. None where they are not remembered.
 
     A relative XDG_CACHE_HOME counts as none, as its specification says.
     """
+    if links_folder:
+        return links_folder[0]
     named = os.environ.get("XDG_CACHE_HOME", "")
     return Path(named if os.path.isabs(named) else Path.home() / ".cache", "highwater", "links")
 
@@ -45,8 +55,11 @@ def describe_link(device: Device) -> dict[str, str]:
 
 def known_link(device: Device) -> float | None:
     """Return the bytes per second of a link that was measured before, None for one that was not."""
+    directory = cache_directory()
+    if directory is None:
+        return None
     link = describe_link(device)
-    return read_speed(path_of(link, None), link)
+    return read_speed(path_of(link, directory), link)
 
 
 def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory: Path | None = None) -> float:
@@ -58,21 +71,22 @@ def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory:
     Raises:
         ValueError: the measured speed is not positive and finite.
     """
+    directory = directory or cache_directory()
     link = describe_link(device)
-    path = path_of(link, directory)
-    known = read_speed(path, link)
+    known = read_speed(path_of(link, directory), link) if directory is not None else None
     if known is not None:
         return known
     speed = measure()
     if not is_speed(speed):
         raise ValueError(f"the link to {device} cannot move {speed!r} bytes per second; the measurement is wrong")
-    write_speed(path, link, speed)
+    if directory is not None:
+        write_speed(path_of(link, directory), link, speed)
     return speed
 
 
-def path_of(link: dict[str, str], directory: Path | None) -> Path:
+def path_of(link: dict[str, str], directory: Path) -> Path:
     key = hashlib.sha256(json.dumps(link, sort_keys=True).encode()).hexdigest()[:16]
-    return (directory or cache_directory()) / f"{key}.json"
+    return directory / f"{key}.json"
 
 
 def is_speed(value: object) -> bool:

@@ -144,6 +144,7 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
 
     Once per process: torch cannot rename a backend, so another name later is a `RuntimeError`; the same name
     is a no-op. Names that torch reserves (cuda, xpu, mps, ...) are refused by torch. Raises `CompilerMissing`.
+    What the process learns from now on is not written to the user's cache.
     """
     global _name
     if _name is not None:
@@ -151,7 +152,10 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
             raise RuntimeError(f"the simulated devices are installed as {_name!r} and cannot become {name!r}")
         return
     load_backend(None if build_directory is None else Path(build_directory))
+    from ...memory.default import keep_out_of_user_cache
     from .module import create_module
+
+    keep_out_of_user_cache()
 
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, create_module(name, lambda index: repr(_specs[index])))

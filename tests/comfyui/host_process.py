@@ -202,14 +202,18 @@ class HostProcess:
             "OMP_NUM_THREADS": "1",
             "NO_COLOR": "1",
             "PYTHONPYCACHEPREFIX": str(bytecode_directory()),
+            "XDG_CACHE_HOME": str(self.base / "cache"),  # the user's keeps what real runs taught
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.total_bytes:
+            from highwater.headless.simdevice import default_build_directory
+
             environment["PYTHONPATH"] = str(HERE / "stand_in")
             environment["CUDA_VISIBLE_DEVICES"] = ""
             environment["HIGHWATER_TEST_SIMDEVICE"] = json.dumps(
                 {
                     "simdevice": str(REPOSITORY / "headless" / "simdevice"),
+                    "build_directory": str(default_build_directory()),
                     "total_bytes": self.total_bytes,
                     "socket": str(self.base / "books"),
                     "strict": self.strict,

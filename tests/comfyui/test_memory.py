@@ -252,3 +252,4 @@ def test_what_ran_out_of_memory_fits_the_next_time_and_so_it_stays(start_gpu_hos
         assert plan["shares"][0]["streamed_blocks"]
         assert "free: an earlier run needed it" in " ".join(plan["reasons"])
         assert (host.base / "user" / "__highwater" / "needs.sqlite3").is_file()
+        assert not (host.base / "cache" / "highwater" / "needs.sqlite3").exists()

@@ -305,3 +305,39 @@ def test_several_writers_at_once_lose_nothing_of_each_other(file) -> None:
         thread.join()
     assert sorted(size for _, size, _ in file.read()) == sorted(done)
     assert len(done) >= 10
+
+
+SIMULATED = """
+import sys
+from pathlib import Path
+
+import torch
+from highwater.headless import simdevice
+from highwater.memory import default_manager, manage
+from highwater.memory.default import remember_needs_in
+
+named, (folder, build) = sys.argv[1], sys.argv[2:]
+if named == "before":
+    remember_needs_in(folder)
+simdevice.install("sim", num_devices=1, build_directory=build)
+if named == "after":
+    remember_needs_in(folder)
+net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
+with manage(net, placement="gpu:0"):
+    for _ in range(3):
+        net(torch.ones(1 << 10, 64))
+assert default_manager().room.needs.known
+"""
+
+
+@pytest.mark.parametrize("named", ["nowhere", "before", "after"])
+def test_what_a_simulated_device_needs_is_written_only_where_something_said(sim, tmp_path: Path, named: str) -> None:
+    """A script that simulates devices by itself: it is no run of the command line."""
+    cache, folder = tmp_path / "cache", tmp_path / "folder"
+    subprocess.run(
+        [sys.executable, "-c", SIMULATED, named, str(folder), str(sim.default_build_directory())],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        check=True,
+    )
+    assert not cache.exists()
+    assert (folder / "needs.sqlite3").exists() == (named != "nowhere")

@@ -485,4 +485,7 @@ def test_the_users_cache_is_the_default(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert link_bytes_per_s(find_device("gpu:0"), Measure(3e9)) == 3e9
+    assert not list(tmp_path.iterdir())  # its devices are simulated
+    monkeypatch.setattr("highwater.memory.link.links_folder", [])
+    assert link_bytes_per_s(find_device("gpu:0"), Measure(3e9)) == 3e9
     assert len(list((tmp_path / "highwater" / "links").iterdir())) == 1

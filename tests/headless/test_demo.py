@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,11 +40,27 @@ json.dump({"devices": devices, "ledger": ledger, "left": left}, (out / "counters
 @pytest.fixture(scope="module")
 def demo(sim, tmp_path_factory) -> SimpleNamespace:
     """The demo's printed text, its report, and what the devices counted meanwhile."""
-    out = tmp_path_factory.mktemp("demo")
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(out)], capture_output=True, text=True, check=False)
+    out, cache = tmp_path_factory.mktemp("demo"), tmp_path_factory.mktemp("cache")
+    compiled = sim.default_build_directory()
+    shutil.copytree(compiled, cache / "highwater" / "simdevice" / compiled.name)
+    if (models := compiled.parents[1] / "models").exists():
+        (cache / "highwater" / "models").symlink_to(models)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(out)],
+        env={**os.environ, "XDG_CACHE_HOME": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "report.json").read_text())
-    return SimpleNamespace(out=out, text=done.stdout, report=report, **json.loads((out / "counters.json").read_text()))
+    counters = json.loads((out / "counters.json").read_text())
+    return SimpleNamespace(out=out, cache=cache, text=done.stdout, report=report, **counters)
+
+
+def test_simulated_devices_teach_the_users_cache_nothing(demo) -> None:
+    """What they need, and how fast they are reached, is of no use to a run on real ones."""
+    assert {path.name for path in (demo.cache / "highwater").iterdir()} == {"models", "simdevice"}
 
 
 def test_runs_a_b_a_and_evicts_for_the_watermark(demo) -> None:

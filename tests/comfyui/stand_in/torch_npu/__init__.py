@@ -1,7 +1,7 @@
 """Stands in for Huawei's ``torch_npu``: ComfyUI imports that name, and finds simulated devices called ``npu``.
 
 The harness puts this folder on PYTHONPATH and says in HIGHWATER_TEST_SIMDEVICE, as JSON, where the simulated devices'
-package is, how large each device is, and on which socket to answer: one JSON request per connection, one JSON answer.
+package is, where it is compiled, how large each device is, and on which socket to answer: one JSON request per connection, one JSON answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_simdevice(folder: str) -> ModuleType:
 
 
 simdevice = load_simdevice(SETTINGS["simdevice"])
-simdevice.install("npu", num_devices=len(SETTINGS["total_bytes"]))
+simdevice.install("npu", num_devices=len(SETTINGS["total_bytes"]), build_directory=SETTINGS["build_directory"])
 simdevice.configure([simdevice.SimDeviceSpec(total_bytes=total) for total in SETTINGS["total_bytes"]])
 simdevice.strict(defer_copies=SETTINGS["strict"], check_races=SETTINGS["strict"])
 
