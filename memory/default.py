@@ -13,13 +13,17 @@ __all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "rem
 
 lock = threading.Lock()
 made: list[MemoryManager] = []
-needs_folder: list[Path | None] = []
-"""Where the needs of forwards are remembered, if anything said so; else in the user's cache folder."""
+needs_folder: list[tuple[Path | None, str]] = []
+"""Where the needs of forwards are remembered, and by which host, if anything said so; else in the user's cache."""
 
 
-def remember_needs_in(folder: str | Path | None) -> None:
-    """Let what forwards need be remembered in a folder, or only in this process; before the manager is made."""
-    needs_folder[:] = [None if folder is None else Path(folder)]
+def remember_needs_in(folder: str | Path | None, *, host: str = "") -> None:
+    """Let what forwards need be remembered in a folder, or only in this process; before the manager is made.
+
+    Args:
+        host: what of the host changes what forwards need, such as its version; what was learned holds for that.
+    """
+    needs_folder[:] = [(None if folder is None else Path(folder), host)]
 
 
 def keep_out_of_user_cache() -> None:
@@ -41,10 +45,11 @@ def default_manager() -> MemoryManager:
             from .manager import MemoryManager
             from .needs_file import FILE_NAME, NeedsFile, cache_path
 
-            path = cache_path()
+            path, host = cache_path(), ""
             if needs_folder:
-                path = needs_folder[0] and needs_folder[0] / FILE_NAME
-            made.append(MemoryManager(needs_file=NeedsFile(path) if path is not None else None))
+                folder, host = needs_folder[0]
+                path = folder and folder / FILE_NAME
+            made.append(MemoryManager(needs_file=NeedsFile(path, host=host) if path is not None else None))
         return made[0]
 
 

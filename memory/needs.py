@@ -165,7 +165,7 @@ class Need:
 
 
 Key = tuple[str, str]
-"""Digests of a component's content and of a device."""
+"""Digests of a component's content (with its dtypes) and of a device. A file of needs adds a version to it."""
 
 
 @dataclass(slots=True)

@@ -3,11 +3,17 @@
 It holds digests, sizes and byte counts: no name, path or prompt. Whatever is wrong with the file costs what was learned
 and nothing else: a damaged one at our own place begins anew; one that is locked, read-only or on a full disk is left as
 it is. A file that the user names may be another program's: it is changed only if it is ours, and never removed.
+
+[Note: version] A need holds for the code that computed: torch, diffusers, transformers, this engine, which attention
+kernels torch may choose, and what a host adds (its own version and attention). Rows of another version are as good as
+none. Not in it is what a program sets for one model, such as diffusers' attention backends or tiles: where that lets a
+forward need more, one run fails and the next has room; where less, what is kept decays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import re
 import sqlite3
@@ -15,6 +21,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -25,10 +32,10 @@ from .needs import Key, Need, Size
 __all__ = ["NeedsFile", "cache_path"]
 
 FILE_NAME = "needs.sqlite3"
-# Another table, and other rows, for another form of the same numbers.
-TABLE = "needs_1"
+# Another table for another form of the same numbers, or another meaning.
+TABLE = "needs_2"
+FORMER_TABLES = ("needs_1",)
 TABLES_OF_OURS = re.compile(r"needs_\d+")
-VERSION = f"1 {torch.__version__}"
 # How long another process that writes is waited for.
 BUSY_S = 0.1
 MAX_FILE_BYTES = 16 << 20
@@ -68,22 +75,50 @@ def cache_path() -> Path | None:
     return root / "highwater" / FILE_NAME
 
 
+@cache
+def installed_versions() -> str:
+    found = [f"highwater {sys.modules[__package__.rpartition('.')[0]].__version__}", f"torch {torch.__version__}"]
+    for name in ("diffusers", "transformers"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return ", ".join(found)
+
+
+def attention_kernels() -> str:
+    """Return which kernels torch may choose for attention; one that makes the whole matrix needs far more."""
+    kernels = torch.backends.cuda
+    enabled = {
+        "flash": kernels.flash_sdp_enabled(),
+        "efficient": kernels.mem_efficient_sdp_enabled(),
+        "cudnn": kernels.cudnn_sdp_enabled(),
+        "math": kernels.math_sdp_enabled(),
+    }
+    return " ".join(name for name, is_enabled in enabled.items() if is_enabled)
+
+
 class NeedsFile:
     """Reads and writes one file; nothing of it raises but `listed` and `reset`.
 
     Args:
         is_named: the user named the file, so that it may be another program's.
+        host: what else changes what forwards need, see [Note: version].
     """
 
-    def __init__(self, path: Path, *, is_named: bool = False) -> None:
+    def __init__(self, path: Path, *, is_named: bool = False, host: str = "") -> None:
         self.path = path
+        self.host = host
         self.begins_anew = not is_named and path.name == FILE_NAME
         """Whether a damaged file is removed: only our own is."""
 
+    @property
+    def version(self) -> str:
+        """What the needs hold for, see [Note: version]."""
+        return f"{installed_versions()}, {attention_kernels()}, {self.host}"
+
     def read(self) -> list[tuple[Key, Size, Need]]:
-        """Return what is written there, the last used first; nothing where it cannot be read."""
+        """Return what is written there of this version, the last used first; nothing where it cannot be read."""
         try:
-            return self.look()
+            return self.look(self.version)
         except Damaged:
             self.remove()
         except (OSError, sqlite3.Error):
@@ -91,7 +126,7 @@ class NeedsFile:
         return []
 
     def listed(self) -> list[tuple[Key, Size, Need]]:
-        """Return what is written there, and change nothing, whatever is found.
+        """Return what is written there, of any version, and change nothing, whatever is found.
 
         Raises:
             InvalidInput: the user named a file that is not ours, or that cannot be read.
@@ -108,8 +143,8 @@ class NeedsFile:
                 raise InvalidInput(f"{self.path}: what was learned cannot be read: {error}") from None
         return []
 
-    def look(self) -> list[tuple[Key, Size, Need]]:
-        """Return what is written there. Raises what `opened` raises."""
+    def look(self, version: str | None = None) -> list[tuple[Key, Size, Need]]:
+        """Return what is written there of one version, or of all. Raises what `opened` raises."""
         with self.opened(writes=False) as database:
             tables = [str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type != 'index'")]
             if TABLE not in tables:
@@ -118,15 +153,15 @@ class NeedsFile:
                 return []
             rows = database.execute(
                 f"SELECT component, device, size, seen, failed, guard, futile, used FROM {TABLE} "
-                "WHERE version = ? ORDER BY used DESC LIMIT ?",
-                (VERSION, MAX_ROWS),
+                "WHERE ? IN (version, '') ORDER BY used DESC LIMIT ?",
+                (version or "", MAX_ROWS),
             ).fetchall()
         return [entry for row in rows if (entry := read_row(row)) is not None]
 
     def write(self, entries: Iterable[tuple[Key, Size, Need]]) -> bool:
         """Write needs down in one step, in place of what was there of the same; returns whether that was done."""
         rows = [
-            (*key, size_text(size), VERSION, *(min(LARGEST_BYTES, number) for number in numbers_of(need)))
+            (*key, size_text(size), self.version, *(min(LARGEST_BYTES, number) for number in numbers_of(need)))
             for key, size, need in entries
         ]
         for _ in range(2):
@@ -135,6 +170,8 @@ class NeedsFile:
                     self.look()
                 with self.opened(writes=True) as database:
                     database.execute("BEGIN IMMEDIATE")
+                    for former in FORMER_TABLES if self.begins_anew else ():
+                        database.execute(f"DROP TABLE IF EXISTS {former}")
                     database.execute(SCHEMA)
                     database.executemany(f"INSERT OR REPLACE INTO {TABLE} VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
                     database.execute(
@@ -161,7 +198,8 @@ class NeedsFile:
             if os.path.lexists(self.path):
                 num_needs = len(self.look())
                 with self.opened(writes=True) as database:
-                    database.execute(f"DROP TABLE IF EXISTS {TABLE}")
+                    for table in (TABLE, *(FORMER_TABLES if self.begins_anew else ())):
+                        database.execute(f"DROP TABLE IF EXISTS {table}")
         except Damaged as error:
             if not self.begins_anew:
                 raise self.not_ours(error) from None

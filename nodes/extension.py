@@ -57,7 +57,14 @@ def remember_needs() -> None:
 
     find = getattr(folder_paths, "get_system_user_directory", None)
     if find is not None:
-        remember_needs_in(find("highwater"))
+        remember_needs_in(find("highwater"), host=describe_host())
+
+
+def describe_host() -> str:
+    """Return what of the host changes what its models need: its version, and how they compute attention."""
+    version = getattr(sys.modules.get("comfyui_version"), "__version__", "")
+    attention = getattr(sys.modules.get("comfy.ldm.modules.attention"), "optimized_attention", None)
+    return f"comfyui {version}, {getattr(attention, '__name__', '')}"
 
 
 class HighwaterExtension(ComfyExtension):

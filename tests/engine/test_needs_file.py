@@ -19,7 +19,7 @@ from torch import nn
 
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.needs import Need
-from highwater.memory.needs_file import MAX_ROWS, TABLE, NeedsFile
+from highwater.memory.needs_file import MAX_ROWS, TABLE, NeedsFile, installed_versions
 
 KEY = "0" * 32, "1" * 32
 MOMENT_S = 5  # far above the time that a lock is waited for
@@ -100,10 +100,35 @@ def test_the_oldest_leave(file) -> None:
     assert (1,) not in {size for _, size, _ in file.read()}
 
 
-def test_another_version_has_its_own(file, monkeypatch) -> None:
+@pytest.mark.parametrize("what", ["highwater", "torch", "library", "attention", "host"])
+def test_another_version_has_its_own(file, monkeypatch, what: str) -> None:
+    """What computes otherwise may need more or less; both stand in the file, and are listed and forgotten together."""
     file.write([(KEY, (1,), need())])
-    monkeypatch.setattr("highwater.memory.needs_file.VERSION", "another")
-    assert file.read() == []
+    other = NeedsFile(file.path, host="another" if what == "host" else "")
+    installed_versions.cache_clear()
+    if what in ("highwater", "torch"):
+        monkeypatch.setattr(f"{what}.__version__", "another")
+    elif what == "library":
+        monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
+    elif what == "attention":
+        monkeypatch.setattr("torch.backends.cuda.flash_sdp_enabled", lambda: False)
+    assert other.read() == []
+    other.write([(KEY, (1,), need(9))])
+    assert [found.seen_bytes for *_, found in other.read()] == [9]
+    monkeypatch.undo()
+    installed_versions.cache_clear()
+    assert [found.seen_bytes for *_, found in file.read()] == [7]
+    assert len(file.listed()) == 2 and file.reset() == 2
+
+
+def test_what_an_earlier_form_of_the_file_held_goes(file) -> None:
+    """It may come from simulated devices, which real ones of that name and size would believe."""
+    file.path.parent.mkdir()
+    with sqlite3.connect(file.path) as database:
+        database.execute("CREATE TABLE needs_1 (component, device)")
+    assert file.read() == [] and file.write([(KEY, (1,), need())]) and len(file.read()) == 1
+    with sqlite3.connect(file.path) as database:
+        assert database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [(TABLE,)]
 
 
 def damage(path: Path, how: str) -> None:
@@ -166,7 +191,7 @@ def test_bytes_that_are_changed_anywhere_fail_nothing(file, seed: int, num_bytes
 @pytest.mark.parametrize("number", [1, -1, 1 << 60, "many", 0.5, None])
 def test_rows_that_we_would_not_have_written_are_left_out(file, values: tuple[object, ...], number: object) -> None:
     file.path.parent.mkdir()
-    version = __import__("highwater.memory.needs_file", fromlist=["VERSION"]).VERSION
+    version = file.version
     with sqlite3.connect(file.path) as database:
         database.execute(
             f"CREATE TABLE {TABLE} (component, device, size, version, seen, failed, guard, futile, used,"

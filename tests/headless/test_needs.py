@@ -12,7 +12,7 @@ import pytest
 
 from highwater.headless.cli import main
 from highwater.memory.needs import Need
-from highwater.memory.needs_file import NeedsFile
+from highwater.memory.needs_file import TABLE, NeedsFile
 
 COMPONENT, DEVICE = "ab" * 16, "cd" * 16
 
@@ -84,7 +84,7 @@ FOREIGN = {
     "cut database": lambda path: path.write_bytes(b"SQLite format 3\0" + b"\1" * 50),
     "another database": database_of_another,
     "one with a log": lambda path: database_of_another(path, log="WAL"),
-    "one with a table of our name": lambda path: database_of_another(path, table="needs_1"),
+    "one with a table of our name": lambda path: database_of_another(path, table=TABLE),
     "large": lambda path: path.write_bytes(bytes(17 << 20)),
 }
 

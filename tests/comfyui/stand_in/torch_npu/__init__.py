@@ -1,7 +1,8 @@
 """Stands in for Huawei's ``torch_npu``: ComfyUI imports that name, and finds simulated devices called ``npu``.
 
 The harness puts this folder on PYTHONPATH and says in HIGHWATER_TEST_SIMDEVICE, as JSON, where the simulated devices'
-package is, where it is compiled, how large each device is, and on which socket to answer: one JSON request per connection, one JSON answer.
+package is, where it is compiled, how large each device is, and on which socket to answer: one JSON request per
+connection, one JSON answer.
 """
 
 from __future__ import annotations
