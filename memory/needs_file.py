@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ def installed_versions() -> str:
 
 def attention_kernels() -> str:
     """Return which kernels torch may choose for attention; one that makes the whole matrix needs far more."""
-    kernels = torch.backends.cuda
+    kernels: Any = torch.backends.cuda
     enabled = {
         "flash": kernels.flash_sdp_enabled(),
         "efficient": kernels.mem_efficient_sdp_enabled(),
