@@ -241,6 +241,7 @@ class Attachment:
             self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
         blocks = self.find_blocks()
         self.forwards.entries = frozenset(self.find_entry_modules())
+        self.forwards.inner = frozenset(self.find_inner_modules() if self.guards_state else ())
         self.forwards.blocks, self.forwards.parts = blocks, self.find_parts(blocks)
         self.hooks.lead_to(self.forwards)
         if len(self.shares) > 1:
@@ -252,6 +253,13 @@ class Attachment:
 
     def find_entry_modules(self) -> list[nn.Module]:
         return [self.module, *(child for child in self.module.children() if is_callable(child))]
+
+    def find_inner_modules(self) -> list[nn.Module]:
+        """Return what is neither entry nor in a block and has weights: a method may call it without any entry."""
+        taken = {part for block in self.find_blocks() for part in block.modules()}.union(self.find_entry_modules())
+        entries = [entry for share in self.shares for unit in share.fixed.units for entry in unit.entries]
+        holders = dict.fromkeys(module for entry in entries for module, _ in entry.owners)
+        return [module for module in holders if module not in taken and is_callable(module)]
 
     def find_parts(self, blocks: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
         """Return the modules inside one block each, with its number."""

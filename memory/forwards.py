@@ -89,6 +89,7 @@ class Forwards:
         """Where inputs go and outputs come back: the device of the rest."""
         self.share_of = {number: share for share in shares for number in share.blocks}
         self.entries: frozenset[nn.Module] = frozenset()
+        self.inner: frozenset[nn.Module] = frozenset()
         self.blocks: dict[nn.Module, int] = {}
         self.parts: dict[nn.Module, int] = {}
         self.in_parts: set[int] = set()

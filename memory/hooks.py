@@ -28,6 +28,8 @@ class Hooked(Protocol):
 
     entries: frozenset[nn.Module]
     """Through which a forward may come."""
+    inner: frozenset[nn.Module]
+    """What has weights beside the blocks, deeper inside: entries where a method calls them and no pass is open."""
     blocks: dict[nn.Module, int]
     """The number of each block's module; one may be an entry, too."""
     parts: dict[nn.Module, int]
@@ -75,7 +77,7 @@ class Hooks:
 
     def lead_to(self, target: Hooked) -> None:
         """Call this attachment from now on, in place of the one before."""
-        wanted = {*target.entries, *target.blocks, *target.parts}
+        wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
         for module in wanted - self.handles.keys():
             self.handles[module] = [
                 module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
@@ -127,6 +129,8 @@ class Hooks:
             refuse_transforms()
         if module in target.parts:
             return target.before_part(target.parts[module], module, args, kwargs) if target.is_entered() else None
+        if module in target.inner and target.is_entered():
+            return None
         if module not in target.blocks or not target.is_entered():
             target = self.enter(module, (args, kwargs))
             if target is None:
@@ -142,6 +146,8 @@ class Hooks:
             return None
         if module in target.blocks:
             return target.after_block(target.blocks[module], module, output)
+        if module in target.inner and not target.is_outermost(module):
+            return None
         if module in target.parts and not target.is_outermost(module):
             return target.after_part(target.parts[module], module, output)
         return target.after_entry(module, output)

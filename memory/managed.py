@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any
@@ -61,7 +62,7 @@ class Managed:
         # make latents; the convention is accelerate's, the attribute is ours and leaves with `release`.
         if self.pipeline is not None:
             for member in self.members:
-                mark = ExecutionMark(member.id, self.device)
+                mark = ExecutionMark(member.id, self.device, partial(self.manager.bring_up_now, member))
                 member.attachment.module._hf_hook = mark  # type: ignore[assignment]
 
     def unmark_execution_device(self) -> bool:

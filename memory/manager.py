@@ -274,6 +274,15 @@ class MemoryManager:
             member.attachment.passes.heal_abandoned()
             self.give_back(member, holder)
 
+    def bring_up_now(self, member: Member) -> None:
+        """Load a component that no pass of this thread is open for, for a method that uses its weights; no lease stays.
+
+        Raises as `acquire`; does nothing where it was released.
+        """
+        if self.members.get(member.id) is member and not member.attachment.forwards.is_entered():
+            with self.lease(member):
+                pass
+
     def admit(self, member: Member, ceilings: Mapping[str, int] | None = None, *, size: Size | None = None) -> None:
         """Plan with what there is now, clear room, load ([Note: admission]).
 

@@ -136,7 +136,8 @@ class Reference:
         for number, block in enumerate(blocks):
             for part in block.modules():
                 part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
-        for module in dict.fromkeys([*self.attachment.find_entry_modules(), *blocks]):  # run before those
+        entries = [*self.attachment.find_entry_modules(), *self.attachment.find_inner_modules()]
+        for module in dict.fromkeys([*entries, *blocks]):  # run before those
             module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.after_entry, always_call=True)
 
@@ -240,6 +241,7 @@ class Gate:
     """What a module's hooks call meanwhile: nothing for this thread; others wait until it opens."""
 
     entries: frozenset[nn.Module] = frozenset()
+    inner: frozenset[nn.Module] = frozenset()
 
     def __init__(self) -> None:
         self.thread_id = threading.get_ident()

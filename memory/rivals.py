@@ -5,7 +5,7 @@ Two cannot have one module. They leave marks in its attributes; nothing of their
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,11 +24,23 @@ MOVING_HOOKS = {
 
 
 class ExecutionMark:
-    """What tells a diffusers pipeline where a managed module computes, in the attribute that accelerate uses."""
+    """What tells a diffusers pipeline where a managed module computes, in the attribute that accelerate uses.
 
-    def __init__(self, owner: str, execution_device: torch.device) -> None:
+    Args:
+        bring_up: loads the component, unless it computes already.
+    """
+
+    def __init__(self, owner: str, execution_device: torch.device, bring_up: Callable[[], None]) -> None:
         self.owner = owner
         self.execution_device = execution_device
+        self.bring_up = bring_up
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Let the module have its weights where it computes: a method of it, such as ``decode``, is about to use them.
+
+        Diffusers calls this in ``encode``, ``decode`` and their like, which no forward hook sees.
+        """
+        self.bring_up()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Refuse what accelerate does before it puts hooks of its own in place, or removes them all."""
