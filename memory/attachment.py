@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .answers import DeviceAnswers
 from .bundle import Bundle
 from .compiling import CompiledBlocks
 from .component import SAFETENSORS_NAMES, Component, is_callable
@@ -117,6 +119,8 @@ class Attachment:
         """While it is attached, unless a host moves single weights itself."""
         self.structure: Structure | None = None
         """The modules as they hung in each other when they were looked at last; as long as ``moves``."""
+        self.answers: DeviceAnswers | None = None
+        """As long as ``moves``."""
         self.came_with: frozenset[nn.Module] = frozenset()
         """The modules that were there when it was attached."""
 
@@ -183,6 +187,7 @@ class Attachment:
                 self.moves = self.guard_moves()
                 self.structure = Structure(self.module)
                 self.came_with = frozenset(self.structure.modules)
+                self.answers = DeviceAnswers(self.module, self.device_of, is_inside=self.forwards.is_entered)
             self.hook()
             if self.compiles:
                 blocks = [self.module.get_submodule(block.name) for block in self.component.blocks]
@@ -210,6 +215,8 @@ class Attachment:
         self.passes.heal_for(None)
         if self.compiled is not None:
             self.compiled.release()
+        if self.answers is not None:
+            self.answers.end()
         self.unload()
         if self.moves is not None:
             self.packing.written |= self.moves.swaps.names
@@ -223,7 +230,7 @@ class Attachment:
         if self.leftovers is not None and ending is not Ending.DISCARDED:
             self.leftovers.bring_home(slabs)
         self.forwards.end()
-        self.moves = self.leftovers = None
+        self.moves = self.leftovers = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
         if not goes_on:  # last: who comes until now waits for the weights
             self.hooks.remove()
@@ -272,6 +279,13 @@ class Attachment:
         units = self.shares[0].fixed.units
         holders = {module: None for unit in units for entry in unit.entries for module, _ in entry.owners}
         return [module for module in holders if module is not self.module]
+
+    def device_of(self, path: str) -> torch.device:
+        """Return where what has this path in the module computes: with its block, else at home."""
+        blocks = self.component.blocks
+        number = next((n for n, block in enumerate(blocks) if f"{path}.".startswith(f"{block.name}.")), None)
+        share = self.shares[0] if number is None else self.forwards.share_of[number]
+        return share.device.torch_device
 
     # -- what others do with the module
 

@@ -64,6 +64,8 @@ class Managed:
             for member in self.members:
                 mark = ExecutionMark(member.id, self.device, partial(self.manager.bring_up_now, member))
                 member.attachment.module._hf_hook = mark  # type: ignore[assignment]
+                if member.attachment.answers is not None:
+                    member.attachment.answers.outside = self.device
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""

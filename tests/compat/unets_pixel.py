@@ -23,8 +23,6 @@ from highwater.tests.compat.unets import SIZE, unet
 
 STEPS = {"num_inference_steps": 2, "output_type": "np"}
 
-ASKS_DEVICE = "it makes its noise on `pipe.device`, which is where weights rest, and not on `pipe._execution_device`"
-
 
 def plain_unet(**options: Any) -> Any:
     return diffusers.UNet2DModel(
@@ -42,17 +40,17 @@ def without_text() -> dict[str, Any]:
     return {"unet": plain_unet(), "scheduler": diffusers.DDPMScheduler()}
 
 
-@recipe("PNDMPipeline", limit=ASKS_DEVICE, **STEPS | {"num_inference_steps": 5})
+@recipe("PNDMPipeline", **STEPS | {"num_inference_steps": 5})
 def pndm() -> dict[str, Any]:
     return {"unet": plain_unet(), "scheduler": diffusers.PNDMScheduler()}
 
 
-@recipe("ScoreSdeVePipeline", limit=ASKS_DEVICE, **STEPS)
+@recipe("ScoreSdeVePipeline", **STEPS)
 def score_sde() -> dict[str, Any]:
     return {"unet": plain_unet(), "scheduler": diffusers.ScoreSdeVeScheduler()}
 
 
-@recipe("KarrasVePipeline", limit=ASKS_DEVICE, **STEPS)
+@recipe("KarrasVePipeline", **STEPS)
 def karras() -> dict[str, Any]:
     return {"unet": plain_unet(), "scheduler": diffusers.KarrasVeScheduler()}
 
@@ -89,12 +87,12 @@ def vq(**options: Any) -> Any:
     )  # fmt: skip
 
 
-@recipe("LDMPipeline", limit=ASKS_DEVICE, **STEPS)
+@recipe("LDMPipeline", **STEPS)
 def ldm() -> dict[str, Any]:
     return {"vqvae": vq(), "unet": plain_unet(), "scheduler": diffusers.DDIMScheduler()}
 
 
-@recipe("LDMSuperResolutionPipeline", limit=ASKS_DEVICE, image=lambda: torch.rand(1, 3, 32, 32), **STEPS)
+@recipe("LDMSuperResolutionPipeline", image=lambda: torch.rand(1, 3, 32, 32), **STEPS)
 def ldm_upscale() -> dict[str, Any]:
     return {"vqvae": vq(), "unet": plain_unet(in_channels=6), "scheduler": diffusers.DDIMScheduler()}
 
