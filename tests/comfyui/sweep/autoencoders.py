@@ -1,7 +1,8 @@
 """Small autoencoders of ComfyUI's classes, called as its VAE nodes call them. Runs in the host's own Python.
 
-The classes stand in code that picks one by a file of real size, so `comfy.sd.VAE` is made without a file here: its own
-``decode`` runs over a small model, with the buffer on the CPU that some are given to fill.
+These are classes that the host picks by a file of real size, so `comfy.sd.VAE` is made without a file here: its own
+``decode`` runs over a small model, with the buffer on the CPU that some are given to fill. Those that it recognises
+when they are small are in `recognised`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import comfy.sd
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from highwater.tests.comfyui.sweep.names import AUTOENCODERS
+from highwater.tests.comfyui.sweep.names import AUTOENCODERS, CLASSES
+from highwater.tests.comfyui.sweep.recognised import RECOGNISED, build_recognised, run_recognised
 from highwater.tests.comfyui.sweep.weights import fill
 
 __all__ = ["build_vae", "run_vae"]
@@ -117,6 +119,12 @@ assert [*RECIPES] == AUTOENCODERS
 
 def build_vae(name: str) -> Any:
     """Return core's VAE over a small model with the same random weights every time."""
+    vae = build_recognised(RECOGNISED[name]) if name in RECOGNISED else build_chosen(name)
+    assert type(vae.first_stage_model).__name__ in CLASSES
+    return vae
+
+
+def build_chosen(name: str) -> Any:
     model = RECIPES[name][0]().eval().requires_grad_(False)
     fill(model, 0)
     vae = comfy.sd.VAE.__new__(comfy.sd.VAE)
@@ -134,6 +142,8 @@ def build_vae(name: str) -> Any:
 
 def run_vae(name: str, vae: Any) -> torch.Tensor:
     """Decode with the VAE's own method, and encode with the model's; returns all values."""
+    if name in RECOGNISED:
+        return run_recognised(RECOGNISED[name], vae)
     _, latent_shape, pixel_shape = RECIPES[name]
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(5)  # some draw noise

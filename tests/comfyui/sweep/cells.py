@@ -35,7 +35,6 @@ from highwater.nodes.host.loading import adopt
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
 from highwater.tests.comfyui.sweep.autoencoders import build_vae, run_vae
 from highwater.tests.comfyui.sweep.controls import guide
-from highwater.tests.comfyui.sweep.names import AUTOENCODERS
 from highwater.tests.comfyui.sweep.weights import fill
 
 __all__ = ["cell"]
@@ -285,7 +284,7 @@ def clean_host() -> Iterator[None]:
 
 
 def cell(name: str, mode: str) -> str:
-    if mode in ("LoRA", "ControlNet") and name in AUTOENCODERS:
+    if mode in ("LoRA", "ControlNet") and name not in ARCHITECTURES:
         return "-"
     if mode == "ControlNet" and ARCHITECTURES[name].control is None:
         return "-"
@@ -294,10 +293,10 @@ def cell(name: str, mode: str) -> str:
         where = f" ({form})" if len(forms) > 1 else ""
         try:
             with clean_host():
-                if name in AUTOENCODERS:
-                    compare_vae(name, form)
-                else:
+                if name in ARCHITECTURES:
                     compare(ARCHITECTURES[name], form, has_lora=mode == "LoRA", has_control=mode == "ControlNet")
+                else:
+                    compare_vae(name, form)
         except Nothing as what:
             return f"- ({what})"
         except (DoesNotFit, InvalidInput, UnsafeState) as error:

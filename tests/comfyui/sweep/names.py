@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES
 
-__all__ = ["AUTOENCODERS", "ROWS"]
+__all__ = ["AUTOENCODERS", "CLASSES", "RECOGNISED", "ROWS"]
 
 AUTOENCODERS = [
     f"VAE {name}"
@@ -14,4 +14,21 @@ AUTOENCODERS = [
         "Stable Audio",
     )
 ]  # fmt: skip
-ROWS = [*ARCHITECTURES, *AUTOENCODERS]
+# Made by core's own loader, of weights alone.
+RECOGNISED = [
+    f"VAE {name}"
+    for name in (
+        "MiniMax H3", "MiniMax H3 audio", "MiniMax Music 3", "Mochi", "LTX-Video 0.9.5", "LTX 2", "LTX 2.4",
+        "LTX audio", "Stable Audio 3", "ACE-Step", "MMAudio", "Hunyuan3D", "SeedVR2", "Mage", "TripoSplat",
+        "pixel space", "Flux 2",
+    )
+]  # fmt: skip
+ROWS = [*ARCHITECTURES, *AUTOENCODERS, *RECOGNISED]
+# The host's class of each autoencoder; the tests find all of them in the code that picks one by a file.
+CLASSES = {
+    "AutoencoderKL", "AutoencodingEngine", "TAESD", "TAEHV", "StageA", "StageC_coder", "VideoVAE", "WanVAE",
+    "AutoencoderKLCogVideoX", "CausalContinuousVideoTokenizer", "AudioOobleckVAE", "MiniMaxH3VideoVAE",
+    "MiniMaxH3AudioVAE", "MiniMaxMusic3DAV", "CausalDiffusionVAE", "AudioVAE", "SA3AudioVAE", "MusicDCAE",
+    "AudioAutoencoder", "ShapeVAE", "VideoAutoencoderKLWrapper", "MageVAE", "OctreeGaussianDecoder",
+    "PixelspaceConversionVAE",
+}  # fmt: skip

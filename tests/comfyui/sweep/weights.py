@@ -9,7 +9,11 @@ import torch
 __all__ = ["fill"]
 
 # Buffers that no code of the host computes: they come with the weights.
-FROM_FILES = ("pos_embed", "per_channel_statistics")
+FROM_FILES = (
+    "pos_embed", "per_channel_statistics", "latents_mean", "latents_std", "zero_k_bias", "mask_token", "mel_basis",
+    "rope.inv_freq",
+    "running_mean", "running_var",
+)  # fmt: skip
 
 
 def fill(module: torch.nn.Module, seed: int) -> None:
