@@ -87,6 +87,7 @@ class Forwards:
         """Whether something is planned by the times of passes."""
         self.home = shares[0].device.torch_device
         """Where inputs go and outputs come back: the device of the rest."""
+        self.away = {share.device.torch_device for share in shares} - {self.home}
         self.share_of = {number: share for share in shares for number in share.blocks}
         self.entries: frozenset[nn.Module] = frozenset()
         self.inner: frozenset[nn.Module] = frozenset()
@@ -132,6 +133,8 @@ class Forwards:
         try:
             if failed:
                 self.explain_failure()
+            elif self.away and self.is_loaded:
+                output = self.hops.bring_home(output, self.home, self.away)
             return self.come_back(module, output, failed=failed)
         except BaseException:
             failed = True

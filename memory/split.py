@@ -3,7 +3,8 @@
 [Note: home] In a split the parent of the blocks sees tensors of one device only, the home device of the rest: a block
 elsewhere gets copies of its arguments, and all that it returns is copied home. So a parent may join outputs, add to
 them, collect them, leave blocks out and change its mind at every step. The price is one copy home for each such block;
-there is none back if the next block takes the output as it is, because the original is kept beside its copy.
+there is none back if the next block takes the output as it is, because the original is kept beside its copy. What
+another library's hooks kept of a call elsewhere and the parent returns is copied home with its output.
 
 [Note: twins] A tensor outside a call and its copy inside are twins. Torch counts the writes to a tensor (`_version`),
 so twins are known to be equal while neither was written to since. What a callee wrote into its copy is written back;
@@ -143,6 +144,12 @@ class Hops:
                 all_of_it.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - begin).detach()
                 for tensor in group
             ]
+
+    def bring_home(self, value: Any, home: torch.device, others: Iterable[torch.device]) -> Any:
+        """Return a value with tensors of the home device in place of those of the others."""
+        for device in others:
+            value = Visit(self, None, device, home, [], ()).bring(value)
+        return value
 
     def count(self, copy: torch.Tensor) -> torch.Tensor:
         self.num_hops += 1

@@ -1,0 +1,133 @@
+"""LTX 2's pipelines, which make a film and its sound at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import diffusers
+import torch
+
+from highwater.tests.compat.parts import film, image, language_sizes, llama_like_tokens
+from highwater.tests.compat.recipes import IMAGE, TO_LAYERS, recipe
+
+LAYERS = 3
+
+
+def gemma3_text() -> Any:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    text = language_sizes(LAYERS) | {"head_dim": 8}
+    tokens = {"image_token_index": 259, "boi_token_index": 260, "eoi_token_index": 261}
+    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens))
+
+
+def vae() -> Any:
+    made = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8,), decoder_block_out_channels=(8,), layers_per_block=(1,),
+        decoder_layers_per_block=(1, 1), spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,),
+        decoder_inject_noise=(False, False), downsample_type=("spatial",), upsample_residual=(False,),
+        upsample_factor=(1,), patch_size=1, patch_size_t=1,
+    )  # fmt: skip
+    made.use_framewise_encoding = made.use_framewise_decoding = False
+    return made
+
+
+def parts() -> dict[str, Any]:
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    return {
+        "transformer": diffusers.LTX2VideoTransformer3DModel(
+            in_channels=4, out_channels=4, patch_size=1, patch_size_t=1, num_attention_heads=2, attention_head_dim=8,
+            cross_attention_dim=16, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
+            audio_attention_head_dim=4, audio_cross_attention_dim=8, num_layers=3, caption_channels=32,
+            rope_double_precision=False, rope_type="split",
+        ),
+        "connectors": LTX2TextConnectors(
+            caption_channels=32, text_proj_in_factor=LAYERS + 1, video_connector_num_attention_heads=4,
+            video_connector_attention_head_dim=8, video_connector_num_layers=2,
+            video_connector_num_learnable_registers=None, audio_connector_num_attention_heads=4,
+            audio_connector_attention_head_dim=8, audio_connector_num_layers=2,
+            audio_connector_num_learnable_registers=None, connector_rope_base_seq_len=32, rope_theta=10000.0,
+            rope_double_precision=False, causal_temporal_positioning=False, rope_type="split",
+        ),
+        "audio_vae": diffusers.AutoencoderKLLTX2Audio(
+            base_channels=4, ch_mult=(1,), num_res_blocks=1, attn_resolutions=None, in_channels=2, resolution=32,
+            latent_channels=2, causality_axis="height", mid_block_add_attention=False, mel_bins=8,
+        ),
+        "vocoder": LTX2Vocoder(
+            in_channels=16, hidden_channels=32, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000,
+        ),
+        "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "text_encoder": gemma3_text(),
+        "tokenizer": llama_like_tokens(),
+    }  # fmt: skip
+
+
+FILM = {
+    "height": 32, "width": 32, "num_frames": 5, "frame_rate": 25.0, "max_sequence_length": 16,
+    "spatio_temporal_guidance_blocks": [1], **IMAGE,
+}  # fmt: skip
+
+
+@recipe("LTX2Pipeline", lora=TO_LAYERS, **FILM)
+@recipe("LTX2ImageToVideoPipeline", lora=TO_LAYERS, image=image, image_crf=0, **FILM)
+def ltx2() -> dict[str, Any]:
+    return parts()
+
+
+def condition() -> Any:
+    from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+
+    return LTX2VideoCondition(frames=image(), index=0, strength=1.0, crf=0)
+
+
+def reference() -> Any:
+    from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+
+    return LTX2ReferenceCondition(frames=film(5, 32), strength=1.0)
+
+
+def bright_reference() -> Any:
+    from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
+
+    return LTX2HDRReferenceCondition(frames=torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32), strength=1.0)
+
+
+@recipe("LTX2ConditionPipeline", lora=TO_LAYERS, conditions=condition, **FILM)
+@recipe("LTX2InContextPipeline", lora=TO_LAYERS, conditions=condition, reference_conditions=reference, **FILM)
+@recipe("LTX2HDRPipeline", lora=TO_LAYERS, reference_conditions=bright_reference, **FILM)
+def ltx2_of_film() -> dict[str, Any]:
+    return parts() | {"audio_scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+
+
+def upsampler(**options: Any) -> Any:
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+    return LTX2LatentUpsamplerModel(in_channels=4, mid_channels=32, num_blocks_per_stage=2, **options)
+
+
+@recipe("LTX2LatentUpsamplePipeline", video=partial(film, 5, 32), height=32, width=32, num_frames=5, output_type="pt")
+def ltx2_upsample() -> dict[str, Any]:
+    return {"vae": vae(), "latent_upsampler": upsampler()}
+
+
+def latents() -> torch.Tensor:
+    return torch.randn(1, 8, 2, 3, 3, generator=torch.Generator().manual_seed(1))
+
+
+@recipe("LTX2VideoDiffusionDecodePipeline", latents=latents, placed=("latents",), output_type="pt")
+def ltx2_decode() -> dict[str, Any]:
+    decoder = diffusers.LTX2VideoDiffusionDecoderModel(
+        out_channels=3, latent_channels=8, patch_size=2, decoder_head_dim=16,
+        decoder_stage_channels=(64, 32, 16, 16, 16), decoder_stage_depths=(1, 1, 1, 1, 2),
+        decoder_stage_kernels=((3, 3, 3),) * 4,
+        decoder_upsample_strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
+        decoder_upsample_channel_reductions=(2, 2, 1, 1), decoder_stage5_kernel=(3, 3, 3), decoder_t_emb_dim=32,
+        spatial_compression_ratio=16, temporal_compression_ratio=8,
+    )  # fmt: skip
+    return {"diffusion_decoder": decoder, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
