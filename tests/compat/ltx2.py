@@ -9,7 +9,7 @@ import diffusers
 import torch
 
 from highwater.tests.compat.parts import film, image, language_sizes, llama_like_tokens
-from highwater.tests.compat.recipes import IMAGE, TO_LAYERS, recipe
+from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, recipe
 
 LAYERS = 3
 
@@ -37,7 +37,7 @@ def vae() -> Any:
     return made
 
 
-def parts() -> dict[str, Any]:
+def parts(**options: Any) -> dict[str, Any]:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
     return {
@@ -45,7 +45,7 @@ def parts() -> dict[str, Any]:
             in_channels=4, out_channels=4, patch_size=1, patch_size_t=1, num_attention_heads=2, attention_head_dim=8,
             cross_attention_dim=16, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
             audio_attention_head_dim=4, audio_cross_attention_dim=8, num_layers=3, caption_channels=32,
-            rope_double_precision=False, rope_type="split",
+            rope_double_precision=False, rope_type="split", **options,
         ),
         "connectors": LTX2TextConnectors(
             caption_channels=32, text_proj_in_factor=LAYERS + 1, video_connector_num_attention_heads=4,
@@ -116,18 +116,26 @@ def ltx2_upsample() -> dict[str, Any]:
     return {"vae": vae(), "latent_upsampler": upsampler()}
 
 
-def latents() -> torch.Tensor:
-    return torch.randn(1, 8, 2, 3, 3, generator=torch.Generator().manual_seed(1))
+SLOTS = {"sigmas": [1.0, 0.5], "prompt": PROMPT, "height": 32, "width": 32, "num_frames": 7, "output_type": "pt",
+         "max_sequence_length": 16}  # fmt: skip
 
 
-@recipe("LTX2VideoDiffusionDecodePipeline", latents=latents, placed=("latents",), output_type="pt")
-def ltx2_decode() -> dict[str, Any]:
-    decoder = diffusers.LTX2VideoDiffusionDecoderModel(
-        out_channels=3, latent_channels=8, patch_size=2, decoder_head_dim=16,
-        decoder_stage_channels=(64, 32, 16, 16, 16), decoder_stage_depths=(1, 1, 1, 1, 2),
-        decoder_stage_kernels=((3, 3, 3),) * 4,
-        decoder_upsample_strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)),
-        decoder_upsample_channel_reductions=(2, 2, 1, 1), decoder_stage5_kernel=(3, 3, 3), decoder_t_emb_dim=32,
-        spatial_compression_ratio=16, temporal_compression_ratio=8,
-    )  # fmt: skip
-    return {"diffusion_decoder": decoder, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+def seeded(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+@recipe("LTX2DFRPipeline", lora=TO_LAYERS, conditions=condition, **SLOTS)
+def ltx2_slots() -> dict[str, Any]:
+    return parts(use_keyframes_abs_pos_embedding=True)
+
+
+@recipe(
+    "LTX2DFRTemporalRefinePipeline", lora=TO_LAYERS, conditions=condition, latents=partial(seeded, 1, 4, 4, 16, 16),
+    keyframes_latents=partial(seeded, 1, 4, 1, 16, 16), keyframe_positions=[6],
+    audio_latents=partial(seeded, 1, 2, 7, 2), **SLOTS,
+)  # fmt: skip
+def ltx2_refine() -> dict[str, Any]:
+    return ltx2_slots() | {
+        "scheduler": diffusers.LTXEulerAncestralRFScheduler(eta=1.0),
+        "temporal_latent_upsampler": upsampler(spatial_upsample=False, temporal_upsample=True),
+    }  # fmt: skip

@@ -45,7 +45,9 @@ REASONS = {
     "needs torchvision: without it transformers' image processor takes no tensor on a device": (
         "MotifVideoImage2VideoPipeline"
     ),
-    "uses FlexAttention, which the simulated device does not have": "AnyFlowFARPipeline",
+    "uses FlexAttention, which the simulated device does not have": (
+        "AnyFlowFARPipeline LTX2VideoDiffusionDecodePipeline"
+    ),
     "fails by itself: it reads transformer.config.guidance_embeds, which the class does not have": (
         "ChromaInpaintPipeline"
     ),
@@ -59,13 +61,11 @@ REASONS = {
         "BriaFibo2Pipeline BriaFiboEditPipeline Cosmos2_5_PredictBasePipeline Cosmos2_5_TransferPipeline "
         "Cosmos3OmniPipeline DiffusionGemmaPipeline DreamLiteMobilePipeline DreamLitePipeline ErnieImagePipeline "
         "GlmImagePipeline Ideogram4Pipeline JoyImageEditPipeline JoyImageEditPlusPipeline Kandinsky5I2IPipeline "
-        "Kandinsky6SRPipeline Kandinsky6TI2VAPipeline Krea2Pipeline LLaDA2Pipeline LTX2ConditionPipeline "
-        "LTX2DFRPipeline LTX2DFRTemporalRefinePipeline LTX2HDRPipeline LTX2ImageToVideoPipeline "
-        "LTX2InContextPipeline LTX2LatentUpsamplePipeline LTX2Pipeline LTX2VideoDiffusionDecodePipeline "
-        "LongCatAudioDiTPipeline LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline "
-        "NucleusMoEImagePipeline QwenImage21Pipeline QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline "
-        "StableAudio3AudioToAudioPipeline StableAudio3InpaintPipeline StableAudio3Pipeline "
-        "VersatileDiffusionDualGuidedPipeline ZImageControlNetInpaintPipeline ZImageOmniPipeline"
+        "Kandinsky6SRPipeline Kandinsky6TI2VAPipeline Krea2Pipeline LLaDA2Pipeline LongCatAudioDiTPipeline "
+        "LongCatImageEditPipeline LongCatImagePipeline MusicLDMPipeline NucleusMoEImagePipeline QwenImage21Pipeline "
+        "QwenImageLayeredPipeline RFD4ProteinaPipeline SanaWMPipeline StableAudio3AudioToAudioPipeline "
+        "StableAudio3InpaintPipeline StableAudio3Pipeline VersatileDiffusionDualGuidedPipeline "
+        "ZImageControlNetInpaintPipeline ZImageOmniPipeline"
     ),
 }
 # fmt: on

@@ -4,6 +4,7 @@ from highwater.tests.compat import (  # noqa: F401  # each registers its own
     dits,
     flux,
     images,
+    ltx2,
     more_images,
     more_videos,
     unets,
