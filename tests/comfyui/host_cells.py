@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from highwater.headless.simdevice import default_build_directory
 from highwater.tests.comfyui.host_process import HERE, REPOSITORY, HostFiles, bytecode_directory
 
 __all__ = ["run_cells"]
@@ -26,6 +27,7 @@ def run_cells(files: HostFiles, names: Sequence[str], modes: Sequence[str]) -> I
         Path(folder, "highwater").symlink_to(REPOSITORY)
         settings = {
             "simdevice": str(REPOSITORY / "headless" / "simdevice"),
+            "build_directory": str(default_build_directory()),
             "total_bytes": [DEVICE_BYTES, DEVICE_BYTES],
             "socket": f"{folder}/books",
             "strict": True,
