@@ -148,17 +148,50 @@ def find_scale(weight: torch.Tensor, *, name: str) -> float:
 
 @torch.no_grad()
 def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``weight / scale`` in float8_e4m3fn; costs one temporary copy in float32.
+    """Return ``weight / scale`` in float8_e4m3fn; costs one temporary copy.
 
-    Values are clamped, because casts beyond 448 saturate on some devices and give NaN on others.
+    Args:
+        scale: that of `find_scale`, by which nothing exceeds 448: beyond, some devices saturate and others give NaN.
     """
-    # float32 holds every quotient; in float16 a small scale would push large weights out of range.
-    return (weight.float() / scale).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    # In float16 a small scale would push large weights out of range.
+    weight = weight.float() if weight.dtype == torch.float16 else weight
+    return (weight * (1.0 / scale)).to(FP8)
 
 
 @torch.no_grad()
 def upcast_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> None:
-    """Write ``stored * scale`` into ``wide`` (same shape, same device); two passes, no allocation."""
+    """Write ``stored * scale`` into ``wide`` (same shape, same device); no allocation.
+
+    Two passes on a device. On the CPU, whose casts from eight bits take most of the time, four that are together about
+    seven times as fast ([Note: bits]).
+    """
+    if wide.is_cpu and wide.numel() >= WORTH_SHIFTING and shift_into(wide, stored, scale):
+        return
     wide.copy_(stored)
     if scale != 1.0:
         wide.mul_(scale)
+
+
+# [Note: bits] Exponent and mantissa of a wide float begin like those of float8_e4m3fn, only with more bits: moved to
+# where they belong, an eight-bit float reads as itself times a power of two, which is that between the exponents'
+# biases. Small ones read as subnormal numbers, which a thread may have been told to take for zero.
+WORTH_SHIFTING = 1 << 14
+BITS = {
+    torch.bfloat16: (torch.int16, 4, 0x87F0 - (1 << 16), 2.0**120),
+    torch.float16: (torch.int16, 7, 0xBF80 - (1 << 16), 2.0**8),
+    torch.float32: (torch.int32, 20, 0x87F00000 - (1 << 32), 2.0**120),
+}
+"""Of each dtype: integers of its size, how far the eight bits move, which of them stay, and that power of two."""
+SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
+
+
+def shift_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> bool:
+    """Do what `upcast_into` does with integers; returns whether that is possible here. NaN becomes 480 times scale."""
+    integers, distance, mask, bias = BITS.get(wide.dtype, (None, 0, 0, 1.0))
+    if integers is None or scale * bias >= 2.0**127 or not float(SUBNORMAL * 2.0**120):
+        return False
+    bits = wide.view(integers)
+    bits.copy_(stored.view(torch.int8))  # the sign goes to all bits in front
+    bits.bitwise_left_shift_(distance).bitwise_and_(mask)
+    wide.mul_(scale * bias)
+    return True

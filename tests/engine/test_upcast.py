@@ -40,13 +40,40 @@ def test_scaled_error_does_not_grow_as_weights_get_small(deviation: float) -> No
         assert plain > 4 * error
 
 
-def test_upcast_is_exact_in_bf16() -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    codes = codes[torch.isfinite(codes.float())]
+@pytest.fixture(params=["few", "many"])
+def codes(request: pytest.FixtureRequest) -> torch.Tensor:
+    """Return every finite eight-bit float, once, or often enough to be widened by integers."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    every = every[torch.isfinite(every.float())]
+    return every if request.param == "few" else every.view(torch.uint8).repeat(100).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_upcast_is_exact(codes: torch.Tensor, dtype: torch.dtype) -> None:
     for exponent in range(-40, 20):
-        wide = torch.empty(codes.shape, dtype=torch.bfloat16)
+        wide = torch.empty(codes.shape, dtype=dtype)
         upcast_into(wide, codes, 2.0**exponent)
-        assert torch.equal(wide.double(), codes.double() * 2.0**exponent)
+        assert torch.equal(wide, (codes.double() * 2.0**exponent).to(dtype)), exponent
+        assert torch.equal(torch.signbit(wide), torch.signbit(codes.float()))
+
+
+def test_upcast_is_exact_where_subnormal_numbers_are_zero(codes: torch.Tensor) -> None:
+    wide = torch.empty(codes.shape, dtype=torch.bfloat16)
+    torch.set_flush_denormal(True)
+    try:
+        upcast_into(wide, codes, 0.5)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(wide.double(), codes.double() * 0.5)
+
+
+@given(st.integers(0, 2**31), st.floats(1e-6, 6e4), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_quantizing_rounds_as_in_double(seed: int, deviation: float, dtype: torch.dtype) -> None:
+    weight = (torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
+    weight = weight.nan_to_num(posinf=0.0, neginf=0.0)
+    scale = find_scale(weight, name="w")
+    exact = (weight.double() / scale).to(torch.float8_e4m3fn)
+    assert torch.equal(quantize_fp8(weight, scale).view(torch.uint8), exact.view(torch.uint8))
 
 
 def test_the_master_is_never_rewritten(toys, machine) -> None:
