@@ -1,4 +1,4 @@
-"""LTX 2's pipelines, which make a film and its sound at once."""
+"""LTX 2's pipelines, which make a film and its sound at once, and SANA-WM, which has its VAE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import torch
 
-from highwater.tests.compat.parts import film, image, language_sizes, llama_like_tokens
+from highwater.tests.compat.parts import film, gemma2_text, image, language_sizes, llama_like_tokens
 from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, recipe
 
 LAYERS = 3
@@ -138,4 +138,18 @@ def ltx2_refine() -> dict[str, Any]:
     return ltx2_slots() | {
         "scheduler": diffusers.LTXEulerAncestralRFScheduler(eta=1.0),
         "temporal_latent_upsampler": upsampler(spatial_upsample=False, temporal_upsample=True),
+    }  # fmt: skip
+
+
+@recipe("SanaWMPipeline", image=image, prompt=PROMPT, action="w-4", intrinsics=[40.0, 40.0, 16.0, 16.0], height=32,
+        width=32, num_frames=5, num_inference_steps=2, max_sequence_length=16, chi_prompt=["say"],
+        output_type="pt")  # fmt: skip
+def sana_world() -> dict[str, Any]:
+    transformer = diffusers.SanaWMTransformer3DModel(
+        in_channels=4, num_layers=4, hidden_size=32, num_attention_heads=2, linear_head_dim=16, softmax_every_n=2,
+        chunk_plucker_channels=12, chunk_plucker_post_attn_blocks=4, image_size=32, caption_channels=32,
+    )  # fmt: skip
+    return {
+        "transformer": transformer, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        "text_encoder": gemma2_text(), "tokenizer": llama_like_tokens(),
     }  # fmt: skip

@@ -1,9 +1,11 @@
 """All recipes of diffusers' pipelines, by the pipeline's name."""
 
 from highwater.tests.compat import (  # noqa: F401  # each registers its own
+    cosmos,
     dits,
     flux,
     images,
+    kandinsky6,
     ltx2,
     more_images,
     more_videos,
