@@ -42,9 +42,6 @@ REASONS = {
     "needs torchvision: transformers' processor of Qwen 2 VL has a part for videos": (
         "QwenImageEditInpaintPipeline QwenImageEditPipeline QwenImageEditPlusPipeline"
     ),
-    "needs torchvision: without it transformers' image processor takes no tensor on a device": (
-        "MotifVideoImage2VideoPipeline"
-    ),
     "uses FlexAttention, which the simulated device does not have": (
         "AnyFlowFARPipeline LTX2VideoDiffusionDecodePipeline Kandinsky6SRPipeline"
     ),

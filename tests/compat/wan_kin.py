@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -173,3 +174,19 @@ def motif_parts(**options: Any) -> dict[str, Any]:
 @recipe("MotifVideoPipeline", lora=TO_LAYERS, **VIDEO)
 def motif() -> dict[str, Any]:
     return motif_parts()
+
+
+def pixels_from_anywhere() -> Any:
+    """Siglip's processor, which without torchvision takes no tensor of a device: it gets a copy on the CPU."""
+    from transformers import SiglipImageProcessorPil
+
+    class FromAnywhere(SiglipImageProcessorPil):  # type: ignore[misc]
+        def preprocess(self, images: Any, *args: Any, **options: Any) -> Any:
+            return super().preprocess(images.cpu(), *args, **options)
+
+    return FromAnywhere(size={"height": 16, "width": 16})
+
+
+@recipe("MotifVideoImage2VideoPipeline", lora=TO_LAYERS, image=partial(image, 16), **VIDEO)
+def motif_of_image() -> dict[str, Any]:
+    return motif_parts(image_embed_dim=32) | {"feature_extractor": pixels_from_anywhere()}
