@@ -54,6 +54,30 @@ def roberta_tokens() -> Any:
 
 
 @functools.cache
+def byte_level_roberta_tokens() -> Any:
+    """Single bytes, with the marks of RoBERTa: 0 begins, 1 pads, 2 ends."""
+    from transformers import RobertaTokenizer
+
+    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *byte_characters()]
+    return RobertaTokenizer({word: index for index, word in enumerate(words)}, [], model_max_length=77)
+
+
+@functools.cache
+def chat_glm_tokens() -> Any:
+    """Single printable characters, from a model that sentencepiece's own trainer makes."""
+    from diffusers.pipelines.kolors import ChatGLMTokenizer
+    from sentencepiece import SentencePieceTrainer
+
+    path = scratch() / "chat_glm.model"
+    with path.open("wb") as file:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([" ".join(map(chr, range(32, 127)))]), model_writer=file, model_type="char",
+            vocab_size=110, hard_vocab_limit=False, minloglevel=2,
+        )  # fmt: skip
+    return ChatGLMTokenizer(str(path), model_max_length=64)
+
+
+@functools.cache
 def llama_like_tokens(*special: str) -> Any:
     """A byte-level tokenizer with a chat template, as Qwen's and Llama's: every byte is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,6 +1,8 @@
 """All recipes of diffusers' pipelines, by the pipeline's name."""
 
 from highwater.tests.compat import (  # noqa: F401  # each registers its own
+    audio,
+    audio_dits,
     cosmos,
     dits,
     flux,
@@ -13,6 +15,7 @@ from highwater.tests.compat import (  # noqa: F401  # each registers its own
     unets_cascade,
     unets_control,
     unets_kandinsky,
+    unets_kolors,
     unets_old,
     unets_pixel,
     unets_sd,
