@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from .backward import SavedWeights
 from .component import Component
 from .errors import UnsafeState
 from .hooks import Hooks
@@ -75,6 +75,8 @@ class Forwards:
         self.hops = Hops()
         self.calls: list[Call] = []
         """Those under way in which tensors have other devices than outside, the outermost first."""
+        self.saving: list[tuple[nn.Module, SavedWeights]] = []
+        """What watches autograd in the calls under way whose weights leave their memory, the outermost first."""
         self.shared_states: Mapping[nn.Module, list[Any]] = {}
         """What hooks of others keep for each block and another one."""
         self.ran: dict[int, None] = {}
@@ -157,6 +159,7 @@ class Forwards:
             if completed and self.ran.keys() == self.share_of.keys():
                 remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
         finally:
+            self.stop_saving()
             self.leave_devices(current)
             self.hops.forget()
             self.give_back(current)
@@ -257,6 +260,8 @@ class Forwards:
         self.last_block = number
         if len(self.shares) > 1:
             self.ran.setdefault(number)
+        if torch.is_grad_enabled():
+            self.watch_saving(number, module)
         is_entry = self.places_inputs and self.passes.outermost is module
         device, here = share.device.torch_device, self.here
         if device == here and not is_entry:
@@ -266,15 +271,35 @@ class Forwards:
 
     def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
         failed = self.has_failed(output)
-        changes_hands = self.share_of[number].leave(number, prefetches=not failed)
+        if self.saving:
+            self.stop_saving(module)
+        self.share_of[number].leave(number, prefetches=not failed)
         if failed:
             self.failed_block = number
-        if changes_hands and torch.is_grad_enabled():
-            refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
         output = self.come_back(module, output, failed=failed)
         if self.passes.outermost is module:
             return self.after_entry(module, output)
         return output
+
+    # -- what a backward pass will read
+
+    def watch_saving(self, number: int, module: nn.Module) -> None:
+        """Watch what autograd saves in a call whose weights lie in memory that is used for others after it."""
+        share = self.share_of[number]
+        if share.changes_hands(number):
+            bundle = share.blocks[number]
+            watch = SavedWeights(f"{self.owner}: block {bundle.name}", bundle.units, share.device.torch_device)
+            self.saving.append((module, watch))  # first: an interrupt may come between the two
+            watch.begin()
+
+    def stop_saving(self, module: nn.Module | None = None) -> None:
+        """Watch no more in a call and in those inside it; without one, in none."""
+        if module is None or any(module is watched for watched, _ in self.saving):
+            while self.saving:
+                watched, watch = self.saving.pop()
+                watch.end()
+                if watched is module:
+                    break
 
     # -- blocks whose forward is not what runs them
     #
@@ -290,6 +315,8 @@ class Forwards:
             self.seen_in_parts.add(number)
             share.enter(number)
             self.last_block = number
+        if torch.is_grad_enabled():
+            self.watch_saving(number, module)
         device = share.device.torch_device
         if self.here == device:
             return None
@@ -298,8 +325,8 @@ class Forwards:
     def after_part(self, number: int, module: nn.Module, output: Any) -> Any:
         if number not in self.in_parts:
             return None
-        if torch.is_grad_enabled() and self.share_of[number].changes_hands(number):
-            refuse_backward(output, f"{self.owner}: block {self.component.blocks[number].name}")
+        if self.saving:
+            self.stop_saving(module)
         return self.come_back(module, output, failed=self.has_failed(output))
 
     # -- the rest, which parts of blocks elsewhere may call
@@ -328,17 +355,6 @@ class Forwards:
 
     def __reduce__(self) -> Any:
         raise UnsafeState(f"{self.owner} is managed: release it before pickling its module, or save its state_dict()")
-
-
-def refuse_backward(output: Any, block: str) -> None:
-    """Let a backward pass that reaches these outputs fail: the memory of the weights will hold another block's."""
-
-    def refuse(gradient: torch.Tensor) -> None:
-        raise UnsafeState(f"{block} streams or is widened to compute: a backward pass would read other weights")
-
-    for tensor in tree_leaves(output):
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-            tensor.register_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def refuse_entry(current: Pass) -> bool:

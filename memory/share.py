@@ -384,13 +384,10 @@ class Share:
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.start(number, self.copies.compute_stream)
 
-    def leave(self, number: int, *, prefetches: bool = True) -> bool:
-        """The block has computed, or failed: its module holds what it rests on, its staging memory is free.
-
-        Returns whether the memory that it computed from is used for other weights after it.
-        """
+    def leave(self, number: int, *, prefetches: bool = True) -> None:
+        """The block has computed, or failed: its module holds what it rests on, its staging memory is free."""
         if number not in self.computing:
-            return False
+            return
         stay = self.computing[number]
         bundle = self.blocks[number]
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
@@ -403,7 +400,6 @@ class Share:
         self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
         if stay is not None and prefetches and self.streamer is not None:
             self.streamer.prefetch()
-        return stay is not None or bundle.is_cast
 
     def changes_hands(self, number: int) -> bool:
         """Whether the memory that a block computes from now is used for other weights after it."""

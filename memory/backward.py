@@ -1,0 +1,160 @@
+"""Backward passes through weights that leave the memory from which they computed.
+
+[Note: saved weights] Autograd keeps the tensors that a backward pass will read. A streamed weight lies in staging
+memory, one in eight bits is widened into scratch: the next block overwrites both. So while such a block computes, what
+autograd saves of its weights is a note of which weight that is; the backward pass copies each from where it rests when
+it reads it, and frees it after that. Whatever else is saved stays as it is.
+
+Torch has a stack of such hooks for each thread. An interrupt that skips our exit leaves ours there, where they change
+nothing; they are taken from it when the block is healed, if they are on top by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .entries import read_weights
+from .errors import UnsafeState
+from .leaves import leaves_of
+from .masters import FileMaster
+from .residency import Unit
+
+__all__ = ["SavedWeights"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor that autograd saved, with the number of writes to it."""
+
+    tensor: torch.Tensor
+    version: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeight:
+    """A weight that autograd saved, or a view of one, without its memory."""
+
+    unit: Unit
+    index: int
+    version: int
+    is_whole: bool
+    """Whether the weight itself was saved, and no view."""
+    own_stride: tuple[int, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Of the view's first element from the weight's, in elements."""
+
+
+class SavedWeights:
+    """Watches what autograd saves while one block computes.
+
+    Args:
+        block: for people.
+        units: those of the block, which hold what it computes from.
+    """
+
+    def __init__(self, block: str, units: Iterable[Unit], device: torch.device) -> None:
+        self.block = block
+        self.units = list(units)
+        self.device = device
+        self.places: dict[int, list[tuple[int, int, Unit, int]]] | None = None
+        """Where each weight lies: by its storage the first byte, the one behind the last, its unit and number."""
+        self.is_open = False
+
+    def begin(self) -> SavedWeights:
+        self.is_open = True
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        return self
+
+    def end(self) -> None:
+        """Watch no more. Idempotent."""
+        if self.is_open:
+            self.is_open = False
+            top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if top is not None and getattr(top[0], "__self__", None) is self:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+        self.places = None
+
+    def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedWeight:
+        found = self.find(tensor) if self.is_open else None
+        if found is None:
+            # What a function returned is saved without its graph, which would hold itself by it.
+            plain = tensor.detach() if tensor.requires_grad else tensor
+            return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
+        unit, index = found
+        placed = unit.placed[index]
+        is_whole = tensor.shape == placed.shape and tensor.stride() == placed.stride()
+        offset = 0 if is_whole else int(tensor.storage_offset() - placed.storage_offset())
+        if not is_whole and tensor.dtype != placed.dtype:
+            raise UnsafeState(f"{self.block} computes with a view of a weight as {tensor.dtype}: detach its inputs")
+        return SavedWeight(unit, index, unit.version, is_whole, placed.stride(), tensor.size(), tensor.stride(), offset)
+
+    def unpack(self, saved: SavedTensor | SavedWeight) -> torch.Tensor:
+        if isinstance(saved, SavedTensor):
+            if saved.version is not None and saved.tensor._version != saved.version:
+                raise RuntimeError(  # as torch says it, which does not look where there are hooks
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; "
+                    f"expected version {saved.version} instead"
+                )
+            return saved.tensor
+        if saved.unit.master is None:
+            raise UnsafeState(f"{self.block} was released before its backward pass: release it after that")
+        if saved.unit.version != saved.version:
+            raise UnsafeState(f"a weight of {self.block} was changed before its backward pass: change it after that")
+        weight = weight_on(saved.unit, saved.index, self.device)
+        if saved.is_whole:
+            return weight
+        if weight.stride() != saved.own_stride:
+            weight = torch.empty_strided(weight.size(), saved.own_stride, dtype=weight.dtype, device=self.device).copy_(
+                weight
+            )
+        return weight.as_strided(saved.size, saved.stride, saved.offset)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        """Return the weight that a tensor shows."""
+        if self.places is None:
+            self.places = {}
+            for unit in self.units:
+                for index, (entry, placed) in enumerate(zip(unit.entries, unit.placed, strict=True)):
+                    if not entry.is_buffer:
+                        for leaf in leaves_of(placed):
+                            begin, end = bytes_of(leaf)
+                            self.places.setdefault(storage_of(leaf), []).append((begin, end, unit, index))
+        for leaf in leaves_of(tensor)[:1]:
+            if leaf.layout is torch.strided and leaf.numel() and not leaf.is_meta:
+                begin, end = bytes_of(leaf)
+                for first, last, unit, index in self.places.get(storage_of(leaf), ()):
+                    if first <= begin and end <= last:
+                        return unit, index
+        return None
+
+
+def storage_of(leaf: torch.Tensor) -> int:
+    return leaf.untyped_storage()._cdata
+
+
+def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor shows, and the one behind the last."""
+    steps = zip(leaf.size(), leaf.stride(), strict=True)
+    begin = int(leaf.storage_offset())
+    end = begin + 1 + sum(int(size - 1) * int(step) for size, step in steps)
+    return begin * leaf.itemsize, end * leaf.itemsize
+
+
+def weight_on(unit: Unit, index: int, device: torch.device) -> torch.Tensor:
+    """Return a copy of a weight on a device in the form in which it computes; reads it where it rests in its file."""
+    entry = unit.entries[index]
+    if unit.host_slab is not None:
+        return unit.wide(entry.spec.name, device)
+    assert isinstance(unit.master, FileMaster)
+    if entry.held.is_meta:
+        (weight,) = read_weights([entry], unit.master.source, drop_pages=True)
+        return weight.to(device)
+    with torch.no_grad():
+        return entry.held.detach().to(device, copy=True)
