@@ -136,7 +136,7 @@ class SavedWeights:
 
 
 def storage_of(leaf: torch.Tensor) -> int:
-    return leaf.untyped_storage()._cdata
+    return int(leaf.untyped_storage()._cdata)
 
 
 def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from .mismatch import explain_mismatch
 from .modules import remember_order
 from .passes import Pass, Passes
 from .share import Share
-from .shared_states import find_shared_states
+from .shared_states import Stores, find_shared_states
 from .split import Hops, Visit
 
 __all__ = ["Forwards"]
@@ -78,7 +78,8 @@ class Forwards:
         self.saving: list[tuple[nn.Module, SavedWeights]] = []
         """What watches autograd in the calls under way whose weights leave their memory, the outermost first."""
         self.shared_states: Mapping[nn.Module, list[Any]] = {}
-        """What hooks of others keep for each block and another one."""
+        """What hooks of others, and stores of attention processors, keep for each block and another one."""
+        self.stores: Stores | None = None
         self.ran: dict[int, None] = {}
         """The blocks of this pass in the order in which they ran first; kept where they are split."""
         self.last_block: int | None = None
@@ -109,11 +110,22 @@ class Forwards:
             return False
         self.last_block = self.failed_block = None
         self.ran.clear()
-        self.shared_states = find_shared_states(self.blocks) if len(self.shares) > 1 else {}
+        if len(self.shares) > 1:
+            self.find_shared_states()
         if self.is_loaded:
             for share in self.shares:
                 share.begin_pass(is_timed=self.is_timed)
         return True
+
+    def find_shared_states(self) -> None:
+        """Find what blocks share with one another, and with who calls the module."""
+        if self.stores is None:
+            home = self.shares[0]
+            self.stores = Stores(block for block, number in self.blocks.items() if self.share_of[number] is not home)
+        states = find_shared_states(self.blocks)
+        for block, processor in self.stores.find():
+            states[block].append(processor)
+        self.shared_states = states
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a pass."""

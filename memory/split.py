@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from .containers import Lent, find_tensors, replace_tensors
-from .shared_states import open_states
+from .shared_states import exchange, tensors_of
 
 __all__ = ["Hops", "Visit"]
 
@@ -95,10 +95,12 @@ class Hops:
             target: where tensors on the callee's device come to that it returns; None leaves them there.
             shared: what the callee uses beside its arguments (`find_shared_states`).
         """
-        given = (value, list(open_states(shared))) if shared else value
+        given = find_tensors(value)
+        if shared:
+            given = list({id(tensor): tensor for tensor in [*given, *tensors_of(shared)]}.values())
         found = [
             tensor
-            for tensor in find_tensors(given)
+            for tensor in given
             if (tensor.device == source if source is not None else tensor.device != device and not tensor.is_meta)
         ]
         if not found and target is None:
@@ -182,8 +184,7 @@ class Visit:
         self.shared = shared
         others = {id(outside): twin.inside for outside, twin in pairs}
         self.lent = Lent(value, others)
-        for state in open_states(shared):
-            state.update({name: replace_tensors(held, others) for name, held in state.items()})
+        exchange(shared, others)
 
     def end(self, output: Any) -> Any:
         """Write back what the callee wrote into its arguments; returns its output as the caller is to have it."""
@@ -200,13 +201,18 @@ class Visit:
 
     def give_back_states(self) -> None:
         """Let what is shared hold the caller's tensors again; also after a failure. Idempotent."""
-        for state in open_states(self.shared):
-            state.update({name: self.bring(held) for name, held in state.items()})
+        if self.shared:
+            exchange(self.shared, self.brought_home(tensors_of(self.shared)))
 
     def bring(self, value: Any) -> Any:
         """Return a value with the caller's own tensors and containers where the callee has theirs."""
+        others: dict[int, Any] = self.brought_home(find_tensors(value))
+        return replace_tensors(value, others | self.lent.owned)
+
+    def brought_home(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Bring tensors home that are on the callee's device; returns all that were, by the ids of the callee's."""
         strangers = []
-        for tensor in find_tensors(value):
+        for tensor in tensors:
             if tensor.device == self.device and id(tensor) not in self.brought:
                 own = self.own(tensor)
                 if own is not None:
@@ -218,8 +224,7 @@ class Visit:
             for tensor, own in zip(group, self.hops.copy(group, self.target), strict=True):
                 self.hops.pair(own, ordinary(tensor))
                 self.brought[id(tensor)] = tensor, own
-        others: dict[int, Any] = {number: own for number, (_, own) in self.brought.items()}
-        return replace_tensors(value, others | self.lent.owned)
+        return {number: own for number, (_, own) in self.brought.items()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the caller's tensor of which the callee's is the copy, or a view of that; None if there is none."""

@@ -12,8 +12,6 @@ from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, ddim, recip
 from highwater.tests.compat.unets import SIZE, stable_diffusion, unet
 
 PICTURE = {"image": image, **IMAGE}
-GRADIENTS = "it computes gradients through the UNet: right resident, refused streamed, a raw error in a split or fp8"
-STORES = "its attention processors keep maps where each block computes, and it joins them: a raw error in a split"
 MASKED = {"mask_image": mask, **SIZE, **PICTURE}
 
 
@@ -30,7 +28,7 @@ MASKED = {"mask_image": mask, **SIZE, **PICTURE}
     edit_threshold=0.5, **SIZE, **IMAGE,
 )  # fmt: skip
 @recipe(
-    "StableDiffusionAttendAndExcitePipeline", limit=GRADIENTS, token_indices=[1, 2], max_iter_to_alter=2,
+    "StableDiffusionAttendAndExcitePipeline", token_indices=[1, 2], max_iter_to_alter=2,
     attn_res=(8, 8), thresholds={0: 0.9}, **SIZE, **IMAGE,
 )  # fmt: skip
 @recipe("StableDiffusionModelEditingPipeline", **SIZE, **IMAGE)
@@ -135,7 +133,6 @@ def invert(pipe: Any) -> None:
 
 @recipe(
     "LEditsPPPipelineStableDiffusion",
-    limit=STORES,
     before=invert,
     editing_prompt=["a hat"],
     edit_threshold=0.7,

@@ -281,30 +281,6 @@ def test_splitting_replans_when_memory_shrinks(toys, machine) -> None:
         assert isinstance(manager, MemoryManager)
 
 
-@pytest.mark.parametrize(
-    ("profile", "precision"), [("0.45MiB", "as stored"), ("auto", "fp8 scaled")], ids=["streamed", "widened"]
-)
-def test_a_backward_pass_through_passing_weights_is_refused(toys, machine, profile: str, precision: str) -> None:
-    net = toys.build_net()
-    x = torch.randn(2, 5, 64, requires_grad=True)
-    with (
-        machine(8) as manager,
-        manage(net, profile=profile, precision=precision, manager=manager),
-        pytest.raises(UnsafeState, match=r"block (doubles|singles)\.\d .*backward"),
-    ):
-        net(x).sum().backward()
-
-
-def test_a_backward_pass_through_resident_weights_is_right(toys, machine) -> None:
-    x = torch.randn(2, 5, 64, requires_grad=True)
-    toys.build_net()(x).sum().backward()
-    want, x.grad = x.grad, None
-    net = toys.build_net()
-    with machine(8) as manager, manage(net, manager=manager):
-        net(x).sum().backward()
-        assert torch.allclose(x.grad, want, atol=1e-5)
-
-
 def offload_blocks(net: torch.nn.Module) -> None:
     apply_group_offloading(net, torch.device("sim:0"), offload_type="block_level", num_blocks_per_group=1)
 
