@@ -38,11 +38,8 @@ REASONS = {
     "needs note_seq": "SpectrogramDiffusionPipeline",
     "needs opencv": "ConsisIDPipeline",
     "needs torchvision": "OmniGenPipeline",
-    "needs torchvision: transformers' processor of Qwen 2 VL has a part for videos": (
-        "QwenImageEditInpaintPipeline QwenImageEditPipeline QwenImageEditPlusPipeline"
-    ),
     "uses FlexAttention, which the simulated device does not have": (
-        "AnyFlowFARPipeline LTX2VideoDiffusionDecodePipeline Kandinsky6SRPipeline"
+        "AnyFlowFARPipeline Kandinsky6SRPipeline LTX2VideoDiffusionDecodePipeline"
     ),
     "fails by itself: it reads transformer.config.guidance_embeds, which the class does not have": (
         "ChromaInpaintPipeline"
@@ -58,13 +55,7 @@ REASONS = {
     "fails by itself: Blip2QFormerModel.forward calls invert_attention_mask, which transformers 5 does not have": (
         "BlipDiffusionControlNetPipeline BlipDiffusionPipeline"
     ),
-    "no recipe yet": (
-        "BriaFibo2Pipeline BriaFiboEditPipeline DiffusionGemmaPipeline DreamLiteMobilePipeline DreamLitePipeline "
-        "ErnieImagePipeline GlmImagePipeline Ideogram4Pipeline JoyImageEditPipeline JoyImageEditPlusPipeline "
-        "Kandinsky5I2IPipeline Krea2Pipeline LLaDA2Pipeline LongCatImageEditPipeline LongCatImagePipeline "
-        "NucleusMoEImagePipeline QwenImage21Pipeline QwenImageLayeredPipeline RFD4ProteinaPipeline "
-        "VersatileDiffusionDualGuidedPipeline ZImageControlNetInpaintPipeline ZImageOmniPipeline"
-    ),
+    "no recipe yet": "Kandinsky5I2IPipeline VersatileDiffusionDualGuidedPipeline",
 }
 # fmt: on
 

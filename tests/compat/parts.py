@@ -248,8 +248,7 @@ def qwen_vl_text() -> Any:
     vision = {
         "depth": 2, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_heads": 4, "out_hidden_size": WIDTH,
     }  # fmt: skip
-    tokens = {"vision_start_token_id": 261, "vision_end_token_id": 262, "image_token_id": 263, "video_token_id": 264}
-    config = Qwen2_5_VLConfig(text_config=language_sizes(3) | rope, vision_config=vision, **tokens)
+    config = Qwen2_5_VLConfig(text_config=language_sizes(3) | rope, vision_config=vision, **QWEN_TOKENS)
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
@@ -261,3 +260,5 @@ def language_sizes(layers: int) -> dict[str, Any]:
 
 
 QWEN_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+# Where those are in the vocabulary of `llama_like_tokens`: after 256 bytes and three marks.
+QWEN_TOKENS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
