@@ -26,6 +26,7 @@ from .hooks import Hooks
 from .joining import Structure, Tree, bring_home
 from .ledger import Ledger
 from .leftovers import Leftovers
+from .masters import FileMaster
 from .moved import MoveGuard
 from .packing import Ending, Packing
 from .passes import Pass, Passes
@@ -62,6 +63,7 @@ class Attachment:
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
         after: the attachment whose place this one takes.
+        tell_read: called with the bytes of a block that was read into RAM for who may write to it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Attachment:
         source: WeightsSource | None = None,
         compiles: bool = False,
         after: Attachment | None = None,
+        tell_read: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.owner = owner
         self.module = module
@@ -88,6 +91,7 @@ class Attachment:
         self.ledger = ledger
         self.handles: list[RemovableHandle] = []
         self.source = source
+        self.exclusive, self.tell_read = exclusive, tell_read
         self.compiles = compiles
         self.compiled: CompiledBlocks | None = None
         self.phase = Phase.DETACHED
@@ -175,6 +179,8 @@ class Attachment:
         self.phase = Phase.ATTACHED
         try:
             self.packing.pack(progress)
+            for unit in self.units:
+                unit.bring = self.bring
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
                 pinned = {
                     unit.name: unit.slab_bytes
@@ -211,6 +217,8 @@ class Attachment:
         if self.phase is Phase.DETACHED:
             return
         self.phase = Phase.ENDING
+        for unit in self.units:
+            unit.bring = None
         attached.discard(self)
         self.passes.heal_for(None)
         if self.compiled is not None:
@@ -512,6 +520,19 @@ class Attachment:
         for share in self.shares:
             if share.streamer is not None:
                 share.streamer.area.forget()
+
+    def bring(self, unit: Unit) -> None:
+        """Read a unit that rests in its file into RAM, as others may write to its weights. Raises as `Bringer`."""
+        with self.exclusive():
+            if self.passes.is_busy():
+                raise UnsafeState(
+                    f"{self.owner} computes now, and {unit.name or 'what is beside its blocks'} rests in its file: "
+                    "what is asked of its weights comes before or after that, or give it another placement"
+                )
+            self.settle()
+            if isinstance(unit.master, FileMaster):
+                unit.read_into_memory()
+                self.tell_read(unit.slab_bytes)
 
     # -- devices
 

@@ -130,6 +130,17 @@ class FileMaster:
         if window:
             yield window
 
+    def read_whole(self, slab: torch.Tensor) -> None:
+        """Read all weights into a slab of host memory, without a buffer. Raises as `copy_to`."""
+        to_read: list[Target] = []
+        for place, (name, form) in enumerate(zip(self.names, self.layout.forms, strict=True)):
+            part = slab[self.layout.offsets[place] : self.layout.end_of(place)]
+            if name is None:
+                part.copy_(form.bytes_of(self.kept[place]))
+            else:
+                to_read.append((name, part))
+        self.source.read_into(to_read, drop_pages=True)
+
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
         for name, view in zip(self.names, self.layout.views(slab), strict=True):

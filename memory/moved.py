@@ -311,5 +311,5 @@ def renewed_masters(unit: Unit) -> list[torch.Tensor]:
             master.data = own[0]
             masters.append(watch(master))
         else:
-            masters.append(watch(as_held(iter(own), entry)))
+            masters.append(unit.watch(entry, as_held(iter(own), entry)))
     return masters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from torch import nn
 from .device_copy import DeviceCopy, Known
 from .eight_bits import EightBits, EightBitWeight, stored_leaf
 from .entries import Entry, add_up, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
-from .errors import InvalidInput
+from .errors import InvalidInput, UnsafeState
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
@@ -61,6 +62,8 @@ class Unit:
         self.masters: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
+        self.bring: Callable[[Unit], None] | None = None
+        """Called to have `read_into_memory` done as soon as nothing computes; None where that cannot be."""
         self.master: HostMaster | FileMaster | None = None
         self.copy: DeviceCopy | None = None
         """While it is resident."""
@@ -221,10 +224,35 @@ class Unit:
                 for leaf in leaves_of(entry.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
-            self.masters.append(watch(entry.held))
+            self.masters.append(self.watch(entry, entry.held))
         self.layout = self.lay_out()  # files have contiguous weights
         self.master = FileMaster(self.layout, names, kept, source, bounce)
         self.placed = list(self.masters)
+
+    def watch(self, entry: Entry, master: torch.Tensor) -> torch.Tensor:
+        """Watch what the module holds at rest for a weight; returns it."""
+        return watch(master, Bringer(self, entry)) if master.is_meta else watch(master)
+
+    def read_into_memory(self) -> None:
+        """Let the weights rest in host memory from now on, which are in their file. The caller ended passes and copies.
+
+        Raises:
+            InvalidInput: the file is not what it was. Nothing has changed.
+        """
+        assert isinstance(self.master, FileMaster)
+        with torch.inference_mode(False), torch.no_grad():
+            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
+            self.master.read_whole(slab)
+        self.rest_in(slab)
+        self.rest()
+
+    def rest_in(self, slab: torch.Tensor) -> None:
+        """Let a slab of host memory be the master in place of the file."""
+        assert isinstance(self.master, FileMaster)
+        kept_bytes = self.master.kept_bytes
+        with torch.inference_mode(False):
+            self.master, self.masters = HostMaster(slab), [watch(view) for view in self.resting_views(slab)]
+        self.charge_host(self.slab_bytes - kept_bytes)
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the views into a slab that make each weight."""
@@ -403,8 +431,7 @@ class Unit:
                 return False
         except InvalidInput:  # the file is gone or another one: nobody else has these weights
             pass
-        self.master, self.masters = HostMaster(slab), [watch(view) for view in self.resting_views(slab)]
-        self.charge_host(self.slab_bytes - master.kept_bytes)
+        self.rest_in(slab)
         return True
 
     # -- what the module holds
@@ -493,3 +520,23 @@ class Unit:
                 tensor.copy_(replaced)
         else:
             entry.owners, self.slots = [], []
+
+
+class Bringer:
+    """Brings a weight that rests in its file into host memory, for who asks for more than its form."""
+
+    def __init__(self, unit: Unit, entry: Entry) -> None:
+        self.unit = weakref.ref(unit)
+        self.entry = entry
+
+    def __call__(self) -> torch.Tensor:
+        unit, entry = self.unit(), self.entry
+        if unit is not None and unit.bring is not None and entry.held.is_meta:
+            unit.bring(unit)
+        held = entry.held
+        if held.is_meta:
+            raise UnsafeState(f"{entry.spec.name!r} rests in its file, and has no memory here")
+        return held
+
+    def __deepcopy__(self, memo: object) -> Bringer:
+        return self

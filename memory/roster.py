@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from torch import nn
 
@@ -209,6 +210,7 @@ class Roster:
             source=source,
             compiles=member.profile.compile,
             after=after,
+            tell_read=partial(self.note_read, member.id),
         )
         member.attachment = attachment
         attachment.packing.measure()
@@ -233,6 +235,10 @@ class Roster:
         if member.attachment.packing.tell_refusal():
             reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
             self.recorder.note("plan", member.id, 0, "host", reason)
+
+    def note_read(self, owner: str, num_bytes: int) -> None:
+        reason = "a block that rests in its file was read into RAM and stays there: others may write to its weights"
+        self.recorder.note("plan", owner, num_bytes, "host", reason)
 
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""

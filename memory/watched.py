@@ -6,17 +6,21 @@ computes from that copy. Comparing the bytes would take as long as copying them 
 a class whose ``.data`` counts as a write: the staged copy is made anew. Reading ``.data`` costs that copy, and nothing
 else. It is a parameter by torch's protocol for tensors of other classes (``_is_param``), never computes on a device,
 and is an `nn.Parameter` again when the module is released.
+
+[Note: absent] A weight that rests in its file has a shape and no memory: what is written to it would be lost, and what
+is computed of it meaningless. So all of torch but what asks for its form is given the weight itself, for which its
+block is read into host memory, where it stays. What others got of ``.data`` does the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-
-from .errors import UnsafeState
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["unwatch", "watch"]
 
@@ -71,18 +75,69 @@ class WatchedTensor(torch.Tensor):
 
 
 class AbsentWeight(WatchedTensor):
-    """A weight that rests in its file: reading ``.data`` is refused, for what is written to it would be lost."""
+    """A weight that rests in its file, or the ``.data`` of one ([Note: absent])."""
+
+    bring: Callable[[], torch.Tensor]
+    """Returns what the module holds for the weight, where that has memory."""
+    is_data = False
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given: Any = (args, dict(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        converts = name in CONVERSIONS and not args[0].is_data
+        if not converts and name not in ASKS_FOR_FORM and function not in FORM:
+            given = tree_map_only(AbsentWeight, AbsentWeight.present, given)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*given[0], **given[1])
+
+    def present(self) -> torch.Tensor:
+        """Return the weight where it has memory.
+
+        Raises:
+            UnsafeState: its component computes.
+            InvalidInput: the file is not what it was.
+        """
+        weight = self.bring()
+        return weight.data if self.is_data else weight
 
     @property
     def data(self) -> torch.Tensor:
-        raise UnsafeState(
-            f"a weight {list(self.shape)} rests in its file and has no memory to write to (fuse a LoRA, change .data): "
-            "give its component another placement with reprofile() before that"
-        )
+        return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        DATA.__set__(self, value)
+        self.bring().data = value
+
+    def detach(self) -> torch.Tensor:
+        alias = torch.Tensor._make_subclass(AbsentWeight, self)
+        alias.bring, alias.is_data = self.bring, True
+        return alias
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.present().numpy(force=force)
+
+
+# What ``Module.to`` and its like do to each parameter, all to be undone: no reason to read a whole model.
+CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
+# What tells of a tensor no more than its form, or makes one of the same form: functions, and the getters of attributes.
+FORM_FUNCTIONS = """
+    size stride dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous is_inference
+    is_signed data_ptr detach requires_grad_ __len__ __hash__ storage_offset get_device type_as empty_like zeros_like
+    ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full new_tensor has_names untyped_storage
+    is_same_size is_set_to is_pinned is_shared __reduce_ex__
+"""
+FORM_ATTRIBUTES = """
+    shape dtype device layout ndim nbytes itemsize is_meta is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_leaf
+    is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_maia is_mtia is_hpu names name requires_grad grad
+    grad_fn retains_grad output_nr _version _base _backward_hooks _cdata
+"""
+ASKS_FOR_FORM = frozenset(FORM_FUNCTIONS.split())
+FORM = frozenset(
+    vars(torch._C.TensorBase)[name].__get__ for name in FORM_ATTRIBUTES.split() if name in vars(torch._C.TensorBase)
+)
 
 
 def count_write(tensor: torch.Tensor) -> None:
@@ -90,9 +145,16 @@ def count_write(tensor: torch.Tensor) -> None:
         increment_version(tensor)
 
 
-def watch(tensor: AnyTensor) -> AnyTensor:
-    """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object."""
+def watch(tensor: AnyTensor, bring: Callable[[], torch.Tensor] | None = None) -> AnyTensor:
+    """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object.
+
+    Args:
+        bring: of one without memory, returns the weight where it has some.
+    """
     if type(tensor) is nn.Parameter:
+        if tensor.is_meta:
+            assert bring is not None
+            tensor.bring = bring  # type: ignore[attr-defined]
         tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
     return tensor
@@ -102,5 +164,6 @@ def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-        vars(tensor).pop("_is_param", None)
+        for name in ("_is_param", "bring"):
+            vars(tensor).pop(name, None)
     return tensor

@@ -760,3 +760,103 @@ def test_one_release_that_fails_does_not_hold_the_others_back(toys, machine, fil
             managed.release()
         assert not manager.members
         assert torch.isfinite(parts["other"](torch.randn(2, 5, 64))).all()
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(2.0),
+    "data": lambda weight: weight.data.mul_(2.0),
+    "data assigned": lambda weight: setattr(weight, "data", weight.data * 2.0),
+    "alias": lambda weight: weight.data.detach().add_(weight),
+    "out": lambda weight: torch.mul(weight, 2.0, out=weight.data),
+    "copy": lambda weight: weight.copy_(weight.clone() * 2.0),
+    "view": lambda weight: weight.view(-1)[:100].mul_(2.0),
+    "numpy": lambda weight: weight.numpy().__imul__(2.0),
+    "init": lambda weight: torch.nn.init.constant_(weight, 0.25),
+    "list": lambda weight: torch._foreach_mul_([weight], 2.0),
+    "index": lambda weight: weight.__setitem__((0, 0), 5.0),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("name", ["doubles.1.up.weight", "embed.weight"])
+@pytest.mark.parametrize(("profile", "is_loaded"), [("auto", True), (TIGHT, False)])
+def test_what_is_written_to_a_weight_in_its_file_counts(
+    toys, machine, files, how: str, name: str, profile: str, is_loaded: bool
+) -> None:
+    """Its block is read into RAM, and rests there from now on; the report says so."""
+    x = torch.randn(2, 5, 64)
+    net, unmanaged = toys.build_net(), toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, profile) as managed:
+        if is_loaded:
+            net(x)
+            managed.members[0].attachment.unload()
+        idle = manager.ledger.held("net", "host")
+        for module in (net, unmanaged):
+            WRITES[how](module.get_parameter(name))
+        assert_equal_states(net.state_dict(), unmanaged.state_dict())
+        want = unmanaged.to("sim:0")(x.to("sim:0")).cpu()
+        unmanaged.to("cpu")
+        for _ in range(2):
+            assert torch.equal(net(x).cpu(), want)
+        managed.members[0].attachment.unload()
+        (unit,) = [unit for unit in managed.members[0].attachment.units if unit.host_slab is not None]
+        buffers = sum(buffer.nbytes for buffer in net.buffers()) if not unit.name else 0
+        assert manager.ledger.held("net", "host") == idle + unit.slab_bytes - buffers
+        manager.ledger.check()
+        said = [event for event in manager.report()["events"] if "was read into RAM" in event["reason"]]
+        assert [event["bytes"] for event in said] == [unit.slab_bytes]
+        managed.reprofile(placement="gpu:0:disk")
+        assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        assert_equal_states(net.state_dict(), unmanaged.state_dict())
+        assert all(type(parameter) is torch.nn.Parameter for parameter in net.parameters())
+
+
+def test_asking_for_the_form_of_a_weight_in_its_file_reads_nothing(toys, machine, files, reads) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, on_disk(net, files, manager):
+        reads.clear()
+        for weight in net.parameters():
+            for form in (weight, weight.data, weight.data.data, weight.detach(), weight.data.detach()):
+                assert form.shape == form.size() and form.dtype is torch.float32 and form.numel() == form.shape.numel()
+                assert form.dim() == form.ndim and form.stride() and form.device.type == "meta" and form.is_meta
+                assert form.nbytes == form.numel() * form.element_size() and form.is_floating_point()
+                assert not form.requires_grad and form.is_contiguous() and repr(form) and len(form) == form.shape[0]
+                assert torch.empty_like(form, device="cpu").shape == form.shape == form.new_empty(form.shape).shape
+                assert isinstance(hash(form), int) and not form.is_cuda and form.is_leaf and form.grad is None
+        assert not reads
+
+
+def test_a_weight_in_a_file_that_is_gone_cannot_be_written_to(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager)
+        stored = [file.read_bytes() for file in files]
+        for file in files:
+            file.unlink()
+        places = manager.ledger.places("net")
+        with pytest.raises(InvalidInput, match=r"[ab]\.safetensors"):
+            net.doubles[1].up.weight.data.mul_(2.0)
+        assert net.doubles[1].up.weight.is_meta and manager.ledger.places("net") == places
+        del stored
+        managed.discard()
+
+
+def test_a_weight_in_its_file_cannot_be_written_to_while_its_component_computes(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, TIGHT):
+        handle = net.singles[0].register_forward_hook(lambda *_: net.doubles[1].up.weight.data.mul_(2.0))
+        with pytest.raises(UnsafeState, match=r"^net computes now, and doubles\.1 rests in its file"):
+            net(torch.randn(2, 5, 64))
+        handle.remove()
+        net(torch.randn(2, 5, 64))
+
+
+def test_what_is_kept_of_a_released_weight_has_no_memory(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager):
+        alias = net.doubles[1].up.weight.data
+        own = net.doubles[1].up.weight
+    alias.mul_(2.0)  # as one of an unmanaged module: it is the module's weight
+    assert torch.equal(net.doubles[1].up.weight, toys.build_net().doubles[1].up.weight * 2.0)
+    assert own is not None

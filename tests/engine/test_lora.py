@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from torch import nn
 
 from highwater.memory import manage
@@ -24,6 +27,9 @@ MODES = {
     "split and streamed": {"budget": 0.65, "placement": "gpu:0&gpu:1"},
     "eight bits": {"profile": "auto", "placement": "gpu:0", "precision": "fp8 scaled"},
     "eight bits, streamed": {"budget": 0.45, "placement": "gpu:0", "precision": "fp8 scaled"},
+    "disk": {"profile": "auto", "placement": "gpu:0:disk"},
+    "disk, streamed": {"budget": 0.6, "placement": "gpu:0:disk"},
+    "disk, split": {"profile": "auto", "placement": "gpu:0&gpu:1:disk"},
 }
 
 
@@ -233,10 +239,16 @@ class Pair:
             prepare(self.own)
             prepare(self.other)
         choices = dict(MODES[mode])
+        if "disk" in mode:
+            self.folder = tempfile.TemporaryDirectory(prefix="highwater-lora-")
+            choices["files"] = {}
+            for name, part in parts_of(self.own).items():
+                choices["files"][name] = Path(self.folder.name) / f"{name}.safetensors"
+                save_model(part, str(choices["files"][name]))
         if "budget" in choices:
             sizes = {name: num_bytes(part) for name, part in parts_of(self.own).items()}
             share = choices.pop("budget")
-            devices = choices["placement"].split("&")
+            devices = choices["placement"].removesuffix(":disk").split("&")
             budget = max(int(share * sizes[shape.denoiser]), 1)
             choices["budgets"] = ",".join(f"{device}={budget / (1 << 20):.4f}MiB" for device in devices)
         with warnings.catch_warnings():
@@ -264,7 +276,7 @@ class Pair:
         for part, module in parts_of(self.own).items():
             others = dict(parts_of(self.other)[part].named_modules())
             for name, layer in module.named_modules():
-                if isinstance(layer, BaseTunerLayer) and layer.get_base_layer().weight.device.type == "cpu":
+                if isinstance(layer, BaseTunerLayer) and layer.get_base_layer().weight.device.type in ("cpu", "meta"):
                     others[name].to("cpu")
 
     def check(self) -> list[torch.Tensor]:
