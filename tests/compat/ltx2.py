@@ -37,16 +37,22 @@ def vae() -> Any:
     return made
 
 
+def transformer(**options: Any) -> Any:
+    return diffusers.LTX2VideoTransformer3DModel(
+        **{
+            "in_channels": 4, "out_channels": 4, "patch_size": 1, "patch_size_t": 1, "num_attention_heads": 2,
+            "attention_head_dim": 8, "cross_attention_dim": 16, "audio_in_channels": 4, "audio_out_channels": 4,
+            "audio_num_attention_heads": 2, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 8,
+            "num_layers": 3, "caption_channels": 32, "rope_double_precision": False, "rope_type": "split", **options,
+        }
+    )  # fmt: skip
+
+
 def parts(**options: Any) -> dict[str, Any]:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
     return {
-        "transformer": diffusers.LTX2VideoTransformer3DModel(
-            in_channels=4, out_channels=4, patch_size=1, patch_size_t=1, num_attention_heads=2, attention_head_dim=8,
-            cross_attention_dim=16, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
-            audio_attention_head_dim=4, audio_cross_attention_dim=8, num_layers=3, caption_channels=32,
-            rope_double_precision=False, rope_type="split", **options,
-        ),
+        "transformer": transformer(**options),
         "connectors": LTX2TextConnectors(
             caption_channels=32, text_proj_in_factor=LAYERS + 1, video_connector_num_attention_heads=4,
             video_connector_attention_head_dim=8, video_connector_num_layers=2,
@@ -78,6 +84,36 @@ FILM = {
 @recipe("LTX2ImageToVideoPipeline", lora=TO_LAYERS, image=image, image_crf=0, **FILM)
 def ltx2() -> dict[str, Any]:
     return parts()
+
+
+@recipe("LTX2Pipeline", "2.3 with a duration head", lora=TO_LAYERS, min_seconds=0.1, max_seconds=0.3,
+        **{name: value for name, value in FILM.items() if name != "num_frames"})  # fmt: skip
+def ltx23() -> dict[str, Any]:
+    """Gated attention, text features for each modality of their own, and a vocoder that widens its band."""
+    from diffusers.pipelines.ltx2 import LTX2DurationHead, LTX2TextConnectors, LTX2VocoderWithBWE
+
+    gates = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True}
+    gated = transformer(use_prompt_embeddings=False, perturbed_attn=True, rope_type="interleaved", **gates)
+    connectors = LTX2TextConnectors(
+        caption_channels=32, text_proj_in_factor=LAYERS + 1, video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=8, audio_connector_num_attention_heads=2,
+        audio_connector_attention_head_dim=4, connector_rope_base_seq_len=32, per_modality_projections=True,
+        video_connector_num_learnable_registers=8, audio_connector_num_learnable_registers=8, video_gated_attn=True,
+        audio_gated_attn=True, video_hidden_dim=16, audio_hidden_dim=8,
+    )  # fmt: skip
+    small = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]], "hidden_channels": 16}
+    vocoder = LTX2VocoderWithBWE(
+        in_channels=16, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2], bwe_in_channels=16,
+        bwe_upsample_kernel_sizes=[12, 8], bwe_upsample_factors=[6, 4], num_mel_channels=8, filter_length=32,
+        hop_length=8, window_length=32, **small, **{f"bwe_{name}": value for name, value in small.items()},
+    )  # fmt: skip
+    head = LTX2DurationHead(
+        video_cross_attention_dim=16, audio_cross_attention_dim=8, pooler_hidden_dim=8, num_pooler_heads=2,
+        mlp_hidden_dim=8,
+    )  # fmt: skip
+    return parts() | {
+        "transformer": gated, "connectors": connectors, "vocoder": vocoder, "duration_head": head,
+    }  # fmt: skip
 
 
 def condition() -> Any:
@@ -145,11 +181,11 @@ def ltx2_refine() -> dict[str, Any]:
         width=32, num_frames=5, num_inference_steps=2, max_sequence_length=16, chi_prompt=["say"],
         output_type="pt")  # fmt: skip
 def sana_world() -> dict[str, Any]:
-    transformer = diffusers.SanaWMTransformer3DModel(
+    world = diffusers.SanaWMTransformer3DModel(
         in_channels=4, num_layers=4, hidden_size=32, num_attention_heads=2, linear_head_dim=16, softmax_every_n=2,
         chunk_plucker_channels=12, chunk_plucker_post_attn_blocks=4, image_size=32, caption_channels=32,
     )  # fmt: skip
     return {
-        "transformer": transformer, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        "transformer": world, "vae": vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "text_encoder": gemma2_text(), "tokenizer": llama_like_tokens(),
     }  # fmt: skip
