@@ -12,6 +12,7 @@ from highwater.tests.compat.parts import (
     QWEN_MARKS,
     clip_pixels,
     image,
+    kl_vae,
     language_sizes,
     llama_like_tokens,
     qwen_vl_text,
@@ -28,6 +29,7 @@ from highwater.tests.compat.videos import (
     kandinsky5_parts,
     ltx_parts,
 )
+from highwater.tests.compat.vision_language import qwen_processor
 
 
 def llava_text() -> Any:
@@ -85,6 +87,17 @@ def hunyuan_refiner() -> dict[str, Any]:
 @recipe("Kandinsky5I2VPipeline", lora=KANDINSKY, image=image, **LTX | {"num_frames": 17})
 def kandinsky5_of_image() -> dict[str, Any]:
     return kandinsky5_parts(visual=True, vae=hunyuan_vae(4, 16))
+
+
+def small_pictures(pipe: Any) -> None:
+    pipe.resolutions = [(64, 64)]  # the smallest of the class has 900,000 points
+
+
+@recipe("Kandinsky5I2IPipeline", lora=KANDINSKY, image=partial(image, 64), before=small_pictures, height=64, width=64,
+        **IMAGE)  # fmt: skip
+def kandinsky5_to_image() -> dict[str, Any]:
+    parts = kandinsky5_parts(visual=True, vae=kl_vae(16, levels=4))
+    return parts | {"tokenizer": qwen_processor(patch_size=14)}
 
 
 ANIMATE = {"negative_prompt": "", "height": 16, "width": 16, "num_frames": 5, **IMAGE}

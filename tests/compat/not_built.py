@@ -55,7 +55,7 @@ REASONS = {
     "fails by itself: Blip2QFormerModel.forward calls invert_attention_mask, which transformers 5 does not have": (
         "BlipDiffusionControlNetPipeline BlipDiffusionPipeline"
     ),
-    "no recipe yet": "Kandinsky5I2IPipeline VersatileDiffusionDualGuidedPipeline",
+    "no recipe yet": "VersatileDiffusionDualGuidedPipeline",
 }
 # fmt: on
 
