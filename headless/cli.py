@@ -6,6 +6,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ PROFILE_HELP = (
 DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 
 
+# A value that begins as options do, and an option that may take one.
+NEGATIVE, OPTION = re.compile(r"-[.\d]"), re.compile(r"--[a-z][a-z-]*")
 # What is wrong with a path that was named; anything else, such as a full disk, fails the run.
 NOT_USABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
@@ -36,10 +39,33 @@ class Parser(argparse.ArgumentParser):
         raise InvalidInput(f"{message}; see {self.prog} --help")
 
 
+class StoreOnce(argparse.Action):
+    """Stores a value; of two for one option the first would be lost without a word."""
+
+    was_given = False
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        if self.was_given:
+            parser.error(f"{option} stands twice; it takes one value")
+        self.was_given = True
+        setattr(namespace, self.dest, values)
+
+
+def join_values(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with values such as -1GiB behind their option's name and "=", as they look like options."""
+    joined: list[str] = []
+    for argument in arguments:
+        if NEGATIVE.match(argument) and joined and OPTION.fullmatch(joined[-1]) and "--" not in joined:
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
-        options = build_parser().parse_args(arguments)
+        options = build_parser().parse_args(join_values(sys.argv[1:] if arguments is None else arguments))
         return int(options.command(options))
     except InvalidInput as error:
         print(f"highwater: {one_line(str(error))}", file=sys.stderr)
@@ -74,6 +100,7 @@ def build_parser() -> Parser:
 
     def add(name: str, command: Any, text: str) -> Parser:
         added: Parser = commands.add_parser(name, help=text, description=text)
+        added.register("action", None, StoreOnce)
         added.set_defaults(command=command)
         added.add_argument("--json", action="store_true", help="print one JSON document instead of text")
         return added

@@ -157,6 +157,7 @@ class Managed:
 
         Raises:
             InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
+                Called again when the file is back, this reads them.
             UnsafeState: one of them computes.
         """
         if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process

@@ -251,6 +251,18 @@ class Packing:
         if error is not None:
             raise error
 
+    def read_left(self, ending: Ending) -> None:
+        """End the units whose file `end` could not read, where the module still has what was left of them.
+
+        Raises:
+            InvalidInput: it still cannot be read.
+        """
+        for unit in self.units if not self.charged else ():
+            if unit.master is not None and unit.is_as_placed():
+                self.end_unit(unit, ending)
+            elif unit.master is not None:
+                unit.forget_masters()
+
     def end_unit(self, unit: Unit, ending: Ending) -> None:
         if ending is Ending.DISCARDED:
             unit.discard()

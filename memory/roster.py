@@ -248,6 +248,8 @@ class Roster:
 
     def detach(self, member: Member, ending: Ending | None = None) -> None:
         if self.members.get(member.id) is not member:
+            if not any(other.attachment.module is member.attachment.module for other in self.members.values()):
+                member.attachment.packing.read_left(Ending.RESTORED if member.restores else Ending.DISCARDED)
             return
         freed = self.ledger.places(member.id)
         self.room.epoch += 1

@@ -147,10 +147,19 @@ def asked_tier(part: Masters) -> str | None:
         allowed.append("disk")
     if part.item.tier is not None and part.item.tier not in allowed:
         raise InvalidInput(
-            f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}; "
-            f"{allowed_values(part.item.tier, allowed)}"
+            f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}, "
+            f"{why_unavailable(part)}; {allowed_values(part.item.tier, allowed)}"
         )
     return part.item.tier
+
+
+def why_unavailable(part: Masters) -> str:
+    """Return why a part cannot rest where it was asked for."""
+    if part.on_cpu:
+        return "which computes on the CPU"
+    if not part.has_file:
+        return "whose files are not known (files=) or do not hold its weights as they are"
+    return "which was asked for in eight bits, and those are in no file"
 
 
 def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:

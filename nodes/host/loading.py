@@ -342,5 +342,5 @@ def annotate(patcher: ModelPatcher, note: str) -> ModelPatcher:
 
 def check_file(path: str) -> None:
     """Refuse a damaged safetensors file before core reads it. Raises `InvalidInput`."""
-    if path.endswith((".safetensors", ".sft")):
+    if path.lower().endswith((".safetensors", ".sft")):
         read_header(path)

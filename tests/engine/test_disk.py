@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
-from safetensors.torch import save_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.attachment import Attachment
@@ -860,3 +860,63 @@ def test_what_is_kept_of_a_released_weight_has_no_memory(toys, machine, files) -
     alias.mul_(2.0)  # as one of an unmanaged module: it is the module's weight
     assert torch.equal(net.doubles[1].up.weight, toys.build_net().doubles[1].up.weight * 2.0)
     assert own is not None
+
+
+@pytest.mark.parametrize("then", ["release", "manage", "assign", "discard"])
+def test_a_second_release_reads_what_the_first_could_not(toys, machine, files, then: str) -> None:
+    net, other = toys.build_net(), toys.build_net(1)
+    with machine(8) as manager, torch.no_grad():
+        managed = on_disk(net, files, manager, TIGHT)
+        away = files[0].rename(files[0].with_suffix(".away"))
+        for _ in range(2):
+            with pytest.raises(InvalidInput, match=r"a\.safetensors"):
+                managed.release()
+        assert any(parameter.is_meta for parameter in net.parameters())
+        away.rename(files[0])
+        if then == "manage":
+            with on_disk(net, files, manager):
+                managed.release()
+                assert net.doubles[1].up.weight.is_meta
+        elif then == "assign":
+            net.load_state_dict(other.state_dict(), assign=True)
+        elif then == "discard":
+            managed.discard()
+        managed.release()
+        want = other if then == "assign" else toys.build_net()
+        if then != "discard":
+            assert_equal_states(net.state_dict(), want.state_dict())
+            assert all(type(parameter) is torch.nn.Parameter for parameter in net.parameters())
+        managed.release()
+        manager.ledger.check()
+
+
+def test_a_tier_that_cannot_be_says_why(toys, machine, files) -> None:
+    net = toys.build_net()
+    with machine(8) as manager:
+        for choices, why in (
+            ({"placement": "gpu:0:disk"}, "files are not known"),
+            ({"placement": "cpu:pinned"}, "computes on the CPU"),
+            (
+                {"placement": "gpu:0:disk", "precision": "fp8 scaled", "files": {"net": files}},
+                "asked for in eight bits",
+            ),
+        ):
+            with pytest.raises(InvalidInput, match=f"is not available for net, [^\n]*{why}"):
+                manage({"net": net}, manager=manager, **choices)
+
+
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:disk"])
+@pytest.mark.parametrize("has_run", [False, True])
+def test_the_state_of_a_managed_module_is_saved(toys, machine, files, tmp_path, placement: str, has_run: bool) -> None:
+    """Not by `save_model`, which sees weights that share memory."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires_grad_(False)
+    want = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    save_file(want, tmp_path / "net.safetensors")
+    choices = {"placement": placement, "files": {"net": [tmp_path / "net.safetensors"]}}
+    with machine(8) as manager, manage({"net": net}, manager=manager, **choices):
+        if has_run:
+            net(torch.ones(1, 64))
+        save_file(net.state_dict(), tmp_path / "saved.safetensors")
+    saved = load_file(tmp_path / "saved.safetensors")
+    assert_equal_states({name: saved.pop(name) for name in want}, want)
+    assert not saved

@@ -64,6 +64,16 @@ def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
     assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.01)
 
 
+@pytest.mark.parametrize("value", ["-1GiB", "-.5GiB", "-80%"])
+def test_a_value_that_begins_with_a_minus_is_one(value: str, model_file: Path, capsys) -> None:
+    told = []
+    for arguments in (["--profile", value], [f"--profile={value}"]):
+        code = main(["plan", *arguments, str(model_file), "--devices", TWO])
+        told.append((code, *capsys.readouterr()))
+    assert told[0] == told[1] and "expected one argument" not in told[0][2]
+    assert told[0][0] == 0 or value == "-.5GiB"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -75,6 +85,11 @@ def test_precision_changes_the_plan(model_file: Path, capsys) -> None:
         (["plan", "MODEL", "--profile", "0.1MiB", "--devices", TWO], "is too small: model needs at least"),
         (["plan", "MODEL", "--devices", "gpu:0=16"], "column 7: size '16' has no unit"),
         (["plan", "MODEL", "--devices", "gpu:1=16GiB"], "without a gap"),
+        (["plan", "MODEL", "--profile", "4", "--profile", "5"], "--profile stands twice; it takes one value"),
+        (["plan", "MODEL", "--profile"], "argument --profile: expected one argument"),
+        (["plan", "MODEL", "--profile", "-1XiB", "--devices", TWO], "'-1XiB'"),
+        (["plan", "MODEL", "--profile", "--json"], "argument --profile: expected one argument"),
+        (["needs", "--file", "a", "--file", "b"], "--file stands twice"),
         (["run", "none.json"], "none.json: no such file"),
         (["serve", "--port", "many"], "invalid int value: 'many'"),
         (["plan", "MODEL", "--devices", ""], "column 1: a device is missing"),
