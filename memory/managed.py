@@ -10,6 +10,7 @@ from types import NoneType, TracebackType
 from typing import Any
 
 import torch
+from torch import nn
 
 from .building import source_of
 from .default import default_manager
@@ -18,6 +19,7 @@ from .discovery import discover_components, holds_pipeline
 from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
+from .parts import Parts
 from .placement import Placement, parse_placement
 from .plan import Plan
 from .profile import OffloadProfile, build_profile
@@ -45,6 +47,7 @@ class Managed:
         self.plan = plan
         self.pipeline = pipeline
         self.choices = choices
+        self.parts = None if pipeline is None else Parts(pipeline, self.has_devices)
         self.mark_execution_device()
 
     @property
@@ -57,6 +60,10 @@ class Managed:
         diffusion = (m for m in self.members if m.attachment.component.kind == "diffusion")
         return next(diffusion, self.members[0]).attachment.primary.torch_device
 
+    def has_devices(self) -> bool:
+        """Whether any component computes elsewhere than in host memory."""
+        return any(not member.attachment.primary.is_cpu for member in self.members)
+
     def mark_execution_device(self) -> None:
         # A diffusers pipeline whose weights rest on the host asks its modules' `_hf_hook.execution_device` where to
         # make latents; the convention is accelerate's, the attribute is ours and leaves with `release`.
@@ -64,6 +71,7 @@ class Managed:
             for member in self.members:
                 mark = ExecutionMark(member.id, self.device, partial(self.manager.bring_up_now, member))
                 member.attachment.module._hf_hook = mark  # type: ignore[assignment]
+                member.look = self.parts.refuse_new if self.parts is not None else None
                 if member.attachment.answers is not None:
                     member.attachment.answers.outside = self.device
 
@@ -99,27 +107,66 @@ class Managed:
 
         What is not named stays as it is. Without any argument the weights are packed anew, with layers that came and
         without those that went. Takes what `manage` takes; overrides change the profile that is named, or else
-        the present one.
+        the present one. A pipeline's other or new modules come under management, in place of those it had.
 
         Raises:
             InvalidInput, DoesNotFit: nothing has changed.
             UnsafeState: one of them computes, or was released.
         """
+        new = self.parts.find_new() if self.parts is not None else {}
         choices = read_choices(
             self.choices["profile"] if profile is None else profile,
             self.choices["placement"] if placement is None else placement,
             self.choices["precision"] if precision is None else precision,
-            self.components,
+            list(dict.fromkeys([*self.components, *new])),
             overrides,
         )
         was_marked = self.unmark_execution_device()  # the manager takes no module that has accelerate's hooks
         try:
-            self.plan = self.manager.replace(self.members, **choices)
+            if new:
+                self.take_parts(new, choices)
+            else:
+                self.plan = self.manager.replace(self.members, **choices)
         finally:
             if was_marked:
                 self.mark_execution_device()
         self.choices = choices
         return self.plan
+
+    def take_parts(self, new: Mapping[str, nn.Module], choices: dict[str, Any]) -> None:
+        """Manage modules that the pipeline has by now, in place of those it had. Raises as `reprofile`."""
+        assert self.parts is not None
+        before = list(self.members)
+        old = [member for member in before if member.name in new]
+        with self.manager.exclusive():
+            self.manager.refuse_computing(before)
+            for member in old:
+                self.manager.remove(member)
+        added: list[Member] = []
+        try:
+            added = self.join(new, choices)
+            taken = {member.name: member for member in added}
+            kept = [taken.pop(member.name, member) for member in before]
+            self.plan = self.manager.replace([*kept, *taken.values()], **choices)
+        except BaseException:
+            for member in added:
+                self.manager.remove(member)
+            former = self.join({member.name: member.attachment.module for member in old}, self.choices)
+            again = {member.name: member for member in former}
+            self.members = [again.get(member.name, member) for member in before]
+            raise
+        self.members = [*kept, *taken.values()]
+        self.parts.known |= new
+
+    def join(self, modules: Mapping[str, nn.Module], choices: dict[str, Any]) -> list[Member]:
+        """Take more modules under management as parts of the same call."""
+        if not modules:
+            return []
+        sources = {name: source for name, module in modules.items() if (source := source_of(module)) is not None}
+        members, _ = self.manager.add(dict(modules), **choices, sources=sources, name=None, node_id=None)
+        for member in members:
+            member.call = self.members[0].call
+        return members
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:
         """Make one call with the engine and one without, and compare them: bit by bit, and block by block.

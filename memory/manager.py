@@ -205,6 +205,8 @@ class MemoryManager:
         Args:
             size: that of its input, where it is known.
         """
+        if member.look is not None:
+            member.look()
         if member.attachment.moves is not None:
             member.attachment.refuse_rivals()
         if member.attachment.take_changes():

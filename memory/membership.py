@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,8 @@ class Member:
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
         self.call: object = self
         """The call of `Roster.add` that it came with; those of one call share a profile's budget for a device."""
+        self.look: Callable[[], None] | None = None
+        """Called before it computes; raises where what it is a part of is not what it was."""
         self.patterns: Mapping[str, str] | None = None
         self.is_kept = False
         """It leaves a device only when nothing else is left to leave."""
