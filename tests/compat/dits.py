@@ -59,12 +59,14 @@ def qwen_guide(**options: Any) -> Any:
     )  # fmt: skip
 
 
-@recipe("QwenImageControlNetPipeline", true_cfg_scale=1.0, **CONTROL, **SQUARE)
+@recipe("QwenImageControlNetPipeline", lora=TO_LAYERS, true_cfg_scale=1.0, **CONTROL, **SQUARE)
 def qwen_controlnet() -> dict[str, Any]:
     return qwen_image() | {"controlnet": qwen_guide(), "transformer": qwen_transformer()}
 
 
-@recipe("QwenImageControlNetInpaintPipeline", true_cfg_scale=1.0, control_mask=mask, **CONTROL, **SQUARE)
+@recipe(
+    "QwenImageControlNetInpaintPipeline", lora=TO_LAYERS, true_cfg_scale=1.0, control_mask=mask, **CONTROL, **SQUARE
+)
 def qwen_controlnet_inpaint() -> dict[str, Any]:
     return qwen_image() | {"controlnet": qwen_guide(extra_condition_channels=4)}
 
@@ -86,7 +88,7 @@ def sd3_inpaint() -> dict[str, Any]:
     }
 
 
-@recipe("StableDiffusion3ControlNetInpaintingPipeline", guides=("controlnet",), control_image=hint,
+@recipe("StableDiffusion3ControlNetInpaintingPipeline", lora=TO_LAYERS, guides=("controlnet",), control_image=hint,
         control_mask=lambda: torch.ones(1, 1, 32, 32), controlnet_conditioning_scale=0.7, **SQUARE)  # fmt: skip
 def sd3_controlnet_inpaint() -> dict[str, Any]:
     guide = diffusers.SD3ControlNetModel(
@@ -151,7 +153,7 @@ def sana_pag() -> dict[str, Any]:
     return sana_parts() | {"pag_applied_layers": "blocks.1"}
 
 
-@recipe("SanaControlNetPipeline", **CONTROL, **SANA)
+@recipe("SanaControlNetPipeline", lora=TO_LAYERS, **CONTROL, **SANA)
 def sana_controlnet() -> dict[str, Any]:
     return sana_parts() | {"controlnet": fill_zeros(diffusers.SanaControlNetModel(**sana_sizes(num_layers=2)))}
 
@@ -250,7 +252,14 @@ def bria() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@recipe("PRXPipeline", use_resolution_binning=False, height=32, width=32, **IMAGE)
+@recipe(
+    "PRXPipeline",
+    lora=("img_qkv_proj", "txt_kv_proj", "to_out.0"),
+    use_resolution_binning=False,
+    height=32,
+    width=32,
+    **IMAGE,
+)
 def prx() -> dict[str, Any]:
     from transformers import T5GemmaConfig, T5GemmaModuleConfig
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder

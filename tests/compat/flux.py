@@ -38,8 +38,8 @@ def hint() -> torch.Tensor:
 
 
 CONTROL = {"guides": ("controlnet",), "control_image": hint, "controlnet_conditioning_scale": 0.7}
-recipe("FluxControlNetImg2ImgPipeline", strength=1.0, **CONTROL, **OF_IMAGE)(flux_controlnet)
-recipe("FluxControlNetInpaintPipeline", strength=1.0, **CONTROL, **INPAINT)(flux_controlnet)
+recipe("FluxControlNetImg2ImgPipeline", lora=TO_LAYERS, strength=1.0, **CONTROL, **OF_IMAGE)(flux_controlnet)
+recipe("FluxControlNetInpaintPipeline", lora=TO_LAYERS, strength=1.0, **CONTROL, **INPAINT)(flux_controlnet)
 
 
 @recipe("FluxControlPipeline", lora=TO_LAYERS, control_image=hint, **SQUARE)

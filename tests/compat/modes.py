@@ -153,13 +153,15 @@ def build(recipe: Recipe, *, with_lora: bool) -> Any:
     for module in modules_of(pipe).values():
         module.eval().requires_grad_(False)
     if with_lora:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
 
         torch.manual_seed(1)
         model = next(getattr(pipe, name) for name in ("transformer", "unet", "prior") if getattr(pipe, name, None))
-        model.add_adapter(
-            LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=list(recipe.lora_targets))
-        )
+        config = LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=list(recipe.lora_targets))
+        if hasattr(model, "add_adapter"):
+            model.add_adapter(config)
+        else:  # the pipeline can load a LoRA, but the class of its model has none of diffusers' methods for it
+            inject_adapter_in_model(config, model)
         model.requires_grad_(False)
     if hasattr(pipe, "set_progress_bar_config"):
         pipe.set_progress_bar_config(disable=True)

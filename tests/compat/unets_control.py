@@ -71,13 +71,13 @@ def xs_adapter(guided: Any) -> Any:
     return fill_zeros(guide)
 
 
-@recipe("StableDiffusionControlNetXSPipeline", guides=("controlnet",), image=hint, **IMAGE)
+@recipe("StableDiffusionControlNetXSPipeline", lora=TO_LAYERS, guides=("controlnet",), image=hint, **IMAGE)
 def control_xs() -> dict[str, Any]:
     parts = stable_diffusion() | {"unet": unet(layers_per_block=2)}
     return parts | {"controlnet": xs_adapter(parts["unet"])}
 
 
-@recipe("StableDiffusionXLControlNetXSPipeline", guides=("controlnet",), image=hint, **IMAGE)
+@recipe("StableDiffusionXLControlNetXSPipeline", lora=TO_LAYERS, guides=("controlnet",), image=hint, **IMAGE)
 def control_xs_xl() -> dict[str, Any]:
     parts = stable_diffusion_xl() | {"unet": unet_xl(layers_per_block=2)}
     return parts | {"controlnet": xs_adapter(parts["unet"])}

@@ -16,7 +16,7 @@ from highwater.tests.compat.parts import (
     t5_text,
     t5_tokens,
 )
-from highwater.tests.compat.recipes import IMAGE, PROMPT, ddim, recipe
+from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, ddim, recipe
 from highwater.tests.compat.unets import SIZE
 
 STEPS = {"num_inference_steps": 2, "output_type": "pt"}
@@ -146,8 +146,8 @@ def kandinsky_22_control() -> dict[str, Any]:
     return kandinsky_22() | {"unet": kandinsky_unet("image_hint", in_channels=8), "movq": movq(4)}
 
 
-@recipe("Kandinsky3Pipeline", **IMAGE | {"height": 16, "width": 16})
-@recipe("Kandinsky3Img2ImgPipeline", strength=0.9, image=image, **IMAGE)
+@recipe("Kandinsky3Pipeline", lora=TO_LAYERS, **IMAGE | {"height": 16, "width": 16})
+@recipe("Kandinsky3Img2ImgPipeline", lora=TO_LAYERS, strength=0.9, image=image, **IMAGE)
 def kandinsky_3() -> dict[str, Any]:
     return {
         "unet": diffusers.Kandinsky3UNet(

@@ -25,7 +25,9 @@ from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, ddim, recip
 from highwater.tests.compat.unets import SIZE, stable_diffusion, unet
 from highwater.tests.compat.unets_sd import PICTURE
 
-READS_WEIGHT = "it reads a weight of a component that is never called, and `pipe.device`: both are where weights rest"
+READS_WEIGHT = (
+    "it reads a weight of a component that has no `forward`, outside of every call: the weight rests on the CPU"
+)
 
 
 @recipe("AltDiffusionPipeline", lora=TO_LAYERS, **SIZE, **IMAGE)
@@ -70,9 +72,20 @@ def pix2pix_zero() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@recipe("VQDiffusionPipeline", limit=READS_WEIGHT, prompt=PROMPT, num_inference_steps=2, output_type="np",
-        generator=None)  # fmt: skip
+VQ = {"prompt": PROMPT, "num_inference_steps": 2, "output_type": "np", "generator": None}
+
+
+@recipe("VQDiffusionPipeline", **VQ)
 def vq_diffusion() -> dict[str, Any]:
+    return vq_parts(learned=False)
+
+
+@recipe("VQDiffusionPipeline", "learned embedding of no prompt", limit=READS_WEIGHT, **VQ)
+def vq_diffusion_learned() -> dict[str, Any]:
+    return vq_parts(learned=True)
+
+
+def vq_parts(*, learned: bool) -> dict[str, Any]:
     from diffusers.pipelines.deprecated.vq_diffusion.pipeline_vq_diffusion import (
         LearnedClassifierFreeSamplingEmbeddings,
     )
@@ -87,5 +100,5 @@ def vq_diffusion() -> dict[str, Any]:
             down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         ),
         "scheduler": diffusers.VQDiffusionScheduler(12), "text_encoder": clip_text(), "tokenizer": clip_tokens(),
-        "learned_classifier_free_sampling_embeddings": LearnedClassifierFreeSamplingEmbeddings(True, 32, 77),
+        "learned_classifier_free_sampling_embeddings": LearnedClassifierFreeSamplingEmbeddings(learned, 32, 77),
     }  # fmt: skip

@@ -31,7 +31,7 @@ MASKED = {"mask_image": mask, **SIZE, **PICTURE}
     "StableDiffusionAttendAndExcitePipeline", token_indices=[1, 2], max_iter_to_alter=2,
     attn_res=(8, 8), thresholds={0: 0.9}, **SIZE, **IMAGE,
 )  # fmt: skip
-@recipe("StableDiffusionModelEditingPipeline", **SIZE, **IMAGE)
+@recipe("StableDiffusionModelEditingPipeline", lora=TO_LAYERS, **SIZE, **IMAGE)
 @recipe("StableDiffusionInpaintPipelineLegacy", lora=TO_LAYERS, strength=0.9, mask_image=mask, **PICTURE)
 def stable_diffusion_1() -> dict[str, Any]:
     return stable_diffusion()

@@ -55,7 +55,9 @@ def load_lora(pipe: Any) -> None:
 TEXT_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-@recipe("StableDiffusionXLPipeline", "`load_lora_weights` when managed", before=load_lora, **SIZE, **IMAGE)
+@recipe(
+    "StableDiffusionXLPipeline", "`load_lora_weights` when managed", lora=TO_LAYERS, before=load_lora, **SIZE, **IMAGE
+)
 def xl_with_lora() -> dict[str, Any]:
     return stable_diffusion_xl()
 
@@ -67,7 +69,7 @@ def invert_xl(pipe: Any) -> None:
 
 
 @recipe(
-    "LEditsPPPipelineStableDiffusionXL", before=invert_xl, editing_prompt=["a hat"], edit_threshold=0.7,
+    "LEditsPPPipelineStableDiffusionXL", lora=TO_LAYERS, before=invert_xl, editing_prompt=["a hat"], edit_threshold=0.7,
     output_type="pt",
 )  # fmt: skip
 def ledits_xl() -> dict[str, Any]:

@@ -92,8 +92,8 @@ def stable_video_diffusion() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@recipe("TextToVideoSDPipeline", **FRAMES)
-@recipe("VideoToVideoSDPipeline", video=lambda: torch.rand(1, 2, 3, 32, 32), strength=0.9, **IMAGE)
+@recipe("TextToVideoSDPipeline", lora=TO_LAYERS, **FRAMES)
+@recipe("VideoToVideoSDPipeline", lora=TO_LAYERS, video=lambda: torch.rand(1, 2, 3, 32, 32), strength=0.9, **IMAGE)
 def text_to_video() -> dict[str, Any]:
     return {
         "unet": diffusers.UNet3DConditionModel(
