@@ -133,6 +133,8 @@ GLM_TEMPLATE = (
 )
 
 
+# With a picture it fails by itself: it joins the features of pictures to one tensor, whose channels transformers 5 then
+# takes for pictures (get_image_tokens).
 @recipe("GlmImagePipeline", height=32, width=32, max_sequence_length=16,
         guidance_scale=1.5, num_inference_steps=2, output_type="pt", prompt=f'{PROMPT} that says "hello"')  # fmt: skip
 def glm_image() -> dict[str, Any]:

@@ -38,7 +38,7 @@ def edit() -> dict[str, Any]:
 
 
 @recipe(
-    "QwenImageLayeredPipeline", lora=TO_LAYERS, layers=2, **EDIT | {"image": lambda: image().convert("RGBA")}, **IMAGE
+    "QwenImageLayeredPipeline", lora=TO_LAYERS, layers=1, **EDIT | {"image": lambda: image().convert("RGBA")}, **IMAGE
 )
 def layered() -> dict[str, Any]:
     # With four channels its latents would look like a picture with transparency.
