@@ -58,6 +58,7 @@ class Attachment:
 
     Args:
         exclusive, acquire, give_back: as in `Forwards`.
+        lenders: returns the attachments of the components that own some of the module's weights.
         guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
             file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
@@ -78,6 +79,7 @@ class Attachment:
         exclusive: Callable[[], AbstractContextManager[None]],
         acquire: Callable[[Pass], bool],
         give_back: Callable[[Pass], None],
+        lenders: Callable[[], Sequence[Attachment]] = tuple,
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
@@ -90,6 +92,7 @@ class Attachment:
         self.plan = plan
         self.ledger = ledger
         self.handles: list[RemovableHandle] = []
+        self.lenders = lenders
         self.source = source
         self.exclusive, self.tell_read = exclusive, tell_read
         self.compiles = compiles
@@ -110,6 +113,7 @@ class Attachment:
             exclusive=exclusive,
             acquire=acquire,
             give_back=give_back,
+            lenders=lambda: [lender.forwards for lender in lenders()],
             compiles=compiles,
             places_inputs=guards_state,
         )
@@ -236,20 +240,21 @@ class Attachment:
         except InvalidInput as problem:
             error = problem
         if self.leftovers is not None and ending is not Ending.DISCARDED:
-            self.leftovers.bring_home(slabs)
+            self.leftovers.bring_home(slabs, others=self.find_lent_modules(), lent=self.find_lent())
         self.forwards.end()
         self.moves = self.leftovers = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
         if not goes_on:  # last: who comes until now waits for the weights
             self.hooks.remove()
         self.phase = Phase.DETACHED
+        self.lenders = tuple
         if error is not None:
             raise error
 
     def hook(self) -> None:
         attached.add(self)
         if self.guards_state:
-            self.leftovers = self.leftovers or Leftovers(self.module)
+            self.leftovers = self.leftovers or Leftovers(self.module, self.find_lent_modules())
             self.handles += self.leftovers.hook()
         if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
@@ -267,26 +272,31 @@ class Attachment:
                 ]
 
     def find_entry_modules(self) -> list[nn.Module]:
-        return [self.module, *(child for child in self.module.children() if is_callable(child))]
+        lent = self.find_lent_modules()
+        return [self.module, *(child for child in self.module.children() if is_callable(child) and child not in lent)]
 
     def find_inner_modules(self) -> list[nn.Module]:
         """Return what is neither entry nor in a block and has weights: a method may call it without any entry."""
         taken = {part for block in self.find_blocks() for part in block.modules()}.union(self.find_entry_modules())
         entries = [entry for share in self.shares for unit in share.fixed.units for entry in unit.entries]
         holders = dict.fromkeys(module for entry in entries for module, _ in entry.owners)
-        return [module for module in holders if module not in taken and is_callable(module)]
+        own = set(self.module.modules()) - taken
+        return [module for module in holders if module in own and is_callable(module)]
 
     def find_parts(self, blocks: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
         """Return the modules inside one block each, with its number."""
         inside = [(part, number) for block, number in blocks.items() for part in block.modules() if part is not block]
-        num_blocks = Counter(part for part, _ in inside)
-        return {part: number for part, number in inside if num_blocks[part] == 1 and is_callable(part)}
+        num_blocks, lent = Counter(part for part, _ in inside), self.find_lent_modules()
+        return {
+            part: number for part, number in inside if num_blocks[part] == 1 and is_callable(part) and part not in lent
+        }
 
     def find_rest_modules(self) -> list[nn.Module]:
         """Return the modules that hold weights of the rest themselves, except the root."""
         units = self.shares[0].fixed.units
         holders = {module: None for unit in units for entry in unit.entries for module, _ in entry.owners}
-        return [module for module in holders if module is not self.module]
+        own = set(self.module.modules())
+        return [module for module in holders if module is not self.module and module in own]
 
     def device_of(self, path: str) -> torch.device:
         """Return where what has this path in the module computes: with its block, else at home."""
@@ -387,7 +397,46 @@ class Attachment:
     def lent_places(self) -> dict[tuple[nn.Module, str], Entry]:
         """Return the places of our weights that hold those of others for a while."""
         loans = self.moves.swaps.loans if self.moves is not None else []
-        return {loan.owner: loan.entry for loan in loans}
+        return self.find_lent() | {loan.owner: loan.entry for loan in loans}
+
+    # -- what several components have in common ([Note: sharing] in `sharing.py`)
+
+    def find_lent_modules(self) -> set[nn.Module]:
+        """Return the parts of the module that belong to other components, too: those tell of their calls."""
+        return {part for lender in self.lenders() for part in lender.module.modules()}
+
+    def find_lent(self) -> dict[tuple[nn.Module, str], Entry]:
+        """Return the places of weights that other components own."""
+        lenders = self.lenders()
+        return {place: e for lender in lenders for unit in lender.units for e in unit.entries for place in e.owners}
+
+    def lend_to(self, module: nn.Module) -> None:
+        """Give our weights, from now on, to the places of another component's module that hold them. Idempotent."""
+        known: dict[int, tuple[Unit, int]] = {}
+        for unit in self.units:
+            for tensors in ([entry.held for entry in unit.entries], unit.masters, unit.placed):
+                known |= {id(tensor): (unit, index) for index, tensor in enumerate(tensors)}
+        own = set(self.module.modules())
+        for part in module.modules():
+            for slots in (part._parameters, part._buffers) if part not in own else ():
+                for name, tensor in list(slots.items()):
+                    found = known.get(id(tensor))
+                    if found is None or (part, name) in found[0].entries[found[1]].owners:
+                        continue
+                    unit, index = found
+                    unit.own(index, (part, name))
+                    if unit.placed:
+                        unit.entries[index].slots_of(part)[name] = unit.placed[index]
+
+    def take_back_from(self, module: nn.Module) -> None:
+        """Leave another component's module alone: it keeps our masters, which stay the same objects. Idempotent."""
+        own, others = set(self.module.modules()), set(module.modules())
+        for unit in self.units:
+            for index, entry in enumerate(unit.entries):
+                for part, name in [place for place in entry.owners if place[0] in others and place[0] not in own]:
+                    unit.disown(index, (part, name))
+                    if unit.masters:
+                        entry.slots_of(part)[name] = unit.masters[index]
 
     def forget_removed_places(self, modules: Collection[nn.Module]) -> list[str]:
         """Let entries no longer be held by modules that have given them up; returns weights that cannot be missed.

@@ -16,6 +16,7 @@ from .blocks import find_blocks
 from .declared import Declarations
 from .leaves import leaves_of
 from .placement import KINDS
+from .sharing import NOTHING_SHARED, Shared
 from .weights import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
 
 __all__ = ["Block", "Component", "TensorSpec", "component_from_files", "component_from_module", "guess_kind"]
@@ -86,6 +87,8 @@ class Component:
     buffers: tuple[TensorSpec, ...] = ()
     has_file: bool = False
     """Whether all weights can be read from files as they are."""
+    shares: tuple[str, ...] = ()
+    """What of its module is another component's, for people."""
     from_header: bool = False
     """Whether only a file is known of it, and nothing of what its class declares."""
 
@@ -121,14 +124,16 @@ def component_from_module(
     largest_bytes: int | None = None,
     cuts_whole: bool = False,
     pattern: str | None = None,
+    shared: Shared = NOTHING_SHARED,
 ) -> Component:
     """Describe a module's parameters and buffers; weights tied across blocks count once, in the rest.
 
-    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`.
+    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. What is borrowed is the owner's.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for tensor_name, parameter in module.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(tensor_name)
+        if id(parameter) not in shared.borrowed:
+            names[id(parameter)].append(tensor_name)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     modules = dict(module.named_modules())
     declared = Declarations(module)
@@ -146,6 +151,7 @@ def component_from_module(
                 other_names=tuple(aliases[1:]),
                 castable=(
                     len(aliases) == 1
+                    and id(parameter) not in shared.lent
                     and not leaves
                     and is_castable(owner, aliases[0].rpartition(".")[2])
                     and not is_adapters(modules, aliases[0])
@@ -154,6 +160,7 @@ def component_from_module(
             )
         )
     paths = dict(module.named_modules(remove_duplicate=False))
+    places = {spec.name: shared.lent[number] for spec in specs if (number := id(parameters[spec.name])) in shared.lent}
     kept_in_rest: set[str] = set()
     while True:  # which weights are shared by two blocks shows only when the blocks are known, which are others then
         component = group_tensors(
@@ -167,7 +174,7 @@ def component_from_module(
             cuts_whole=cuts_whole,
             pattern=pattern,
         )
-        apart = find_apart(component, specs, paths)
+        apart = find_apart(component, specs, paths, places)
         if apart <= kept_in_rest:
             break
         kept_in_rest |= apart
@@ -183,15 +190,22 @@ def component_from_module(
             other_names=tuple(aliases_of[id(buffer)][1:]),
         )
         for name, buffer in module.named_buffers()
+        if id(buffer) not in shared.borrowed
     )
-    return replace(component, buffers=buffers)
+    return replace(component, buffers=buffers, shares=shared.texts)
 
 
-def find_apart(component: Component, specs: Sequence[TensorSpec], paths: Mapping[str, nn.Module]) -> frozenset[str]:
+def find_apart(
+    component: Component,
+    specs: Sequence[TensorSpec],
+    paths: Mapping[str, nn.Module],
+    places: Mapping[str, Sequence[frozenset[nn.Module]]],
+) -> frozenset[str]:
     """Return the weights of blocks that are used elsewhere too: one block may leave while another computes with them.
 
     Args:
         paths: every module by each of its paths: a block that stands in two places is one block.
+        places: the modules around each place of a weight in other components.
     """
     blocks = {paths[block.name] for block in component.blocks}
 
@@ -200,8 +214,12 @@ def find_apart(component: Component, specs: Sequence[TensorSpec], paths: Mapping
         above = (paths[".".join(parts[:end])] for end in range(len(parts)))
         return next((part for part in above if part in blocks), None)
 
-    tied = (spec for spec in specs if spec.other_names)
-    return frozenset(spec.name for spec in tied if len({home(name) for name in (spec.name, *spec.other_names)}) > 1)
+    def homes(spec: TensorSpec) -> set[nn.Module | None]:
+        others = (next(iter(blocks & above), None) for above in places.get(spec.name, ()))
+        return {*map(home, (spec.name, *spec.other_names)), *others}
+
+    tied = (spec for spec in specs if spec.other_names or spec.name in places)
+    return frozenset(spec.name for spec in tied if len(homes(spec)) > 1)
 
 
 def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:

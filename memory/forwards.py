@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ class Forwards:
         acquire: called on the outermost entry; loads the component or raises, and holds a lease for the pass. Returns
             whether the component is still this attachment's.
         give_back: called when the outermost entry is left, also by an exception; perhaps twice.
+        lenders: returns the forwards of the components whose weights this one uses, too ([Note: sharing] in
+            `sharing.py`), in an order that is the same for all.
         compiles: whether the blocks are compiled.
         places_inputs: move what an entry is given to the device of the rest; a host does that itself, and has buffers
             to be filled, or containers to be emptied, where it wants them.
@@ -60,10 +63,16 @@ class Forwards:
         exclusive: Callable[[], AbstractContextManager[None]],
         acquire: Callable[[Pass], bool],
         give_back: Callable[[Pass], None],
+        lenders: Callable[[], Sequence[Forwards]] = tuple,
         compiles: bool = False,
         places_inputs: bool = True,
     ) -> None:
         self.owner = owner
+        self.lenders = lenders
+        self.guests: list[tuple[Forwards, Pass]] = []
+        """The passes of lenders that are open as long as that of this component."""
+        self.host: Forwards | None = None
+        """The component for which a pass of this one is open."""
         self.component = component
         self.shares = shares
         self.hooks = hooks
@@ -106,8 +115,18 @@ class Forwards:
         if self.passes.outermost is not None:
             self.passes.enter(module)
             return True
-        if not self.passes.begin(module, self.acquire, inputs):
-            return False
+        guests: list[tuple[Forwards, Pass]] = []
+        try:
+            for lender in self.lenders():
+                lender.open_for(module, guests)
+            if not self.passes.begin(module, partial(self.acquire_with, guests), inputs):
+                end_guests(guests, completed=False)
+                return False
+        except BaseException:
+            end_guests(guests, completed=False)
+            raise
+        for lender, _ in guests:
+            lender.begin_guest(self)
         self.last_block = self.failed_block = None
         self.ran.clear()
         if len(self.shares) > 1:
@@ -126,6 +145,34 @@ class Forwards:
         for block, processor in self.stores.find():
             states[block].append(processor)
         self.shared_states = states
+
+    def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
+        self.guests = guests  # whatever ends the pass ends these
+        return self.acquire(current)
+
+    def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
+        """Open a pass for the entry of another component that uses weights of this one, unless this thread has one."""
+
+        def note(current: Pass) -> bool:
+            guests.append((self, current))
+            return True
+
+        current = self.passes.here
+        if current is not None and not current.is_on_stack():
+            self.passes.abandon(current)
+        if self.passes.here is None:
+            self.passes.begin(self.passes.root, note, guest_of=module)
+
+    def begin_guest(self, host: Forwards) -> None:
+        """Let the weights be ready for another component's pass; the manager has loaded them."""
+        self.host = host
+        self.last_block = self.failed_block = None
+        self.ran.clear()
+        if len(self.shares) > 1:
+            self.find_shared_states()
+        if self.is_loaded:
+            for share in self.shares:
+                share.begin_pass(is_timed=False)
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a pass."""
@@ -172,9 +219,14 @@ class Forwards:
                 remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
         finally:
             self.stop_saving()
+            self.host = None
             self.leave_devices(current)
             self.hops.forget()
-            self.give_back(current)
+            try:
+                self.give_back(current)
+            finally:
+                guests, self.guests = self.guests, []
+                end_guests(guests, completed=completed)
 
     def forget_parts(self, numbers: Collection[int]) -> None:
         """Let what is inside blocks that have computed be called without us, unless others call it."""
@@ -236,7 +288,9 @@ class Forwards:
     @property
     def here(self) -> torch.device:
         """The device of the tensors that the innermost call has."""
-        return self.calls[-1].visit.device if self.calls else self.home
+        if self.calls:
+            return self.calls[-1].visit.device
+        return self.home if self.host is None else self.host.here
 
     def explain_failure(self) -> None:
         """Put component, block and remedy into an error of tensors on two devices. Torch raises it again."""
@@ -354,7 +408,7 @@ class Forwards:
     def dismiss(self) -> None:
         """Refuse new passes: the module is another attachment's now, or is no longer managed."""
         # They refer to the manager's member and to us: the module would live until the next garbage collection.
-        self.acquire, self.give_back = refuse_entry, forget_pass
+        self.acquire, self.give_back, self.lenders = refuse_entry, forget_pass, tuple
 
     def end(self) -> None:
         """Finish no pass any more: the units are no longer managed."""
@@ -367,6 +421,11 @@ class Forwards:
 
     def __reduce__(self) -> Any:
         raise UnsafeState(f"{self.owner} is managed: release it before pickling its module, or save its state_dict()")
+
+
+def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:
+    for lender, current in reversed(guests):
+        lender.passes.end_guest(current, completed=completed)
 
 
 def refuse_entry(current: Pass) -> bool:

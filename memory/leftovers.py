@@ -35,17 +35,22 @@ brought_home: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
 
 
 class Leftovers:
-    """What forwards leave in one component's module while it is attached."""
+    """What forwards leave in one component's module while it is attached.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        others: the parts of the module that belong to another component.
+    """
+
+    def __init__(self, module: nn.Module, others: Collection[nn.Module] = ()) -> None:
         self.module = module
-        self.early = {id(tensor) for part in module.modules() for *_, tensor in caches_of(part) if is_away(tensor)}
+        self.parts = [part for part in module.modules() if part not in others]
+        self.early = {id(tensor) for part in self.parts for *_, tensor in caches_of(part) if is_away(tensor)}
         """Caches that were on a device before."""
-        self.to_send = [place for part in module.modules() for place in brought_home.pop(part, [])]
+        self.to_send = [place for part in self.parts for place in brought_home.pop(part, [])]
 
     def hook(self) -> Iterator[RemovableHandle]:
         """Let computed weights go behind the forward that they were computed for."""
-        for part in self.module.modules():
+        for part in self.parts:
             for name, weight in computed_weights(part):
                 yield part.register_forward_hook(partial(forget_computed, name, weight), always_call=True)
 
@@ -56,18 +61,28 @@ class Leftovers:
             if holds(holder, key, tensor):
                 holder[key] = tensor.to(device)
 
-    def bring_home(self, slabs: Collection[torch.Tensor]) -> None:
-        """Bring what is left on devices to plain host memory, and what lies in the slabs of weights that are gone."""
+    def bring_home(
+        self,
+        slabs: Collection[torch.Tensor],
+        *,
+        others: Collection[nn.Module] = (),
+        lent: Collection[tuple[nn.Module, str]] = (),
+    ) -> None:
+        """Bring what is left on devices to plain host memory, and what lies in the slabs of weights that are gone.
+
+        Args:
+            others, lent: the parts and places that belong to another component: they stay as they are.
+        """
         addresses = {slab.untyped_storage().data_ptr() for slab in slabs}
 
         def is_left(tensor: torch.Tensor) -> bool:
             return is_away(tensor) or (bool(addresses) and address_of(tensor) in addresses)
 
         with torch.no_grad(), torch.inference_mode(False):
-            for part in self.module.modules():
+            for part in [part for part in self.module.modules() if part not in others]:
                 for slots in (part._parameters, part._buffers):
                     for name, tensor in list(slots.items()):
-                        if tensor is not None and is_left(tensor):
+                        if tensor is not None and (part, name) not in lent and is_left(tensor):
                             slots[name] = at_home(tensor)
                 for holder, key, tensor in list(caches_of(part)):
                     if id(tensor) not in self.early and is_left(tensor):

@@ -47,6 +47,8 @@ class Managed:
         self.plan = plan
         self.pipeline = pipeline
         self.choices = choices
+        self.left_to_others: set[Member] = set()
+        """Those that other handles have, too, and keep: given up by this one."""
         self.parts = None if pipeline is None else Parts(pipeline, self.has_devices)
         self.mark_execution_device()
 
@@ -77,7 +79,7 @@ class Managed:
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""
-        modules = [member.attachment.module for member in self.members]
+        modules = [member.attachment.module for member in self.members if member not in self.left_to_others]
         marked = [module for module in modules if isinstance(vars(module).get("_hf_hook"), ExecutionMark)]
         if self.pipeline is None or not marked:
             return False
@@ -140,8 +142,12 @@ class Managed:
         old = [member for member in before if member.name in new]
         with self.manager.exclusive():
             self.manager.refuse_computing(before)
+            self.manager.refuse_lending([member for member in old if not self.is_others(member)])
             for member in old:
-                self.manager.remove(member)
+                if self.is_others(member):
+                    member.num_holders -= 1
+                else:
+                    self.manager.remove(member)
         added: list[Member] = []
         try:
             added = self.join(new, choices)
@@ -196,6 +202,19 @@ class Managed:
             )
         return self.members[0].attachment.module, args
 
+    def is_others(self, member: Member) -> bool:
+        """Whether another handle has a component, too, and keeps it when this one releases it."""
+        return member in self.left_to_others or member.num_holders > 1
+
+    def leave_to_others(self) -> None:
+        """Give up what other handles have, too. Idempotent."""
+        for member in self.members:
+            if member not in self.left_to_others and member.num_holders > 1:
+                self.left_to_others.add(member)
+                member.num_holders -= 1
+                if self.parts is not None and member.look == self.parts.refuse_new:
+                    member.look = None
+
     def release(self) -> None:
         """Leave every device and hook; the modules have their weights in plain memory. Idempotent.
 
@@ -210,9 +229,12 @@ class Managed:
         if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
             return
         with self.manager.exclusive():
-            self.manager.refuse_computing(self.members)
+            leaving = [member for member in self.members if not self.is_others(member)]
+            self.manager.refuse_computing(leaving)
+            self.manager.refuse_lending(leaving)
+            self.leave_to_others()
             self.unmark_execution_device()
-            for member in self.members:
+            for member in leaving:
                 self.manager.remove(member)
 
     def discard(self) -> None:
@@ -222,10 +244,12 @@ class Managed:
         """
         if sys.is_finalizing():
             return
+        self.leave_to_others()
         self.unmark_execution_device()
         for member in self.members:
-            member.restores = False
-            self.manager.remove(member)
+            if member not in self.left_to_others:
+                member.restores = self.manager.is_lent(member)
+                self.manager.remove(member)
 
     def __enter__(self) -> Managed:
         return self

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakSet
 
 import torch
@@ -26,7 +26,7 @@ from .ledger import Ledger
 from .membership import Member, Watermark, default_watermark
 from .needs import Needs, Size
 from .needs_file import NeedsFile
-from .passes import Pass
+from .passes import Guest, Pass
 from .plan import Plan
 from .policy import EvictionPolicy, LeastRecentlyUsed
 from .report import DeviceReport, Report
@@ -150,6 +150,14 @@ class MemoryManager:
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
 
+    def refuse_lending(self, members: Collection[Member]) -> None:
+        """Refuse to release components while others compute with weights of them (`Roster.refuse_lending`)."""
+        self.roster.refuse_lending(members)
+
+    def is_lent(self, member: Member) -> bool:
+        """Whether other components compute with weights of one."""
+        return any(member in other.lenders for other in list(self.members.values()))
+
     def release_all(self) -> None:
         """Release every component.
 
@@ -158,7 +166,7 @@ class MemoryManager:
         """
         with self.exclusive():
             self.refuse_computing(self.members.values())
-            for member in list(self.members.values()):
+            for member in sorted(self.members.values(), key=lambda member: member.rank, reverse=True):
                 self.remove(member)
 
     # -- leases
@@ -185,7 +193,7 @@ class MemoryManager:
                 self.recorder.sample()
                 self.heal_abandoned(member)
                 if self.is_at_rest(member, holder):
-                    self.bring_up(member, holder.size if isinstance(holder, Pass) else None)
+                    self.bring_up(member, holder.size if is_own_pass(holder) else None)
                 self.recorder.begin_interval(holder)
                 self.recorder.used_by_node(member.id)
             except BaseException:
@@ -233,7 +241,20 @@ class MemoryManager:
             if self.members.get(member.id) is not member or member.attachment is not attachment:
                 return False
             self.acquire(member, current)
+            self.acquire_lenders(member, attachment)
             return True
+
+    def acquire_lenders(self, member: Member, attachment: Attachment) -> None:
+        """Bring up the components whose weights a pass of this one uses; it has its own place by now. As `acquire`."""
+        for lender in member.lenders:
+            if self.members.get(lender.id) is not lender:
+                raise UnsafeState(f"{member.id} has weights of {lender.id}, which was released: release it, too")
+            forwards = lender.attachment.forwards
+            for guest in (guest for host, guest in attachment.forwards.guests if host is forwards):
+                self.acquire(lender, guest)
+                member.allocated_at_entry = lender.allocated_at_entry  # there is less beside its weights than before
+            if not lender.leases:
+                raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
 
     def heal_abandoned(self, newcomer: Member | None) -> None:
         """End passes that interrupts left open: their leases would keep memory that nobody computes with."""
@@ -257,10 +278,12 @@ class MemoryManager:
             if member.attachment.moves is not None:
                 member.attachment.moves.swaps.end()
             needed = self.recorder.end_interval(holder)
+            if isinstance(holder, Guest):  # what was needed meanwhile another component did
+                needed = {}
             for device, num_bytes in needed.items():
                 member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
                 self.recorder.needed_by_node(device, num_bytes)
-            if isinstance(holder, Pass):
+            if is_own_pass(holder):
                 learn_needs(member, self.room, holder, needed)
             if not member.leases:
                 learn_times(member, self.room)
@@ -457,6 +480,11 @@ class MemoryManager:
                 events=list(recorder.events),
                 samples=list(recorder.samples),
             ).to_json()
+
+
+def is_own_pass(holder: object) -> TypeGuard[Pass]:
+    """Whether a component is held for a forward of its own."""
+    return isinstance(holder, Pass) and not isinstance(holder, Guest)
 
 
 def write_needs(needs: Needs, file: NeedsFile) -> None:

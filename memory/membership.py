@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .attachment import Attachment, attached
 from .component import Component
+from .entries import split_owner
 from .errors import InvalidInput, quoted, require
 from .leftovers import address_of, computed_weights
 from .needs import Size
 from .plan import ComponentPlan
 from .profile import OffloadProfile
 from .rivals import find_rival, is_scripted
+from .sharing import Shared, named_tensors
 from .source import WeightsSource
 from .units import GIB, LARGEST_SIZE, MIB, format_bytes
 
@@ -26,6 +28,7 @@ __all__ = [
     "Member",
     "Watermark",
     "default_watermark",
+    "refuse_apart",
     "refuse_shared_split",
     "refuse_unsuitable",
     "unlearned_bytes",
@@ -84,6 +87,14 @@ class Member:
         self.look: Callable[[], None] | None = None
         """Called before it computes; raises where what it is a part of is not what it was."""
         self.patterns: Mapping[str, str] | None = None
+        self.lenders: tuple[Member, ...] = ()
+        """Those whose weights are in its module, too ([Note: sharing] in `sharing.py`), in the order of their ranks."""
+        self.rank = 0
+        """Of several that hold a weight the one with the lowest rank owns it."""
+        self.num_holders = 1
+        """How many calls of `Roster.add` have it."""
+        self.choices: tuple[object, ...] = ()
+        """What the first of them chose for it."""
         self.is_kept = False
         """It leaves a device only when nothing else is left to leave."""
         self.restores = True
@@ -118,12 +129,28 @@ class Member:
 
 
 def refuse_unsuitable(
-    module: nn.Module, component: Component, members: Iterable[Member], source: WeightsSource | None
+    module: nn.Module,
+    component: Component,
+    members: Iterable[Member],
+    source: WeightsSource | None,
+    *,
+    lent: Collection[tuple[nn.Module, str]] = (),
+    borrowers: Collection[Member] = (),
 ) -> None:
-    """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed."""
+    """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed.
+
+    Args:
+        lent: the places of weights that other components own and lend.
+        borrowers: the members to which this one lends.
+    """
     name = component.name
     members = list(members)
-    owners = {id(parameter): other.id for other in members for parameter in other.attachment.module.parameters()}
+    owners = {
+        id(parameter): other.id
+        for other in members
+        if other not in borrowers
+        for parameter in other.attachment.module.parameters()
+    }
     rival = find_rival(module.modules())
     if rival is not None:
         raise InvalidInput(f"{name} has {rival}")
@@ -135,6 +162,8 @@ def refuse_unsuitable(
         for parameter in other.module.parameters()
     }
     for parameter_name, parameter in module.named_parameters():
+        if split_owner(module, parameter_name) in lent:
+            continue
         if id(parameter) in elsewhere:
             raise InvalidInput(
                 f"{name}: {parameter_name!r} is managed already, as {elsewhere[id(parameter)]!r} of another "
@@ -199,3 +228,39 @@ def refuse_shared_split(module: nn.Module, component: Component, plan: Component
             homes.setdefault(id(tensor), set()).add(home or plan.shares[0].device)
             if len(homes[id(tensor)]) > 1:
                 raise InvalidInput(f"{component.name} cannot be split: {name!r} is shared by parts on both devices")
+
+
+def refuse_apart(
+    modules: Mapping[str, nn.Module],
+    parts: Mapping[str, tuple[Component, ComponentPlan]],
+    shared: Mapping[str, Shared],
+) -> None:
+    """Refuse what would use a weight that two components have in common where that is not.
+
+    Args:
+        modules, parts, shared: of all components that have anything in common, by their ids.
+
+    Raises:
+        InvalidInput: they compute on two devices, or a block with such a weight does on another one than its owner.
+    """
+    for name, common in shared.items():
+        component, plan = parts[name]
+        for owner in common.owners:
+            ours, theirs = plan.shares[0].device, parts[owner][1].shares[0].device
+            if ours != theirs:
+                raise InvalidInput(
+                    f"{name} and {owner} share {common.samples[owner]!r}, which can be on one device, not on {ours} "
+                    f"and {theirs}: give both the same placement"
+                )
+        away = {component.blocks[number].name: share.device for share in plan.shares[1:] for number in share.blocks}
+        in_blocks = {tensor.name for block in component.blocks for tensor in block.tensors}
+        for path, tensor in named_tensors(modules[name]) if away else ():
+            block = next((block for block in away if path.startswith(f"{block}.")), None)
+            is_common = id(tensor) in common.borrowed or (id(tensor) in common.lent and path not in in_blocks)
+            if block is not None and is_common:
+                partners = [owner for owner in (common.borrowed.get(id(tensor)),) if owner]
+                partners += [other for other, its in shared.items() if id(tensor) in its.borrowed and other != name]
+                raise InvalidInput(
+                    f"{name} and {partners[0] if partners else 'another component'} share {path!r}, which is on "
+                    f"{plan.shares[0].device}, and block {block} computes on {away[block]}: place {name} on one device"
+                )

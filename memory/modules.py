@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from .machine import Machine
 from .placement import Placement
 from .plan import Plan, plan_components
 from .profile import OffloadProfile, covers
+from .sharing import NOTHING_SHARED, Shared
 from .source import WeightsSource
 from .upcast import Precision
 
@@ -37,6 +39,7 @@ def plan_modules(
     sources: Mapping[str, WeightsSource],
     patterns: Mapping[str, str] | None = None,
     in_file: Collection[str] = (),
+    shared: Mapping[str, Shared] | None = None,
 ) -> tuple[list[Component], Plan]:
     """Return the components that modules are and their plan; moves nothing.
 
@@ -48,6 +51,7 @@ def plan_modules(
         sources: the files of components by name.
         patterns: what a block is, by component, as in `find_blocks`; those are not cut.
         in_file: the components whose weights rest in their file, whatever is on a device now.
+        shared: what components have in common, by name.
     """
     largest_bytes: int | None = None
     cuts_whole = False
@@ -63,7 +67,13 @@ def plan_modules(
             limits = [sys.maxsize, largest_bytes] if num_devices > 1 else [largest_bytes]
             for limit in limits:  # the blocks of a split are not cut unless they are too few
                 component = component_from_module(
-                    module, name=name, kind=kind, largest_bytes=limit, cuts_whole=cuts_whole, pattern=pattern
+                    module,
+                    name=name,
+                    kind=kind,
+                    largest_bytes=limit,
+                    cuts_whole=cuts_whole,
+                    pattern=pattern,
+                    shared=(shared or {}).get(name, NOTHING_SHARED),
                 )
                 if len(component.blocks) >= num_devices:
                     break
@@ -125,7 +135,8 @@ def is_tight(plan: Plan) -> bool:
     return any(share.prefetch_blocks == 0 and len(share.streamed) > 1 for share in shares)
 
 
-def bytes_in_ram(module: nn.Module) -> int:
-    """Return the bytes of a module's weights that are in host memory now."""
-    weights = {id(weight): weight for weight in module.parameters() if weight.device.type == "cpu"}
+def bytes_in_ram(modules: Iterable[nn.Module]) -> int:
+    """Return the bytes of modules' weights that are in host memory now."""
+    found = itertools.chain.from_iterable(module.parameters() for module in modules)
+    weights = {id(weight): weight for weight in found if weight.device.type == "cpu"}
     return sum(leaf.numel() * leaf.element_size() for weight in weights.values() for leaf in leaves_of(weight))

@@ -25,7 +25,7 @@ from torch import nn
 from .errors import UnsafeState
 from .needs import input_size
 
-__all__ = ["Pass", "Passes"]
+__all__ = ["Guest", "Pass", "Passes"]
 
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # How often a waiting thread looks whether the pass that it waits for was abandoned.
@@ -51,6 +51,8 @@ class Pass:
         """What ended it, while it is finished."""
         self.is_completed = False
         """Whether it came to its end."""
+        self.running = module
+        """What is called as long as it is open."""
 
     def is_here(self) -> bool:
         """Whether it is a pass of this thread."""
@@ -68,13 +70,23 @@ class Pass:
 
     def is_on_stack(self) -> bool:
         """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
+        running = self.running
         frame = sys._current_frames().get(self.thread_id)
         while frame is not None:
             # Looking at a frame's variables keeps them alive, so at no others.
-            if frame.f_code is CALL_OF_A_MODULE and frame.f_locals.get("self") is self.outermost:
+            if frame.f_code is CALL_OF_A_MODULE and frame.f_locals.get("self") is running:
                 return True
             frame = frame.f_back
         return False
+
+
+class Guest(Pass):
+    """A pass that another component's holds open, whose forward uses weights of this one ([Note: sharing])."""
+
+    def __init__(self, root: nn.Module, running: nn.Module) -> None:
+        super().__init__(root)
+        self.running = running
+        self.entered = [running]  # the root is nested in it like all else
 
 
 class Hold(Pass):
@@ -126,10 +138,20 @@ class Passes:
         current = self.here
         return len(current.entered) if current is not None else 0
 
-    def begin(self, module: nn.Module, acquire: Callable[[Pass], bool], inputs: Any = ()) -> bool:
+    def begin(
+        self,
+        module: nn.Module,
+        acquire: Callable[[Pass], bool],
+        inputs: Any = (),
+        *,
+        guest_of: nn.Module | None = None,
+    ) -> bool:
         """Wait until no pass is open, then open one and call what has to hold for it.
 
         Returns whether that agreed; if not, or if it raises, no pass is open.
+
+        Args:
+            guest_of: the entry of another component for which this one is to be there (`Guest`).
 
         Raises:
             UnsafeState: what is open belongs to a forward that waits for other threads, so probably for this one.
@@ -139,7 +161,7 @@ class Passes:
         while True:
             with self.changed:
                 if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
-                    self.open = mine = Pass(module, size)
+                    self.open = mine = Pass(module, size) if guest_of is None else Guest(module, guest_of)
                     break
             self.heal_abandoned()
             current = self.open
@@ -225,6 +247,13 @@ class Passes:
                 current.error = current.handled = None  # their frames may hold tensors
             self.close(current)
 
+    def end_guest(self, current: Pass, *, completed: bool) -> None:
+        """End a pass that another component's has held open, which is over. Idempotent."""
+        if self.open is current:
+            current.is_completed = completed
+            self.finish(current, completed)
+            self.close(current)
+
     def close(self, current: Pass) -> None:
         with self.changed:
             if self.open is current:
@@ -257,7 +286,10 @@ class Passes:
         current = self.here
         if current is None:
             return
-        if module is self.root or module is None or current.outermost is not self.root:
+        is_guest = isinstance(current, Guest)
+        if is_guest and module is not None and current.is_on_stack():
+            del current.entered[1:]
+        elif is_guest or module is self.root or module is None or current.outermost is not self.root:
             self.abandon(current)
         else:
             del current.entered[1:]

@@ -253,7 +253,7 @@ def draft(
     component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
 ) -> tuple[Masters, Sequence[DeviceShare], list[str]]:
     """Return what is known before tiers and shares are: form and devices, with their reasons."""
-    reasons: list[str] = []
+    reasons: list[str] = [*component.shares]
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
     by_profile = precision is None and wants_eight_bits(component, profile)

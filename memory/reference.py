@@ -67,6 +67,8 @@ class Reference:
         """The outermost call, where arguments of it were elsewhere."""
         self.handled: BaseException | None = None
         """What the caller of the outermost call was handling: nothing that was raised in it."""
+        self.lenders: list[Reference] = []
+        """Those of the components that own some of the module's weights: those are there while it computes."""
         self.gate = Gate()
         self.hold = Hold(self.module)
         self.plan: ComponentPlan | None = None
@@ -148,6 +150,10 @@ class Reference:
         if self.depth > 1:
             return None
         self.handled = sys.exc_info()[1]
+        for lender in self.lenders:
+            lender.depth += 1
+            if lender.depth == 1:
+                lender.bring()
         self.bring()
         self.visit = self.hops.visit((args, kwargs), self.device.torch_device, source=None, target=None)
         return None if self.visit is None else self.visit.lent.value
@@ -162,6 +168,10 @@ class Reference:
         if self.visit is not None and not failed:
             output = self.visit.end(output)
         self.leave()
+        for lender in self.lenders:
+            lender.depth -= 1
+            if not lender.depth:
+                lender.leave()
         return output
 
     def before_part(self, number: int, module: nn.Module, args: Any) -> None:

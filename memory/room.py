@@ -116,6 +116,20 @@ class Room:
             self.device_digests[device] = digest_device(self.devices[device])
         return digest, self.device_digests[device]
 
+    def kept_for_sharing(self, member: Member | None, device: str) -> int:
+        """Return what a member leaves to those that compute with it: the least of its lenders, the needs of borrowers.
+
+        A borrower comes to its device before its lenders do ([Note: sharing] in `sharing.py`).
+        """
+        if member is None or self.devices[device].is_cpu:
+            return 0
+        num_bytes = sum(computable(lender, {device: 0})[device] for lender in member.lenders if not lender.leases)
+        for other in self.members.values():
+            if member in other.lenders and other.leases:
+                shares = other.attachment.plan.shares
+                num_bytes += sum(max(0, share.keeps_bytes) for share in shares if share.device == device)
+        return num_bytes
+
     def needed(self, member: Member, device: str, size: Size | None = None) -> KeptFree | None:
         """Return what is known of the needs of a member's forwards, of one size or of those that it had last."""
         if device in member.short_on:
@@ -195,7 +209,7 @@ class Room:
             own = self.ledger.held(member.id, device.name) if member else 0
             if in_pass and member is not None:
                 own += max(0, device.allocated_bytes() - member.allocated_at_entry.get(device.name, 0))
-            available = device.free_bytes() + own + others - low
+            available = device.free_bytes() + own + others - low - self.kept_for_sharing(member, device.name)
             capacities.append(
                 DeviceCapacity(
                     name=device.name,

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import nn
 
 from .attachment import Attachment, Phase
-from .component import Component
+from .component import Component, guess_kind
 from .errors import InvalidInput, UnsafeState, allowed_values, quoted
-from .membership import Member, refuse_odd, refuse_shared_split, refuse_unsuitable
+from .membership import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
 from .packing import Ending
 from .passes import Pass
-from .placement import Placement
+from .placement import DeviceShare, Placement, PlacementItem
 from .plan import ComponentPlan, Plan
 from .profile import OffloadProfile
 from .room import Room
+from .sharing import NOTHING_SHARED, Shared, find_shared
 from .source import WeightsSource
 from .upcast import Precision
 
@@ -52,6 +53,7 @@ class Roster:
         self.enter = enter
         self.give_back = give_back
         self.show_progress = show_progress
+        self.ranks = itertools.count()
         self.moved_by_released = 0
         """Bytes of weights that those who left had copied to devices."""
 
@@ -83,37 +85,164 @@ class Roster:
                 raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
         for component_name, module in modules.items():
             refuse_odd(component_name, module)
+        kinds = {component: (kinds or {}).get(component) or guess_kind(component) for component in modules}
+        choices = {
+            component: choices_of(placement.item_for(component, kind), profile, precision)
+            for component, kind in kinds.items()
+        }
+        found = {} if is_hosted else self.find_managed(modules)
+        for component, member in found.items():
+            if member.choices != choices[component]:
+                raise InvalidInput(
+                    f"{component} is managed already, with other choices, as {member.id!r}: choose the same, "
+                    "reprofile() the first, or release that"
+                )
+        new = {component: module for component, module in modules.items() if component not in found}
+        prefix = f"{self.free_name(name)}/" if name else ""
+        ids = {component: self.free_name(prefix + component) for component in new}
+        # What several have in common the model owns that the others are for; its kind comes first.
+        ranked = sorted(new, key=lambda component: kinds[component] != "diffusion")
+        shared = {} if is_hosted else self.find_shared({ids[component]: new[component] for component in ranked})
+        common = {component: shared[ids[component]] for component in new if ids[component] in shared}
         components, plan = plan_modules(
-            modules,
-            self.room.machine(None, freed_bytes=sum(map(bytes_in_ram, modules.values())), is_hosted=is_hosted),
-            placement=placement,
+            new,
+            self.room.machine(None, freed_bytes=bytes_in_ram(new.values()), is_hosted=is_hosted),
+            placement=self.keep_together(placement, kinds, ids, shared),
             profile=profile,
             precision=precision,
-            kinds=kinds or {},
+            kinds=kinds,
             sources=sources or {},
             patterns=patterns,
+            shared=common,
         )
-        prefix = f"{self.free_name(name)}/" if name else ""
+        self.refuse_apart(shared, {ids[part.name]: (new[part.name], part, plan[part.name]) for part in components})
         workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
-        members: list[Member] = []
+        members: dict[str, Member] = {}
         call = object()
-        for component, module in zip(components, modules.values(), strict=True):
-            member_id = self.free_name(prefix + component.name)
-            member = Member(member_id, component.name, node_id, workflow_id, profile)
-            member.call = call
-            member.is_hosted = is_hosted
-            member.patterns = patterns
-            members.append(member)
-            self.prepare(member, module, component, plan[component.name], (sources or {}).get(component.name))
+        described = {component.name: component for component in components}
         try:
-            for member in members:
-                self.attach(member)
+            for component in ranked:
+                member = Member(ids[component], component, node_id, workflow_id, profile)
+                member.call = call
+                member.is_hosted = is_hosted
+                member.patterns = patterns
+                member.rank = next(self.ranks)
+                member.choices = choices[component]
+                own = common.get(component, NOTHING_SHARED)
+                by_id = self.members | {other.id: other for other in members.values()}
+                member.lenders = tuple(by_id[owner] for owner in own.owners)
+                members[component] = member
+                source = (sources or {}).get(component)
+                self.prepare(member, new[component], described[component], plan[component], source)
+            for component in ranked:
+                self.attach(members[component])
         except BaseException:
-            for member in members:
-                self.detach(member, Ending.TAKEN_BACK)
+            for component in reversed(ranked):
+                if component in members:
+                    self.detach(members[component], Ending.TAKEN_BACK)
+                    self.take_back(members[component], new[component])
             raise
+        for member in found.values():
+            member.num_holders += 1
         self.room.epoch += 1
-        return members, plan
+        everyone = {**found, **members}
+        plans = [found[c].attachment.plan if c in found else plan[c] for c in modules]
+        return [everyone[component] for component in modules], Plan(components=tuple(plans), profile=profile)
+
+    # -- what several components have in common ([Note: sharing] in `sharing.py`)
+
+    def find_managed(self, modules: Mapping[str, nn.Module]) -> dict[str, Member]:
+        """Return the members that these very modules are, by their names here."""
+        by_module = {id(m.attachment.module): m for m in self.members.values() if not m.is_hosted}
+        return {name: by_module[id(module)] for name, module in modules.items() if id(module) in by_module}
+
+    def find_shared(self, new: Mapping[str, nn.Module]) -> dict[str, Shared]:
+        """Return what components have in common, by id, those to come among them; who was here first owns it."""
+        known = sorted((m for m in self.members.values() if not m.is_hosted), key=lambda member: member.rank)
+        same = {
+            id(tensor): id(entry.held)
+            for member in known
+            for unit in member.attachment.units
+            for tensors in (unit.masters, unit.placed)
+            for entry, tensor in zip(unit.entries, tensors, strict=False)
+            if entry.owners
+        }
+        found = find_shared({m.id: m.attachment.module for m in known if m.id not in new} | dict(new), same)
+        inside = {id(part): m for m in known for part in m.attachment.module.modules() if m.id not in new}
+        for name, module in new.items():
+            owner = inside.get(id(module))
+            if owner is not None:
+                raise InvalidInput(f"{name} is managed already, inside {owner.id!r}; release that first")
+        return found
+
+    def keep_together(
+        self,
+        placement: Placement,
+        kinds: Mapping[str, str],
+        ids: Mapping[str, str],
+        shared: Mapping[str, Shared],
+    ) -> Placement:
+        """Return a placement in which components that are placed by ``auto`` follow those that they share weights with.
+
+        Args:
+            ids: those of the components to be placed, by name.
+        """
+        named = {component_id: name for name, component_id in ids.items()}
+
+        def home(component_id: str) -> str | None:
+            if component_id not in named:
+                return self.members[component_id].attachment.plan.shares[0].device
+            name = named[component_id]
+            devices = placement.item_for(name, kinds[name]).devices
+            return devices[0].device if devices else None
+
+        items = list(placement.items)
+        for name, component_id in ids.items():
+            item = placement.item_for(name, kinds[name])
+            if item.devices or component_id not in shared:
+                continue
+            borrowers = [other for other, its in shared.items() if component_id in its.owners]
+            homes = [home(other) for other in (*shared[component_id].owners, *borrowers)]
+            device = next((device for device in homes if device is not None), None)
+            if device is not None:
+                items = [other for other in items if other.component != name]
+                items.append(PlacementItem(component=name, devices=(DeviceShare(device=device),), tier=item.tier))
+        return Placement(items=tuple(items))
+
+    def refuse_apart(
+        self, shared: Mapping[str, Shared], new: Mapping[str, tuple[nn.Module, Component, ComponentPlan]]
+    ) -> None:
+        """Refuse plans under which weights in common would not be where they are used. Raises `InvalidInput`."""
+        modules: dict[str, nn.Module] = {}
+        parts: dict[str, tuple[Component, ComponentPlan]] = {}
+        for name, common in shared.items():
+            if name in new:
+                modules[name], parts[name] = new[name][0], new[name][1:]
+                continue
+            attachment = self.members[name].attachment
+            modules[name], parts[name] = attachment.module, (attachment.component, attachment.plan)
+            for unit in attachment.units if common.lent else ():
+                block = attachment.module.get_submodule(unit.name) if unit.name else None
+                for entry in unit.entries if block is not None else ():
+                    if any(block not in above for above in common.lent.get(id(entry.held), ())):
+                        raise InvalidInput(
+                            f"{name} lends {entry.spec.name!r}, which is in its block {unit.name}, to a component that "
+                            "uses it elsewhere: release it, and manage both in one call"
+                        )
+        refuse_apart(modules, parts, shared)
+
+    def take_back(self, member: Member, module: nn.Module) -> None:
+        """Leave a borrower's module alone: it keeps what rests of the weights in common."""
+        for lender in member.lenders:
+            if self.members.get(lender.id) is lender:
+                lender.attachment.take_back_from(module)
+
+    def refuse_lending(self, members: Collection[Member]) -> None:
+        """Refuse to release components while others compute with weights of them. Raises `UnsafeState`."""
+        for other in self.members.values():
+            for lender in other.lenders:
+                if lender in members and other not in members and self.members.get(lender.id) is lender:
+                    raise UnsafeState(f"{other.id} borrows weights of {lender.id}; release that first")
 
     def replace(
         self,
@@ -134,9 +263,14 @@ class Roster:
         busy = [member.id for member in members if member.leases]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
+        members = sorted(members, key=lambda member: member.rank)
+        ids = {member.name: member.id for member in members}
         modules = {member.name: member.attachment.module for member in members}
+        hosted = any(member.is_hosted for member in members)
+        shared = {} if hosted else self.find_shared({})
         sources = {m.name: m.attachment.source for m in members if m.attachment.source is not None}
         kinds = {member.name: member.attachment.component.kind for member in members}
+        asked, placement = placement, self.keep_together(placement, kinds, ids, shared)
         locked = sum(member.attachment.packing.host_bytes["pinned"] for member in members)
         components, plan = plan_modules(
             modules,
@@ -148,12 +282,19 @@ class Roster:
             sources=sources,
             patterns=next((member.patterns for member in members), None),
             in_file=[member.name for member in members if member.attachment.plan.tier == "disk"],
+            shared={member.name: shared[member.id] for member in members if member.id in shared},
         )
+        if shared:
+            self.refuse_apart(
+                shared, {ids[part.name]: (modules[part.name], part, plan[part.name]) for part in components}
+            )
         before = [(member, member.attachment, member.profile) for member in members]
         try:
             for member, component in zip(members, components, strict=True):
                 self.detach(member, Ending.HANDED_OVER)
                 self.give(member, profile)
+                item = asked.item_for(member.name, kinds[member.name])
+                member.choices = choices_of(item, profile, precision)
                 new = component, plan[component.name], sources.get(component.name)
                 self.prepare(member, modules[member.name], *new, after=member.attachment)
                 self.attach(member)
@@ -193,8 +334,6 @@ class Roster:
         after: Attachment | None = None,
     ) -> None:
         """Build a component's attachment, in place of another, and refuse what cannot be attached; changes nothing."""
-        if not member.is_hosted:
-            refuse_unsuitable(module, component, self.members.values(), source)
         refuse_shared_split(module, component, plan)
         attachment = Attachment(
             member.id,
@@ -206,20 +345,36 @@ class Roster:
             exclusive=self.exclusive,
             acquire=lambda current: self.enter(member, attachment, current),
             give_back=lambda current: self.give_back(member, current),
+            lenders=lambda: [other.attachment for other in member.lenders if self.members.get(other.id) is other],
             guards_state=not member.is_hosted,
             source=source,
             compiles=member.profile.compile,
             after=after,
             tell_read=partial(self.note_read, member.id),
         )
+        for lender in member.lenders:
+            lender.attachment.lend_to(module)
+        for other in self.members.values():
+            if member in other.lenders:
+                attachment.lend_to(other.attachment.module)
+        if not member.is_hosted:
+            self.refuse_unsuitable(member, module, component, source)
         member.attachment = attachment
         attachment.packing.measure()
+
+    def refuse_unsuitable(
+        self, member: Member, module: nn.Module, component: Component, source: WeightsSource | None
+    ) -> None:
+        units = [unit for lender in member.lenders for unit in lender.attachment.units]
+        lent = {place for unit in units for entry in unit.entries for place in entry.owners}
+        borrowers = [other for other in self.members.values() if member in other.lenders]
+        refuse_unsuitable(module, component, self.members.values(), source, lent=lent, borrowers=borrowers)
 
     def attach(self, member: Member, *, tells: bool = True) -> None:
         """Pack and hook a component that was prepared; ``tells`` those who watch loadings."""
         attachment, plan = member.attachment, member.attachment.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
-            refuse_unsuitable(attachment.module, attachment.component, self.members.values(), attachment.source)
+            self.refuse_unsuitable(member, attachment.module, attachment.component, attachment.source)
         try:
             attachment.attach(self.show_progress(member, attachment.packing.to_pack()) if tells else None)
             self.members[member.id] = member
@@ -258,6 +413,7 @@ class Roster:
             member.attachment.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
         except InvalidInput as problem:  # of a file: all else is done
             error = problem
+        self.take_back(member, member.attachment.module)
         del self.members[member.id]  # last: interrupted before, it can be released again
         self.moved_by_released += member.attachment.bytes_moved
         for place, num_bytes in freed.items():
@@ -266,3 +422,8 @@ class Roster:
         if error is not None:
             raise error
         assert not self.ledger.places(member.id), self.ledger.places(member.id)
+
+
+def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> tuple[object, ...]:
+    """Return what was chosen for one component, to be compared with what another call chooses."""
+    return item.devices, item.tier, profile, precision

@@ -52,6 +52,7 @@ def verify(
         UnsafeState, DoesNotFit, torch.OutOfMemoryError: the managed call was refused.
         Exception: what the call raises in both ways.
     """
+    members = list(dict.fromkeys([*members, *(lender for member in members for lender in member.lenders)]))
     refuse_unfit(members)
     modules = [member.attachment.module for member in members]
     places = find_places(members)
@@ -90,6 +91,8 @@ def verify(
         ]
         for by_blocks in (False, True):
             references[:] = [Reference(manager, member, by_blocks=by_blocks) for member in members]
+            for one in references:
+                one.lenders = [other for other in references if other.member in one.member.lenders]
             recorders.append(Recording(places, room_bytes=room_bytes))
             try:
                 with ExitStack() as stack:

@@ -9,7 +9,7 @@ import torch
 
 from highwater.tests.compat.flux import flux2_vae
 from highwater.tests.compat.images import z_image
-from highwater.tests.compat.more_images import SHARED, bria_fibo
+from highwater.tests.compat.more_images import bria_fibo
 from highwater.tests.compat.parts import (
     WIDTH,
     fill_zeros,
@@ -28,7 +28,7 @@ SQUARE = {"height": 32, "width": 32, **IMAGE}
 SHORT = {"max_sequence_length": 16, **SQUARE}
 
 
-@recipe("ZImageControlNetInpaintPipeline", limit=SHARED, lora=TO_QKV, guides=("controlnet",), image=image,
+@recipe("ZImageControlNetInpaintPipeline", lora=TO_QKV, guides=("controlnet",), image=image,
         mask_image=mask, control_image=image, guidance_scale=3.0, **SHORT)  # fmt: skip
 def z_image_controlnet_inpaint() -> dict[str, Any]:
     guide = diffusers.ZImageControlNetModel(

@@ -15,7 +15,6 @@ from highwater.tests.compat.unets_control import guide_sizes
 
 FRAMES = {"num_frames": 2, **SIZE, **IMAGE}
 GUIDED = {"lora": TO_LAYERS, "guides": ("controlnet",)}
-SHARED = "its UNet and its motion adapter have one weight between them, and two components cannot: refused in a line"
 
 
 def film_of_32() -> list[Any]:
@@ -67,7 +66,7 @@ def animate_diff_xl() -> dict[str, Any]:
     return stable_diffusion_xl() | {"motion_adapter": motion(use_motion_mid_block=False)}
 
 
-@recipe("PIAPipeline", limit=SHARED, lora=TO_LAYERS, image=image, **FRAMES)
+@recipe("PIAPipeline", lora=TO_LAYERS, image=image, **FRAMES)
 def pia() -> dict[str, Any]:
     return animate_diff() | {"motion_adapter": motion(conv_in_channels=9)}
 

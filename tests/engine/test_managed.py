@@ -288,8 +288,10 @@ def test_a_module_is_managed_once_and_release_is_idempotent(toys, machine) -> No
     with machine(8) as manager:
         net = toys.build_net()
         managed = manage(net, manager=manager)
-        with pytest.raises(InvalidInput, match="managed already"):
-            manage(net, manager=manager)
+        with pytest.raises(InvalidInput, match="managed already, with other choices"):
+            manage(net, profile="1GiB", manager=manager)
+        with pytest.raises(InvalidInput, match="managed already, inside 'model'"):
+            manage(net.singles[0], manager=manager)
         managed.release()
         managed.release()
         manage(net, manager=manager).release()

@@ -237,17 +237,18 @@ def test_unsuitable_modules_are_refused_in_one_line(toys, machine) -> None:
         on_device = toys.build_net().to("sim:0")
         hooked = toys.build_net()
         hooked._hf_hook = object()
-        first, second = toys.build_net(), toys.build_net()
-        second.embed = first.embed
+        other_manager, elsewhere = MemoryManager(), toys.build_net()
+        kept = manage(elsewhere.doubles, manager=other_manager)
         for target, words in [
             (on_device, "is on sim:0; allowed: cpu"),
             (torch.nn.Linear(2, 2, device="meta"), "is on meta; allowed: cpu"),
             (hooked, "accelerate's hooks"),
-            ({"a": first, "b": second}, "managed already, by 'a'"),
+            (elsewhere, "managed already, as 'model' of another MemoryManager"),
         ]:
             with pytest.raises(InvalidInput, match=words):
                 manage(target, manager=manager)
             assert manager.members == {}
+        kept.release()
         del on_device
 
 
