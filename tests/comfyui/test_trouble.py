@@ -205,9 +205,18 @@ def test_a_file_that_holds_something_else_is_named_in_one_line(
     assert second.lstrip().startswith("File ")  # the traceback: the message has one line
 
 
-@pytest.mark.parametrize("damage", ["truncated", "no header", "another model"])
+@pytest.mark.parametrize(
+    ("damage", "suffix"),
+    [
+        ("truncated", "safetensors"),
+        ("truncated", "SafeTensors"),
+        ("no header", "safetensors"),
+        ("no header", "SFT"),
+        ("another model", "safetensors"),
+    ],
+)
 def test_a_file_that_cannot_be_loaded_stops_its_node_only(
-    gpu_host: HostProcess, damage: str, reference: Callable, ours: Callable
+    gpu_host: HostProcess, damage: str, suffix: str, reference: Callable, ours: Callable
 ) -> None:
     folder = gpu_host.base / "models" / "diffusion_models"
     good = (folder / "tiny_flux.safetensors").read_bytes()
@@ -216,12 +225,13 @@ def test_a_file_that_cannot_be_loaded_stops_its_node_only(
         "no header": b"\xff" * 64,
         "another model": (gpu_host.base / "models" / "vae" / "tiny_vae.safetensors").read_bytes(),
     }[damage]
-    (folder / f"{damage}.safetensors").write_bytes(content)
+    (folder / f"{damage}.{suffix}").write_bytes(content)
     gpu_host.forget()
-    result = gpu_host.run(prompt_with(unet_name=f"{damage}.safetensors").nodes)
-    (folder / f"{damage}.safetensors").unlink()
+    result = gpu_host.run(prompt_with(unet_name=f"{damage}.{suffix}").nodes)
+    (folder / f"{damage}.{suffix}").unlink()
     assert result.outcome == "error"
-    assert f"{damage}.safetensors" in result.error.splitlines()[0]
+    assert f"{damage}.{suffix}" in result.error.splitlines()[0]
+    assert ("that ComfyUI knows" in result.error) == (damage == "another model")  # else its header was read first
     assert gpu_host.part("components") == []
     assert [device["used_bytes"] for device in gpu_host.ask_devices("read")["devices"]] == [0, 0]
     for name, tensor in reference(gpu_host, "plain").items():
