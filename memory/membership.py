@@ -53,11 +53,12 @@ class Watermark:
 
 
 def unlearned_bytes(total_bytes: int) -> int:
-    """Return what is kept free of a device for forwards of which nothing is known: 15% of it, at most 4 GiB.
+    """Return what is kept free of a device for forwards of which nothing is known: 15% of it, 512 MiB to 4 GiB.
 
-    From 3.4 GiB on that is more than the default watermark's 512 MiB; a smaller device gives no more than this part.
+    A device below 1 GiB, which only simulated ones are, gives 15%: half a GiB would leave nothing for weights.
     """
-    return min(total_bytes * 3 // 20, 4 * GIB)
+    least_bytes = GIB // 2 if total_bytes >= GIB else 0
+    return min(max(total_bytes * 3 // 20, least_bytes), 4 * GIB)
 
 
 def default_watermark(total_bytes: int) -> Watermark:

@@ -558,8 +558,8 @@ def test_a_need_that_is_met_no_more_decays(machine) -> None:
 
 @pytest.mark.parametrize(
     ("total", "kept"),
-    [(64 * MIB, 64 * MIB * 15 // 100), (2 * GIB, 2 * GIB * 15 // 100), (8 * GIB, 8 * GIB * 15 // 100),
-     (24 * GIB, 24 * GIB * 15 // 100), (80 * GIB, 4 * GIB)],
+    [(64 * MIB, 64 * MIB * 15 // 100), (GIB - 1, (GIB - 1) * 15 // 100), (GIB, GIB // 2), (2 * GIB, GIB // 2),
+     (3 * GIB, GIB // 2), (4 * GIB, 4 * GIB * 15 // 100), (24 * GIB, 24 * GIB * 15 // 100), (80 * GIB, 4 * GIB)],
 )  # fmt: skip
 def test_before_anything_is_known_a_part_of_the_device_stays_free(total: int, kept: int) -> None:
     assert unlearned_bytes(total) == kept
