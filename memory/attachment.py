@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from .rivals import find_rival
 from .share import Share
 from .source import WeightsSource
 from .state import StateGuard
+from .watched import Asked
 
 __all__ = ["Attachment", "Phase", "refuse_managed"]
 
@@ -117,6 +118,8 @@ class Attachment:
             compiles=compiles,
             places_inputs=guards_state,
         )
+        for unit in self.units if guards_state else ():
+            unit.asked = answer_of(self.forwards)
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
@@ -618,6 +621,17 @@ class Attachment:
         self.bring_strangers_home()
         self.forwards.is_loaded = False
         return sum(share.unload() for share in self.shares)
+
+
+def answer_of(forwards: Forwards) -> Asked:
+    """Return what the weights of a component answer; holds its forwards weakly, for its weights hold the answer."""
+    alive = ref(forwards)
+
+    def answer() -> torch.device | None:
+        asked = alive()
+        return asked.flows_on() if asked is not None else None
+
+    return answer
 
 
 def refuse_managed(module: nn.Module) -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from .entries import Entry
 from .errors import InvalidInput
 from .upcast import find_scale, quantize_fp8, upcast_into
+from .watched import answer_device
 
 __all__ = ["EightBitWeight", "EightBits", "stored_leaf"]
 
@@ -153,6 +154,10 @@ class EightBitWeight(torch.Tensor):
         return inner["leaf"]
 
     @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return answer_device(self)
+
+    @property
     def leaf(self) -> torch.Tensor:
         return self.bits.leaf
 
@@ -171,7 +176,7 @@ class EightBitWeight(torch.Tensor):
             self.bits.asked_dtype = value.dtype
             self.bits.opened.append(self.bits)
         with torch.no_grad():
-            given = value.detach().to(self.device, self.dtype)
+            given = value.detach().to(self.leaf.device, self.dtype)
             if not torch.equal(given, self.bits.current()):  # else it was moved
                 self.copy_(given)
 

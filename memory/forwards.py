@@ -134,6 +134,8 @@ class Forwards:
         if self.is_loaded:
             for share in self.shares:
                 share.begin_pass(is_timed=self.is_timed)
+            if self.passes.open is not None:
+                self.passes.open.is_under_way = True
         return True
 
     def find_shared_states(self) -> None:
@@ -209,6 +211,7 @@ class Forwards:
         return output is None and current is not None and sys.exc_info()[1] is not current.handled
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
+        current.is_under_way = False
         try:
             self.in_parts.clear()
             for share in self.shares:
@@ -291,6 +294,11 @@ class Forwards:
         if self.calls:
             return self.calls[-1].visit.device
         return self.home if self.host is None else self.host.here
+
+    def flows_on(self) -> torch.device | None:
+        """Return the device of what flows in a forward of this thread that is under way; None outside of one."""
+        current = self.passes.here
+        return self.here if current is not None and current.is_under_way and current.is_on_stack() else None
 
     def explain_failure(self) -> None:
         """Put component, block and remedy into an error of tensors on two devices. Torch raises it again."""

@@ -171,6 +171,7 @@ class Packing:
             return
         bring_home(entries)
         unit = Unit(bundle.name, entries, cast=frozenset())
+        unit.asked = bundle.own.asked
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in
             taken["host"] = unit.slab_bytes

@@ -47,6 +47,8 @@ class Pass:
         """What it was entered with, as `input_size` says it."""
         self.handled = sys.exc_info()[1]
         """What the caller was handling when the pass began: nothing that was raised in it."""
+        self.is_under_way = False
+        """Whether all is in place for the forward, and it is not over yet."""
         self.error: BaseException | None = None
         """What ended it, while it is finished."""
         self.is_completed = False

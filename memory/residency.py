@@ -20,7 +20,7 @@ from .masters import FileMaster, HostMaster
 from .source import WeightsSource
 from .transfer import Bounce, CopyStream, Form, SlabLayout
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
-from .watched import unwatch, watch
+from .watched import Asked, unwatch, watch
 
 __all__ = ["BlockState", "Unit"]
 
@@ -50,6 +50,8 @@ class Unit:
         self.entries = list(entries)
         self.cast_names = cast & {entry.spec.name for entry in entries}
         self.shows_wide = shows_wide
+        self.asked: Asked | None = None
+        """What its weights at rest answer with when they are asked for their device."""
         self.opened: list[EightBits] = []
         """Weights in eight bits of which others got views, or that were to be converted."""
         self.originals: dict[str, torch.Tensor] = {}
@@ -167,7 +169,7 @@ class Unit:
                 self.originals[entry.spec.name] = master
                 master = self.show(entry, views[0])
                 entry.hold(master)
-            self.masters.append(watch(master))
+            self.masters.append(watch(master, self.asked))
         if progress is not None and copied_bytes:
             progress(copied_bytes)
         if to_read:
@@ -183,6 +185,7 @@ class Unit:
         """Return what the module holds at rest for eight-bit values."""
         weight = EightBitWeight(EightBits(leaf, entry, self.wide_dtypes[entry.spec.name], self.opened))
         weight._is_param = True
+        vars(weight)["asked"] = self.asked
         return weight
 
     def settle(self) -> torch.dtype | None:
@@ -231,7 +234,7 @@ class Unit:
 
     def watch(self, entry: Entry, master: torch.Tensor) -> torch.Tensor:
         """Watch what the module holds at rest for a weight; returns it."""
-        return watch(master, Bringer(self, entry)) if master.is_meta else watch(master)
+        return watch(master, self.asked, bring=Bringer(self, entry) if master.is_meta else None)
 
     def read_into_memory(self) -> None:
         """Let the weights rest in host memory from now on, which are in their file. The caller ended passes and copies.
@@ -251,7 +254,7 @@ class Unit:
         assert isinstance(self.master, FileMaster)
         kept_bytes = self.master.kept_bytes
         with torch.inference_mode(False):
-            self.master, self.masters = HostMaster(slab), [watch(view) for view in self.resting_views(slab)]
+            self.master, self.masters = HostMaster(slab), [watch(view, self.asked) for view in self.resting_views(slab)]
         self.charge_host(self.slab_bytes - kept_bytes)
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:

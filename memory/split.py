@@ -25,6 +25,7 @@ import torch
 
 from .containers import Lent, find_tensors, replace_tensors
 from .shared_states import exchange, tensors_of
+from .watched import device_of
 
 __all__ = ["Hops", "Visit"]
 
@@ -101,7 +102,11 @@ class Hops:
         found = [
             tensor
             for tensor in given
-            if (tensor.device == source if source is not None else tensor.device != device and not tensor.is_meta)
+            if (
+                device_of(tensor) == source
+                if source is not None
+                else device_of(tensor) != device and not tensor.is_meta
+            )
         ]
         if not found and target is None:
             return None
@@ -213,7 +218,7 @@ class Visit:
         """Bring tensors home that are on the callee's device; returns all that were, by the ids of the callee's."""
         strangers = []
         for tensor in tensors:
-            if tensor.device == self.device and id(tensor) not in self.brought:
+            if device_of(tensor) == self.device and id(tensor) not in self.brought:
                 own = self.own(tensor)
                 if own is not None:
                     self.brought[id(tensor)] = tensor, own

@@ -10,6 +10,10 @@ and is an `nn.Parameter` again when the module is released.
 [Note: absent] A weight that rests in its file has a shape and no memory: what is written to it would be lost, and what
 is computed of it meaningless. So all of torch but what asks for its form is given the weight itself, for which its
 block is read into host memory, where it stays. What others got of ``.data`` does the same.
+
+[Note: asked] A forward may ask a weight of a block that is not there for its ``device``, to make a tensor for its own
+use. While that forward is under way the weight at rest answers with the device of what flows there; at all other times,
+as when a LoRA is added, with the one where it is. Torch's operators do not ask, so they are never misled.
 """
 
 from __future__ import annotations
@@ -22,10 +26,21 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["unwatch", "watch"]
+__all__ = ["Asked", "answer_device", "device_of", "unwatch", "watch"]
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
+Asked = Callable[[], torch.device | None]
+"""Returns the device of what flows in a forward that is under way; None outside of one."""
 DATA: Any = torch.Tensor.data  # the descriptor
+DEVICE: Any = torch.Tensor.device
+device_of: Callable[[torch.Tensor], torch.device] = DEVICE.__get__
+"""Where a tensor is, whatever it answers."""
+
+
+def answer_device(tensor: torch.Tensor) -> torch.device:
+    """Return what a weight at rest says when it is asked for its device ([Note: asked])."""
+    asked: Asked | None = vars(tensor).get("asked")
+    return (asked() if asked is not None else None) or device_of(tensor)
 
 
 class WatchedTensor(torch.Tensor):
@@ -36,6 +51,10 @@ class WatchedTensor(torch.Tensor):
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Return a plain parameter: others make new ones of the class of an old one."""
         return nn.Parameter(data, requires_grad)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return answer_device(self)
 
     @property
     def data(self) -> torch.Tensor:
@@ -145,10 +164,13 @@ def count_write(tensor: torch.Tensor) -> None:
         increment_version(tensor)
 
 
-def watch(tensor: AnyTensor, bring: Callable[[], torch.Tensor] | None = None) -> AnyTensor:
+def watch(
+    tensor: AnyTensor, asked: Asked | None = None, *, bring: Callable[[], torch.Tensor] | None = None
+) -> AnyTensor:
     """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object.
 
     Args:
+        asked: what it answers with when it is asked for its device, where that returns one.
         bring: of one without memory, returns the weight where it has some.
     """
     if type(tensor) is nn.Parameter:
@@ -157,6 +179,8 @@ def watch(tensor: AnyTensor, bring: Callable[[], torch.Tensor] | None = None) ->
             tensor.bring = bring  # type: ignore[attr-defined]
         tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
+    if isinstance(tensor, WatchedTensor):
+        vars(tensor)["asked"] = asked
     return tensor
 
 
@@ -164,6 +188,6 @@ def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-        for name in ("_is_param", "bring"):
+        for name in ("_is_param", "asked", "bring"):
             vars(tensor).pop(name, None)
     return tensor

@@ -276,8 +276,27 @@ class Asking(Stack):
 @pytest.mark.parametrize("way", WAYS)
 @torch.no_grad()
 def test_a_parent_that_asks_a_weight_of_a_block_for_its_device(machine, way: str) -> None:
-    """It computes where the block is resident; else one line says why it fails, and what helps."""
     net = nn.Sequential(Layer(), Asking(), Layer()).eval().requires_grad_(False)
+    with machine(8) as manager, manage_so(net, way, manager) as managed:
+        for _ in range(2):
+            got = net(X).cpu()
+        managed.reprofile("unlimited")
+        assert torch.equal(net(X).cpu(), got)
+    net(X)
+
+
+class Using(Asking):
+    """Computes with a weight of a block that is not there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ next(self.parameters()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_a_parent_that_uses_a_weight_of_a_block(machine, way: str) -> None:
+    """It computes where the block is resident; else one line says why it fails, and what helps."""
+    net = nn.Sequential(Layer(), Using(), Layer()).eval().requires_grad_(False)
     words = (
         r"^\w+: a tensor on cpu met weights on gpu:0 (before its first block|after block 0): .*choose a "
         r"profile under which all blocks are resident if the module uses weights of a block, or their \.device"
