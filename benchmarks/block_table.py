@@ -45,12 +45,13 @@ __all__ = [
 HERE = Path(__file__).parent
 TABLE = HERE.parent / "docs" / "blocks.md"
 SIZES = json.loads((HERE / "model_sizes.json").read_text(encoding="utf-8"))
-FAMILIES = ("diffusers", "transformers", "comfyui")
+FAMILIES = ("diffusers", "transformers", "comfyui", "comfyui vaes")
 PACKAGES = ("transformers", "unets", "autoencoders", "controlnets")
 TITLES = {
     "diffusers": "Transformers, UNets, VAEs and ControlNets of diffusers",
     "transformers": "Text and image encoders of transformers",
     "comfyui": "Diffusion models of ComfyUI",
+    "comfyui vaes": "VAEs of ComfyUI",
 }
 Build = Callable[[], nn.Module]
 GIB, MIB = 1 << 30, 1 << 20
@@ -95,11 +96,11 @@ def rows_of(models: Mapping[str, Build]) -> list[Row]:
     return [row_of(name, component_from_module(build(), name="model")) for name, build in models.items()]
 
 
-def on_meta(build: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
+def on_meta(build: type[nn.Module], config: Mapping[str, Any], device: str = "meta") -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("meta"), warnings.catch_warnings():
+        with torch.device(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is deprecated inside of the class
             return build(**config)
     finally:
@@ -181,8 +182,24 @@ def build_comfyui(model_class: Callable[..., Any], size: Mapping[str, Any]) -> n
     return part
 
 
-def comfyui_rows(directory: Path, python: Path) -> list[Row]:
-    """Return the rows of ComfyUI's models, made by its own Python in a process of its own."""
+def comfyui_vaes() -> dict[str, Build]:
+    """Return what builds each autoencoder that ComfyUI picks by a file; only inside of its own process."""
+    models: dict[str, Build] = {}
+    for name, size in SIZES["comfyui vaes"].items():
+        if isinstance(size, str):  # why it is left out
+            continue
+        config = {key: value for key, value in size.items() if key not in ("class", "device")}
+        module, _, class_name = size["class"].rpartition(".")
+        model_class = getattr(importlib.import_module(module), class_name)
+        if "operations" in inspect.signature(model_class).parameters:
+            config["operations"] = importlib.import_module("comfy.ops").disable_weight_init
+        # The CPU where a constructor computes; its weights are never touched.
+        models[name] = functools.partial(on_meta, model_class, config, size.get("device", "meta"))
+    return models
+
+
+def comfyui_rows(directory: Path, python: Path) -> dict[str, list[Row]]:
+    """Return the rows of ComfyUI's models by family, made by its own Python in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "highwater").symlink_to(HERE.parent)
         command = [python, "-m", "highwater.benchmarks.block_table", "--inside", directory]
@@ -190,7 +207,8 @@ def comfyui_rows(directory: Path, python: Path) -> list[Row]:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"ComfyUI at {directory}: {done.stderr[-2000:]}")
-    return [Row(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    families = json.loads(done.stdout.splitlines()[-1])
+    return {family: [Row(**row) for row in rows] for family, rows in families.items()}
 
 
 def markdown(rows: Mapping[str, list[Row]], comfyui: str) -> str:
@@ -227,7 +245,8 @@ def main() -> int:
         import comfy.options
 
         comfy.options.enable_args_parsing()
-        print(json.dumps([asdict(row) for row in rows_of(comfyui_models())]))
+        found = {"comfyui": rows_of(comfyui_models()), "comfyui vaes": rows_of(comfyui_vaes())}
+        print(json.dumps({family: [asdict(row) for row in rows] for family, rows in found.items()}))
         return 0
     from highwater.tests.comfyui.host_process import find_host
 
@@ -238,7 +257,7 @@ def main() -> int:
     rows = {
         "diffusers": rows_of(diffusers_models()),
         "transformers": rows_of(transformers_models()),
-        "comfyui": comfyui_rows(host.directory, host.python),
+        **comfyui_rows(host.directory, host.python),
     }
     comfyui = runpy.run_path(str(host.directory / "comfyui_version.py"))["__version__"]
     TABLE.write_text(markdown(rows, comfyui), encoding="utf-8")

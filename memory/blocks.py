@@ -9,11 +9,12 @@ It stays where the component computes.
 [Note: stacks] Parts whose paths begin alike, up to the first number, are a stack. A stack with enough of the bytes
 streams; smaller ones, parts that occur once, and large parts without a number follow, the largest first, until the
 rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless they are
-numbered in a row.
+numbered in a row, or each of several numbered parts has one, as the levels of a VAE do.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -217,9 +218,10 @@ class Finder:
         return is_large and (is_numbered or not self.is_layer(names))
 
     def find_unnumbered(self, parts: Parts) -> list[Parts]:
-        """Return the outermost callable parts outside of all others that are neither too large nor single layers.
+        """Return the outermost callable parts outside of all others that are not too large.
 
-        Those of which all but the numbers in their paths are alike come together; alone they may be small.
+        Those of which all but the numbers in their paths are alike come together; alone they may be small. A single
+        layer is none, unless each of several numbered parts has one.
         """
         taken = {name for names in parts.values() for name in names}
         above = {prefix for path in parts for prefix in prefixes(path)}
@@ -229,10 +231,15 @@ class Finder:
                 for path in prefixes(name.rpartition(".")[0]):
                     inside[path].append(name)
         alike: defaultdict[str, Parts] = defaultdict(dict)
+        layers: defaultdict[str, Parts] = defaultdict(dict)
         for path, names in inside.items():
-            is_fitting = self.bytes_of(names) <= self.largest_bytes and not self.is_layer(names)
-            if is_fitting and path not in above and self.callable_at(path):
+            if path in above or not self.callable_at(path):
+                continue
+            if not self.is_layer(names) and self.bytes_of(names) <= self.largest_bytes:
                 alike[NUMBER.sub("*", path)][path] = names
+            elif not self.cuts_layers and self.is_layer(names) and any(map(str.isdigit, path.split(".")[:-1])):
+                layers[NUMBER.sub("*", path)][path] = names
+        alike |= {pattern: group for pattern, group in layers.items() if len(group) > 1}
         smallest_bytes = SMALLEST_PART_SHARE * self.total_bytes
         large = [group for group in alike.values() if sum(map(self.bytes_of, group.values())) >= smallest_bytes]
         fitting = {path for group in large for path in group}
@@ -245,8 +252,9 @@ class Finder:
     def in_order(self, blocks: Parts) -> Parts:
         order = {stack: place for place, stack in enumerate(dict.fromkeys(map(stack_of, blocks)))}
 
-        def place_of(path: str) -> tuple[int, int, list[int]]:
-            return stage_of(path), order[stack_of(path)], numbers_of(path)
+        def place_of(path: str) -> tuple[int, int, list[float]]:
+            # What has fewer numbers follows those beside it that have more: a level ends with its one single layer.
+            return stage_of(path), order[stack_of(path)], [*numbers_of(path), math.inf]
 
         return {path: blocks[path] for path in sorted(blocks, key=place_of)}
 

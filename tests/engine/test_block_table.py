@@ -48,7 +48,8 @@ def models() -> Mapping[str, Build]:
 
 def test_the_table_has_every_model(models) -> None:
     assert {*ROWS["diffusers"], *ROWS["transformers"]} == {*models}
-    assert {*ROWS["comfyui"]} == {name for name, size in SIZES["comfyui"].items() if not isinstance(size, str)}
+    for family in ("comfyui", "comfyui vaes"):
+        assert {*ROWS[family]} == {name for name, size in SIZES[family].items() if not isinstance(size, str)}
     assert len(models) > 150 and len(ROWS["comfyui"]) > 95
 
 

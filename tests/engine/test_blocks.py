@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import ClassVar
 
 import pytest
@@ -168,6 +169,26 @@ def test_stacks_of_different_lengths_and_what_occurs_once_join_until_the_rest_is
     }
     inside = sum(size for name, size in weights.items() if any(name.startswith(f"{path}.") for path in found))
     assert inside == sum(weights.values()) - 8
+
+
+@pytest.mark.parametrize("layer_bytes", [40, 400 * MIB], ids=["small", "larger than a block should be"])
+def test_single_layers_that_numbered_parts_have_each_are_blocks_where_the_rest_is_large(layer_bytes: int) -> None:
+    """A third of HunyuanVideo 1.5's VAE was in no block: the layers between the levels, which are no list."""
+    weights: dict[str, int] = {}
+    for coder, level in (("encoder", "down"), ("decoder", "up")):
+        for n in range(4):
+            for m in range(2):
+                weights |= layered(f"{coder}.{level}.{n}.block.{m}", layer_bytes)
+            weights[f"{coder}.{level}.{n}.sample.conv.weight"] = layer_bytes
+    weights |= {f"linear_{n}.weight": layer_bytes for n in (1, 2)}
+    is_container = re.compile(r".*\.(down|up)(\.\d+)?(\.block)?")
+    found = list(find_blocks(weights, lambda path: is_container.fullmatch(path) is None))
+    levels = [
+        [*(f"{coder}.{level}.{n}.block.{m}" for m in range(2)), f"{coder}.{level}.{n}.sample"]
+        for coder, level in (("encoder", "down"), ("decoder", "up"))
+        for n in range(4)
+    ]
+    assert found == [path for level in levels for path in level]
 
 
 def test_an_embedder_stays_in_the_rest_and_the_plan_says_so(machine) -> None:
