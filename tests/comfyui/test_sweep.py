@@ -8,6 +8,7 @@ import pytest
 
 from highwater.tests.comfyui.host_cells import run_cells
 from highwater.tests.comfyui.host_process import HostFiles
+from highwater.tests.comfyui.sweep.guided import GUIDED
 from highwater.tests.comfyui.sweep.names import CLASSES, ROWS
 from highwater.tests.compat.table import MODES, read_rows
 
@@ -56,3 +57,5 @@ def test_splits_loras_and_controlnets_are_equal() -> None:
     rows = read_rows(SECTION)
     for mode, names in {"split": SPLIT, "ControlNet": WITH_CONTROLNET, "LoRA": WITH_LORA}.items():
         assert {name: rows[name][mode] for name in names} == dict.fromkeys(names, "equal"), mode
+    for name in GUIDED:
+        assert {rows[name][mode] for mode in ("resident", "streamed", "split", "split and streamed")} == {"equal"}, name

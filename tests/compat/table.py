@@ -18,6 +18,7 @@ REFUSED = "Refused"
 # Whose limit a refusal is, by a part of its line. A refusal that none of them fits is a mistake of the tables.
 LIMITS = {
     "is too small": "Highwater: a budget below the fewest bytes with which a component can run",
+    "a Control-LoRA reads its weights": "Highwater: eight bits in a model whose weights a Control-LoRA takes",
     "is shared by parts on both devices": "Highwater: a split of parts that share a weight or a buffer",
 }
 

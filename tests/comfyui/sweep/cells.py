@@ -14,6 +14,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import comfy.lora
@@ -35,6 +36,7 @@ from highwater.nodes.host.loading import adopt
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
 from highwater.tests.comfyui.sweep.autoencoders import build_vae, run_vae
 from highwater.tests.comfyui.sweep.controls import guide
+from highwater.tests.comfyui.sweep.guided import GUIDED
 from highwater.tests.comfyui.sweep.weights import fill
 
 __all__ = ["cell"]
@@ -199,6 +201,16 @@ def request_for(model: torch.nn.Module, kind: str, form: str) -> Request:
     return Request(placement=placement, precision="fp8 scaled" if form == "fp8" else "as stored")
 
 
+def request_for_control(form: str, model: torch.nn.Module) -> Request:
+    """Return a request for the ControlNet of a model that is managed in a form: as that one, where it can."""
+    try:
+        return request_for(model, "control", "resident" if form == "fp8" else form)
+    except Nothing:
+        return Request(placement=SPLIT if form.startswith("split") else "auto")
+    finally:
+        gc.collect()  # the frames of what did not fit, from which that model is seen which it guides
+
+
 def compare(architecture: Architecture, form: str, *, has_lora: bool = False, has_control: bool = False) -> None:
     """Sample twice under the manager and compare. Raises `Different`."""
     request = request_for(build(architecture).model, "diffusion", form)
@@ -207,7 +219,7 @@ def compare(architecture: Architecture, form: str, *, has_lora: bool = False, ha
         patcher, _ = comfy.sd.load_lora_for_models(patcher, None, lora_for(patcher), 1.0, 0.0)
     control = None
     if has_control:
-        patcher, control = guide(architecture, patcher, Request(placement=request.placement))
+        patcher, control = guide(architecture, patcher, partial(request_for_control, form))
     results = [sample(architecture, patcher, control) for _ in ATTEMPTS]
     cast = check_plan(patcher, form)
     kept = weakref.ref(patcher.model)
@@ -284,17 +296,19 @@ def clean_host() -> Iterator[None]:
 
 
 def cell(name: str, mode: str) -> str:
+    architecture = (ARCHITECTURES | GUIDED).get(name)
     if mode in ("LoRA", "ControlNet") and name not in ARCHITECTURES:
         return "-"
     if mode == "ControlNet" and ARCHITECTURES[name].control is None:
         return "-"
+    has_control = mode == "ControlNet" or name in GUIDED
     forms = [form for form in FORMS if form != "split and streamed"] if mode in ("LoRA", "ControlNet") else [mode]
     for form in forms:
         where = f" ({form})" if len(forms) > 1 else ""
         try:
             with clean_host():
-                if name in ARCHITECTURES:
-                    compare(ARCHITECTURES[name], form, has_lora=mode == "LoRA", has_control=mode == "ControlNet")
+                if architecture is not None:
+                    compare(architecture, form, has_lora=mode == "LoRA", has_control=has_control)
                 else:
                     compare_vae(name, form)
         except Nothing as what:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES
+from highwater.tests.comfyui.sweep.guided import GUIDED
 
 __all__ = ["AUTOENCODERS", "CLASSES", "RECOGNISED", "ROWS"]
 
@@ -23,7 +24,7 @@ RECOGNISED = [
         "pixel space", "Flux 2",
     )
 ]  # fmt: skip
-ROWS = [*ARCHITECTURES, *AUTOENCODERS, *RECOGNISED]
+ROWS = [*ARCHITECTURES, *AUTOENCODERS, *RECOGNISED, *GUIDED]
 # The host's class of each autoencoder; the tests find all of them in the code that picks one by a file.
 CLASSES = {
     "AutoencoderKL", "AutoencodingEngine", "TAESD", "TAEHV", "StageA", "StageC_coder", "VideoVAE", "WanVAE",

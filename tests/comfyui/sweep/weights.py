@@ -1,12 +1,14 @@
-"""Random weights for small models, the same every time. Runs in the host's own Python."""
+"""Random weights and inputs for small models, the same every time. Runs in the host's own Python."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import comfy.ops
 import torch
 
-__all__ = ["fill"]
+__all__ = ["fill", "hint", "operations"]
 
 # Buffers that no code of the host computes: they come with the weights.
 FROM_FILES = (
@@ -31,3 +33,13 @@ def fill(module: torch.nn.Module, seed: int) -> None:
     for name, buffer in module.named_buffers():
         if any(part in name for part in FROM_FILES):
             buffer.copy_(1.0 + 0.1 * torch.randn(buffer.shape, generator=generator))
+
+
+def hint(*shape: int) -> torch.Tensor:
+    """Return a picture to guide by."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(9))
+
+
+def operations(dtype: torch.dtype) -> dict[str, Any]:
+    """Return how the host's classes make their layers."""
+    return {"dtype": dtype, "device": torch.device("cpu"), "operations": comfy.ops.disable_weight_init}
