@@ -11,7 +11,7 @@ from torch import nn
 
 from .errors import InvalidInput
 
-__all__ = ["discover_components", "holds_pipeline"]
+__all__ = ["components_of", "discover_components", "holds_pipeline"]
 
 CONTAINERS = (dict, list, tuple)
 

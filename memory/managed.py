@@ -15,7 +15,7 @@ from torch import nn
 from .building import source_of
 from .default import default_manager
 from .devices import list_devices
-from .discovery import discover_components, holds_pipeline
+from .discovery import components_of, discover_components, holds_pipeline
 from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
@@ -70,22 +70,35 @@ class Managed:
         # A diffusers pipeline whose weights rest on the host asks its modules' `_hf_hook.execution_device` where to
         # make latents; the convention is accelerate's, the attribute is ours and leaves with `release`.
         if self.pipeline is not None:
+            inner = self.find_inner_components()
             for member in self.members:
                 mark = ExecutionMark(member.id, self.device, partial(self.manager.bring_up_now, member))
-                member.attachment.module._hf_hook = mark  # type: ignore[assignment]
+                for module in (member.attachment.module, *inner.get(member, ())):
+                    module._hf_hook = mark
                 member.look = self.parts.refuse_new if self.parts is not None else None
                 if member.attachment.answers is not None:
                     member.attachment.answers.outside = self.device
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""
-        modules = [member.attachment.module for member in self.members if member not in self.left_to_others]
+        leaving, inner = [m for m in self.members if m not in self.left_to_others], self.find_inner_components()
+        modules = [module for member in leaving for module in (member.attachment.module, *inner.get(member, ()))]
         marked = [module for module in modules if isinstance(vars(module).get("_hf_hook"), ExecutionMark)]
         if self.pipeline is None or not marked:
             return False
         for module in marked:
             del module._hf_hook
         return True
+
+    def find_inner_components(self) -> dict[Member, list[nn.Module]]:
+        """Return the pipeline's components that are parts of others: those go with them, and are asked as they are."""
+        components = (components_of(self.pipeline) or {}).values()
+        roots = {member.attachment.module for member in self.members}
+        others = [part for part in components if isinstance(part, nn.Module) and part not in roots]
+        if not others:
+            return {}
+        trees = {member: set(member.attachment.module.modules()) for member in self.members}
+        return {member: [part for part in others if part in tree] for member, tree in trees.items()}
 
     def report(self) -> dict[str, Any]:
         """Return the manager's report, which these components are part of."""

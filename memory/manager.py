@@ -217,6 +217,10 @@ class MemoryManager:
             member.look()
         if member.attachment.moves is not None:
             member.attachment.refuse_rivals()
+        for lender in member.lenders:  # first: layers that were added to what is shared are theirs
+            is_here = self.members.get(lender.id) is lender
+            if is_here and not lender.leases and lender.attachment.take_changes():
+                self.room.epoch += 1
         if member.attachment.take_changes():
             self.room.epoch += 1
         if member.attachment.moves is not None:

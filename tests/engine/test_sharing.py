@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,20 @@ def test_one_that_joins_later_borrows_too(toys, machine) -> None:
 
 
 @torch.no_grad()
+def test_a_pipelines_component_inside_another_one_goes_with_it(toys, machine) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        pipe = SimpleNamespace(components={"embed": net.embed, "net": net})
+        want = toys.build_net().embed(X)
+        with manage(pipe, manager=manager) as managed:
+            assert managed.components == ("net",)
+            assert str(net.embed._hf_hook.execution_device) == "sim:0"
+            managed.reprofile("0.45MiB")
+            assert torch.equal(net.embed(X.to("sim:0")).cpu(), want)
+        assert not hasattr(net.embed, "_hf_hook") and not hasattr(net, "_hf_hook")
+
+
+@torch.no_grad()
 def test_whole_components_are_managed_once_for_two_pipelines(toys, machine) -> None:
     with machine(8) as manager:
         want = steps(*(module.to("sim:0") for module in build(toys)))
@@ -318,7 +333,8 @@ def test_whole_components_are_managed_once_for_two_pipelines(toys, machine) -> N
 
 
 @torch.no_grad()
-def test_layers_added_to_a_shared_part_join_its_owner(toys, machine) -> None:
+@pytest.mark.parametrize("mode", ["resident", "streamed"])
+def test_layers_added_to_a_shared_part_join_its_owner(toys, machine, mode: str) -> None:
     class Lora(nn.Module):
         def __init__(self, base_layer: nn.Linear) -> None:
             super().__init__()
@@ -339,11 +355,16 @@ def test_layers_added_to_a_shared_part_join_its_owner(toys, machine) -> None:
         want = steps(*(module.to("sim:0") for module in plain))
         del plain
         net, guide = build(toys)
-        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES["streamed"]):
+        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES[mode]) as managed:
             steps(net, guide)
+            sizes = [member.attachment.component.weight_bytes for member in managed.members]
             add(net)
             for _ in range(2):
                 assert torch.equal(steps(net, guide), want)
+            grown = [member.attachment.component.weight_bytes for member in managed.members]
+            assert grown == [sizes[0] + 4 * 4 * (64 + 384), sizes[1]]
+            managed.reprofile()
+            assert torch.equal(steps(net, guide), want)
 
 
 @torch.no_grad()
