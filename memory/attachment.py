@@ -279,12 +279,18 @@ class Attachment:
         return [self.module, *(child for child in self.module.children() if is_callable(child) and child not in lent)]
 
     def find_inner_modules(self) -> list[nn.Module]:
-        """Return what is neither entry nor in a block and has weights: a method may call it without any entry."""
-        taken = {part for block in self.find_blocks() for part in block.modules()}.union(self.find_entry_modules())
+        """Return what is neither entry nor in a block, and has weights or blocks: others may call it by itself."""
+        blocks = self.find_blocks()
+        taken = {part for block in blocks for part in block.modules()}.union(self.find_entry_modules())
         entries = [entry for share in self.shares for unit in share.fixed.units for entry in unit.entries]
-        holders = dict.fromkeys(module for entry in entries for module, _ in entry.owners)
-        own = set(self.module.modules()) - taken
-        return [module for module in holders if module in own and is_callable(module)]
+        holders = {module: None for entry in entries for module, _ in entry.owners}
+        found = dict(holders)
+        by_name = dict(self.module.named_modules())
+        for name in [name for name, module in by_name.items() if module in blocks]:
+            above = name.split(".")[:-1]
+            found.update((by_name[".".join(above[:depth])], None) for depth in range(1, len(above) + 1))
+        own, lent = set(by_name.values()) - taken, self.find_lent_modules() - holders.keys()
+        return [module for module in found if module in own and module not in lent and is_callable(module)]
 
     def find_parts(self, blocks: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
         """Return the modules inside one block each, with its number."""

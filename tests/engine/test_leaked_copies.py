@@ -95,7 +95,8 @@ def test_what_hooks_keep_is_on_the_home_device(machine, place: str, mode: Any, f
         del model, x, wanted, got
 
 
-def test_hidden_states_of_a_language_model_behind_a_vision_tower_are_on_one_device(machine) -> None:
+@pytest.mark.parametrize("called", ["", "model", "model.language_model"])
+def test_hidden_states_of_a_language_model_behind_a_vision_tower_are_on_one_device(machine, called: str) -> None:
     """The first layer computes on the second device, and transformers keeps what it was given."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
@@ -105,11 +106,13 @@ def test_hidden_states_of_a_language_model_behind_a_vision_tower_are_on_one_devi
     marks = {"image_token_index": 60, "boi_token_index": 61, "eoi_token_index": 62}
     model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **marks))
     model.eval().requires_grad_(False)
+    part = model.get_submodule(called)
     with machine(4, 4) as manager, torch.no_grad():
         ids = torch.arange(12, device="sim:0")[None]
-        wanted = torch.stack(model.to("sim:0")(input_ids=ids, output_hidden_states=True).hidden_states)
+        model.to("sim:0")
+        wanted = torch.stack(part(input_ids=ids, output_hidden_states=True).hidden_states)
         with manage(model.to("cpu"), placement="gpu:0&gpu:1", manager=manager):
             for _ in range(2):
-                got = torch.stack(model(input_ids=ids, output_hidden_states=True).hidden_states)
+                got = torch.stack(part(input_ids=ids, output_hidden_states=True).hidden_states)
                 assert torch.equal(got, wanted)
-        del model, ids, wanted, got
+        del model, part, ids, wanted, got
