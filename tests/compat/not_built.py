@@ -55,7 +55,9 @@ REASONS = {
     "fails by itself: Blip2QFormerModel.forward calls invert_attention_mask, which transformers 5 does not have": (
         "BlipDiffusionControlNetPipeline BlipDiffusionPipeline"
     ),
-    "no recipe yet": "VersatileDiffusionDualGuidedPipeline",
+    "fails by itself: its UNet hands `encoder_attention_mask` to DualTransformer2DModel.forward, which takes none": (
+        "VersatileDiffusionDualGuidedPipeline"
+    ),
 }
 # fmt: on
 

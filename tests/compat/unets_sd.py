@@ -133,6 +133,7 @@ def invert(pipe: Any) -> None:
 
 @recipe(
     "LEditsPPPipelineStableDiffusion",
+    lora=TO_LAYERS,
     before=invert,
     editing_prompt=["a hat"],
     edit_threshold=0.7,

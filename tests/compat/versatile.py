@@ -58,7 +58,7 @@ def unidiffuser() -> dict[str, Any]:
         ),
         "text_decoder": UniDiffuserTextDecoder(
             prefix_length=77, prefix_inner_dim=32, prefix_hidden_dim=16, vocab_size=514, n_positions=256, n_embd=32,
-            n_layer=2, n_head=4,
+            n_layer=2, n_head=4, initializer_range=0.5,
         ),
         "vae": kl_vae(), "scheduler": diffusers.DPMSolverMultistepScheduler(solver_order=3),
         "text_encoder": clip_text(), "clip_tokenizer": clip_tokens(), "text_tokenizer": clip_tokens(),
