@@ -247,7 +247,8 @@ def bria() -> dict[str, Any]:
         joint_attention_dim=32, pooled_projection_dim=None, axes_dims_rope=[0, 4, 4],
     )  # fmt: skip
     return {
-        "transformer": transformer, "vae": kl_vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        "transformer": fill_zeros(transformer), "vae": kl_vae(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "text_encoder": t5_text(), "tokenizer": t5_tokens(),
     }  # fmt: skip
 
@@ -275,6 +276,7 @@ def prx() -> dict[str, Any]:
         axes_dim=[4, 4],
     )  # fmt: skip
     return {
-        "transformer": transformer, "vae": kl_vae(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        "transformer": fill_zeros(transformer), "vae": kl_vae(),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "text_encoder": T5GemmaEncoder(config.encoder), "tokenizer": llama_like_tokens(),
     }  # fmt: skip
