@@ -309,7 +309,7 @@ def renewed_masters(unit: Unit) -> list[torch.Tensor]:
             masters.append(unit.show(entry, own[0]))
         elif entry.wrapper is None and not own[0].is_meta and torch._has_compatible_shallow_copy_type(master, own[0]):
             master.data = own[0]
-            masters.append(watch(master, unit.asked))
+            masters.append(watch(master, unit.asked, aliases=unit.aliases))
         else:
             masters.append(unit.watch(entry, as_held(iter(own), entry)))
     return masters

@@ -69,6 +69,8 @@ class Unit:
         self.master: HostMaster | FileMaster | None = None
         self.copy: DeviceCopy | None = None
         """While it is resident."""
+        self.aliases: list[torch.Tensor] = []
+        """What others were given of the masters' ``.data``, by the first of each."""
         self.past_writes = 0
         """Makes up for the counters of objects that are masters no more."""
         self.bare: dict[str, torch.Tensor] = {}
@@ -120,7 +122,8 @@ class Unit:
         assert self.master is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
         own = sum(weight._version for weight in self.masters if not weight.is_inference())
-        return self.master.version + own + self.past_writes
+        others = sum(alias._version for alias in self.aliases) if self.aliases else 0
+        return self.master.version + own + others + self.past_writes
 
     def renew(self, masters: Sequence[torch.Tensor]) -> None:
         """Let other objects be the masters, for the same memory; counts as a write, so that no version comes again."""
@@ -169,7 +172,7 @@ class Unit:
                 self.originals[entry.spec.name] = master
                 master = self.show(entry, views[0])
                 entry.hold(master)
-            self.masters.append(watch(master, self.asked))
+            self.masters.append(watch(master, self.asked, aliases=self.aliases))
         if progress is not None and copied_bytes:
             progress(copied_bytes)
         if to_read:
@@ -234,7 +237,8 @@ class Unit:
 
     def watch(self, entry: Entry, master: torch.Tensor) -> torch.Tensor:
         """Watch what the module holds at rest for a weight; returns it."""
-        return watch(master, self.asked, bring=Bringer(self, entry) if master.is_meta else None)
+        bring = Bringer(self, entry) if master.is_meta else None
+        return watch(master, self.asked, aliases=self.aliases, bring=bring)
 
     def read_into_memory(self) -> None:
         """Let the weights rest in host memory from now on, which are in their file. The caller ended passes and copies.
@@ -254,7 +258,9 @@ class Unit:
         assert isinstance(self.master, FileMaster)
         kept_bytes = self.master.kept_bytes
         with torch.inference_mode(False):
-            self.master, self.masters = HostMaster(slab), [watch(view, self.asked) for view in self.resting_views(slab)]
+            views = self.resting_views(slab)
+            self.master = HostMaster(slab)
+            self.masters = [watch(view, self.asked, aliases=self.aliases) for view in views]
         self.charge_host(self.slab_bytes - kept_bytes)
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -373,7 +379,7 @@ class Unit:
 
     def forget_masters(self) -> None:
         self.masters, self.master, self.placed, self.view_cache, self.originals = [], None, [], {}, {}
-        self.known, self.slots, self.opened = (None, ([], [])), [], []
+        self.known, self.slots, self.opened, self.aliases = (None, ([], [])), [], [], []
 
     # -- the copy on a device
 

@@ -4,8 +4,9 @@
 no trace in the weight. While a weight rests in host memory a copy of it may be staged on a device, and the next pass
 computes from that copy. Comparing the bytes would take as long as copying them again. So the parameter object is given
 a class whose ``.data`` counts as a write: the staged copy is made anew. Reading ``.data`` costs that copy, and nothing
-else. It is a parameter by torch's protocol for tensors of other classes (``_is_param``), never computes on a device,
-and is an `nn.Parameter` again when the module is released.
+else. What is written later through what it returned, or a view of that, shows in the counter that these share, which
+is looked at beside the weight's own. It is a parameter by torch's protocol for tensors of other classes
+(``_is_param``), never computes on a device, and is an `nn.Parameter` again when the module is released.
 
 [Note: absent] A weight that rests in its file has a shape and no memory: what is written to it would be lost, and what
 is computed of it meaningless. So all of torch but what asks for its form is given the weight itself, for which its
@@ -52,6 +53,9 @@ class WatchedTensor(torch.Tensor):
         """Return a plain parameter: others make new ones of the class of an old one."""
         return nn.Parameter(data, requires_grad)
 
+    aliases: list[torch.Tensor]
+    """Those of the weight, of its unit: their counters tell what is written through them."""
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return answer_device(self)
@@ -59,7 +63,16 @@ class WatchedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         count_write(self)
-        return DATA.__get__(self)  # type: ignore[no-any-return]
+        known = vars(self).get("aliases")
+        if known is None or self.is_inference():
+            return DATA.__get__(self)  # type: ignore[no-any-return]
+        alias = vars(self).get("alias")
+        if alias is None or alias.data_ptr() != self.data_ptr() or alias.shape != self.shape:
+            with torch.inference_mode(False):
+                alias = DATA.__get__(self)
+            vars(self)["alias"] = alias
+            known.append(alias)
+        return alias.detach()  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -74,7 +87,10 @@ class WatchedTensor(torch.Tensor):
     def detach(self) -> torch.Tensor:
         """As `torch.Tensor.detach`; one of the same class, which `nn.Parameter()` asks for."""
         # Unlike `as_subclass`, no view: that would keep our memory alive when it is pointed elsewhere.
-        return torch.Tensor._make_subclass(WatchedTensor, self)
+        detached = torch.Tensor._make_subclass(WatchedTensor, self)
+        if "aliases" in vars(self):
+            detached.aliases = self.aliases
+        return detached
 
     def plain(self) -> torch.Tensor:
         """Return a tensor or parameter of torch's own class in the same memory."""
@@ -165,18 +181,25 @@ def count_write(tensor: torch.Tensor) -> None:
 
 
 def watch(
-    tensor: AnyTensor, asked: Asked | None = None, *, bring: Callable[[], torch.Tensor] | None = None
+    tensor: AnyTensor,
+    asked: Asked | None = None,
+    *,
+    aliases: list[torch.Tensor] | None = None,
+    bring: Callable[[], torch.Tensor] | None = None,
 ) -> AnyTensor:
     """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object.
 
     Args:
         asked: what it answers with when it is asked for its device, where that returns one.
+        aliases: takes what ``.data`` returns.
         bring: of one without memory, returns the weight where it has some.
     """
     if type(tensor) is nn.Parameter:
         if tensor.is_meta:
             assert bring is not None
             tensor.bring = bring  # type: ignore[attr-defined]
+        elif aliases is not None:
+            tensor.aliases = aliases  # type: ignore[attr-defined]
         tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
     if isinstance(tensor, WatchedTensor):
@@ -188,6 +211,6 @@ def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-        for name in ("_is_param", "asked", "bring"):
+        for name in ("_is_param", "asked", "bring", "aliases", "alias"):
             vars(tensor).pop(name, None)
     return tensor

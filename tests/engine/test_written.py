@@ -190,3 +190,61 @@ def test_data_of_another_shape_is_refused_in_one_line(toys, machine, name: str, 
         with pytest.raises(UnsafeState, match=f"{name}' was replaced by a torch.float32 .*, which has been undone"):
             net(x)
         assert torch.equal(net(x).cpu(), want)
+
+
+ALIASES = {
+    "data": lambda weight: weight.data,
+    "a view": lambda weight: weight.data.view(-1)[: weight.numel() // 2],
+    "detached": lambda weight: weight.detach(),
+    "data of detached": lambda weight: weight.detach().data,
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+@pytest.mark.parametrize("profile", ["0.6MiB", "0.6MiB,pinned=none", "0.45MiB", "auto"])
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1"])
+@torch.no_grad()
+def test_what_is_written_through_an_alias_counts_whenever_it_was_taken(
+    toys, machine, profile: str, placement: str, alias: str
+) -> None:
+    """Before earlier forwards, too, in any block and again and again, as long as its weight rests where it did."""
+    net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
+    with machine(8, 8) as manager, manage(net, profile, placement=placement, manager=manager):
+        net(x)
+        names = [name for name, _ in net.named_parameters() if "weight" in name]
+        taken = {name: ALIASES[alias](net.get_parameter(name)) for name in names}
+        for _ in range(2):
+            net(x)
+        for number, (name, data) in enumerate(taken.items()):
+            for one in (data, ALIASES[alias](other.get_parameter(name))):
+                one.mul_(0.5 + number / 8)
+            del one
+            assert torch.equal(net(x).cpu(), on_device(other, x)), name
+        del data
+        taken.clear()
+
+
+UNSEEN = {
+    "data of data": lambda weight: weight.data.data,
+    "numpy": lambda weight: weight.numpy(),
+    "numpy of data": lambda weight: weight.data.numpy(),
+}
+
+
+@pytest.mark.parametrize("alias", UNSEEN)
+@torch.no_grad()
+def test_reading_data_tells_of_what_was_written_unseen(toys, machine, alias: str) -> None:
+    net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
+    with machine(8) as manager, manage(net, "0.6MiB", placement="gpu:0", manager=manager):
+        net(x)
+        names = [name for name, held in net.named_parameters() if "weight" in name and held.device.type == "cpu"]
+        taken = {name: UNSEEN[alias](net.get_parameter(name)) for name in names}
+        for _ in range(2):
+            net(x)
+        for number, (name, data) in enumerate(taken.items()):
+            data *= 0.5 + number / 8
+            other.get_parameter(name).mul_(0.5 + number / 8)
+            net.get_parameter(name).data  # noqa: B018 - counts as a write
+            assert torch.equal(net(x).cpu(), on_device(other, x)), name
+        del data
+        taken.clear()
