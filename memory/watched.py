@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["Asked", "answer_device", "device_of", "unwatch", "watch"]
 
@@ -123,7 +123,9 @@ class AbsentWeight(WatchedTensor):
         given: Any = (args, dict(kwargs or {}))
         name = getattr(function, "__name__", "")
         converts = name in CONVERSIONS and not args[0].is_data
-        if not converts and name not in ASKS_FOR_FORM and function not in FORM:
+        asks = converts or name in ASKS_FOR_FORM or function in FORM
+        # Beside what has no memory either, as layers before their weights are loaded, form is all there is.
+        if not asks and not any(map(has_no_memory, tree_leaves(given))):
             given = tree_map_only(AbsentWeight, AbsentWeight.present, given)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*given[0], **given[1])
@@ -173,6 +175,10 @@ ASKS_FOR_FORM = frozenset(FORM_FUNCTIONS.split())
 FORM = frozenset(
     vars(torch._C.TensorBase)[name].__get__ for name in FORM_ATTRIBUTES.split() if name in vars(torch._C.TensorBase)
 )
+
+
+def has_no_memory(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentWeight)
 
 
 def count_write(tensor: torch.Tensor) -> None:

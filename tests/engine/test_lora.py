@@ -276,8 +276,15 @@ class Pair:
         for part, module in parts_of(self.own).items():
             others = dict(parts_of(self.other)[part].named_modules())
             for name, layer in module.named_modules():
-                if isinstance(layer, BaseTunerLayer) and layer.get_base_layer().weight.device.type in ("cpu", "meta"):
-                    others[name].to("cpu")
+                if isinstance(layer, BaseTunerLayer):
+                    base = layer.get_base_layer().weight
+                    factors = [layer.get_parameter(key) for key in lora_b(layer)]
+                    for factor in factors:  # peft would see the CPU from the second of a block on
+                        if factor.is_meta:
+                            factor.clone()
+                    base, factors = layer.get_base_layer().weight, [layer.get_parameter(key) for key in lora_b(layer)]
+                    if base.device.type == "cpu" or any(factor.device.type == "cpu" for factor in factors):
+                        others[name].to("cpu")
 
     def check(self) -> list[torch.Tensor]:
         want = outputs(self.other, self.shape, "sim:0")
@@ -299,6 +306,10 @@ class Pair:
                 assert weight.device.type == "cpu" and type(weight) is nn.Parameter
                 assert torch.equal(weight, other[name]), name
         assert not self.manager.ledger.entries
+
+
+def lora_b(layer: nn.Module) -> list[str]:
+    return [name for name, _ in layer.named_parameters() if "lora_B" in name]
 
 
 def num_bytes(module: nn.Module) -> int:
