@@ -40,10 +40,13 @@ class Streamer:
         self.last_trace: list[int] = []
         self.latest: Stay | None = None
         """Where the last block computed, perhaps still does."""
+        self.versions: dict[int, int] = {}
+        """Those of the masters, as they were found when the pass began or the block was taken."""
 
     def begin_pass(self) -> None:
         """Start recording a pass; queues the first blocks unless the last pass already did."""
         self.trace = []
+        self.versions = {block: bundle.version for block, bundle in self.units.items()}
         self.prefetch()
 
     def end_pass(self, *, completed: bool, began_with: int | None = None) -> None:
@@ -67,6 +70,7 @@ class Streamer:
         """Return where the block is, queuing its copy if no prefetch did; `StagingArea.use` is for the caller."""
         self.trace.append(block)
         self.position = self.find_after(block)
+        self.versions[block] = self.units[block].version  # it may have been written to since
         stay = self.find(block, self.pass_number)
         is_there = self.fill(stay)
         assert is_there, "a block computes: blocks cannot nest"
@@ -116,11 +120,10 @@ class Streamer:
         return gone.index(block) + 1 if block in gone else self.position
 
     def is_there(self, stay: Stay) -> bool:
-        return stay.holds(self.units[stay.block].version)
+        return stay.holds(self.versions[stay.block])
 
     def find(self, block: int, pass_number: int) -> Stay:
-        return self.area.find(block, pass_number, self.units[block].version)
+        return self.area.find(block, pass_number, self.versions[block])
 
     def fill(self, stay: Stay, keep: Collection[Stay] = ()) -> bool:
-        bundle = self.units[stay.block]
-        return self.area.fill(stay, bundle, bundle.version, keep)
+        return self.area.fill(stay, self.units[stay.block], self.versions[stay.block], keep)
