@@ -131,9 +131,9 @@ class Roster:
                 own = common.get(component, NOTHING_SHARED)
                 by_id = self.members | {other.id: other for other in members.values()}
                 member.lenders = tuple(by_id[owner] for owner in own.owners)
-                members[component] = member
                 source = (sources or {}).get(component)
                 self.prepare(member, new[component], described[component], plan[component], source)
+                members[component] = member
             for component in ranked:
                 self.attach(members[component])
         except BaseException:
