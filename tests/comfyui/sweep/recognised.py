@@ -155,7 +155,7 @@ LTX_TENSORS = {
 }  # fmt: skip
 UP, DOWN = {"residual": True, "multiplier": 2}, {"multiplier": 2}
 # Without `inject_noise`, which files of this kind have: in a split, blocks draw the random numbers of their device (a
-# limit in the README), and no comparison with one device is possible. Resident and streamed it was equal with it.
+# limit in docs/limits.md), and no comparison with one device is possible. Resident and streamed it was equal with it.
 LTX_1 = {
     **LTX_TENSORS,
     "encoder_blocks": [["res_x", {"num_layers": 2}], ["compress_all", {}], ["res_x_y", 1], ["res_x", {"num_layers": 1}],
