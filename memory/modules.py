@@ -99,9 +99,7 @@ def plan_modules(
             # Without its traceback: that would keep this call, its callers and their modules alive in a cycle.
             refusals.append((sum(map(least_alone, components)), error.with_traceback(None)))
             if components == coarser and cuts_whole:
-                refusal = min(refusals, key=lambda refusal: refusal[0])[1]
-                refusals.clear()
-                raise refusal from None
+                raise take_least(refusals) from None  # no name here refers to it, nor it to this call in a cycle
             cuts_whole = cuts_whole or components == coarser  # nothing else fits
         else:
             found = components, plan
@@ -109,6 +107,13 @@ def plan_modules(
                 return found
         coarser = components
         largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
+
+
+def take_least(refusals: list[tuple[int, DoesNotFit | InvalidInput]]) -> DoesNotFit | InvalidInput:
+    """Return the refusal of the form that needs least, and forget the others."""
+    least = min(refusals, key=lambda refusal: refusal[0])[1]
+    refusals.clear()
+    return least
 
 
 def least_alone(component: Component) -> int:

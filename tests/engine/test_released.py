@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from highwater.memory.errors import DoesNotFit
 from highwater.memory.placement import parse_placement
 from highwater.memory.profile import parse_profile
 from highwater.memory.upcast import parse_precision
@@ -129,4 +130,23 @@ def test_a_plan_that_was_refused_before_one_that_fits_keeps_nothing(machine) -> 
         return weakref.ref(net)
 
     with machine(8) as manager:
+        assert join(manager)() is None
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_module_of_which_no_plan_fits_is_freed_with_its_last_reference(machine) -> None:
+    def join(manager: object) -> weakref.ref[torch.nn.Module]:
+        net = Groups().requires_grad_(False)
+        with pytest.raises(DoesNotFit):
+            manager.add(
+                {"model": net},
+                placement=parse_placement("gpu:0", devices=["gpu:0"]),
+                profile=parse_profile("auto", devices=["gpu:0"]),
+                precision=None,
+                name=None,
+                node_id=None,
+            )
+        return weakref.ref(net)
+
+    with machine(0.01) as manager:
         assert join(manager)() is None
