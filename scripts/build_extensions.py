@@ -1,17 +1,21 @@
 """Compiles what tests load: the simulated devices and optimum-quanto's extension; does nothing where both are there.
 
-Two test processes that meet quanto's extension unbuilt build it in the same folder at once, and a build that was
-killed leaves a lock there on which the next one waits for ever. So one process builds it, here, before any test runs.
+Two test processes that meet quanto's extension unbuilt build it in the same folder at once. So one process builds it,
+here, before any test runs. A process that is killed while it builds or loads the extension leaves a lock there, on
+which all later ones wait for ever: it is removed.
 """
 
 import fcntl
 import sys
+import time
 from pathlib import Path
 
 import torch
 from optimum.quanto.library.extensions.cpp import ext
 
 from highwater.headless.simdevice.build import load_backend
+
+LOADING_S = 60.0  # it takes one, on a busy machine some
 
 
 def say(text: str) -> None:
@@ -20,12 +24,14 @@ def say(text: str) -> None:
 
 def build_quanto() -> None:
     folder = Path(ext.build_directory)
+    lock = folder / "lock"
     version = folder / "pytorch_version.txt"  # quanto writes it when the library is complete
-    if version.exists() and version.read_text().strip() == torch.__version__:
-        return
-    say("compiling optimum-quanto's extension (about a minute, once)")
-    (folder / "lock").unlink(missing_ok=True)
-    _ = ext.lib
+    is_built = version.exists() and version.read_text().strip() == torch.__version__
+    if lock.exists() and (not is_built or time.time() - lock.stat().st_mtime > LOADING_S):
+        lock.unlink(missing_ok=True)
+    if not is_built:
+        say("compiling optimum-quanto's extension (about a minute, once)")
+        _ = ext.lib
 
 
 def build_simulated_devices() -> None:
