@@ -31,6 +31,8 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+# A float32 has nothing for the inverse of less: weights that small become zeros rather than NaN.
+LEAST_SCALE = 2.0**-126
 # The word for no precision of one's own.
 BY_PROFILE = "by profile"
 # Less than this share of what could be cast is not worth a line of the plan.
@@ -135,7 +137,7 @@ def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def find_scale(weight: torch.Tensor, *, name: str) -> float:
-    """Return the power of two that brings the largest weight just under the largest float8_e4m3fn.
+    """Return the power of two that brings the largest weight just under the largest float8_e4m3fn, or next to it.
 
     Raises:
         InvalidInput: the weight holds NaN or infinity.
@@ -143,7 +145,7 @@ def find_scale(weight: torch.Tensor, *, name: str) -> float:
     largest = float(weight.abs().amax()) if weight.numel() else 0.0
     if not math.isfinite(largest):
         raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
-    return 2.0 ** math.ceil(math.log2(largest / FP8_MAX)) if largest > 0.0 else 1.0
+    return max(LEAST_SCALE, 2.0 ** math.ceil(math.log2(largest / FP8_MAX))) if largest > 0.0 else 1.0
 
 
 @torch.no_grad()

@@ -57,6 +57,18 @@ def test_upcast_is_exact(codes: torch.Tensor, dtype: torch.dtype) -> None:
         assert torch.equal(torch.signbit(wide), torch.signbit(codes.float()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [-149, -140, -133, -126, -120, -100, 0, 100, 126])
+@pytest.mark.parametrize("num_columns", [4, 1 << 14])
+def test_weights_of_any_size_are_widened_to_nearly_what_they_were(dtype, exponent: int, num_columns: int) -> None:
+    weight = (torch.linspace(-1, 1, num_columns, dtype=torch.float64) * 2.0**exponent).to(dtype)
+    scale = find_scale(weight, name="w")
+    wide = torch.empty_like(weight)
+    upcast_into(wide, quantize_fp8(weight, scale), scale)
+    error = (wide.double() - weight.double()).abs().max().item()
+    assert error <= max(2.0 ** (exponent - 4), torch.finfo(dtype).tiny), (scale, wide[:2])
+
+
 def test_upcast_is_exact_where_subnormal_numbers_are_zero(codes: torch.Tensor) -> None:
     wide = torch.empty(codes.shape, dtype=torch.bfloat16)
     torch.set_flush_denormal(True)
