@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from highwater.tests.compat.parts import language_sizes, llama_like_tokens, llama_text
+from highwater.tests.compat.parts import language_sizes, llama_like_tokens, llama_text, sharpen
 from highwater.tests.compat.recipes import PROMPT, TO_LAYERS, recipe
 
 TEXT = {"prompt": PROMPT, "gen_length": 16, "num_inference_steps": 4, "temperature": 1.0, "generator": None}
@@ -17,7 +17,7 @@ TEXT = {"prompt": PROMPT, "gen_length": 16, "num_inference_steps": 4, "temperatu
 def llada2() -> dict[str, Any]:
     # The real model brings code of its own; the pipeline takes any that gives logits.
     return {
-        "model": llama_text(), "scheduler": diffusers.BlockRefinementScheduler(block_length=8),
+        "model": sharpen(llama_text()), "scheduler": diffusers.BlockRefinementScheduler(block_length=8),
         "tokenizer": llama_like_tokens(),
     }  # fmt: skip
 
@@ -41,7 +41,7 @@ def diffusion_gemma() -> dict[str, Any]:
     model = DiffusionGemmaForBlockDiffusion(config)
     model.set_experts_implementation("eager")  # the fast one needs a kernel that a simulated device lacks
     return {
-        "model": model,
+        "model": sharpen(model),
         "scheduler": diffusers.BlockRefinementScheduler(block_length=8), "processor": llama_like_tokens(),
     }  # fmt: skip
 

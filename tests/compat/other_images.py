@@ -101,7 +101,7 @@ def ernie() -> dict[str, Any]:
     tokens = llama_like_tokens("<|enhancer|>")
     tokens.model_max_length = 4  # so many tokens the enhancer writes
     return {
-        "transformer": transformer, "vae": flux2_vae(), "scheduler": flow(), "text_encoder": mistral(),
+        "transformer": fill_zeros(transformer), "vae": flux2_vae(), "scheduler": flow(), "text_encoder": mistral(),
         "tokenizer": llama_like_tokens(), "pe": enhancer, "pe_tokenizer": tokens,
     }  # fmt: skip
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import diffusers
 import pytest
+import torch
+from torch import nn
 
-from highwater.tests.compat.modes import EQUAL, run_modes
+from highwater.tests.compat.modes import EQUAL, Recipe, run_modes
 from highwater.tests.compat.not_built import NOT_BUILT
 from highwater.tests.compat.pipelines import RECIPES
 from highwater.tests.compat.recipes import LIMITED
@@ -56,7 +60,31 @@ def test_every_class_has_a_row_or_a_reason_for_having_none() -> None:
 def test_what_is_refused_or_left_out_is_named_at_the_end_of_the_document() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     assert text.endswith(ending(text, {name: why for name, (_, why) in LIMITED.items()}))
-    assert "| fails: " not in text and "| differs: " not in text
+    for mistake in ("fails", "differs", "no reference"):
+        assert f"| {mistake}: " not in text, mistake
+
+
+class Deaf(nn.Module):
+    """Computes with its model's blocks, and leaves what they say out where it is deaf."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.transformer = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.share * self.transformer(x)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_equal_says_something_only_where_the_reference_is_another_one(share: float, sim: object) -> None:
+    def call(pipe: Any) -> torch.Tensor:
+        return pipe(torch.ones(1, 64, device=next(pipe.parameters()).device))
+
+    cells = run_modes(Recipe(name="deaf", build=lambda: Deaf(share), call=call, lora_targets=("0", "1", "2", "3")))
+    assert [cells[mode] for mode in ("resident", "streamed", "split")] == [EQUAL] * 3
+    for mode, what in {"fp8": "fp8", "LoRA": "a LoRA"}.items():
+        assert cells[mode] == (EQUAL if share else f"no reference: {what} changes nothing without Highwater")
 
 
 def test_each_refused_cell_is_named_with_whose_limit_it_is() -> None:
