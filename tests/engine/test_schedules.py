@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +113,19 @@ def test_no_choice_is_faster_than_the_best_found(seed: int, share: float) -> Non
         assert held_bytes(work, found.resident) + found.staging_bytes <= budget_bytes
     assert best.seconds <= good.seconds
     assert best.seconds >= least_seconds(work, budget_bytes, NUM_STEPS) * (1 - 1e-9)
+
+
+def test_what_a_split_is_said_to_cost_is_what_was_measured() -> None:
+    root = Path(__file__).parents[2]
+    lines = (root / "benchmarks/results/hops.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    costs = {link: (cut, split) for card, link, *_, cut, split, _ in rows if card == "RTX 4090"}
+    for page in ("README.md", "docs/limits.md"):
+        text = " ".join((root / page).read_text(encoding="utf-8").split())
+        said = re.search(
+            r"\[(\d+) % longer\]\([./]*benchmarks/results/hops.md\).*? 25 GB/s.*?, (\d+) % at 8 GB/s", text
+        )
+        assert said is not None, page
+        assert [f"{float(costs[link][1].rstrip('%')):.0f}" for link in ("25 GB/s", "8 GB/s")] == list(said.groups())
+    cuts = [costs[link][0].rstrip("%") for link in ("25 GB/s", "8 GB/s")]
+    assert "with the cut alone {} and {} %".format(*cuts) in text
