@@ -130,8 +130,13 @@ def reference(
 ) -> Tensor:
     """Return what core's own load gives, with weights that went through eight bits; made once."""
     key = (architecture.name, has_lora, has_control, cast)
+    without: dict[str, Tensor] = {}
     if has_control and key not in references:
-        unguided = reference(architecture, cast)
+        without["the ControlNet"] = reference(architecture, cast)
+    if has_lora and key not in references:
+        without["the LoRA"] = reference(architecture, cast)
+    if cast and key not in references:
+        without["eight bits"] = reference(architecture, frozenset(), has_control=has_control)
     if key not in references:
         patcher = build(architecture)
         pass_through_eight_bits(patcher.model, cast)
@@ -142,11 +147,16 @@ def reference(
             patcher, control = guide(architecture, patcher, None)
         result = sample(architecture, patcher, control)
         refuse_nothing(result)
-        if has_control and torch.equal(result, unguided):
-            raise AssertionError("core's own result is the same without the ControlNet")
+        for what, plain in without.items():
+            refuse_same(result, plain, what)
         references[key] = result
         comfy.model_management.unload_all_models()
     return references[key]
+
+
+def refuse_same(result: Tensor, plain: Tensor, without: str) -> None:
+    if torch.equal(result, plain):
+        raise AssertionError(f"core's own result is the same without {without}: the configuration is no test")
 
 
 def refuse_nothing(result: Tensor) -> None:
@@ -264,14 +274,23 @@ def compare_vae(name: str, form: str) -> None:
     cast = check_plan(vae.patcher, form)
     del vae
     comfy.model_management.unload_all_models()
+    check(results, vae_reference(name, cast))
+
+
+def vae_reference(name: str, cast: frozenset[str]) -> Tensor:
+    """Return what core's own load gives, with weights that went through eight bits; made once."""
     key = (name, cast)
     if key not in vae_references:
         vae = build_vae(name)
         pass_through_eight_bits(vae.first_stage_model, cast)
-        vae_references[key] = run_vae(name, vae)
-        refuse_nothing(vae_references[key])
+        result = run_vae(name, vae)
+        del vae
         comfy.model_management.unload_all_models()
-    check(results, vae_references[key])
+        refuse_nothing(result)
+        if cast:
+            refuse_same(result, vae_reference(name, frozenset()), "eight bits")
+        vae_references[key] = result
+    return vae_references[key]
 
 
 vae_references: dict[tuple[str, frozenset[str]], Tensor] = {}
