@@ -270,7 +270,8 @@ class Managed:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.release()
+        if any(self.manager.has(member) for member in self.members):  # else it was released: all is told
+            self.release()
 
 
 def manage(

@@ -144,6 +144,10 @@ class MemoryManager:
             finally:
                 self.lock.release()
 
+    def has(self, member: Member) -> bool:
+        """Whether a component is under management, and not released."""
+        return self.members.get(member.id) is member
+
     def refuse_computing(self, members: Iterable[Member]) -> None:
         """Raise `UnsafeState` for those that somebody computes with; the caller holds the lock."""
         busy = [member.id for member in members if member.attachment.passes.is_busy()]
