@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._C._functorch import TransformType
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch.fx import _symbolic_trace as fx
 from torch.utils.hooks import RemovableHandle
 
 from .compiling import untraced
@@ -125,13 +127,15 @@ class Hooks:
         target = self.target
         if target is None or kwargs is None:  # removed meanwhile
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             refuse_transforms()
         if module in target.parts:
             return target.before_part(target.parts[module], module, args, kwargs) if target.is_entered() else None
         if module in target.inner and target.is_entered():
             return None
         if module not in target.blocks or not target.is_entered():
+            if _len_torch_dispatch_stack() or _get_tracing_state() is not None or fx._is_fx_tracing_flag:
+                refuse_tracing(args, kwargs)
             target = self.enter(module, (args, kwargs))
             if target is None:
                 return None
@@ -163,3 +167,19 @@ def refuse_transforms() -> None:
     others = [kind.name.lower() for kind in kinds if kind != TransformType.Vmap]
     if others:
         raise UnsafeState(f"a managed module cannot compute inside of torch.func.{others[-1]}: release it before")
+
+
+def refuse_tracing(args: Any, kwargs: Any) -> None:
+    """Refuse a forward that makes a graph in place of numbers: it sees where weights are now, and may replace them.
+
+    Other modes count what runs, log it or choose what a checkpoint keeps; those are welcome.
+
+    Raises:
+        UnsafeState: the forward is exported or traced, or its tensors have no memory.
+    """
+    modes = torch._C._TorchDispatchModeKey.__members__.values()  # of fake tensors, of proxies, of functional tensors
+    makes_graph = _get_tracing_state() is not None or any(torch._C._get_dispatch_mode(key) is not None for key in modes)
+    if not makes_graph and fx._is_fx_tracing_flag:  # perhaps another thread's
+        makes_graph = any(isinstance(given, torch.fx.Proxy) for given in (*args, *kwargs.values()))
+    if makes_graph:
+        raise UnsafeState("a managed module cannot be exported or traced: release it before")
