@@ -23,7 +23,7 @@ from .errors import InvalidInput, UnsafeState
 from .footprint import fixed_tensors
 from .forwards import Forwards
 from .hooks import Hooks
-from .joining import Structure, Tree, bring_home
+from .joining import Structure, Tree, bring_home, walk
 from .ledger import Ledger
 from .leftovers import Leftovers
 from .masters import FileMaster
@@ -357,11 +357,12 @@ class Attachment:
         caller holds the manager's lock, and no pass is open but one that begins.
 
         Raises:
-            UnsafeState: a block or a weight of our own is not in the module any more.
+            UnsafeState: a block or a weight of our own is not in the module any more, or in another block of it.
             InvalidInput: a layer was added without memory. Nothing of either has changed.
         """
         assert self.structure is not None and self.moves is not None
         now = Structure(self.module)
+        self.refuse_exchanged_layers()
         for share in self.shares:
             share.heal()
         gone = self.forget_removed_places(frozenset(now.modules))
@@ -398,6 +399,21 @@ class Attachment:
         self.moves = self.guard_moves(after=self.moves)
         self.hook()
         self.structure = now
+
+    def refuse_exchanged_layers(self) -> None:
+        """Refuse layers of a block that hang in another one by now: they would come and go with the wrong block.
+
+        Raises:
+            UnsafeState: there are some.
+        """
+        numbered = [(number, bundle.own) for share in self.shares for number, bundle in share.blocks.items()]
+        homes = {module: number for number, unit in numbered for entry in unit.entries for module, _ in entry.owners}
+        blocks = self.component.blocks
+        for path, module, home in walk(self.module, self.find_blocks()):
+            was = homes.get(module, home)
+            if was is not None and was != home:
+                place = path if home is None else blocks[home].name
+                raise UnsafeState(f"{self.owner}: {place} holds layers of {blocks[was].name} now: call reprofile()")
 
     def guard_moves(self, after: MoveGuard | None = None) -> MoveGuard:
         units = [(unit, share.device.torch_device) for share in self.shares for unit in share.units]

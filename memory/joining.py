@@ -23,7 +23,7 @@ from .eight_bits import EightBitWeight
 from .entries import Entry, repoint
 from .leaves import Wrapper, leaves_of
 
-__all__ = ["Structure", "Tree", "bring_home"]
+__all__ = ["Structure", "Tree", "bring_home", "walk"]
 
 
 class Structure:

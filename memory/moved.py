@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from .eight_bits import EightBitWeight
 from .entries import as_held, repoint
@@ -96,7 +97,9 @@ class MoveGuard:
         for index, (module, name), held in list(foreign_tensors(unit)):
             entry = unit.entries[index]
             slots = entry.slots_of(module)
-            if entry.is_buffer:  # the next `Unit.put` takes it over
+            if entry.is_buffer:  # the next `Unit.put` takes over what a forward made
+                if held is not None and not held.is_meta and held.device.type == "cpu":
+                    self.take_buffer(unit, index, (module, name), held)
                 continue
             found = True
             if name not in slots:
@@ -107,6 +110,19 @@ class MoveGuard:
             self.undone = self.undone or why_not_adopted(unit, index, held)
             slots[name] = unit.placed[index]
         return found
+
+    def take_buffer(self, unit: Unit, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
+        """Bring a buffer that was assigned in host memory to where its unit is; one of another form is the module's."""
+        placed, slots = unit.placed[index], unit.entries[index].slots_of(place[0])
+        if placed.device.type in ("cpu", "meta"):
+            return
+        self.wait()
+        if (held.shape, held.dtype) == (placed.shape, placed.dtype):
+            with torch.inference_mode(placed.is_inference()), torch.no_grad():
+                placed.copy_(held)
+            slots[place[1]] = placed
+        else:
+            slots[place[1]] = held.to(placed.device)
 
     def tell_undone(self) -> None:
         """Tell, once, what was done to the weights and undone; every time, what cannot be. Raises `UnsafeState`."""
