@@ -17,7 +17,7 @@ from typing import Any
 
 from .errors import InvalidInput, quoted
 from .placement import INTEGER, WORD, Scanner, canonical_device, names_device, resolve_kind
-from .units import LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
+from .units import ALLOWED_UNITS, LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
 
 __all__ = [
     "BudgetItem",
@@ -184,7 +184,7 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
         return BudgetItem(target=target, leave_share=share) if minus else BudgetItem(target=target, share=share)
     problem = unit_problem(number, unit)
     if problem is not None:
-        scanner.fail(f"{match[0].strip()!r} {problem}; allowed: {', '.join(UNITS)} or %", at=begin)
+        scanner.fail(f"{match[0].strip()!r} {problem}; allowed: {', '.join(ALLOWED_UNITS)} or %", at=begin)
     try:
         num_bytes = parse_bytes(number + unit)
     except InvalidInput as error:

@@ -76,9 +76,12 @@ class Parts:
 
 
 def is_new(module: nn.Module, managed: Iterable[nn.Module]) -> bool:
-    """Whether a module has weights in host memory, and neither it nor anything inside it is managed."""
-    weights = list(module.parameters())
-    if not any(weight.device.type in ("cpu", "meta") for weight in weights):
-        return False
+    """Whether a module has weights in host memory that no managed module holds, itself or inside it."""
     managed = set(managed)
-    return not any(part in managed for part in module.modules())
+    return any(
+        weight.device.type in ("cpu", "meta")
+        for part in module.modules()
+        if part not in managed
+        for weight in part._parameters.values()
+        if weight is not None
+    )

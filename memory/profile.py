@@ -310,7 +310,7 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
 def parse_choice(scanner: Scanner, word: str, choices: dict[str, Any]) -> Any:
     scanner.skip_blanks()
     begin = scanner.position
-    match = scanner.match(re.compile(r"\w+"))
+    match = scanner.match(re.compile(r"[^\s,]+"))
     value = match[0] if match else ""
     if value not in choices:
         scanner.fail(f"{word} {value!r} is unknown; {allowed_values(value, choices)}", at=begin)

@@ -44,7 +44,9 @@ class ExecutionMark:
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Refuse what accelerate does before it puts hooks of its own in place, or removes them all."""
-        raise UnsafeState(f"{self.owner} is managed, which moves its weights: release it before others offload it")
+        raise UnsafeState(
+            f"{self.owner} is managed, which moves its weights: release it before others add or remove offloading hooks"
+        )
 
 
 def find_rival(modules: Iterable[nn.Module]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .errors import InvalidInput, quoted
 
-__all__ = ["GIB", "KIB", "MIB", "align_up", "format_bytes", "parse_bytes", "slab_offsets"]
+__all__ = ["ALLOWED_UNITS", "GIB", "KIB", "MIB", "align_up", "format_bytes", "parse_bytes", "slab_offsets"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -19,6 +19,7 @@ SLAB_ALIGNMENT = 256
 UNITS = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "MB": 10**6}
 # As people write them, in any case: a G is a GiB.
 SPELLINGS = {name.lower(): num_bytes for name, num_bytes in UNITS.items()} | {"g": GIB, "m": MIB}
+ALLOWED_UNITS = (*UNITS, "G", "M")
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 # What drivers and torch count in; a size has no more digits than this and its fraction.
 LARGEST_SIZE = 2**63 - 1
@@ -35,7 +36,7 @@ def parse_bytes(text: str, *, what: str = "size") -> int:
         raise InvalidInput(f"{what} {quoted(text)} is not a size; write a number and a unit, such as 6GiB or 800MiB")
     problem = unit_problem(match["number"], match["unit"])
     if problem is not None:
-        raise InvalidInput(f"{what} {text!r} {problem}; allowed: {', '.join(UNITS)}")
+        raise InvalidInput(f"{what} {text!r} {problem}; allowed: {', '.join(ALLOWED_UNITS)}")
     num_bytes = float(match["number"]) * SPELLINGS.get(match["unit"].lower(), 1)
     if num_bytes > LARGEST_SIZE:
         raise InvalidInput(f"{what} {text!r} is more than any machine has; allowed: up to {LARGEST_SIZE >> 30}GiB")

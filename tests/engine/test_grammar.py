@@ -33,7 +33,13 @@ def test_sizes_with_units(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("12", "has no unit"), ("1TB", "unknown unit 'TB'"), ("-1GiB", "not a size"), ("", "not a size")],
+    [
+        ("12", "has no unit"),
+        ("1TB", "unknown unit 'TB'; allowed: GiB, MiB, GB, MB, G, M$"),
+        ("1KiB", "unknown unit 'KiB'; allowed: GiB"),
+        ("-1GiB", "not a size"),
+        ("", "not a size"),
+    ],
 )
 def test_bad_sizes_are_named(text: str, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
@@ -206,6 +212,8 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("-100%", 1, "more than 0% to 100%"),
         ("vae=", 5, "a size is missing"),
         ("vae:1GiB", 4, "'=' and a size must follow"),
+        ("4,prefetch=-1", 12, "prefetch '-1' is unknown; did you mean '1'? allowed: auto, 1, 2, 3, 4"),
+        ("vae=10TiB", 5, "'10TiB' has the unknown unit 'TiB'; allowed: GiB, MiB, GB, MB, G, M or %"),
         ("prefetch=5", 10, "prefetch '5' is unknown; allowed: auto, 1, 2, 3, 4"),
         ("prefetch=1,prefetch=2", 12, "'prefetch_blocks' is set twice"),
         ("compile=yes", 9, "compile 'yes' is unknown; allowed: on, off"),

@@ -87,6 +87,7 @@ def test_an_operator_that_only_the_device_has_met_a_tensor_on_the_cpu() -> None:
         RuntimeError("Input type (float) and bias type (c10::Half) should be the same"),
         RuntimeError("Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same"),
         RuntimeError("dit: cannot be split: in block blocks.3 tensors of gpu:0 and gpu:1 met (Expected all tensors)"),
+        NotImplementedError("Could not run 'aten::_thnn_fused_lstm_cell' with arguments from the 'CPU' backend. This"),
         torch.OutOfMemoryError("Expected all tensors to be on the same device"),
         KeyboardInterrupt(),
         None,

@@ -61,6 +61,37 @@ def test_another_part_is_refused_until_it_is_taken(toys, machine, profile: str) 
         del got
 
 
+@pytest.mark.parametrize("profile", ["auto", "0.45MiB"])
+@torch.no_grad()
+def test_a_part_that_wraps_a_managed_one_and_a_new_one_is_refused_until_it_is_taken(toys, machine, profile) -> None:
+    class Multi(nn.Module):
+        def __init__(self, *nets: nn.Module) -> None:
+            super().__init__()
+            self.nets = nn.ModuleList(nets)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.nets[0](x) + self.nets[1](x)
+
+    plain = Pipeline(toys)
+    plain.image_encoder = Multi(plain.unet, toys.build_net(seed=3))
+    want = plain()
+    with machine(8) as manager:
+        pipe = Pipeline(toys)
+        with manage(pipe, profile, placement="gpu:0", manager=manager) as managed:
+            pipe()
+            pipe.image_encoder = Multi(pipe.unet, pipe.text_encoder)  # nothing of it is new
+            pipe()
+            pipe.image_encoder = Multi(pipe.unet, toys.build_net(seed=3))
+            with pytest.raises(
+                UnsafeState, match=r"^image_encoder of the Pipeline is a Multi by now that is not managed"
+            ):
+                pipe()
+            managed.reprofile("auto")
+            for _ in range(2):
+                assert torch.allclose(pipe().cpu(), want, atol=1e-5)
+        assert torch.equal(pipe(), want)
+
+
 @torch.no_grad()
 def test_a_part_that_came_is_refused_until_it_is_taken(toys, machine) -> None:
     with machine(8) as manager:
@@ -135,7 +166,7 @@ def offload(target: Any, **options: Any) -> None:
     target.enable_group_offload(torch.device("sim:0"), offload_device=torch.device("cpu"), **options)
 
 
-AT_ONCE = "unet is managed, which moves its weights: release it before others offload it"
+AT_ONCE = "unet is managed, which moves its weights: release it before others add or remove offloading hooks"
 OFFLOADED = "unet is managed, and has diffusers' group offloading: load it without, or release it"
 CAST = r"unet is managed, and has diffusers' layerwise casting: load it without, precision='fp8 scaled' does it, or"
 METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
