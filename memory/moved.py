@@ -25,7 +25,7 @@ from .masters import FileMaster
 from .residency import BlockState, Unit
 from .swaps import Swaps, foreign_tensors
 from .upcast import FP8
-from .watched import watch
+from .watched import plainly, watch
 
 __all__ = ["MoveGuard"]
 
@@ -185,7 +185,8 @@ class Witness:
                 unit.copy.known = unit.placed, (own, addresses)  # gone with the copy, whose memory they keep
             else:
                 unit.known = unit.placed, (own, addresses)
-        return list(map(ADDRESS, own)) != addresses
+        with plainly():
+            return list(map(ADDRESS, own)) != addresses
 
     def addresses(self) -> list[int]:
         """Return where the plain parameters lie while the unit rests; 0 for eight bits that are shown wide."""

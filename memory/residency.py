@@ -20,7 +20,7 @@ from .masters import FileMaster, HostMaster
 from .source import WeightsSource
 from .transfer import Bounce, CopyStream, Form, SlabLayout
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
-from .watched import Asked, unwatch, watch
+from .watched import Asked, plainly, unwatch, watch
 
 __all__ = ["BlockState", "Unit"]
 
@@ -121,7 +121,8 @@ class Unit:
         """That of the masters; grows when weights are written to, through the slab or through the module's objects."""
         assert self.master is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
-        own = sum(weight._version for weight in self.masters if not weight.is_inference())
+        with plainly():
+            own = sum(weight._version for weight in self.masters if not weight.is_inference())
         others = sum(alias._version for alias in self.aliases) if self.aliases else 0
         return self.master.version + own + others + self.past_writes
 

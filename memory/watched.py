@@ -19,7 +19,7 @@ as when a LoRA is added, with the one where it is. Torch's operators do not ask,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,15 +27,22 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Asked", "answer_device", "device_of", "unwatch", "watch"]
+__all__ = ["Asked", "answer_device", "device_of", "plainly", "unwatch", "watch"]
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 Asked = Callable[[], torch.device | None]
 """Returns the device of what flows in a forward that is under way; None outside of one."""
 DATA: Any = torch.Tensor.data  # the descriptor
 DEVICE: Any = torch.Tensor.device
-device_of: Callable[[torch.Tensor], torch.device] = DEVICE.__get__
-"""Where a tensor is, whatever it answers."""
+IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+plainly = torch._C.DisableTorchFunctionSubclass
+"""Inside of this watched weights are like any other tensors. What looks at many of them is much quicker there."""
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Return where a tensor is, whatever it answers."""
+    with plainly():
+        return DEVICE.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def answer_device(tensor: torch.Tensor) -> torch.device:
@@ -44,17 +51,57 @@ def answer_device(tensor: torch.Tensor) -> torch.device:
     return (asked() if asked is not None else None) or device_of(tensor)
 
 
-class WatchedTensor(torch.Tensor):
-    """A weight whose ``.data`` counts as a write to it ([Note: data]); so does that of what it is detached to."""
+class Shown:
+    """What others were given of the ``.data`` of a weight and of its views.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    Args:
+        aliases: those of the unit: their counters tell what is written through them.
+    """
+
+    def __init__(self, aliases: list[torch.Tensor]) -> None:
+        self.aliases = aliases
+        self.alias: torch.Tensor | None = None
+        """The one through which all the others of this weight are made."""
+
+    def alias_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return it; a new one where the weight has other memory by now. Plainly, and not for inference tensors."""
+        alias = self.alias
+        if alias is None or alias.data_ptr() != whole.data_ptr() or alias.shape != whole.shape:
+            with torch.inference_mode(False):
+                self.alias = alias = DATA.__get__(whole)
+            self.aliases.append(alias)
+        return alias
+
+
+class WatchedTensor(torch.Tensor):
+    """A weight whose ``.data`` counts as a write to it ([Note: data]); so does that of its views."""
+
+    shown: Shown
+    """Shared with its views, and with what it is detached to. No reference to itself: others count who holds it."""
+    is_view = False
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Return a plain parameter: others make new ones of the class of an old one."""
         return nn.Parameter(data, requires_grad)
 
-    aliases: list[torch.Tensor]
-    """Those of the weight, of its unit: their counters tell what is written through them."""
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if not all(issubclass(kind, WatchedTensor) for kind in types):
+            return call_others(function, args, kwargs or {})
+        with plainly():
+            result = function(*args, **(kwargs or {}))
+            if function in FORM:
+                return result
+            if isinstance(result, torch.Tensor):
+                watch_views((result,), args, kwargs)
+            elif isinstance(result, tuple | list):
+                watch_views(result, args, kwargs)
+            elif getattr(function, "__name__", "") in GIVES_MEMORY:
+                for tensor in watched_in((args, kwargs)):
+                    count_write(tensor)
+            return result
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -62,40 +109,40 @@ class WatchedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        count_write(self)
-        known = vars(self).get("aliases")
-        if known is None or self.is_inference():
-            return DATA.__get__(self)  # type: ignore[no-any-return]
-        alias = vars(self).get("alias")
-        if alias is None or alias.data_ptr() != self.data_ptr() or alias.shape != self.shape:
-            with torch.inference_mode(False):
-                alias = DATA.__get__(self)
-            vars(self)["alias"] = alias
-            known.append(alias)
-        return alias.detach()  # type: ignore[no-any-return]
+        with plainly():
+            count_write(self)
+            shown = vars(self).get("shown")
+            if shown is None or self.is_inference():
+                return DATA.__get__(self)  # type: ignore[no-any-return]
+            return view_like(self, shown.alias) if self.is_view else shown.alias_of(self).detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        count_write(self)
-        DATA.__set__(self, value)
+        with plainly():
+            count_write(self)
+            DATA.__set__(self, value)
 
     def numpy(self, *, force: bool = False) -> Any:
         """As `torch.Tensor.numpy`: the array is the weight's memory."""
-        count_write(self)
-        return super().numpy(force=force)
+        with plainly():
+            count_write(self)
+            return super().numpy(force=force)
 
     def detach(self) -> torch.Tensor:
         """As `torch.Tensor.detach`; one of the same class, which `nn.Parameter()` asks for."""
         # Unlike `as_subclass`, no view: that would keep our memory alive when it is pointed elsewhere.
         detached = torch.Tensor._make_subclass(WatchedTensor, self)
-        if "aliases" in vars(self):
-            detached.aliases = self.aliases
+        share_shown(self, detached, is_view=self.is_view)
         return detached
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.unbind())
 
     def plain(self) -> torch.Tensor:
         """Return a tensor or parameter of torch's own class in the same memory."""
-        tensor = super().detach()
-        return nn.Parameter(tensor, self.requires_grad) if isinstance(self, nn.Parameter) else tensor
+        with plainly():
+            tensor = super().detach()
+            return nn.Parameter(tensor, self.requires_grad) if isinstance(self, nn.Parameter) else tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
@@ -117,7 +164,7 @@ class AbsentWeight(WatchedTensor):
     is_data = False
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given: Any = (args, dict(kwargs or {}))
@@ -177,6 +224,75 @@ FORM = frozenset(
 )
 
 
+# What returns the memory of a tensor as something else than a tensor.
+GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of a function of torch's."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+
+
+def watched_in(values: object) -> list[WatchedTensor]:
+    return [tensor for tensor in tensors_in(values) if isinstance(tensor, WatchedTensor)]
+
+
+def share_shown(tensor: WatchedTensor, other: Any, *, is_view: bool) -> None:
+    shown: Shown | None = vars(tensor).get("shown")
+    if shown is not None:
+        other.shown, other.is_view = shown, is_view
+        if is_view and not tensor.is_view and not tensor.is_inference():
+            shown.alias_of(tensor)
+
+
+def watch_views(results: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Watch those results of a function that are new views of a watched weight among its arguments."""
+    given: list[torch.Tensor] | None = None
+    for result in results:
+        if type(result) is not torch.Tensor or result.layout is not torch.strided:
+            continue
+        if given is None:
+            given = list(tensors_in((args, kwargs)))
+        if any(result is value for value in given) or torch._C._functorch.is_functorch_wrapped_tensor(result):
+            continue
+        for tensor in given:
+            if isinstance(tensor, WatchedTensor) and IS_ALIAS_OF(result, tensor):
+                result.__class__ = WatchedTensor
+                share_shown(tensor, result, is_view=True)
+                break
+
+
+def call_others(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with tensors of other classes that handle functions: give them plain ones in the same memory."""
+    with plainly():
+        plain = {id(tensor): (torch.ops.aten.alias(tensor), tensor) for tensor in watched_in((args, kwargs))}
+    given = tree_map_only(WatchedTensor, lambda tensor: plain[id(tensor)][0], (tuple(args), dict(kwargs)))
+    result = function(*given[0], **given[1])
+    return next((tensor for alias, tensor in plain.values() if alias is result), result)
+
+
+def view_like(view: torch.Tensor, alias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``view.data``, as a view of an alias of the weight: what is written there shows in that one's counter."""
+    data: torch.Tensor = DATA.__get__(view)
+    if alias is None:
+        return data
+    offset = view.data_ptr() - alias.data_ptr()
+    if not (alias.is_contiguous() and IS_ALIAS_OF(view, alias) and 0 <= offset <= alias.nbytes):
+        return data  # of memory that the weight left
+    if view.is_conj() or view.is_neg():
+        return data
+    flat = alias.detach().view(-1)
+    if view.dtype is not alias.dtype:
+        flat = flat.view(torch.uint8)
+        flat = flat[offset % view.itemsize :]
+        flat = flat[: len(flat) // view.itemsize * view.itemsize].view(view.dtype)
+    return flat.as_strided(view.shape, view.stride(), flat.storage_offset() + offset // view.itemsize)
+
+
 def has_no_memory(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentWeight)
 
@@ -205,9 +321,13 @@ def watch(
             assert bring is not None
             tensor.bring = bring  # type: ignore[attr-defined]
         elif aliases is not None:
-            tensor.aliases = aliases  # type: ignore[attr-defined]
+            tensor.shown = Shown(aliases)  # type: ignore[attr-defined]
         tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
+    elif isinstance(tensor, WatchedTensor) and aliases is not None:
+        shown = vars(tensor).get("shown")
+        if tensor.is_view or shown is None or shown.aliases is not aliases:  # others made it of a weight, or a view
+            tensor.shown, tensor.is_view = Shown(aliases), False
     if isinstance(tensor, WatchedTensor):
         vars(tensor)["asked"] = asked
     return tensor
@@ -217,6 +337,6 @@ def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-        for name in ("_is_param", "asked", "bring", "aliases", "alias"):
+        for name in ("_is_param", "asked", "bring", "shown", "is_view"):
             vars(tensor).pop(name, None)
     return tensor

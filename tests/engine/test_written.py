@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -192,17 +193,53 @@ def test_data_of_another_shape_is_refused_in_one_line(toys, machine, name: str, 
         assert torch.equal(net(x).cpu(), want)
 
 
-ALIASES = {
+FIRST_ALIASES = {
     "data": lambda weight: weight.data,
     "a view": lambda weight: weight.data.view(-1)[: weight.numel() // 2],
     "detached": lambda weight: weight.detach(),
     "data of detached": lambda weight: weight.detach().data,
 }
+VIEWS = {
+    "data of a view": lambda weight: weight.view(-1).data,
+    "data of a view of a view": lambda weight: weight.view(-1)[3:].data,
+    "data of a view of detached": lambda weight: weight.detach().view(-1).data,
+    "a view of data of a view": lambda weight: weight.view(-1).data[1:],
+    "data of rows": lambda weight: weight[2:7].data,
+    "data of columns": lambda weight: weight[..., ::3].data,
+    "data of the transposed": lambda weight: weight.mT.data if weight.ndim > 1 else weight.squeeze().data,
+    "data of T": lambda weight: weight.T.data if weight.ndim == 2 else weight.unsqueeze(0).data,
+    "data of reshaped": lambda weight: torch.reshape(weight, (-1,)).data,
+    "data of expanded": lambda weight: weight.expand_as(weight).data,
+    "data of chunks": lambda weight: [part.data for part in weight.chunk(2)],
+    "data of split": lambda weight: [part.data for part in torch.split(weight, 3)],
+    "data of unbound": lambda weight: [part.data for part in weight.unbind()],
+    "data of each row": lambda weight: [part.data for part in weight],
+    "data as other numbers": lambda weight: weight.view(torch.int32).data.view(torch.float32),
+    "data of a parameter of it": lambda weight: nn.Parameter(weight, requires_grad=False).data,
+    "data of a parameter of a view": lambda weight: nn.Parameter(weight[1:], requires_grad=False).data,
+    "data of a view in inference": torch.inference_mode()(lambda weight: weight.view(-1).data),
+    "a view in inference": torch.inference_mode()(lambda weight: weight.view(-1)),
+    "data of as_tensor": lambda weight: torch.as_tensor(weight).data,
+    "data of contiguous": lambda weight: weight.contiguous().data,
+}
 
 
-@pytest.mark.parametrize("alias", ALIASES)
-@pytest.mark.parametrize("profile", ["0.6MiB", "0.6MiB,pinned=none", "0.45MiB", "auto"])
-@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1"])
+ALIASES = FIRST_ALIASES | VIEWS
+WHERE = [
+    (placement, profile)
+    for placement in ("gpu:0", "gpu:0&gpu:1")
+    for profile in ("0.6MiB", "0.6MiB,pinned=none", "0.45MiB", "auto")
+]
+
+
+@pytest.mark.parametrize(
+    ("placement", "profile", "alias"),
+    [
+        pytest.param(*where, alias, marks=[pytest.mark.slow] if alias in VIEWS and where != WHERE[0] else [])
+        for where in WHERE
+        for alias in ALIASES
+    ],
+)
 @torch.no_grad()
 def test_what_is_written_through_an_alias_counts_whenever_it_was_taken(
     toys, machine, profile: str, placement: str, alias: str
@@ -217,8 +254,9 @@ def test_what_is_written_through_an_alias_counts_whenever_it_was_taken(
             net(x)
         for number, (name, data) in enumerate(taken.items()):
             for one in (data, ALIASES[alias](other.get_parameter(name))):
-                one.mul_(0.5 + number / 8)
-            del one
+                for part in one if isinstance(one, list) else [one]:
+                    part.mul_(0.5 + number / 8)
+            del one, part
             assert torch.equal(net(x).cpu(), on_device(other, x)), name
         del data
         taken.clear()
@@ -228,7 +266,30 @@ UNSEEN = {
     "data of data": lambda weight: weight.data.data,
     "numpy": lambda weight: weight.numpy(),
     "numpy of data": lambda weight: weight.data.numpy(),
+    "numpy of a view": lambda weight: weight.view(-1).numpy(),
+    "an array": lambda weight: np.asarray(weight),
+    "DLPack": lambda weight: torch.from_dlpack(weight.detach()),
+    "storage": lambda weight: torch.empty(0).set_(weight.untyped_storage(), weight.storage_offset(), weight.shape),
+    "data of data of a view": lambda weight: weight.view(-1).data.data,
 }
+
+
+@pytest.mark.parametrize("alias", UNSEEN)
+@torch.no_grad()
+def test_what_is_written_at_once_counts(toys, machine, alias: str) -> None:
+    """Even where torch keeps no count of what shares the memory: taking it counts."""
+    net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
+    with machine(8) as manager, manage(net, "0.6MiB", placement="gpu:0", manager=manager):
+        net(x)
+        names = [name for name, held in net.named_parameters() if "weight" in name and held.device.type == "cpu"]
+        for number, name in enumerate(names):
+            net(x)
+            torch.accelerator.synchronize(0)
+            for which in (net, other):
+                data = UNSEEN[alias](which.get_parameter(name))
+                data *= 0.5 + number / 8
+                del data
+            assert torch.equal(net(x).cpu(), on_device(other, x)), name
 
 
 @pytest.mark.parametrize("alias", UNSEEN)
