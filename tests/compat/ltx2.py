@@ -86,7 +86,7 @@ def ltx2() -> dict[str, Any]:
     return parts()
 
 
-@recipe("LTX2Pipeline", "2.3 with a duration head", lora=TO_LAYERS, min_seconds=0.1, max_seconds=0.3,
+@recipe("LTX2Pipeline", "2.3 with a duration head", lora=TO_LAYERS, min_seconds=0.1, max_seconds=3.0,
         **{name: value for name, value in FILM.items() if name != "num_frames"})  # fmt: skip
 def ltx23() -> dict[str, Any]:
     """Gated attention, text features for each modality of their own, and a vocoder that widens its band."""

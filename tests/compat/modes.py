@@ -19,8 +19,10 @@ from torch import nn
 
 from highwater import BudgetItem, Managed, MemoryManager, OffloadProfile, manage
 from highwater.headless import simdevice
+from highwater.memory.component import Component
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
-from highwater.memory.footprint import least_bytes
+from highwater.memory.footprint import block_bytes, least_bytes
+from highwater.memory.plan import ComponentPlan
 from highwater.memory.upcast import find_scale, quantize_fp8, upcast_into
 
 __all__ = ["MODES", "Outputs", "Recipe", "run_modes"]
@@ -109,15 +111,39 @@ def run_mode(recipe: Recipe, mode: Mode, references: dict[str, Outputs]) -> str:
 
 
 def what_did_not_happen(mode: Mode, handle: Managed) -> str:
-    """Return a cell for a mode that no component was in, although the plan had the choice; else nothing."""
-    plans = [member.attachment.plan for member in handle.members]
-    if "placement" in mode.arguments and not any(len(plan.shares) > 1 for plan in plans):
-        return "- (no blocks to split)"
-    if mode.streams and not any(share.streamed for plan in plans for share in plan.shares):
-        return "- (no blocks to stream)"
-    if mode.arguments.get("precision") and not any(plan.cast for plan in plans):
+    """Return a cell for a mode that no component can be in, or that one which can be in it is not in; else nothing.
+
+    In ``split`` belong components of two blocks and more, in ``streamed`` those of more than their budget holds.
+    """
+    members = {member.name: (member.attachment.component, member.attachment.plan) for member in handle.members}
+    if "placement" in mode.arguments:
+        cuttable = {name: plan for name, (component, plan) in members.items() if len(component.blocks) > 1}
+        if not cuttable:
+            return "- (no blocks to split)"
+        if whole := [name for name, plan in cuttable.items() if len(plan.shares) < 2]:
+            return f"fails: {whole[0]} has blocks to cut between and is not split"
+    if mode.streams:
+        large = [
+            name for name, (component, plan) in members.items() if exceeds_budget(component, plan, handle.plan.profile)
+        ]
+        streamed = [name for name, (_, plan) in members.items() if plan.streams]
+        if not streamed and not large:
+            return "- (no blocks to stream)"
+        if still := [name for name in large if name not in streamed]:
+            return f"fails: {still[0]} has more blocks than its budget holds and does not stream"
+    if mode.arguments.get("precision") and not any(plan.cast for _, plan in members.values()):
         return "- (nothing to cast)"
     return ""
+
+
+def exceeds_budget(component: Component, plan: ComponentPlan, profile: OffloadProfile) -> bool:
+    """Whether a device's part of a component is larger than what the profile lets the component take there."""
+    limits = [item.limit_bytes for item in profile.budgets if item.target == component.name]
+    needs = [
+        share.fixed_bytes + sum(block_bytes(component.blocks[number], plan.cast) for number in share.blocks)
+        for share in plan.shares
+    ]
+    return max(needs) > max(limits, default=MIB * MIB)
 
 
 def run_managed(recipe: Recipe, mode: Mode) -> tuple[Outputs, str, dict[str, frozenset[str]]]:

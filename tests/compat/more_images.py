@@ -88,7 +88,7 @@ def prx_of_pixels() -> dict[str, Any]:
         axes_dim=[4, 4], bottleneck_size=8, resolution_embeds=True,
     )  # fmt: skip
     return {
-        "transformer": transformer, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
+        "transformer": fill_zeros(transformer), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(),
         "text_encoder": qwen3_text(), "tokenizer": llama_like_tokens(), "prompt_max_tokens": 16,
     }  # fmt: skip
 

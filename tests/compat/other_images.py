@@ -19,6 +19,7 @@ from highwater.tests.compat.parts import (
     llama_like_tokens,
     mask,
     qwen_vl_text,
+    sharpen,
     t5_text,
 )
 from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, TO_QKV, flow, recipe
@@ -102,7 +103,7 @@ def ernie() -> dict[str, Any]:
     tokens.model_max_length = 4  # so many tokens the enhancer writes
     return {
         "transformer": fill_zeros(transformer), "vae": flux2_vae(), "scheduler": flow(), "text_encoder": mistral(),
-        "tokenizer": llama_like_tokens(), "pe": enhancer, "pe_tokenizer": tokens,
+        "tokenizer": llama_like_tokens(), "pe": sharpen(enhancer), "pe_tokenizer": tokens,
     }  # fmt: skip
 
 

@@ -9,7 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from highwater.tests.compat.modes import EQUAL, Recipe, run_modes
+from highwater import MemoryManager, OffloadProfile, manage
+from highwater.tests.compat.modes import (
+    EQUAL,
+    MODES,
+    Recipe,
+    exceeds_budget,
+    run_modes,
+    smallest_budgets,
+    two_devices,
+    what_did_not_happen,
+)
 from highwater.tests.compat.not_built import NOT_BUILT
 from highwater.tests.compat.pipelines import RECIPES
 from highwater.tests.compat.recipes import LIMITED
@@ -85,6 +95,28 @@ def test_equal_says_something_only_where_the_reference_is_another_one(share: flo
     assert [cells[mode] for mode in ("resident", "streamed", "split")] == [EQUAL] * 3
     for mode, what in {"fp8": "fp8", "LoRA": "a LoRA"}.items():
         assert cells[mode] == (EQUAL if share else f"no reference: {what} changes nothing without Highwater")
+
+
+class Two:
+    """A pipeline of two models with blocks."""
+
+    def __init__(self) -> None:
+        self.components = {name: nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))) for name in ("first", "second")}
+
+
+def test_a_component_that_is_not_in_a_mode_is_named(sim: object) -> None:
+    with two_devices():
+        manager = MemoryManager()
+        manager.set_watermark("*", 0, 0)
+        with manage(Two(), manager=manager, placement="first=gpu:0&gpu:1,second=gpu:0") as handle:
+            whole = "fails: second has blocks to cut between and is not split"
+            assert what_did_not_happen(MODES["split"], handle) == whole
+            small = smallest_budgets(handle)
+            for member in handle.members:
+                component, plan = member.attachment.component, member.attachment.plan
+                assert exceeds_budget(component, plan, small) and not exceeds_budget(component, plan, OffloadProfile())
+            handle.reprofile(small, placement="gpu:0&gpu:1")
+            assert what_did_not_happen(MODES["split and streamed"], handle) == ""
 
 
 def test_each_refused_cell_is_named_with_whose_limit_it_is() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import diffusers
 import torch
 
-from highwater.tests.compat.parts import clip_pixels, clip_text, clip_tokens, clip_vision, image, kl_vae
+from highwater.tests.compat.parts import clip_pixels, clip_text, clip_tokens, clip_vision, fill_zeros, image, kl_vae
 from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, ddim, recipe
 from highwater.tests.compat.unets import SIZE, unet
 from highwater.tests.compat.unets_kandinsky import prefixed, prior_parts
@@ -70,7 +70,7 @@ def cascade_decoder() -> dict[str, Any]:
     return {"decoder": decoder, "vqgan": paella(), "scheduler": scheduler, "latent_dim_scale": 4.0, **text_parts()}
 
 
-@recipe("StableCascadeCombinedPipeline", **SIZE, prior_num_inference_steps=2, **IMAGE)
+@recipe("StableCascadeCombinedPipeline", images=lambda: [image()], **SIZE, prior_num_inference_steps=2, **IMAGE)
 def cascade_combined() -> dict[str, Any]:
     parts = cascade_decoder()
     del parts["latent_dim_scale"]
@@ -82,7 +82,7 @@ def wuerstchen_prior_parts() -> dict[str, Any]:
 
     prior = WuerstchenPrior(c_in=2, c=16, depth=3, c_cond=32, c_r=16, nhead=2)
     scheduler = diffusers.DDPMWuerstchenScheduler()
-    return {"prior": prior, "scheduler": scheduler, "text_encoder": clip_text(), "tokenizer": clip_tokens()}
+    return {"prior": fill_zeros(prior), "scheduler": scheduler, "text_encoder": clip_text(), "tokenizer": clip_tokens()}
 
 
 @recipe("WuerstchenPriorPipeline", lora=("to_q", "to_k", "to_v"), height=128, width=128, prompt=PROMPT, **STEPS)
@@ -105,7 +105,7 @@ def wuerstchen_decoder() -> dict[str, Any]:
         clip_embd=32, effnet_embd=2, inject_effnet=[True, True],
     )  # fmt: skip
     return {
-        "decoder": decoder, "vqgan": paella(), "scheduler": diffusers.DDPMWuerstchenScheduler(),
+        "decoder": fill_zeros(decoder), "vqgan": paella(), "scheduler": diffusers.DDPMWuerstchenScheduler(),
         "text_encoder": clip_text(), "tokenizer": clip_tokens(), "latent_dim_scale": 4.0,
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ from highwater.tests.compat.parts import (
     clip_tokens,
     clip_vision,
     clip_vision_config,
+    fill_zeros,
     image,
     kl_vae,
     mask,
@@ -58,7 +59,8 @@ def gligen_text_image() -> dict[str, Any]:
     from diffusers.pipelines.stable_diffusion import CLIPImageProjection
 
     return stable_diffusion() | {
-        "unet": unet(attention_type="gated-text-image", cross_attention_dim=32), "image_encoder": clip_vision(),
+        "unet": fill_zeros(unet(attention_type="gated-text-image", cross_attention_dim=32)),
+        "image_encoder": clip_vision(),
         "processor": clip_pixels(), "image_project": CLIPImageProjection(hidden_size=32),
     }  # fmt: skip
 

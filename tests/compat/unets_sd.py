@@ -7,7 +7,16 @@ from typing import Any
 import diffusers
 import torch
 
-from highwater.tests.compat.parts import clip_pixels, clip_text, clip_tokens, clip_vision, image, kl_vae, mask
+from highwater.tests.compat.parts import (
+    clip_pixels,
+    clip_text,
+    clip_tokens,
+    clip_vision,
+    fill_zeros,
+    image,
+    kl_vae,
+    mask,
+)
 from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, ddim, recipe
 from highwater.tests.compat.unets import SIZE, stable_diffusion, unet
 
@@ -175,4 +184,4 @@ def adapter() -> dict[str, Any]:
 
 @recipe("StableDiffusionGLIGENPipeline", gligen_phrases=["a hat"], gligen_boxes=[[0.1, 0.2, 0.6, 0.7]], **SIZE, **IMAGE)
 def gligen() -> dict[str, Any]:
-    return stable_diffusion() | {"unet": unet(attention_type="gated", cross_attention_dim=32)}
+    return stable_diffusion() | {"unet": fill_zeros(unet(attention_type="gated", cross_attention_dim=32))}

@@ -108,8 +108,8 @@ def hunyuan_video15() -> dict[str, Any]:
     return hunyuan15_parts("t2v")
 
 
-@recipe("HunyuanVideo15ImageToVideoPipeline", lora=TO_LAYERS, image=partial(image, 16), prompt="a red fox",
-        num_frames=9, num_inference_steps=2, output_type="pt")  # fmt: skip
+@recipe("HunyuanVideo15ImageToVideoPipeline", lora=TO_LAYERS, image=partial(image, 16),
+        prompt='a red fox says "hello"', num_frames=9, num_inference_steps=2, output_type="pt")  # fmt: skip
 def hunyuan_video15_of_image() -> dict[str, Any]:
     return hunyuan15_parts("i2v") | {"image_encoder": siglip_vision(), "feature_extractor": siglip_pixels()}
 
