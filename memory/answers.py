@@ -4,7 +4,7 @@
 their callers make inputs there: noise, tables, the next tokens. Weights at rest would answer ``cpu``. Only a class can
 answer for a property, so while a module is managed its class is a subclass with another answer, as FSDP2's modules
 have one. That has the name of the class it stands for and equals it, so that tables of classes find it, and goes with
-`release`. A weight itself answers with the device where it is.
+`release`. Called, it makes modules of the own class. A weight itself answers with the device where it is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+
+from .errors import UnsafeState
 
 __all__ = ["DeviceAnswers"]
 
@@ -28,8 +30,22 @@ class AnswersDevice:
 
     @property
     def device(self) -> torch.device:
-        answers, inside = vars(self)[KEY]
+        answers, inside = vars(self).get(KEY, (None, None))
+        if answers is None or answers.is_ended:  # a shallow copy of ours, which was kept
+            return super().device  # type: ignore[misc, no-any-return]
         return inside if answers.is_inside() else answers.outside or inside  # type: ignore[no-any-return]
+
+    def __copy__(self) -> AnswersDevice:
+        copied: AnswersDevice = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As the own class; what is managed holds `DeviceAnswers`, which refuse."""
+        how: Any = super().__reduce_ex__(protocol)
+        own = type(self).__mro__[2]
+        args = tuple(own if value is type(self) else value for value in how[1])
+        return call, (how[0], args), *how[2:]  # pickle takes no other class for `copyreg.__newobj__` itself
 
 
 class DeviceAnswers:
@@ -46,6 +62,7 @@ class DeviceAnswers:
         self.is_inside = is_inside
         self.outside: torch.device | None = None
         """The answer outside of forwards, where it is another one: in a pipeline that of its diffusion model."""
+        self.is_ended = False
         self.changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for path, part in root.named_modules():
             if asks_weights(part):
@@ -60,6 +77,30 @@ class DeviceAnswers:
                 part.__class__ = own  # type: ignore[assignment]
             vars(part).pop(KEY, None)
         self.changed = []
+        self.is_ended = True
+
+    # -- who copies a module copies these
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceAnswers:
+        if not self.is_ended:
+            raise UnsafeState("the module is managed: release it before copying it")
+        return self
+
+    def __reduce__(self) -> Any:
+        if not self.is_ended:
+            raise UnsafeState("the module is managed: release it before pickling it, or save its state_dict()")
+        return ended, ()
+
+
+def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return function(*args)
+
+
+def ended() -> DeviceAnswers:
+    """Return what the pickle of a shallow copy of a module that was released has."""
+    answers = DeviceAnswers(nn.Module(), lambda path: torch.device("cpu"), is_inside=bool)
+    answers.end()
+    return answers
 
 
 def asks_weights(module: nn.Module) -> bool:
@@ -82,7 +123,13 @@ def answering(own: type[nn.Module]) -> type[nn.Module]:
     found = known.get(own)
     if found is None:
         kind = type(own)
-        equal = {"__eq__": lambda stand, other: stand is other or own is other, "__hash__": lambda stand: hash(own)}
+        equal = {
+            "__eq__": lambda stand, other: stand is other or own is other,
+            "__hash__": lambda stand: hash(own),
+            "__call__": lambda stand, *args, **options: own(*args, **options),  # another one is not managed
+            "__instancecheck__": lambda stand, module: isinstance(module, own),
+            "__subclasscheck__": lambda stand, other: issubclass(other, own),
+        }
         names: dict[str, Any] = {
             "__module__": own.__module__,
             "__qualname__": own.__qualname__,
