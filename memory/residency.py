@@ -7,10 +7,12 @@ import itertools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from .computing import ComputingWeight, note_data
 from .device_copy import DeviceCopy, Known
 from .eight_bits import EightBits, EightBitWeight, stored_leaf
 from .entries import Entry, add_up, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
@@ -23,6 +25,10 @@ from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 from .watched import Asked, plainly, unwatch, watch
 
 __all__ = ["BlockState", "Unit"]
+
+
+Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
+"""The slab and the scratch from which a unit computes, each with its version when that began."""
 
 
 class BlockState(enum.Enum):
@@ -83,6 +89,10 @@ class Unit:
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the masters, for who looks where they lie."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
+        self.looked: list[ComputingWeight] = []
+        """Weights whose ``.data`` was asked for while they computed."""
+        self.origin: Origin | None = None
+        """What it computes from, where writes to that would be lost; None while it does not."""
 
     def lay_out(self) -> SlabLayout:
         """Return the layout of a slab for what the module holds now."""
@@ -462,6 +472,32 @@ class Unit:
                 usable.append(view)
             views = usable
         self.put(views, BlockState.COMPUTING)
+        if self.cast_names and scratch is not None:
+            self.origin = slab, slab._version, scratch, scratch._version
+        elif not is_resident:
+            self.origin = slab, slab._version, None, 0
+
+    def is_written(self) -> bool:
+        """Whether a forward wrote to weights, or asked for their ``.data``, since the unit began to compute."""
+        if self.origin is not None:
+            slab, before, scratch, scratch_before = self.origin
+            if slab._version != before or (scratch is not None and scratch._version != scratch_before):
+                return True
+        return bool(self.looked)
+
+    def save_slab(self, slab: torch.Tensor) -> None:
+        """Make what is in staging memory the new version of the weights. The caller waited for copies."""
+        if isinstance(self.master, FileMaster):
+            before = self.version
+            with torch.inference_mode(False), torch.no_grad():
+                host = torch.empty(self.slab_bytes, dtype=torch.uint8)
+                host.copy_(slab)
+            self.rest_in(host)
+            self.past_writes += before + 1 - self.version  # that of a slab begins anew
+        else:
+            assert self.host_slab is not None
+            with torch.no_grad():
+                self.host_slab.copy_(slab)
 
     def rest(self) -> None:
         """Give the module what it holds between computes: its resident views, else the masters."""
@@ -469,6 +505,7 @@ class Unit:
             self.put(self.copy.views, BlockState.RESIDENT)
         else:
             self.put(self.masters, BlockState.HOST)
+        self.origin = None
 
     def forget_views(self) -> None:
         """Drop the cached views into staging memory and scratch: they would keep freed slabs alive."""
@@ -477,7 +514,8 @@ class Unit:
     def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
         # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
         if id(slab) not in self.view_cache:
-            self.view_cache[id(slab)] = self.held_views(slab, wide=layout is self.wide_layout)
+            views = self.held_views(slab, wide=layout is self.wide_layout)
+            self.view_cache[id(slab)] = [note_data(view, self.looked) for view in views]
         return self.view_cache[id(slab)]
 
     def resting_views(self, slab: torch.Tensor) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 from .bundle import Bundle
 from .devices import Device
 from .errors import UnsafeState
+from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
 from .places import Places
 from .plan import SharePlan
@@ -392,7 +393,11 @@ class Share:
         bundle = self.blocks[number]
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.stop(number, self.copies.compute_stream)
+        refused = None
         if bundle.state is BlockState.COMPUTING:
+            for unit in bundle.units:
+                if unit.is_written() or (not self.host_replaces and not unit.is_as_placed()):
+                    refused = keep_writes(unit, self.wait_for_copies, host_replaces=self.host_replaces) or refused
             bundle.rest()
         if stay is not None:
             assert self.streamer is not None
@@ -400,6 +405,15 @@ class Share:
         self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
         if stay is not None and prefetches and self.streamer is not None:
             self.streamer.prefetch()
+        if refused is not None:
+            raise UnsafeState(
+                f"{self.owner}: {refused} while {bundle.name} computed, which has been undone: "
+                "release it before you run a forward that does that"
+            )
+
+    def wait_for_copies(self) -> None:
+        if self.copies is not None:
+            self.copies.finish()
 
     def changes_hands(self, number: int) -> bool:
         """Whether the memory that a block computes from now is used for other weights after it."""
