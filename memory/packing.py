@@ -171,7 +171,7 @@ class Packing:
             return
         bring_home(entries)
         unit = Unit(bundle.name, entries, cast=frozenset())
-        unit.asked = bundle.own.asked
+        unit.asked, unit.notes_data = bundle.own.asked, bundle.own.notes_data
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in
             taken["host"] = unit.slab_bytes

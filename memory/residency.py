@@ -89,6 +89,8 @@ class Unit:
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the masters, for who looks where they lie."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
+        self.notes_data = False
+        """Whether forwards may ask weights for their ``.data``, which costs a little in every call."""
         self.looked: list[ComputingWeight] = []
         """Weights whose ``.data`` was asked for while they computed."""
         self.origin: Origin | None = None
@@ -515,7 +517,7 @@ class Unit:
         # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
         if id(slab) not in self.view_cache:
             views = self.held_views(slab, wide=layout is self.wide_layout)
-            self.view_cache[id(slab)] = [note_data(view, self.looked) for view in views]
+            self.view_cache[id(slab)] = [note_data(view, self.looked) for view in views] if self.notes_data else views
         return self.view_cache[id(slab)]
 
     def resting_views(self, slab: torch.Tensor) -> list[torch.Tensor]:

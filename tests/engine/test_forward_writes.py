@@ -223,8 +223,8 @@ def test_what_cannot_be_kept_is_undone_and_refused(machine, place: str, write: s
     def at_the_end(module: nn.Module, args: object, output: torch.Tensor) -> None:
         REFUSED[write](net.blocks[2], x.to(output.device))
 
+    hook = net.blocks[2].b.register_forward_hook(at_the_end)
     with machine(8, 8) as manager, manage(net, profile, placement=placement, manager=manager):
-        hook = net.blocks[2].b.register_forward_hook(at_the_end)
         with pytest.raises(UnsafeState, match=r"model: 'blocks.2.a.(weight|bias)' was .* while blocks.2 computed"):
             net(x)
         hook.remove()
