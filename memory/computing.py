@@ -57,6 +57,6 @@ class ComputingWeight(nn.Parameter):
 def note_data(weight: torch.Tensor, looked: list[ComputingWeight]) -> torch.Tensor:
     """Let a plain parameter that we made note who asks for its ``.data``; others stay as they are."""
     if type(weight) is nn.Parameter:
-        weight.__class__ = ComputingWeight  # type: ignore[assignment]
+        weight.__class__ = ComputingWeight
         weight.looked, weight.alias = looked, None  # type: ignore[attr-defined]
     return weight
