@@ -48,7 +48,9 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 def answer_device(tensor: torch.Tensor) -> torch.device:
     """Return what a weight at rest says when it is asked for its device ([Note: asked])."""
     asked: Asked | None = vars(tensor).get("asked")
-    return (asked() if asked is not None else None) or device_of(tensor)
+    device = (asked() if asked is not None else None) or device_of(tensor)
+    # Libraries that add layers put them where the weight is: without memory they would lose their values.
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 class Shown:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
@@ -819,7 +820,7 @@ def test_asking_for_the_form_of_a_weight_in_its_file_reads_nothing(toys, machine
         for weight in net.parameters():
             for form in (weight, weight.data, weight.data.data, weight.detach(), weight.data.detach()):
                 assert form.shape == form.size() and form.dtype is torch.float32 and form.numel() == form.shape.numel()
-                assert form.dim() == form.ndim and form.stride() and form.device.type == "meta" and form.is_meta
+                assert form.dim() == form.ndim and form.stride() and form.device.type == "cpu" and form.is_meta
                 assert form.nbytes == form.numel() * form.element_size() and form.is_floating_point()
                 assert not form.requires_grad and form.is_contiguous() and repr(form) and len(form) == form.shape[0]
                 assert torch.empty_like(form, device="cpu").shape == form.shape == form.new_empty(form.shape).shape
@@ -920,3 +921,22 @@ def test_the_state_of_a_managed_module_is_saved(toys, machine, files, tmp_path, 
     saved = load_file(tmp_path / "saved.safetensors")
     assert_equal_states({name: saved.pop(name) for name in want}, want)
     assert not saved
+
+
+@pytest.mark.parametrize("num_passes", [0, 2])
+@pytest.mark.parametrize("profile", ["auto", "0.6MiB"])
+def test_layers_of_peft_keep_their_values_beside_weights_that_rest_in_their_file(
+    toys, machine, files, num_passes: int, profile: str
+) -> None:
+    """Peft puts them on the device of the weight that they stand beside."""
+    net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
+    config = peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False)
+    choices = {"placement": "gpu:0:disk", "files": {"net": files}}
+    with machine(8) as manager, torch.no_grad(), manage({"net": net}, profile, **choices, manager=manager):
+        for _ in range(num_passes):
+            net(x)
+        for which in (net, other):
+            torch.manual_seed(3)
+            peft.inject_adapter_in_model(config, which)
+        assert torch.equal(net(x).cpu(), other.to("sim:0")(x.to("sim:0")).cpu())
+        other.to("cpu")
