@@ -68,8 +68,8 @@ def followed(function: FunctionType, owner: Any, names: Iterable[str]) -> Iterat
         if isinstance(holder, ModuleType):
             found: list[Any] = [vars(holder).get(name) for name in names]
         elif isinstance(holder, dict):
-            found = list(holder.values())
-        elif isinstance(holder, list | tuple):
+            found = list(dict.values(holder))  # not its own `values()`: a library's may import all it knows
+        elif type(holder) in (list, tuple):
             found = list(holder)
         elif isinstance(holder, FunctionType | str | int | float | None):
             found = [holder]

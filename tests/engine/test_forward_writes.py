@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -242,3 +243,25 @@ def test_reading_data_copies_nothing_back(machine) -> None:
         saved = copy.copy(before)
         net(x)
         assert [unit.version for unit in units] == saved
+
+
+class Lazy(dict):
+    """As transformers' tables of models: looking at all values imports all models, of which some cannot be."""
+
+    def values(self) -> Any:
+        raise ImportError("no such model")
+
+
+TABLE = Lazy()
+
+
+class Looks(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + len(TABLE)
+
+
+def test_the_look_at_the_code_runs_none_of_it(machine) -> None:
+    net, x = nn.Sequential(Looks(8, 8), Looks(8, 8)).requires_grad_(False), torch.randn(2, 8)
+    want = net(x)
+    with machine(8) as manager, manage(net, manager=manager):
+        assert torch.equal(net(x).cpu(), want)
