@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .case import Result
 
-CASES = ("comfy", "gpu_streaming", "guards", "hops", "import_cost", "loading", "overlap", "streaming")
+CASES = ("comfy", "gpu_streaming", "guards", "hops", "import_cost", "loading", "overhead", "overlap", "streaming")
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "diffusers", "safetensors")
 
