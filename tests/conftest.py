@@ -27,7 +27,7 @@ os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), syscon
 
 # Which part of the slow tests comes along: another one each day. Workers get it from the process that started them.
 DAY = int(os.environ.setdefault("HIGHWATER_TEST_DAY", str(int(time.time() // 86400))))
-NUM_SAMPLES = 20
+NUM_SAMPLES = 40
 
 # Models this small gain nothing from more threads, which get in each other's way: in here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests but the day's twentieth, unless all are asked for, or one by its name."""
+    """Leave out the slow tests but the day's fortieth, unless all are asked for, or one by its name."""
     if config.getoption("--slow") or any("::" in argument for argument in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("slow") and not is_in_sample(item.nodeid, DAY)]
