@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from .answers import DeviceAnswers
 from .bundle import Bundle
-from .code_names import forwards_mention
 from .compiling import CompiledBlocks
 from .component import SAFETENSORS_NAMES, Component, is_callable
 from .devices import Device
@@ -120,9 +119,8 @@ class Attachment:
             places_inputs=guards_state,
         )
         # What is compiled would be compiled twice: parameters of two classes are two kinds.
-        notes_data = not compiles and forwards_mention(module, "data")
         for unit in self.units:
-            unit.notes_data = notes_data
+            unit.notes_data = not compiles
         for unit in self.units if guards_state else ():
             unit.asked = answer_of(self.forwards)
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
