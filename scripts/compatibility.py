@@ -9,13 +9,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.simplefilter("ignore")
 logging.disable(logging.WARNING)
 
-from highwater.tests.comfyui.host_cells import run_cells  # noqa: E402
+from highwater.tests.comfyui.host_cells import start_cell_process  # noqa: E402
 from highwater.tests.comfyui.host_process import find_host  # noqa: E402
 from highwater.tests.comfyui.sweep.names import ROWS  # noqa: E402
 from highwater.tests.compat.modes import MODES, run_modes  # noqa: E402
@@ -35,10 +36,12 @@ def make_comfyui(names: Sequence[str], rows: Rows, save: Callable[[], None]) -> 
     files = find_host()
     if files is None:
         sys.exit("no ComfyUI at ~/comfy/ComfyUI; name one in COMFYUI_DIR, its Python in COMFYUI_PYTHON")
-    for name, mode, cell in run_cells(files, names, MODES):
-        rows.setdefault(name, {})[mode] = cell
-        print(name, mode, cell, flush=True)
-        save()
+    with start_cell_process(files) as process:
+        for name, mode in product(names, MODES):
+            cell = process.compute(name, mode)
+            rows.setdefault(name, {})[mode] = cell
+            print(name, mode, cell, flush=True)
+            save()
 
 
 SECTIONS = {

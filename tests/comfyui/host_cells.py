@@ -1,4 +1,4 @@
-"""Starts a host process that runs cells (`sweep`), and reads what it says. Knows nothing of pytest."""
+"""Computes cells (`sweep`) in a process of an unmodified ComfyUI. Knows nothing of pytest."""
 
 from __future__ import annotations
 
@@ -6,23 +6,45 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from highwater.headless.simdevice import default_build_directory
 from highwater.tests.comfyui.host_process import HERE, REPOSITORY, HostFiles, bytecode_directory
 
-__all__ = ["run_cells"]
+__all__ = ["CellProcess", "start_cell_process"]
 
 DEVICE_BYTES = 1844 << 20
 
 
-def run_cells(files: HostFiles, names: Sequence[str], modes: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, mode and cell of each as it is done, in one process of an unmodified ComfyUI.
+class CellProcess:
+    """A ComfyUI on two simulated GPUs that computes one cell after the other; starting it takes seconds."""
 
-    Raises:
-        RuntimeError: the process ended before all were done; with the end of what it wrote.
-    """
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    def compute(self, name: str, mode: str) -> str:
+        """Return what the row ``name`` says in column ``mode``.
+
+        Raises:
+            RuntimeError: the process has ended; with the end of what it wrote.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            print(json.dumps([name, mode]), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"the host ended with {self.process.wait()}:\n{self.log.read_text()[-4000:]}")
+        cell: str = json.loads(line)
+        return cell
+
+
+@contextmanager
+def start_cell_process(files: HostFiles) -> Iterator[CellProcess]:
     with tempfile.TemporaryDirectory(prefix="highwater-sweep-") as folder:
         Path(folder, "highwater").symlink_to(REPOSITORY)
         settings = {
@@ -41,21 +63,21 @@ def run_cells(files: HostFiles, names: Sequence[str], modes: Sequence[str]) -> I
             "HIGHWATER_TEST_SIMDEVICE": json.dumps(settings),
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [str(files.python), "-m", "highwater.tests.comfyui.sweep", *names, "--modes", *modes]
-        with open(f"{folder}/log.txt", "w+") as log:
-            process = subprocess.Popen(
-                command, cwd=files.directory, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-            num_done = 0
+        command = [str(files.python), "-m", "highwater.tests.comfyui.sweep"]
+        log = Path(folder, "log.txt")
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(
+                command,
+                cwd=files.directory,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as process,
+        ):
             try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    said = json.loads(line)
-                    num_done += 1
-                    yield said["name"], said["mode"], said["cell"]
+                yield CellProcess(process, log)
             finally:
-                process.kill() if num_done < len(names) * len(modes) else None
-                process.wait()
-            if num_done < len(names) * len(modes):
-                log.seek(0)
-                raise RuntimeError(f"the host ended with {process.returncode}:\n{log.read()[-4000:]}")
+                process.kill()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 import pytest
 
-from highwater.tests.comfyui.host_cells import run_cells
+from highwater.tests.comfyui.host_cells import CellProcess, start_cell_process
 from highwater.tests.comfyui.host_process import HostFiles
 from highwater.tests.comfyui.sweep.guided import GUIDED
 from highwater.tests.comfyui.sweep.names import CLASSES, ROWS
@@ -22,10 +23,16 @@ WITH_CONTROLNET = ("Flux", "SD3", "Qwen-Image")
 WITH_LORA = ("Flux", "SDXL", "Wan 2.1 t2v")
 
 
+@pytest.fixture(scope="module")
+def cell_process(host_files: HostFiles) -> Iterator[CellProcess]:
+    with start_cell_process(host_files) as process:
+        yield process
+
+
 @pytest.mark.comfyui_gpus
 @pytest.mark.parametrize("name", [row if row in ALWAYS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS])
-def test_a_row_of_the_table_is_what_happens(host_files: HostFiles, name: str) -> None:
-    cells = {mode: cell for _, mode, cell in run_cells(host_files, [name], MODES)}
+def test_a_row_of_the_table_is_what_happens(cell_process: CellProcess, name: str) -> None:
+    cells = {mode: cell_process.compute(name, mode) for mode in MODES}
     assert cells == read_rows(SECTION)[name]
 
 

@@ -175,7 +175,9 @@ def with_server(tmp_path: Path) -> Callable[[Callable[[Server], Any]], None]:
             output.mkdir()
             runner = WorkflowRunner(MemoryManager(), models_directory=tmp_path / "models", output_directory=output)
             app = make_app(runner, TOYS, user_directory=user)
-            async with TestClient(TestServer(app)) as client:
+            server = TestServer(app)
+            await server.start_server(lingering_time=0.2)  # seconds that a client whose body is not read may go on
+            async with TestClient(server) as client:
                 await body(Server(client, user, output))
 
         asyncio.run(main())
