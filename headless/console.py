@@ -16,6 +16,9 @@ from ..memory.units import KIB, format_bytes
 
 __all__ = ["Console"]
 
+SIZE_WIDTH = 24
+"""Of an input's size in a table: inputs of many tensors have long ones, and amounts stand beside them."""
+
 
 class DoneColumn(MofNCompleteColumn):
     """Steps of how many, or bytes of how many where a task's total is ``in_bytes``."""
@@ -167,7 +170,9 @@ class Console:
                 for need in needs:
                     kept = need["kept_bytes"]
                     amount = "as much as can be" if kept is None else format_bytes(kept)
-                    row = need["component"], need["device"], need["size"], format_bytes(need["seen_bytes"]), amount
+                    size = need["size"]
+                    size = size if len(size) <= SIZE_WIDTH else f"{size[: SIZE_WIDTH - 3]}..."
+                    row = need["component"], need["device"], size, format_bytes(need["seen_bytes"]), amount
                     table.add_row(*row)
                 self.out.print(table)
 

@@ -36,6 +36,20 @@ def test_needs_are_listed(file, capsys) -> None:
     assert "3.00GiB" in printed and "as much as can be" in printed and COMPONENT[:8] in printed
 
 
+@pytest.mark.parametrize("num_parts", [2, 30, 60])
+def test_the_numbers_are_shown_beside_a_size_of_any_length(file, capsys, monkeypatch, num_parts) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    size = (1, *[88] * num_parts)
+    assert file.write([((COMPONENT, DEVICE), size, Need(seen_bytes=5 << 20, used_s=int(time.time())))])
+    assert main(["needs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "5.00MiB" in line]
+    shown = line.split()
+    assert shown[:2] == [COMPONENT[:8], DEVICE[:8]] and shown[3:] == ["5.00MiB", "5.00MiB"]
+    assert shown[2].startswith("1.88.88") and len(line) <= 80
+    assert any("kept free next" in line for line in lines)
+
+
 def test_needs_are_listed_as_json_and_forgotten(file, capsys) -> None:
     assert main(["needs", "--json", "--file", str(file.path)]) == 0
     (told,) = json.loads(capsys.readouterr().out)["files"]
