@@ -337,11 +337,13 @@ def output_directory(options: argparse.Namespace) -> Path:
 
 
 def peers_of(name: str, others: Sequence[str]) -> list[str]:
-    """Return the devices that this one can read without the host; only CUDA and ROCm can be asked."""
+    """Return the devices that this one can read without the host; torch tells that of CUDA and ROCm only."""
     import torch
 
-    if name == "cpu" or not torch.cuda.is_available():
+    from ..memory.devices import find_device
+
+    device = find_device(name).torch_device
+    if device.type != "cuda":  # the CPU, another backend, or a simulated device beside CUDA
         return []
-    index = int(name.partition(":")[2])
-    gpus = [other for other in others if other not in ("cpu", name)]
-    return [other for other in gpus if torch.cuda.can_device_access_peer(index, int(other.partition(":")[2]))]
+    gpus = {other: find_device(other).torch_device for other in others if other not in ("cpu", name)}
+    return [other for other, gpu in gpus.items() if torch.cuda.can_device_access_peer(device, gpu)]

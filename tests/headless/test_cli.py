@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from highwater.headless.cli import main
+from highwater.headless.cli import main, peers_of
 from highwater.headless.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.profile import OffloadProfile
@@ -226,6 +226,13 @@ def test_devices_lists_the_simulated_ones() -> None:
         ("gpu:0", 64 << 20),
         ("gpu:1", 48 << 20),
     ]
+
+
+def test_simulated_devices_are_not_asked_for_as_peers_of_cuda(sim, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a machine with both
+    names = ["cpu", "gpu:0", "gpu:1"]
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)] * 2):
+        assert [peers_of(name, names) for name in names] == [[], [], []]
 
 
 @pytest.mark.parametrize(
