@@ -8,11 +8,12 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from aiohttp import web
 
 from ..memory.errors import InvalidInput
+from .workflow import reject_constant
 
 __all__ = [
     "MAX_REQUEST_BYTES",
@@ -107,7 +108,7 @@ def parse_json(body: bytes) -> Any:
         raise InvalidInput(f"the request holds too many values; allowed: about {MAX_JSON_MARKS}")
     try:
         content = json.loads(
-            body or b"{}", parse_int=parse_integer, parse_float=parse_float, parse_constant=refuse_constant
+            body or b"{}", parse_int=parse_integer, parse_float=parse_float, parse_constant=reject_constant
         )
     except RecursionError:
         raise InvalidInput(f"the request is nested too deeply; allowed: {MAX_JSON_DEPTH} levels") from None
@@ -148,10 +149,6 @@ def parse_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:20]} is more than a number of JSON can be")
     return number
-
-
-def refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number that JSON allows")
 
 
 async def answer_json(content: Any) -> web.Response:

@@ -361,7 +361,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(error)
-    except Exception:  # an error of a node's own making
+    except Exception:  # the __str__ of a node's own error may raise anything
         message = f"{name}, which cannot say what is wrong"
     return {
         "exception_message": message[:MAX_ERROR_LENGTH],

@@ -19,7 +19,16 @@ from ..memory.errors import InvalidInput, allowed_values
 from .comfy_api import list_node_classes
 from .comfy_io import ComfyNode, Input, Schema
 
-__all__ = ["InvalidWorkflow", "Link", "Workflow", "WorkflowNode", "load_workflow", "parse_workflow", "read_graph"]
+__all__ = [
+    "InvalidWorkflow",
+    "Link",
+    "Workflow",
+    "WorkflowNode",
+    "load_workflow",
+    "parse_workflow",
+    "read_graph",
+    "reject_constant",
+]
 
 ANY = "*"
 MAX_TOLD = 10  # nodes in one line

@@ -110,7 +110,7 @@ def asks_weights(module: nn.Module) -> bool:
         return False
     try:
         device = module.device
-    except Exception:  # a property of another meaning, or of a module without weights
+    except Exception:  # another library's property may raise anything, as it does where there are no weights
         return False
     return isinstance(device, torch.device) and device.type in ("cpu", "meta")
 

@@ -62,7 +62,7 @@ def quoted(value: object) -> str:
     """Return a value of any type as an error line shows it: what Python writes, short, however large it is."""
     try:
         text = " ".join(quoting.repr(value).split())
-    except Exception:  # an object's own repr may fail, and that of a number of thousands of digits does
+    except Exception:  # a __repr__ may raise anything, and that of an int of thousands of digits does
         text = f"a {type(value).__name__}"
     return text if len(text) <= LARGEST_WORD else f"{text[:LARGEST_WORD]}..."
 

@@ -127,19 +127,23 @@ class Forwards:
             raise
         for lender, _ in guests:
             lender.begin_guest(self)
+        self.begin_pass(is_timed=self.is_timed)
+        if self.is_loaded and self.passes.open is not None:
+            self.passes.open.is_under_way = True
+        return True
+
+    def begin_pass(self, *, is_timed: bool) -> None:
+        """Forget the last pass and prepare the devices for this one; its weights are loaded."""
         self.last_block = self.failed_block = None
         self.ran.clear()
         if len(self.shares) > 1:
             self.find_shared_states()
         if self.is_loaded:
             for share in self.shares:
-                share.begin_pass(is_timed=self.is_timed)
-            if self.passes.open is not None:
-                self.passes.open.is_under_way = True
-        return True
+                share.begin_pass(is_timed=is_timed)
 
     def find_shared_states(self) -> None:
-        """Find what blocks share with one another, and with who calls the module."""
+        """Find the objects that blocks share with one another, and with the caller of the module."""
         if self.stores is None:
             home = self.shares[0]
             self.stores = Stores(block for block, number in self.blocks.items() if self.share_of[number] is not home)
@@ -166,15 +170,9 @@ class Forwards:
             self.passes.begin(self.passes.root, note, guest_of=module)
 
     def begin_guest(self, host: Forwards) -> None:
-        """Let the weights be ready for another component's pass; the manager has loaded them."""
+        """Prepare the weights for another component's pass; the manager has loaded them."""
         self.host = host
-        self.last_block = self.failed_block = None
-        self.ran.clear()
-        if len(self.shares) > 1:
-            self.find_shared_states()
-        if self.is_loaded:
-            for share in self.shares:
-                share.begin_pass(is_timed=False)
+        self.begin_pass(is_timed=False)
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a pass."""

@@ -20,6 +20,7 @@ from highwater.tests.compat.parts import (
     QWEN_MARKS,
     fill_zeros,
     gemma2_text,
+    hint,
     image,
     kl_vae,
     llama_like_tokens,
@@ -34,10 +35,6 @@ from highwater.tests.compat.recipes import IMAGE, TO_LAYERS, flow, recipe
 SQUARE = {"height": 32, "width": 32, "max_sequence_length": 16, **IMAGE}
 OF_IMAGE = {"image": image, **SQUARE}
 INPAINT = {"mask_image": mask, **OF_IMAGE}
-
-
-def hint() -> torch.Tensor:
-    return torch.rand(1, 3, 32, 32)
 
 
 CONTROL = {"guides": ("controlnet",), "control_image": hint, "controlnet_conditioning_scale": 0.7}

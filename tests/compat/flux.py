@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import diffusers
-import torch
 
 from highwater.tests.compat.images import flux, flux_controlnet, flux_transformer
 from highwater.tests.compat.parts import (
     clip_text,
     clip_tokens,
+    hint,
     image,
     llama_like_tokens,
     mask,
@@ -33,18 +33,14 @@ recipe("FluxKontextPipeline", lora=TO_LAYERS, _auto_resize=False, max_area=256, 
 recipe("FluxKontextInpaintPipeline", lora=TO_LAYERS, _auto_resize=False, max_area=256, strength=1.0, **INPAINT)(flux)
 
 
-def hint() -> torch.Tensor:
-    return torch.rand(1, 3, 16, 16)
-
-
-CONTROL = {"guides": ("controlnet",), "control_image": hint, "controlnet_conditioning_scale": 0.7}
+CONTROL = {"guides": ("controlnet",), "control_image": partial(hint, 16), "controlnet_conditioning_scale": 0.7}
 recipe("FluxControlNetImg2ImgPipeline", lora=TO_LAYERS, strength=1.0, **CONTROL, **OF_IMAGE)(flux_controlnet)
 recipe("FluxControlNetInpaintPipeline", lora=TO_LAYERS, strength=1.0, **CONTROL, **INPAINT)(flux_controlnet)
 
 
-@recipe("FluxControlPipeline", lora=TO_LAYERS, control_image=hint, **SQUARE)
-@recipe("FluxControlImg2ImgPipeline", lora=TO_LAYERS, control_image=hint, strength=1.0, **OF_IMAGE)
-@recipe("FluxControlInpaintPipeline", lora=TO_LAYERS, control_image=hint, strength=1.0, **INPAINT)
+@recipe("FluxControlPipeline", lora=TO_LAYERS, control_image=partial(hint, 16), **SQUARE)
+@recipe("FluxControlImg2ImgPipeline", lora=TO_LAYERS, control_image=partial(hint, 16), strength=1.0, **OF_IMAGE)
+@recipe("FluxControlInpaintPipeline", lora=TO_LAYERS, control_image=partial(hint, 16), strength=1.0, **INPAINT)
 def flux_control() -> dict[str, Any]:
     return flux() | {"transformer": flux_transformer(in_channels=32, out_channels=16)}
 

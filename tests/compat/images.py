@@ -13,6 +13,7 @@ from highwater.tests.compat.parts import (
     clip_tokens,
     fill_zeros,
     gemma2_text,
+    hint,
     kl_vae,
     llama_like_tokens,
     llama_text,
@@ -178,7 +179,7 @@ def flux_controlnet() -> dict[str, Any]:
 
 @recipe(
     "StableDiffusion3ControlNetPipeline", lora=TO_LAYERS, guides=("controlnet",), height=32, width=32,
-    max_sequence_length=16, control_image=lambda: torch.rand(1, 3, 32, 32), controlnet_conditioning_scale=0.7, **IMAGE,
+    max_sequence_length=16, control_image=hint, controlnet_conditioning_scale=0.7, **IMAGE,
 )  # fmt: skip
 def stable_diffusion_3_controlnet() -> dict[str, Any]:
     guide = diffusers.SD3ControlNetModel(

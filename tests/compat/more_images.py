@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import diffusers
-import torch
 
 from highwater.tests.compat.images import z_image
 from highwater.tests.compat.parts import (
     clip_tokens,
     fill_zeros,
+    hint,
     kl_vae,
     llama_like_tokens,
     qwen3_text,
@@ -24,10 +25,10 @@ SQUARE = {"height": 32, "width": 32, "max_sequence_length": 16, **IMAGE}
 
 
 @recipe("ZImageControlNetPipeline", guides=("controlnet",), guidance_scale=3.0,
-        control_image=lambda: torch.rand(1, 3, 32, 32), **SQUARE)  # fmt: skip
-def z_image_controlnet() -> dict[str, Any]:
+        control_image=hint, **SQUARE)  # fmt: skip
+def z_image_controlnet(channels: int = 16) -> dict[str, Any]:
     guide = diffusers.ZImageControlNetModel(
-        control_layers_places=[0, 2], control_refiner_layers_places=[0], control_in_dim=16,
+        control_layers_places=[0, 2], control_refiner_layers_places=[0], control_in_dim=channels,
         add_control_noise_refiner="control_noise_refiner", dim=32, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
     )  # fmt: skip
     return z_image() | {"controlnet": fill_zeros(guide)}
@@ -74,7 +75,7 @@ def hunyuan_dit_pag() -> dict[str, Any]:
     return hunyuan_dit_parts(pag_applied_layers="blocks.1")
 
 
-@recipe("HunyuanDiTControlNetPipeline", guides=("controlnet",), control_image=lambda: torch.rand(1, 3, 64, 64),
+@recipe("HunyuanDiTControlNetPipeline", guides=("controlnet",), control_image=partial(hint, 64),
         controlnet_conditioning_scale=0.7, **DIT)  # fmt: skip
 def hunyuan_dit_controlnet() -> dict[str, Any]:
     guide = diffusers.HunyuanDiT2DControlNetModel(**hunyuan_dit_sizes(transformer_num_layers=4))

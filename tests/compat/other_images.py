@@ -9,7 +9,7 @@ import torch
 
 from highwater.tests.compat.flux import flux2_vae
 from highwater.tests.compat.images import z_image
-from highwater.tests.compat.more_images import bria_fibo
+from highwater.tests.compat.more_images import bria_fibo, z_image_controlnet
 from highwater.tests.compat.parts import (
     WIDTH,
     fill_zeros,
@@ -32,11 +32,7 @@ SHORT = {"max_sequence_length": 16, **SQUARE}
 @recipe("ZImageControlNetInpaintPipeline", lora=TO_QKV, guides=("controlnet",), image=image,
         mask_image=mask, control_image=image, guidance_scale=3.0, **SHORT)  # fmt: skip
 def z_image_controlnet_inpaint() -> dict[str, Any]:
-    guide = diffusers.ZImageControlNetModel(
-        control_layers_places=[0, 2], control_refiner_layers_places=[0], control_in_dim=33,
-        add_control_noise_refiner="control_noise_refiner", dim=32, n_refiner_layers=1, n_heads=2, n_kv_heads=2,
-    )  # fmt: skip
-    return z_image() | {"controlnet": fill_zeros(guide)}
+    return z_image_controlnet(channels=33)
 
 
 @recipe("ZImageOmniPipeline", lora=TO_QKV, guidance_scale=3.0, **SHORT)

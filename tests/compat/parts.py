@@ -221,6 +221,11 @@ def mask(size: int = 32) -> Any:
     return half
 
 
+def hint(size: int = 32) -> torch.Tensor:
+    """A picture for a ControlNet, as a tensor of random values."""
+    return torch.rand(1, 3, size, size)
+
+
 def film(frames: int = 5, size: int = 16) -> list[Any]:
     return [image(size).rotate(90 * number) for number in range(frames)]
 

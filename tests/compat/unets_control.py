@@ -7,16 +7,12 @@ from typing import Any
 import diffusers
 import torch
 
-from highwater.tests.compat.parts import fill_zeros
+from highwater.tests.compat.parts import fill_zeros, hint
 from highwater.tests.compat.recipes import IMAGE, TO_LAYERS, recipe
 from highwater.tests.compat.unets import stable_diffusion, stable_diffusion_xl, unet, unet_sizes, unet_xl, unet_xl_sizes
 from highwater.tests.compat.unets_sd import MASKED, PICTURE
 
 GUIDED = {"lora": TO_LAYERS, "guides": ("controlnet",)}
-
-
-def hint() -> torch.Tensor:
-    return torch.rand(1, 3, 32, 32)
 
 
 def hints() -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -12,6 +13,7 @@ from highwater.tests.compat.parts import (
     clip_text,
     clip_tokens,
     clip_vision,
+    hint,
     image,
     t5_text,
     t5_tokens,
@@ -26,10 +28,6 @@ EMBEDDED = {
 }  # fmt: skip
 PICTURE_OF_64 = {"image": lambda: image(64), "height": 64, "width": 64}
 MASK_OF_64 = {"mask_image": lambda: torch.ones(1, 64, 64).numpy()[0]}
-
-
-def hint() -> torch.Tensor:
-    return torch.rand(1, 3, 64, 64)
 
 
 def kandinsky_unet(added: str, **options: Any) -> Any:
@@ -137,9 +135,9 @@ def kandinsky_22_inpaint_combined() -> dict[str, Any]:
     return kandinsky_22_inpaint() | prefixed(prior_parts())
 
 
-@recipe("KandinskyV22ControlnetPipeline", hint=hint, **EMBEDDED | {"height": 64, "width": 64})
+@recipe("KandinskyV22ControlnetPipeline", hint=partial(hint, 64), **EMBEDDED | {"height": 64, "width": 64})
 @recipe(
-    "KandinskyV22ControlnetImg2ImgPipeline", hint=hint, strength=0.9,
+    "KandinskyV22ControlnetImg2ImgPipeline", hint=partial(hint, 64), strength=0.9,
     **EMBEDDED | PICTURE_OF_64,
 )  # fmt: skip
 def kandinsky_22_control() -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import torch
 
 from highwater.tests.compat.parts import (
     clip_pixels,
     clip_text,
     clip_tokens,
     clip_vision,
+    hint,
     image,
     kl_vae,
     mask,
@@ -92,7 +92,7 @@ def ldm() -> dict[str, Any]:
     return {"vqvae": vq(), "unet": plain_unet(), "scheduler": diffusers.DDIMScheduler()}
 
 
-@recipe("LDMSuperResolutionPipeline", image=lambda: torch.rand(1, 3, 32, 32), **STEPS)
+@recipe("LDMSuperResolutionPipeline", image=hint, **STEPS)
 def ldm_upscale() -> dict[str, Any]:
     return {"vqvae": vq(), "unet": plain_unet(in_channels=6), "scheduler": diffusers.DDIMScheduler()}
 

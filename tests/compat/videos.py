@@ -169,6 +169,14 @@ def mochi() -> dict[str, Any]:
     return with_t5(transformer=transformer, vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
 
 
+def video_vae(family: str) -> Any:
+    return getattr(diffusers, f"AutoencoderKL{family}")(
+        down_block_types=(f"{family}DownBlock3D",) * 4, up_block_types=(f"{family}UpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2,
+        temporal_compression_ratio=4,
+    )  # fmt: skip
+
+
 def cog_parts(channels: int, *, rotary: bool = False, learned: bool = False) -> dict[str, Any]:
     transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=channels, out_channels=4, time_embed_dim=2,
@@ -176,11 +184,7 @@ def cog_parts(channels: int, *, rotary: bool = False, learned: bool = False) -> 
         temporal_compression_ratio=4, max_text_seq_length=16, use_rotary_positional_embeddings=rotary,
         use_learned_positional_embeddings=learned,
     )  # fmt: skip
-    vae = diffusers.AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2,
-        temporal_compression_ratio=4,
-    )  # fmt: skip
+    vae = video_vae("CogVideoX")
     return with_t5(transformer=transformer, vae=vae, scheduler=diffusers.DDIMScheduler())
 
 
@@ -212,11 +216,7 @@ def allegro() -> dict[str, Any]:
         num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, num_layers=3,
         cross_attention_dim=24, sample_width=8, sample_height=8, sample_frames=8, caption_channels=32,
     )  # fmt: skip
-    vae = diffusers.AutoencoderKLAllegro(
-        down_block_types=("AllegroDownBlock3D",) * 4, up_block_types=("AllegroUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2,
-        temporal_compression_ratio=4,
-    )  # fmt: skip
+    vae = video_vae("Allegro")
     vae.enable_tiling()
     vae.kernel = vae.stride = 8, 16, 16  # it decodes whole tiles only, and all of a smaller picture as zeros
     return with_t5(transformer=transformer, vae=vae, scheduler=diffusers.DDIMScheduler())

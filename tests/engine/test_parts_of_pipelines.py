@@ -35,6 +35,11 @@ class Pipeline:
         return x if self.image_encoder is None else self.image_encoder(x)
 
 
+def refused(name: str, kind: str) -> Any:
+    line = rf"^{name} of the Pipeline is a {kind} by now that is not managed: call reprofile\(\)"
+    return pytest.raises(UnsafeState, match=line)
+
+
 @pytest.mark.parametrize("profile", ["auto", "0.45MiB"])
 @torch.no_grad()
 def test_another_part_is_refused_until_it_is_taken(toys, machine, profile: str) -> None:
@@ -44,9 +49,7 @@ def test_another_part_is_refused_until_it_is_taken(toys, machine, profile: str) 
             pipe()
             old, pipe.unet = pipe.unet, toys.build_net(seed=7)
             for _ in range(2):
-                with pytest.raises(
-                    UnsafeState, match=r"^unet of the Pipeline is a Net by now that is not managed: call"
-                ):
+                with refused("unet", "Net"):
                     pipe()
             managed.reprofile()
             assert managed.components == ("text_encoder", "unet") and {*manager.members} == {*managed.components}
@@ -82,9 +85,7 @@ def test_a_part_that_wraps_a_managed_one_and_a_new_one_is_refused_until_it_is_ta
             pipe.image_encoder = Multi(pipe.unet, pipe.text_encoder)  # nothing of it is new
             pipe()
             pipe.image_encoder = Multi(pipe.unet, toys.build_net(seed=3))
-            with pytest.raises(
-                UnsafeState, match=r"^image_encoder of the Pipeline is a Multi by now that is not managed"
-            ):
+            with refused("image_encoder", "Multi"):
                 pipe()
             managed.reprofile("auto")
             for _ in range(2):
@@ -99,9 +100,7 @@ def test_a_part_that_came_is_refused_until_it_is_taken(toys, machine) -> None:
         with manage(pipe, placement="gpu:0", manager=manager) as managed:
             pipe()
             pipe.image_encoder = toys.build_net(seed=3)
-            with pytest.raises(
-                UnsafeState, match=r"^image_encoder of the Pipeline is a Net by now that is not managed"
-            ):
+            with refused("image_encoder", "Net"):
                 pipe()
             managed.reprofile("0.45MiB")
             assert managed.components == ("text_encoder", "unet", "image_encoder")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,15 @@ def build(toys: Any) -> tuple[Any, Guide]:
     for module in pair:
         module.eval().requires_grad_(False)
     return pair
+
+
+@contextmanager
+def streamed_pair(toys: Any, machine: Any) -> Iterator[tuple[Any, Guide, Any]]:
+    """Yield a model, its guide and the handle that manages both, on a device that streams them."""
+    with machine(8) as manager:
+        net, guide = build(toys)
+        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES["streamed"]) as managed:
+            yield net, guide, managed
 
 
 def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
@@ -166,53 +176,47 @@ def test_reprofiling_one_or_both_keeps_them_together(toys, machine) -> None:
 
 @torch.no_grad()
 def test_they_are_verified_together(toys, machine) -> None:
-    with machine(8) as manager:
-        net, guide = build(toys)
-        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES["streamed"]) as managed:
-            managed.verify(guide, X).assert_equal()
-            managed.verify(lambda x: net(x, guide(x)), X).assert_equal()
+    with streamed_pair(toys, machine) as (net, guide, managed):
+        managed.verify(guide, X).assert_equal()
+        managed.verify(lambda x: net(x, guide(x)), X).assert_equal()
 
 
 @torch.no_grad()
 def test_a_failure_in_one_leaves_nothing_open(toys, machine) -> None:
-    with machine(8) as manager:
-        net, guide = build(toys)
-        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES["streamed"]) as managed:
-            want = steps(net, guide)
-            for error in (ValueError, KeyboardInterrupt):
+    with streamed_pair(toys, machine) as (net, guide, managed):
+        want = steps(net, guide)
+        for error in (ValueError, KeyboardInterrupt):
 
-                def fail(*_: Any, error: type[BaseException] = error) -> None:
-                    raise error
+            def fail(*_: Any, error: type[BaseException] = error) -> None:
+                raise error
 
-                for where in (guide.own[1], guide.refiner[1], guide.proj):
-                    handle = where.register_forward_pre_hook(fail)
-                    with pytest.raises(error):
-                        guide(X)
-                    handle.remove()
-                    assert torch.equal(steps(net, guide), want)
-                    assert not any(member.leases for member in managed.members)
+            for where in (guide.own[1], guide.refiner[1], guide.proj):
+                handle = where.register_forward_pre_hook(fail)
+                with pytest.raises(error):
+                    guide(X)
+                handle.remove()
+                assert torch.equal(steps(net, guide), want)
+                assert not any(member.leases for member in managed.members)
 
 
 @torch.no_grad()
 def test_threads_that_use_both_take_turns(toys, machine) -> None:
-    with machine(8) as manager:
-        net, guide = build(toys)
-        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES["streamed"]):
-            want = net(X).cpu(), guide(X).cpu()
-            wrong: list[str] = []
+    with streamed_pair(toys, machine) as (net, guide, _):
+        want = net(X).cpu(), guide(X).cpu()
+        wrong: list[str] = []
 
-            def work(number: int) -> None:
-                with torch.no_grad():
-                    for _ in range(10):
-                        if not torch.equal((net, guide)[number % 2](X).cpu(), want[number % 2]):
-                            wrong.append(str(number))
+        def work(number: int) -> None:
+            with torch.no_grad():
+                for _ in range(10):
+                    if not torch.equal((net, guide)[number % 2](X).cpu(), want[number % 2]):
+                        wrong.append(str(number))
 
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert wrong == []
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
 
 
 @torch.no_grad()
@@ -369,17 +373,15 @@ def test_layers_added_to_a_shared_part_join_its_owner(toys, machine, mode: str) 
 
 @torch.no_grad()
 def test_writes_to_a_shared_weight_count_for_both(toys, machine) -> None:
-    with machine(8) as manager:
-        net, guide = build(toys)
-        with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES["streamed"]):
-            steps(net, guide)
-            net.doubles[0].up.weight.data.mul_(0.5)
-            net.last.weight.data.mul_(0.5)
-            guide.token.data.mul_(0.5)
-            plain = build(toys)
-            plain[0].doubles[0].up.weight.mul_(0.5)
-            plain[0].last.weight.mul_(0.5)
-            plain[1].token.mul_(0.5)
-            want = steps(*(module.to("sim:0") for module in plain))
-            del plain
-            assert torch.equal(steps(net, guide), want)
+    with streamed_pair(toys, machine) as (net, guide, _):
+        steps(net, guide)
+        net.doubles[0].up.weight.data.mul_(0.5)
+        net.last.weight.data.mul_(0.5)
+        guide.token.data.mul_(0.5)
+        plain = build(toys)
+        plain[0].doubles[0].up.weight.mul_(0.5)
+        plain[0].last.weight.mul_(0.5)
+        plain[1].token.mul_(0.5)
+        want = steps(*(module.to("sim:0") for module in plain))
+        del plain
+        assert torch.equal(steps(net, guide), want)

@@ -274,6 +274,10 @@ UNSEEN = {
 }
 
 
+def names_at_rest(net) -> list[str]:
+    return [name for name, held in net.named_parameters() if "weight" in name and held.device.type == "cpu"]
+
+
 @pytest.mark.parametrize("alias", UNSEEN)
 @torch.no_grad()
 def test_what_is_written_at_once_counts(toys, machine, alias: str) -> None:
@@ -281,7 +285,7 @@ def test_what_is_written_at_once_counts(toys, machine, alias: str) -> None:
     net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
     with machine(8) as manager, manage(net, "0.6MiB", placement="gpu:0", manager=manager):
         net(x)
-        names = [name for name, held in net.named_parameters() if "weight" in name and held.device.type == "cpu"]
+        names = names_at_rest(net)
         for number, name in enumerate(names):
             net(x)
             torch.accelerator.synchronize(0)
@@ -298,7 +302,7 @@ def test_reading_data_tells_of_what_was_written_unseen(toys, machine, alias: str
     net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 5, 64)
     with machine(8) as manager, manage(net, "0.6MiB", placement="gpu:0", manager=manager):
         net(x)
-        names = [name for name, held in net.named_parameters() if "weight" in name and held.device.type == "cpu"]
+        names = names_at_rest(net)
         taken = {name: UNSEEN[alias](net.get_parameter(name)) for name in names}
         for _ in range(2):
             net(x)
