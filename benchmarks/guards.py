@@ -59,7 +59,7 @@ LOOKS: tuple[tuple[str, type, str], ...] = (
 
 
 class Stopwatch:
-    """CPU seconds of this thread in looks, by their kind; a look inside of another one belongs to that."""
+    """CPU seconds of this thread in looks, by kind; a look inside another one counts as part of that."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

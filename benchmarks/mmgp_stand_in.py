@@ -1,7 +1,7 @@
-"""mmgp on a simulated device, if it is installed: it knows no accelerator but CUDA, so its words for that are replaced.
+"""mmgp on a simulated device, if it is installed. It supports CUDA only, so the names of CUDA are replaced.
 
-``pip install mmgp`` brings it; the engine has none of it. Its source is read from where it was installed and changed in
-memory only.
+``pip install mmgp`` installs it; the engine contains none of it. Its source is read from where it was installed and
+changed in memory only.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ PROFILE_HELP = (
 DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 
 
-# A value that begins as options do, and an option that may take one.
+# A value that starts like an option, and an option that may take a value.
 NEGATIVE, OPTION = re.compile(r"-[.\d]"), re.compile(r"--[a-z][a-z-]*")
 # What is wrong with a path that was named; anything else, such as a full disk, fails the run.
 NOT_USABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
@@ -40,19 +40,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class StoreOnce(argparse.Action):
-    """Stores a value; of two for one option the first would be lost without a word."""
+    """Stores a value and refuses a second one, which would silently replace the first."""
 
     was_given = False
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         if self.was_given:
-            parser.error(f"{option} stands twice; it takes one value")
+            parser.error(f"{option} is given twice; it takes one value")
         self.was_given = True
         setattr(namespace, self.dest, values)
 
 
 def join_values(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with values such as -1GiB behind their option's name and "=", as they look like options."""
+    """Return the arguments with values such as -1GiB joined to their option by "=": they look like options."""
     joined: list[str] = []
     for argument in arguments:
         if NEGATIVE.match(argument) and joined and OPTION.fullmatch(joined[-1]) and "--" not in joined:
@@ -323,7 +323,7 @@ def models_directory(options: argparse.Namespace) -> Path:
         return Path(options.models)
     from .tiny import ensure_pipelines
 
-    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one counts as none
+    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is ignored
     cache = Path(named if os.path.isabs(named) else Path.home() / ".cache") / "highwater" / "models"
     ensure_pipelines(cache / "diffusers")
     return cache

@@ -39,7 +39,7 @@ class Console:
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody looks on: bars that come and go would only fill a file."""
+        """Whether the output is a terminal: progress bars would only fill a file."""
         return self.out.is_terminal and not self.out.quiet
 
     def say(self, text: str) -> None:

@@ -50,10 +50,10 @@ def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[di
 
 
 def forget_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[dict[str, Any]]:
-    """Forget all that the files hold; a ComfyUI that runs keeps what it knows until it ends.
+    """Delete all needs in the files; a running ComfyUI keeps those that it has read until it ends.
 
     Raises:
-        InvalidInput: a file cannot be changed, or is named by the user and not ours.
+        InvalidInput: a file cannot be changed, or the user named a file that is not ours.
     """
     files = [NeedsFile(path, is_named=are_named) for path in paths]
     return [{"path": str(file.path), "num_forgotten": file.reset()} for file in files]

@@ -42,7 +42,7 @@ class ServerNames:
 
     names: frozenset[str]
     any_address: bool
-    """Whether any IP address is one of them: nobody else's name can lead to an address that stands there itself."""
+    """Whether every IP address is accepted as a name: DNS rebinding needs a host name, which an address is not."""
 
     @classmethod
     def of(cls, host: str, allowed: Iterable[str] = ()) -> ServerNames:
@@ -111,7 +111,7 @@ def refuse_foreign_requests(server: ServerNames) -> Middleware:
 
 
 def is_foreign(request: web.Request, host: str) -> bool:
-    """Whether another site's page makes a request; a link that somebody follows is none of its own."""
+    """Whether a page of another site makes a request; following a link from there is allowed."""
     headers = request.headers
     origins: Collection[str] = headers.getall("Origin", [])
     if any(not same_host(origin, host) for origin in origins):

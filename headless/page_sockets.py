@@ -46,7 +46,7 @@ class PageSockets:
     def publish(self, event: str, data: Mapping[str, Any], client_id: str | None = None) -> None:
         """Queue a message for one page, or for all of them; nothing once the loop has ended."""
         if self.loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no page is connected
                 self.loop.call_soon_threadsafe(self.deliver, event, data, client_id)
 
     def deliver(self, event: str, data: Mapping[str, Any], client_id: str | None) -> None:

@@ -124,7 +124,7 @@ class WorkflowRunner:
 
 
 def ignore(*event: Any) -> None:
-    """The listener of a run that nobody watches."""
+    """Ignore an event: the default listener of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -350,7 +350,7 @@ def order_nodes(nodes: Mapping[str, WorkflowNode], source: str) -> tuple[str, ..
         raise InvalidInput(f"{source}: no output node, so nothing would run; add one such as HighwaterSaveImage")
     outputs.sort(key=lambda id: any(True for _ in nodes[id].links))
     needed = visit(outputs, nodes, source)
-    visit(list(nodes), nodes, source)  # a cycle among nodes that nobody needs is a mistake too
+    visit(list(nodes), nodes, source)  # a cycle among nodes that no output needs is a mistake, too
     return tuple(needed)
 
 

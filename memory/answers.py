@@ -1,10 +1,11 @@
-"""The ``device`` of a managed module: where it computes, while its weights rest elsewhere.
+"""The ``device`` that a managed module reports: where it computes, although its weights rest elsewhere.
 
 [Note: device] Models of diffusers and transformers have a property that returns the device of their first weight, and
-their callers make inputs there: noise, tables, the next tokens. Weights at rest would answer ``cpu``. Only a class can
-answer for a property, so while a module is managed its class is a subclass with another answer, as FSDP2's modules
-have one. That has the name of the class it stands for and equals it, so that tables of classes find it, and goes with
-`release`. Called, it makes modules of the own class. A weight itself answers with the device where it is.
+their callers create inputs there: noise, tables, the next tokens. For weights at rest that would be ``cpu``. Only a
+class can override a property, so while a module is managed its class is a subclass that reports another device; FSDP2
+exchanges the class of its modules, too. The subclass has the name of the original class and compares equal to it, so
+that tables of classes find it. Calling it creates a module of the original class. `release` restores that class. What
+a single weight reports is in `watched.py` ([Note: asked]).
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ KEY = "_highwater_device"
 
 
 class AnswersDevice:
-    """Base of the classes that answer. It comes first, so that libraries which register subclasses see none."""
+    """First base of the subclasses. Its ``__init_subclass__`` hides them from libraries that register subclasses."""
 
     def __init_subclass__(cls) -> None: ...
 
     @property
     def device(self) -> torch.device:
         answers, inside = vars(self).get(KEY, (None, None))
-        if answers is None or answers.is_ended:  # a shallow copy of ours, which was kept
+        if answers is None or answers.is_ended:  # a shallow copy of a module that was released since
             return super().device  # type: ignore[misc, no-any-return]
         return inside if answers.is_inside() else answers.outside or inside  # type: ignore[no-any-return]
 
@@ -41,7 +42,7 @@ class AnswersDevice:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the own class; what is managed holds `DeviceAnswers`, which refuse."""
+        """Pickle as the original class. `DeviceAnswers` refuses that while the module is managed."""
         how: Any = super().__reduce_ex__(protocol)
         own = type(self).__mro__[2]
         args = tuple(own if value is type(self) else value for value in how[1])
@@ -49,10 +50,10 @@ class AnswersDevice:
 
 
 class DeviceAnswers:
-    """Lets the modules of a component that have a ``device`` answer with the one where they compute.
+    """Makes those modules of a component that have a ``device`` report the one on which they compute.
 
     Args:
-        device_of: where what has this path in the root computes.
+        device_of: returns the device on which the submodule at a path computes.
         is_inside: whether this thread is in the middle of a forward of the root.
     """
 
@@ -61,7 +62,7 @@ class DeviceAnswers:
     ) -> None:
         self.is_inside = is_inside
         self.outside: torch.device | None = None
-        """The answer outside of forwards, where it is another one: in a pipeline that of its diffusion model."""
+        """The device to report outside of forwards, if it differs: in a pipeline that of its diffusion model."""
         self.is_ended = False
         self.changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for path, part in root.named_modules():
@@ -79,7 +80,7 @@ class DeviceAnswers:
         self.changed = []
         self.is_ended = True
 
-    # -- who copies a module copies these
+    # -- copying and pickling a module copy and pickle this, too
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceAnswers:
         if not self.is_ended:
@@ -97,14 +98,14 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def ended() -> DeviceAnswers:
-    """Return what the pickle of a shallow copy of a module that was released has."""
+    """Return an object that has ended, for the pickle of a shallow copy of a released module."""
     answers = DeviceAnswers(nn.Module(), lambda path: torch.device("cpu"), is_inside=bool)
     answers.end()
     return answers
 
 
 def asks_weights(module: nn.Module) -> bool:
-    """Whether the class has a property for the device that answers with where weights rest."""
+    """Whether the class has a ``device`` property that reports where its weights rest."""
     answer = getattr(type(module), "device", None)
     if not isinstance(answer, property) or answer.fset is not None or isinstance(module, AnswersDevice):
         return False
@@ -119,14 +120,14 @@ known: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def answering(own: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that answers in place of a class."""
+    """Return the subclass that takes the place of a class."""
     found = known.get(own)
     if found is None:
         kind = type(own)
         equal = {
             "__eq__": lambda stand, other: stand is other or own is other,
             "__hash__": lambda stand: hash(own),
-            "__call__": lambda stand, *args, **options: own(*args, **options),  # another one is not managed
+            "__call__": lambda stand, *args, **options: own(*args, **options),  # a new module is not managed
             "__instancecheck__": lambda stand, module: isinstance(module, own),
             "__subclasscheck__": lambda stand, other: issubclass(other, own),
         }

@@ -65,7 +65,7 @@ class Attachment:
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
         after: the attachment whose place this one takes.
-        tell_read: called with the bytes of a block that was read into RAM for who may write to it.
+        tell_read: called with the size of a block, in bytes, when it was read into RAM for other code to use.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Attachment:
             compiles=compiles,
             places_inputs=guards_state,
         )
-        # What is compiled would be compiled twice: parameters of two classes are two kinds.
+        # With a class of our own for some parameters torch.compile would compile each block twice.
         for unit in self.units:
             unit.notes_data = not compiles
         for unit in self.units if guards_state else ():
@@ -126,17 +126,17 @@ class Attachment:
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
-        """Where another library that moves the weights has its hooks: on one of these modules at least."""
+        """A library that moves the weights, too, has its hooks on at least one of these modules."""
         self.leftovers: Leftovers | None = None
-        """While it is attached, unless a host sees to that itself."""
+        """Set while attached, unless a host does that itself."""
         self.moves: MoveGuard | None = None
-        """While it is attached, unless a host moves single weights itself."""
+        """Set while attached, unless a host moves single weights itself."""
         self.structure: Structure | None = None
-        """The modules as they hung in each other when they were looked at last; as long as ``moves``."""
+        """The module tree as it was when last checked; set as long as ``moves``."""
         self.answers: DeviceAnswers | None = None
-        """As long as ``moves``."""
+        """Set as long as ``moves``."""
         self.came_with: frozenset[nn.Module] = frozenset()
-        """The modules that were there when it was attached."""
+        """The modules of the tree when it was attached."""
 
     @property
     def primary(self) -> Device:
@@ -250,7 +250,7 @@ class Attachment:
         self.forwards.end()
         self.moves = self.leftovers = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
-        if not goes_on:  # last: who comes until now waits for the weights
+        if not goes_on:  # last: calls that came before this wait for the weights
             self.hooks.remove()
         self.phase = Phase.DETACHED
         self.lenders = tuple
@@ -282,7 +282,7 @@ class Attachment:
         return [self.module, *(child for child in self.module.children() if is_callable(child) and child not in lent)]
 
     def find_inner_modules(self) -> list[nn.Module]:
-        """Return what is neither entry nor in a block, and has weights or blocks: others may call it by itself."""
+        """Return modules outside of blocks that have weights or blocks: other code may call them directly."""
         blocks = self.find_blocks()
         taken = {part for block in blocks for part in block.modules()}.union(self.find_entry_modules())
         entries = [entry for share in self.shares for unit in share.fixed.units for entry in unit.entries]
@@ -296,7 +296,7 @@ class Attachment:
         return [module for module in found if module in own and module not in lent and is_callable(module)]
 
     def find_parts(self, blocks: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
-        """Return the modules inside one block each, with its number."""
+        """Return the modules that are inside exactly one block, with its number."""
         inside = [(part, number) for block, number in blocks.items() for part in block.modules() if part is not block]
         num_blocks, lent = Counter(part for part, _ in inside), self.find_lent_modules()
         return {
@@ -311,7 +311,7 @@ class Attachment:
         return [module for module in holders if module is not self.module and module in own]
 
     def device_of(self, path: str) -> torch.device:
-        """Return where what has this path in the module computes: with its block, else at home."""
+        """Return the device on which the submodule at a path computes: its block's, else that of the rest."""
         blocks = self.component.blocks
         number = next((n for n, block in enumerate(blocks) if f"{path}.".startswith(f"{block.name}.")), None)
         share = self.shares[0] if number is None else self.forwards.share_of[number]
@@ -404,10 +404,10 @@ class Attachment:
         self.structure = now
 
     def refuse_exchanged_layers(self) -> None:
-        """Refuse layers of a block that hang in another one by now: they would come and go with the wrong block.
+        """Refuse layers that were moved to another block: they would be loaded and evicted with the wrong one.
 
         Raises:
-            UnsafeState: there are some.
+            UnsafeState: a layer was moved.
         """
         numbered = [(number, bundle.own) for share in self.shares for number, bundle in share.blocks.items()]
         homes = {module: number for number, unit in numbered for entry in unit.entries for module, _ in entry.owners}
@@ -423,14 +423,14 @@ class Attachment:
         return MoveGuard(self.owner, units, wait=self.finish_copies, after=after)
 
     def lent_places(self) -> dict[tuple[nn.Module, str], Entry]:
-        """Return the places of our weights that hold those of others for a while."""
+        """Return the places in the module that hold other components' weights, or temporary replacements of ours."""
         loans = self.moves.swaps.loans if self.moves is not None else []
         return self.find_lent() | {loan.owner: loan.entry for loan in loans}
 
     # -- what several components have in common ([Note: sharing] in `sharing.py`)
 
     def find_lent_modules(self) -> set[nn.Module]:
-        """Return the parts of the module that belong to other components, too: those tell of their calls."""
+        """Return the parts of the module that other components own: the owners' hooks see their calls."""
         return {part for lender in self.lenders() for part in lender.module.modules()}
 
     def find_lent(self) -> dict[tuple[nn.Module, str], Entry]:
@@ -439,7 +439,7 @@ class Attachment:
         return {place: e for lender in lenders for unit in lender.units for e in unit.entries for place in e.owners}
 
     def lend_to(self, module: nn.Module) -> None:
-        """Give our weights, from now on, to the places of another component's module that hold them. Idempotent."""
+        """Update our weights, from now on, in another component's module, too, where it holds them. Idempotent."""
         known: dict[int, tuple[Unit, int]] = {}
         for unit in self.units:
             for tensors in ([entry.held for entry in unit.entries], unit.masters, unit.placed):
@@ -457,7 +457,7 @@ class Attachment:
                         unit.entries[index].slots_of(part)[name] = unit.placed[index]
 
     def take_back_from(self, module: nn.Module) -> None:
-        """Leave another component's module alone: it keeps our masters, which stay the same objects. Idempotent."""
+        """Stop updating another component's module: it keeps our masters, as the same objects. Idempotent."""
         own, others = set(self.module.modules()), set(module.modules())
         for unit in self.units:
             for index, entry in enumerate(unit.entries):
@@ -467,10 +467,10 @@ class Attachment:
                         entry.slots_of(part)[name] = unit.masters[index]
 
     def forget_removed_places(self, modules: Collection[nn.Module]) -> list[str]:
-        """Let entries no longer be held by modules that have given them up; returns weights that cannot be missed.
+        """Forget the places from which weights were removed; returns the weights that the module still needs.
 
-        Those of modules that were taken out are not missed, nor what was taken out of a dict of parameters. Where they
-        came under management with the module they stay in its block's memory until the next `reprofile()`.
+        It needs no weights of modules that were removed, nor what was removed from a dict of parameters. Those that
+        came under management with the module stay in its block's memory until the next `reprofile()`.
 
         Args:
             modules: those that are in the tree now.
@@ -490,7 +490,7 @@ class Attachment:
         return gone
 
     def has_other_forms(self) -> bool:
-        """Whether the weight of a layer that was added has another shape or dtype by now, as hot-swapping gives it."""
+        """Whether a weight of an added layer has a new shape or dtype, as after hot-swapping a LoRA."""
         return any(map(has_other_form, self.added_entries()))
 
     def added_entries(self) -> list[Entry]:
@@ -498,7 +498,7 @@ class Attachment:
         return [entry for unit in added for entry in unit.entries]
 
     def take_other_forms(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
-        """Return weights of added layers that have another shape or dtype by now, by their places; ours end there."""
+        """Return weights of added layers that have a new shape or dtype, by place; our entries give those places up."""
         given = {}
         for entry in filter(has_other_form, self.added_entries()):
             weight = nn.Parameter(entry.held.detach(), requires_grad=False)
@@ -520,7 +520,7 @@ class Attachment:
         return blocks
 
     def join(self, share: Share, bundle: Bundle, tree: Tree) -> bool:
-        """Let a bundle have those of the added weights that belong to it; returns whether it had others before."""
+        """Give a bundle the added weights that belong to it; returns whether they differ from those it had."""
         is_first = share is self.shares[0]
         wanted = []
         for home, entry in tree.added:
@@ -540,7 +540,7 @@ class Attachment:
         return True
 
     def rename(self, own: Sequence[Entry], tree: Tree) -> None:
-        """Call our own weights what the module calls them by now."""
+        """Rename our own weights to the names that the module gives them now."""
         names = {}
         for entry in own:
             if tree.names.get(id(entry)) and tree.names[id(entry)][0] != entry.spec.name:
@@ -550,7 +550,7 @@ class Attachment:
             self.plan = replace(self.plan, cast=frozenset(names.get(name, name) for name in self.plan.cast))
 
     def describe_added(self) -> None:
-        """Let the component and the plan be what the units are, with all that was added."""
+        """Update the component and the plan to what the units hold now, with all added weights."""
         bundles = [bundle for share in self.shares for bundle in share.bundles]
         specs = {
             bundle.name: tuple(entry.spec for unit in bundle.units for entry in unit.entries if not entry.is_buffer)
@@ -599,12 +599,12 @@ class Attachment:
                 share.streamer.area.forget()
 
     def bring(self, unit: Unit) -> None:
-        """Read a unit that rests in its file into RAM, as others may write to its weights. Raises as `Bringer`."""
+        """Read a unit that rests in its file into RAM, for other code to use. Raises as `Bringer`."""
         with self.exclusive():
             if self.passes.is_busy():
                 raise UnsafeState(
-                    f"{self.owner} computes now, and {unit.name or 'what is beside its blocks'} rests in its file: "
-                    "what is asked of its weights comes before or after that, or give it another placement"
+                    f"{self.owner} computes now, and {unit.name or 'the part beside its blocks'} rests in its file: "
+                    "use its weights before or after the forward, or choose another placement"
                 )
             self.settle()
             if isinstance(unit.master, FileMaster):
@@ -649,7 +649,7 @@ class Attachment:
 
 
 def answer_of(forwards: Forwards) -> Asked:
-    """Return what the weights of a component answer; holds its forwards weakly, for its weights hold the answer."""
+    """Return the function that a component's weights call for their device; it refers to the forwards weakly."""
     alive = ref(forwards)
 
     def answer() -> torch.device | None:

@@ -1,12 +1,12 @@
-"""Backward passes through weights that leave the memory from which they computed.
+"""Backward passes through weights whose memory is reused before the backward pass reads them.
 
 [Note: saved weights] Autograd keeps the tensors that a backward pass will read. A streamed weight lies in staging
-memory, one in eight bits is widened into scratch: the next block overwrites both. So while such a block computes, what
-autograd saves of its weights is a note of which weight that is; the backward pass copies each from where it rests when
-it reads it, and frees it after that. Whatever else is saved stays as it is.
+memory, one in eight bits is widened into scratch: the next block overwrites both. So while such a block computes,
+autograd saves a reference to the weight in place of its memory. The backward pass copies each weight from where it
+rests when it reads it, and frees the copy afterwards. All other tensors are saved as usual.
 
-Torch has a stack of such hooks for each thread. An interrupt that skips our exit leaves ours there, where they change
-nothing; they are taken from it when the block is healed, if they are on top by then.
+Torch keeps a stack of such hooks for each thread. An interrupt that skips our exit leaves our hooks on it, where they
+change nothing. They are removed when the block is healed, if they are on top of the stack then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SavedWeight:
     index: int
     version: int
     is_whole: bool
-    """Whether the weight itself was saved, and no view."""
+    """Whether the weight itself was saved, not a view of it."""
     own_stride: tuple[int, ...]
     size: torch.Size
     stride: tuple[int, ...]
@@ -54,8 +54,8 @@ class SavedWeights:
     """Watches what autograd saves while one block computes.
 
     Args:
-        block: for people.
-        units: those of the block, which hold what it computes from.
+        block: its name for messages.
+        units: those of the block.
     """
 
     def __init__(self, block: str, units: Iterable[Unit], device: torch.device) -> None:
@@ -63,7 +63,7 @@ class SavedWeights:
         self.units = list(units)
         self.device = device
         self.places: dict[int, list[tuple[int, int, Unit, int]]] | None = None
-        """Where each weight lies: by its storage the first byte, the one behind the last, its unit and number."""
+        """By storage, for each weight there: first byte, end, unit and index."""
         self.is_open = False
 
     def begin(self) -> SavedWeights:
@@ -72,7 +72,7 @@ class SavedWeights:
         return self
 
     def end(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stop watching. Idempotent."""
         if self.is_open:
             self.is_open = False
             top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -83,7 +83,7 @@ class SavedWeights:
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedWeight:
         found = self.find(tensor) if self.is_open else None
         if found is None:
-            # What a function returned is saved without its graph, which would hold itself by it.
+            # Saved with its graph, a function's result would keep that graph alive in a cycle.
             plain = tensor.detach() if tensor.requires_grad else tensor
             return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
         unit, index = found
@@ -97,7 +97,7 @@ class SavedWeights:
     def unpack(self, saved: SavedTensor | SavedWeight) -> torch.Tensor:
         if isinstance(saved, SavedTensor):
             if saved.version is not None and saved.tensor._version != saved.version:
-                raise RuntimeError(  # as torch says it, which does not look where there are hooks
+                raise RuntimeError(  # torch's own words; it does not check this itself where there are hooks
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; "
                     f"expected version {saved.version} instead"
@@ -117,7 +117,7 @@ class SavedWeights:
         return weight.as_strided(saved.size, saved.stride, saved.offset)
 
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the weight that a tensor shows."""
+        """Return the weight whose memory a tensor views."""
         if self.places is None:
             self.places = {}
             for unit in self.units:
@@ -140,7 +140,7 @@ def storage_of(leaf: torch.Tensor) -> int:
 
 
 def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor shows, and the one behind the last."""
+    """Return the first byte of its storage that a tensor uses, and the end of the last one."""
     steps = zip(leaf.size(), leaf.stride(), strict=True)
     begin = int(leaf.storage_offset())
     end = begin + 1 + sum(int(size - 1) * int(step) for size, step in steps)
@@ -148,7 +148,7 @@ def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
 
 
 def weight_on(unit: Unit, index: int, device: torch.device) -> torch.Tensor:
-    """Return a copy of a weight on a device in the form in which it computes; reads it where it rests in its file."""
+    """Return a copy of a weight on a device, widened; reads the file if the weight rests there."""
     entry = unit.entries[index]
     if unit.host_slab is not None:
         return unit.wide(entry.spec.name, device)

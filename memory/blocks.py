@@ -9,7 +9,7 @@ It stays where the component computes.
 [Note: stacks] Parts whose paths begin alike, up to the first number, are a stack. A stack with enough of the bytes
 streams; smaller ones, parts that occur once, and large parts without a number follow, the largest first, until the
 rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless they are
-numbered in a row, or each of several numbered parts has one, as the levels of a VAE do.
+numbered in a row, or each of several numbered parts has one, as the levels of a VAE have.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ class Finder:
     def find_unnumbered(self, parts: Parts) -> list[Parts]:
         """Return the outermost callable parts outside of all others that are not too large.
 
-        Those of which all but the numbers in their paths are alike come together; alone they may be small. A single
-        layer is none, unless each of several numbered parts has one.
+        Parts whose paths differ in numbers only are one group; each alone may be small. A single layer is left out
+        unless each of several numbered parts has one.
         """
         taken = {name for names in parts.values() for name in names}
         above = {prefix for path in parts for prefix in prefixes(path)}
@@ -253,7 +253,7 @@ class Finder:
         order = {stack: place for place, stack in enumerate(dict.fromkeys(map(stack_of, blocks)))}
 
         def place_of(path: str) -> tuple[int, int, list[float]]:
-            # What has fewer numbers follows those beside it that have more: a level ends with its one single layer.
+            # A path with fewer numbers follows its neighbours with more: a level ends with its single layer.
             return stage_of(path), order[stack_of(path)], [*numbers_of(path), math.inf]
 
         return {path: blocks[path] for path in sorted(blocks, key=place_of)}

@@ -1,9 +1,9 @@
 """Whole models from their files: the class and its config, a module without memory, and weights read where they belong.
 
 [Note: bare modules] What `load_model` returns has its weights on the meta device and knows its file. Nothing is read
-until somebody wants the weights: `manage` reads them straight into its slabs, or leaves them on disk, `load_weights`
-into memory of the module's own. Only parameters are bare. Buffers that a constructor computes, such as the tables of
-rotary embeddings, stand in no file: they are real from the start.
+until the weights are needed: `manage` reads them straight into its slabs or leaves them on disk; `load_weights` reads
+them into memory of the module's own. Only parameters are bare. Buffers that a constructor computes, such as the tables
+of rotary embeddings, are in no file: they are real from the start.
 """
 
 from __future__ import annotations

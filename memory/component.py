@@ -88,7 +88,7 @@ class Component:
     has_file: bool = False
     """Whether all weights can be read from files as they are."""
     shares: tuple[str, ...] = ()
-    """What of its module is another component's, for people."""
+    """What other components own of its module, one line each for the plan."""
     from_header: bool = False
     """Whether only a file is known of it, and nothing of what its class declares."""
 
@@ -128,7 +128,7 @@ def component_from_module(
 ) -> Component:
     """Describe a module's parameters and buffers; weights tied across blocks count once, in the rest.
 
-    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. What is borrowed is the owner's.
+    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. Borrowed tensors are left to their owner.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for tensor_name, parameter in module.named_parameters(remove_duplicate=False):
@@ -224,7 +224,7 @@ def find_apart(
 
 def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the bytes of each tensor inside a quantized weight; nothing for a plain one."""
-    if getattr(tensor, "rests_narrower", False):  # in eight bits of ours: what it stands for is a plain weight
+    if getattr(tensor, "rests_narrower", False):  # eight bits of ours, described as the plain weight
         return ()
     leaves = leaves_of(tensor)
     return () if leaves[0] is tensor else tuple(leaf.numel() * leaf.element_size() for leaf in leaves)

@@ -1,9 +1,9 @@
-"""What a module holds for a weight while its block computes: a parameter that tells how it was written to.
+"""The parameter that a module holds while its block computes; it records reads and assignments of its ``.data``.
 
-[Note: writes in a forward] A forward may write to its weights, as a layer does that sets itself up by its first input.
-What is written in place counts in the memory from which the block computes: all views share its version counter, and
-we copy nothing there meanwhile. ``.data`` has a counter of its own, and may be pointed elsewhere; so the parameter is
-of a class that notes who asks for ``.data``. What was noted is looked at when the block has computed.
+[Note: writes in a forward] A forward may write to its weights, as a layer does that initialises itself from its first
+input. In-place writes show in the version counter of the memory from which the block computes: all views share it, and
+we copy nothing there meanwhile. ``.data`` has a counter of its own and can be pointed to other memory. So the parameter
+has a class that records every access to ``.data``; the records are checked when the block has computed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class ComputingWeight(nn.Parameter):
-    """A weight in memory that is used for others after its block ([Note: writes in a forward])."""
+    """A weight in memory that other blocks reuse ([Note: writes in a forward])."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     looked: list[ComputingWeight]
-    """Takes those whose ``.data`` was read or assigned, of its unit."""
+    """The list of its unit to which it adds itself when its ``.data`` is read or assigned."""
     alias: torch.Tensor | None
-    """What shares a counter with all that ``.data`` returned."""
+    """Shares its version counter with every tensor that ``.data`` returned."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Return a plain parameter: others make new ones of the class of an old one."""
+        """Return a plain parameter: other libraries create parameters by ``type(old)(data)``."""
         return nn.Parameter(data, requires_grad)
 
     @property
@@ -55,7 +55,7 @@ class ComputingWeight(nn.Parameter):
 
 
 def note_data(weight: torch.Tensor, looked: list[ComputingWeight]) -> torch.Tensor:
-    """Let a plain parameter that we made note who asks for its ``.data``; others stay as they are."""
+    """Record accesses to the ``.data`` of a plain parameter that we made; other tensors stay as they are."""
     if type(weight) is nn.Parameter:
         weight.__class__ = ComputingWeight
         weight.looked, weight.alias = looked, None  # type: ignore[attr-defined]

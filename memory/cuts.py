@@ -1,4 +1,4 @@
-"""Where the blocks of a split are cut: one run of blocks for each of its devices."""
+"""Cuts the blocks of a split into one run for each of its devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def split_blocks(
 ) -> list[tuple[int, ...]]:
     """Cut the blocks into one run per device, in order, by bytes: as the ratios say, else by what is available.
 
-    Where no ratio was asked for and a run needs more than its device may give, the nearest cut that fits is taken.
+    Without ratios, if a run needs more than its device may give, the nearest cut that fits is taken.
     """
     sizes = [block_bytes(block, cast) for block in component.blocks]
     if len(devices) == 1:
@@ -53,7 +53,7 @@ def split_blocks(
 
 
 def weight_limit(component: Component, device: str, machine: Machine, profile: OffloadProfile) -> int:
-    """Return the most bytes that the weights may take of a device; a profile's own budget rises as far as needed."""
+    """Return the most bytes of a device that the weights may take if the profile's own budget is raised as needed."""
     if device == "cpu":
         return sys.maxsize
     limit, _, _ = find_limit(component, machine.device(device), profile, sys.maxsize, sys.maxsize)
@@ -65,14 +65,14 @@ def nearest_fitting(
 ) -> list[tuple[int, ...]] | None:
     """Return the runs nearest to these with which each device can compute within its limit; None if there are none.
 
-    Near is by the number of blocks by which the cuts are moved, of all cuts together.
+    The distance is the number of blocks by which the cuts are moved, summed over all cuts.
     """
     numbers = range(len(component.blocks))
     sizes = [block_bytes(component.blocks[number], cast) for number in numbers]
     widths = [wide_bytes(component.blocks[number], cast) for number in numbers]
     buffers = [resting_bytes(fixed_tensors(component, (number,), first=False)) for number in numbers]
     rest = resting_bytes(fixed_tensors(component, numbers, first=True)) - sum(buffers)
-    # For each block that may follow the devices so far: how far the cuts before it are moved, and where they are.
+    # By the block at which the next run may begin: the distance so far, and the ends of the runs before it.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, (run, limit) in enumerate(zip(runs, limits, strict=True)):
         last_end = len(numbers) - (len(runs) - 1 - index)

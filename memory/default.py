@@ -14,22 +14,22 @@ __all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "rem
 lock = threading.Lock()
 made: list[MemoryManager] = []
 needs_folder: list[tuple[Path | None, str]] = []
-"""Where the needs of forwards are remembered, and by which host, if anything said so; else in the user's cache."""
+"""The folder of learned needs and the host that they hold for, if set; else the user's cache folder is used."""
 
 
 def remember_needs_in(folder: str | Path | None, *, host: str = "") -> None:
-    """Let what forwards need be remembered in a folder, or only in this process; before the manager is made.
+    """Store what forwards need in a folder, or only in this process; call it before the manager is made.
 
     Args:
-        host: what of the host changes what forwards need, such as its version; what was learned holds for that.
+        host: what of the host changes what forwards need, such as its version; learned needs hold for that only.
     """
     needs_folder[:] = [(None if folder is None else Path(folder), host)]
 
 
 def keep_out_of_user_cache() -> None:
-    """Let what is learned of needs and links stay in this process, but for needs whose folder something named.
+    """Keep learned needs and link speeds in this process; a folder that was named for needs is still used.
 
-    For a process with simulated devices: the user's other runs have no use for what those need.
+    For a process with simulated devices: what they need is of no use to other runs.
     """
     from .link import remember_links_in
 

@@ -104,7 +104,7 @@ class EightBitWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     bits: EightBits
     rests_narrower = True
-    """Read by `component.leaf_bytes`: such a weight is described as the plain one that it stands for."""
+    """Tells `component.leaf_bytes` to describe it as the plain weight that it represents."""
 
     @staticmethod
     def __new__(cls, bits: EightBits) -> EightBitWeight:

@@ -1,7 +1,7 @@
-"""What a forward wrote to the weights of its block: seen when the block has computed, and kept.
+"""Keeps what a forward wrote to the weights of its block, once the block has computed.
 
-Weights are read-only on a device as a rule, so this costs a look, and the rest is rare: the host then waits for the
-device. What cannot be kept is undone, and refused in one line.
+Forwards rarely write to weights, so the usual cost is one check. If something was written the host waits for the
+device. What cannot be kept is undone and refused in one line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["keep_writes"]
 
 
 def keep_writes(unit: Unit, wait: Callable[[], None], *, host_replaces: bool) -> str | None:
-    """Bring what was written to a unit while it computed to where it rests; returns what cannot be kept.
+    """Save what was written to a unit while it computed to where it rests; returns what cannot be kept.
 
     Args:
         wait: waits for the copies that are under way.
@@ -45,9 +45,9 @@ def keep_writes(unit: Unit, wait: Callable[[], None], *, host_replaces: bool) ->
 
 
 def take_looked(unit: Unit) -> tuple[bool, str | None]:
-    """Look at the weights whose ``.data`` was asked for; returns whether any was written to, and what cannot be kept.
+    """Check the weights whose ``.data`` was accessed; returns whether any was written to, and what cannot be kept.
 
-    Holds none of them when it returns: who else does is asked next.
+    Holds no reference to them when it returns: what else holds them is checked next.
     """
     is_written, refused = False, None
     for weight in unit.looked:
@@ -61,7 +61,7 @@ def take_looked(unit: Unit) -> tuple[bool, str | None]:
 
 
 def take_replaced(unit: Unit) -> str | None:
-    """Write what a forward put in place of weights over these; returns what cannot be."""
+    """Copy what a forward assigned in place of weights into the weights; returns what cannot be kept."""
     refused = None
     for index, (module, name), held in list(foreign_tensors(unit)):
         entry = unit.entries[index]
@@ -91,7 +91,7 @@ def place_of(unit: Unit, weight: ComputingWeight) -> int | None:
 
 
 def own_memory(unit: Unit, index: int) -> torch.Tensor:
-    """Return the memory from which a plain weight was given to the module to compute."""
+    """Return the memory from which a plain weight computes."""
     assert unit.origin is not None
     slab, _, scratch, _ = unit.origin
     entry = unit.entries[index]
@@ -107,18 +107,18 @@ def is_pointed_elsewhere(unit: Unit, weight: ComputingWeight) -> bool:
 
 
 def take_data(unit: Unit, weight: ComputingWeight) -> str | None:
-    """Write what the ``.data`` of a weight was pointed to over its memory, and point it there again."""
+    """Copy what a weight's ``.data`` was pointed to into its own memory, and point it there again."""
     index = place_of(unit, weight)
     assert index is not None
     ours, given = own_memory(unit, index), DATA.__get__(weight)
     refused = write_over(unit.entries[index], ours, given)
     DATA.__set__(weight, ours)
-    unit.forget_views()  # this one has a counter of its own now
+    unit.forget_views()  # this view has a counter of its own now
     return refused
 
 
 def save_wide(unit: Unit) -> str | None:
-    """Bring wide weights that are not what they were widened from into eight bits; returns what cannot be."""
+    """Quantize wide weights that a forward changed to eight bits again; returns what cannot be kept."""
     refused = None
     slab = unit.resting_slab
     assert slab is not None

@@ -45,8 +45,8 @@ class Forwards:
         acquire: called on the outermost entry; loads the component or raises, and holds a lease for the pass. Returns
             whether the component is still this attachment's.
         give_back: called when the outermost entry is left, also by an exception; perhaps twice.
-        lenders: returns the forwards of the components whose weights this one uses, too ([Note: sharing] in
-            `sharing.py`), in an order that is the same for all.
+        lenders: returns the forwards of the components that own weights of this one ([Note: sharing] in
+            `sharing.py`), in an order that is the same for all borrowers.
         compiles: whether the blocks are compiled.
         places_inputs: move what an entry is given to the device of the rest; a host does that itself, and has buffers
             to be filled, or containers to be emptied, where it wants them.
@@ -70,7 +70,7 @@ class Forwards:
         self.owner = owner
         self.lenders = lenders
         self.guests: list[tuple[Forwards, Pass]] = []
-        """The passes of lenders that are open as long as that of this component."""
+        """The passes of lenders that stay open as long as the pass of this component."""
         self.host: Forwards | None = None
         """The component for which a pass of this one is open."""
         self.component = component
@@ -85,9 +85,9 @@ class Forwards:
         self.calls: list[Call] = []
         """Those under way in which tensors have other devices than outside, the outermost first."""
         self.saving: list[tuple[nn.Module, SavedWeights]] = []
-        """What watches autograd in the calls under way whose weights leave their memory, the outermost first."""
+        """The watches of what autograd saves in open calls whose weights leave their memory, the outermost first."""
         self.shared_states: Mapping[nn.Module, list[Any]] = {}
-        """What hooks of others, and stores of attention processors, keep for each block and another one."""
+        """By block, the objects of other libraries' hooks and of attention processors that other blocks use, too."""
         self.stores: Stores | None = None
         self.ran: dict[int, None] = {}
         """The blocks of this pass in the order in which they ran first; kept where they are split."""
@@ -153,11 +153,11 @@ class Forwards:
         self.shared_states = states
 
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
-        self.guests = guests  # whatever ends the pass ends these
+        self.guests = guests  # ended with the pass, however that ends
         return self.acquire(current)
 
     def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
-        """Open a pass for the entry of another component that uses weights of this one, unless this thread has one."""
+        """Open a pass for another component's entry, which uses weights of this one, unless this thread has one."""
 
         def note(current: Pass) -> bool:
             guests.append((self, current))
@@ -294,12 +294,12 @@ class Forwards:
         return self.home if self.host is None else self.host.here
 
     def flows_on(self) -> torch.device | None:
-        """Return the device of what flows in a forward of this thread that is under way; None outside of one."""
+        """Return the device of the activations in this thread's running forward; None outside of a forward."""
         current = self.passes.here
         return self.here if current is not None and current.is_under_way and current.is_on_stack() else None
 
     def explain_failure(self) -> None:
-        """Put component, block and remedy into an error of tensors on two devices. Torch raises it again."""
+        """Add component, block and remedy to an error about tensors on two devices, which torch raises again."""
         error = sys.exc_info()[1]
         if error is None or not self.is_loaded:
             return
@@ -356,7 +356,7 @@ class Forwards:
     # -- what a backward pass will read
 
     def watch_saving(self, number: int, module: nn.Module) -> None:
-        """Watch what autograd saves in a call whose weights lie in memory that is used for others after it."""
+        """Watch what autograd saves in a call if other blocks reuse the memory of its weights."""
         share = self.share_of[number]
         if share.changes_hands(number):
             bundle = share.blocks[number]
@@ -365,7 +365,7 @@ class Forwards:
             watch.begin()
 
     def stop_saving(self, module: nn.Module | None = None) -> None:
-        """Watch no more in a call and in those inside it; without one, in none."""
+        """End the watches of a call and of those inside it; without a module, all of them."""
         if module is None or any(module is watched for watched, _ in self.saving):
             while self.saving:
                 watched, watch = self.saving.pop()

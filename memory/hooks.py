@@ -31,7 +31,7 @@ class Hooked(Protocol):
     entries: frozenset[nn.Module]
     """Through which a forward may come."""
     inner: frozenset[nn.Module]
-    """What has weights beside the blocks, deeper inside: entries where a method calls them and no pass is open."""
+    """Modules outside of blocks, deeper inside: an entry if one is called while no pass is open."""
     blocks: dict[nn.Module, int]
     """The number of each block's module; one may be an entry, too."""
     parts: dict[nn.Module, int]
@@ -170,12 +170,12 @@ def refuse_transforms() -> None:
 
 
 def refuse_tracing(args: Any, kwargs: Any) -> None:
-    """Refuse a forward that makes a graph in place of numbers: it sees where weights are now, and may replace them.
+    """Refuse a forward that is traced: the graph would hold the weights where they are now, or replace them.
 
-    Other modes count what runs, log it or choose what a checkpoint keeps; those are welcome.
+    Other dispatch modes count or log operators, or choose what a checkpoint keeps; those are allowed.
 
     Raises:
-        UnsafeState: the forward is exported or traced, or its tensors have no memory.
+        UnsafeState: the forward is exported or traced, or runs with fake tensors.
     """
     modes = torch._C._TorchDispatchModeKey.__members__.values()  # of fake tensors, of proxies, of functional tensors
     makes_graph = _get_tracing_state() is not None or any(torch._C._get_dispatch_mode(key) is not None for key in modes)

@@ -38,7 +38,7 @@ class Leftovers:
     """What forwards leave in one component's module while it is attached.
 
     Args:
-        others: the parts of the module that belong to another component.
+        others: the parts of the module that another component owns.
     """
 
     def __init__(self, module: nn.Module, others: Collection[nn.Module] = ()) -> None:
@@ -49,7 +49,7 @@ class Leftovers:
         self.to_send = [place for part in self.parts for place in brought_home.pop(part, [])]
 
     def hook(self) -> Iterator[RemovableHandle]:
-        """Let computed weights go behind the forward that they were computed for."""
+        """Free computed weights after the forward that they were computed for."""
         for part in self.parts:
             for name, weight in computed_weights(part):
                 yield part.register_forward_hook(partial(forget_computed, name, weight), always_call=True)
@@ -71,7 +71,7 @@ class Leftovers:
         """Bring what is left on devices to plain host memory, and what lies in the slabs of weights that are gone.
 
         Args:
-            others, lent: the parts and places that belong to another component: they stay as they are.
+            others, lent: the parts and places that another component owns: they stay as they are.
         """
         addresses = {slab.untyped_storage().data_ptr() for slab in slabs}
 

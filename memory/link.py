@@ -18,18 +18,18 @@ from .devices import Device
 __all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in"]
 
 links_folder: list[Path | None] = []
-"""Where links are remembered, if anything said so; else in the user's cache folder."""
+"""The folder of measured links, if one was set; else the user's cache folder is used."""
 
 
 def remember_links_in(folder: Path | None) -> None:
-    """Let measured links be remembered in a folder, or only by who measured them."""
+    """Store measured links in a folder, or nowhere."""
     links_folder[:] = [folder]
 
 
 def cache_directory() -> Path | None:
-    """Return the folder of measured links, one file each; it need not exist. None where they are not remembered.
+    """Return the folder of measured links, one file each; it need not exist. None if they are not stored.
 
-    A relative XDG_CACHE_HOME counts as none, as its specification says.
+    A relative XDG_CACHE_HOME is ignored, as its specification says.
     """
     if links_folder:
         return links_folder[0]

@@ -48,7 +48,7 @@ class Managed:
         self.pipeline = pipeline
         self.choices = choices
         self.left_to_others: set[Member] = set()
-        """Those that other handles have, too, and keep: given up by this one."""
+        """Components that this handle gave up and other handles keep."""
         self.parts = None if pipeline is None else Parts(pipeline, self.has_devices)
         self.mark_execution_device()
 
@@ -91,7 +91,7 @@ class Managed:
         return True
 
     def find_inner_components(self) -> dict[Member, list[nn.Module]]:
-        """Return the pipeline's components that are parts of others: those go with them, and are asked as they are."""
+        """Return the pipeline's components that are parts of managed modules, by the member that contains them."""
         components = (components_of(self.pipeline) or {}).values()
         roots = {member.attachment.module for member in self.members}
         others = [part for part in components if isinstance(part, nn.Module) and part not in roots]
@@ -118,11 +118,11 @@ class Managed:
         precision: str | None = None,
         **overrides: Any,
     ) -> Plan:
-        """Give the components another profile, placement or precision in place; they leave their devices until then.
+        """Give the components another profile, placement or precision; they are off their devices until the next use.
 
-        What is not named stays as it is. Without any argument the weights are packed anew, with layers that came and
-        without those that went. Takes what `manage` takes; overrides change the profile that is named, or else
-        the present one. A pipeline's other or new modules come under management, in place of those it had.
+        What is not named stays as it is. Without any argument the weights are packed again, with layers that were
+        added and without those that were removed. Takes what `manage` takes; overrides change the named profile, or
+        else the present one. Modules that replace others in a pipeline, or are new in it, are managed from then on.
 
         Raises:
             InvalidInput, DoesNotFit: nothing has changed.
@@ -149,7 +149,7 @@ class Managed:
         return self.plan
 
     def take_parts(self, new: Mapping[str, nn.Module], choices: dict[str, Any]) -> None:
-        """Manage modules that the pipeline has by now, in place of those it had. Raises as `reprofile`."""
+        """Manage the new modules of the pipeline in place of those that they replace. Raises as `reprofile`."""
         assert self.parts is not None
         before = list(self.members)
         old = [member for member in before if member.name in new]
@@ -178,7 +178,7 @@ class Managed:
         self.parts.known |= new
 
     def join(self, modules: Mapping[str, nn.Module], choices: dict[str, Any]) -> list[Member]:
-        """Take more modules under management as parts of the same call."""
+        """Manage more modules as if they had been part of the same call of `manage`."""
         if not modules:
             return []
         sources = {name: source for name, module in modules.items() if (source := source_of(module)) is not None}
@@ -216,11 +216,11 @@ class Managed:
         return self.members[0].attachment.module, args
 
     def is_others(self, member: Member) -> bool:
-        """Whether another handle has a component, too, and keeps it when this one releases it."""
+        """Whether another handle manages a component, too, and keeps it when this one releases it."""
         return member in self.left_to_others or member.num_holders > 1
 
     def leave_to_others(self) -> None:
-        """Give up what other handles have, too. Idempotent."""
+        """Give up the components that other handles manage, too. Idempotent."""
         for member in self.members:
             if member not in self.left_to_others and member.num_holders > 1:
                 self.left_to_others.add(member)
@@ -235,8 +235,8 @@ class Managed:
         where the module came without memory and nobody wrote to it: it goes without, and `load_weights` reads them.
 
         Raises:
-            InvalidInput: weights rest in a file that is not what it was: they stay without memory, all is released.
-                Called again when the file is back, this reads them.
+            InvalidInput: weights rest in a file that has changed: they stay without memory, all else is released.
+                Call it again when the file is restored to read them.
             UnsafeState: one of them computes.
         """
         if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
@@ -270,7 +270,9 @@ class Managed:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if any(self.manager.has(member) for member in self.members):  # else it was released: all is told
+        if any(
+            self.manager.has(member) for member in self.members
+        ):  # else it was released before: nothing is left to do
             self.release()
 
 

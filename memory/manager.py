@@ -155,11 +155,11 @@ class MemoryManager:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
 
     def refuse_lending(self, members: Collection[Member]) -> None:
-        """Refuse to release components while others compute with weights of them (`Roster.refuse_lending`)."""
+        """Refuse to release components while others borrow their weights (`Roster.refuse_lending`)."""
         self.roster.refuse_lending(members)
 
     def is_lent(self, member: Member) -> bool:
-        """Whether other components compute with weights of one."""
+        """Whether other components borrow weights of this one."""
         return any(member in other.lenders for other in list(self.members.values()))
 
     def release_all(self) -> None:
@@ -221,7 +221,7 @@ class MemoryManager:
             member.look()
         if member.attachment.moves is not None:
             member.attachment.refuse_rivals()
-        for lender in member.lenders:  # first: layers that were added to what is shared are theirs
+        for lender in member.lenders:  # first: layers that were added to shared parts belong to them
             is_here = self.members.get(lender.id) is lender
             if is_here and not lender.leases and lender.attachment.take_changes():
                 self.room.epoch += 1
@@ -253,14 +253,14 @@ class MemoryManager:
             return True
 
     def acquire_lenders(self, member: Member, attachment: Attachment) -> None:
-        """Bring up the components whose weights a pass of this one uses; it has its own place by now. As `acquire`."""
+        """Load the components that a pass of this one borrows from, after this one was loaded. Raises as `acquire`."""
         for lender in member.lenders:
             if self.members.get(lender.id) is not lender:
                 raise UnsafeState(f"{member.id} has weights of {lender.id}, which was released: release it, too")
             forwards = lender.attachment.forwards
             for guest in (guest for host, guest in attachment.forwards.guests if host is forwards):
                 self.acquire(lender, guest)
-                member.allocated_at_entry = lender.allocated_at_entry  # there is less beside its weights than before
+                member.allocated_at_entry = lender.allocated_at_entry  # the lender takes some of what was free
             if not lender.leases:
                 raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
 
@@ -286,7 +286,7 @@ class MemoryManager:
             if member.attachment.moves is not None:
                 member.attachment.moves.swaps.end()
             needed = self.recorder.end_interval(holder)
-            if isinstance(holder, Guest):  # what was needed meanwhile another component did
+            if isinstance(holder, Guest):  # another component needed that memory
                 needed = {}
             for device, num_bytes in needed.items():
                 member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
@@ -308,7 +308,7 @@ class MemoryManager:
             self.give_back(member, holder)
 
     def bring_up_now(self, member: Member) -> None:
-        """Load a component that no pass of this thread is open for, for a method that uses its weights; no lease stays.
+        """Load a component for a method that uses its weights, unless this thread has a pass open; keeps no lease.
 
         Raises as `acquire`; does nothing where it was released.
         """
@@ -491,7 +491,7 @@ class MemoryManager:
 
 
 def is_own_pass(holder: object) -> TypeGuard[Pass]:
-    """Whether a component is held for a forward of its own."""
+    """Whether the holder of a lease is a pass of the component's own forward."""
     return isinstance(holder, Pass) and not isinstance(holder, Guest)
 
 

@@ -131,7 +131,7 @@ class FileMaster:
             yield window
 
     def read_whole(self, slab: torch.Tensor) -> None:
-        """Read all weights into a slab of host memory, without a buffer. Raises as `copy_to`."""
+        """Read all weights straight into a slab of host memory. Raises as `copy_to`."""
         to_read: list[Target] = []
         for place, (name, form) in enumerate(zip(self.names, self.layout.forms, strict=True)):
             part = slab[self.layout.offsets[place] : self.layout.end_of(place)]

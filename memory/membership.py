@@ -53,9 +53,9 @@ class Watermark:
 
 
 def unlearned_bytes(total_bytes: int) -> int:
-    """Return what is kept free of a device for forwards of which nothing is known: 15% of it, 512 MiB to 4 GiB.
+    """Return what is kept free on a device for forwards whose needs are unknown: 15% of it, 512 MiB to 4 GiB.
 
-    A device below 1 GiB, which only simulated ones are, gives 15%: half a GiB would leave nothing for weights.
+    Below 1 GiB, as on simulated devices, it is 15% without a minimum: half a GiB would leave nothing for weights.
     """
     least_bytes = GIB // 2 if total_bytes >= GIB else 0
     return min(max(total_bytes * 3 // 20, least_bytes), 4 * GIB)
@@ -86,16 +86,16 @@ class Member:
         self.call: object = self
         """The call of `Roster.add` that it came with; those of one call share a profile's budget for a device."""
         self.look: Callable[[], None] | None = None
-        """Called before it computes; raises where what it is a part of is not what it was."""
+        """Called before it computes; raises if the pipeline that it is a part of has an unmanaged part now."""
         self.patterns: Mapping[str, str] | None = None
         self.lenders: tuple[Member, ...] = ()
-        """Those whose weights are in its module, too ([Note: sharing] in `sharing.py`), in the order of their ranks."""
+        """The owners of weights that its module borrows ([Note: sharing] in `sharing.py`), by their ranks."""
         self.rank = 0
-        """Of several that hold a weight the one with the lowest rank owns it."""
+        """Of the members that hold a weight, the one with the lowest rank owns it."""
         self.num_holders = 1
-        """How many calls of `Roster.add` have it."""
+        """The number of calls of `Roster.add` that returned it and have not released it."""
         self.choices: tuple[object, ...] = ()
-        """What the first of them chose for it."""
+        """Placement, profile and precision that the first of those calls chose for it."""
         self.is_kept = False
         """It leaves a device only when nothing else is left to leave."""
         self.restores = True
@@ -138,7 +138,7 @@ def refuse_unsuitable(
     lent: Collection[tuple[nn.Module, str]] = (),
     borrowers: Collection[Member] = (),
 ) -> None:
-    """Refuse weights that are elsewhere, nowhere, or somebody else's, before anything is changed.
+    """Refuse weights that are on a device, have no memory, or are managed already, before anything is changed.
 
     Args:
         lent: the places of weights that other components own and lend.
@@ -236,13 +236,14 @@ def refuse_apart(
     parts: Mapping[str, tuple[Component, ComponentPlan]],
     shared: Mapping[str, Shared],
 ) -> None:
-    """Refuse what would use a weight that two components have in common where that is not.
+    """Refuse plans under which a shared weight would not be on the device that computes with it.
 
     Args:
-        modules, parts, shared: of all components that have anything in common, by their ids.
+        modules, parts, shared: those of all components that share weights, by id.
 
     Raises:
-        InvalidInput: they compute on two devices, or a block with such a weight does on another one than its owner.
+        InvalidInput: borrower and owner compute on two devices, or a block that uses such a weight does not
+                compute where the weight is.
     """
     for name, common in shared.items():
         component, plan = parts[name]

@@ -1,4 +1,4 @@
-"""Explains torch's error that tensors of two devices met in a forward: which component, which block, and the remedy."""
+"""Explains torch's error about tensors on two devices: which component, which block, and the remedy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BEGINNINGS = (
     r"Tensor on device \S+ is not on the expected device ",
     r"Tensor for .* is on CPU,.* but expected (it|them) to be on ",
     r"indices should be either on cpu or on the same device as the indexed tensor ",
-    # Of a convolution. Where both types are of one device it is an error of dtypes.
+    # From a convolution. If both types are on one device it is an error about dtypes.
     r"Input type \((?P<kind>torch\.(\w+\.)?)\w+Tensor\) and \w+ type \((?!(?P=kind)\w+Tensor)",
-    # Of another library's operator. Torch picks its own ones that only a device has (fused cells) by their input.
+    # From another library's operator. Torch chooses its own device-only operators (fused cells) by their input.
     r"Could not run '(?!aten::)\S+' with arguments from the 'CPU' backend",
 )
 MISMATCH = re.compile("|".join(BEGINNINGS))
@@ -30,7 +30,7 @@ CPU_TYPE = re.compile(r"\(torch\.[A-Z]\w+Tensor\)")
 def explain_mismatch(
     error: BaseException | None, owner: str, where: str, at: str, devices: Mapping[str, str], *, streams: bool
 ) -> str | None:
-    """Return a line in place of torch's; None for all other errors.
+    """Return a line that replaces torch's; None for all other errors.
 
     Args:
         where: "in block NAME" or the like.

@@ -51,7 +51,7 @@ def plan_modules(
         sources: the files of components by name.
         patterns: what a block is, by component, as in `find_blocks`; those are not cut.
         in_file: the components whose weights rest in their file, whatever is on a device now.
-        shared: what components have in common, by name.
+        shared: what components share, by name.
     """
     largest_bytes: int | None = None
     cuts_whole = False
@@ -99,7 +99,7 @@ def plan_modules(
             # Without its traceback: that would keep this call, its callers and their modules alive in a cycle.
             refusals.append((sum(map(least_alone, components)), error.with_traceback(None)))
             if components == coarser and cuts_whole:
-                raise take_least(refusals) from None  # no name here refers to it, nor it to this call in a cycle
+                raise take_least(refusals) from None  # from a call: a local name for it would make a cycle
             cuts_whole = cuts_whole or components == coarser  # nothing else fits
         else:
             found = components, plan
@@ -110,7 +110,7 @@ def plan_modules(
 
 
 def take_least(refusals: list[tuple[int, DoesNotFit | InvalidInput]]) -> DoesNotFit | InvalidInput:
-    """Return the refusal of the form that needs least, and forget the others."""
+    """Return the refusal of the variant that needs the fewest bytes, and clear the list."""
     least = min(refusals, key=lambda refusal: refusal[0])[1]
     refusals.clear()
     return least

@@ -112,7 +112,7 @@ class MoveGuard:
         return found
 
     def take_buffer(self, unit: Unit, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
-        """Bring a buffer that was assigned in host memory to where its unit is; one of another form is the module's."""
+        """Copy a buffer that was assigned in host memory into its unit's; of another form, move it to the device."""
         placed, slots = unit.placed[index], unit.entries[index].slots_of(place[0])
         if placed.device.type in ("cpu", "meta"):
             return
@@ -198,7 +198,7 @@ class Witness:
         return [unit.master.address_of(leaf) for _, leaf in self.plain]
 
     def put_back(self) -> str | None:
-        """Let the module hold the unit's own tensors again; returns what had been done to them that cannot stay.
+        """Let the module hold the unit's own tensors again; returns which change to them was undone.
 
         The memory that it held instead is free then. What a forward wrote into buffers stays.
         """
@@ -240,7 +240,7 @@ class Witness:
         return None
 
     def changed_shape(self) -> str | None:
-        """Return which plain parameter was given data of another shape, as transformers resizes embeddings."""
+        """Describe a plain parameter that got data of another shape, as when transformers resizes embeddings."""
         for number, place in self.plain:
             entry, form = self.unit.entries[number], self.unit.layout.forms[place]
             if entry.owners and entry.held.shape != form.shape:

@@ -165,7 +165,7 @@ class Need:
 
 
 Key = tuple[str, str]
-"""Digests of a component's content (with its dtypes) and of a device. A file of needs adds a version to it."""
+"""Digests of a component's content, dtypes included, and of a device. A file of needs adds a version."""
 
 
 @dataclass(slots=True)

@@ -1,13 +1,13 @@
 """The learned needs in one SQLite file, which all processes of a user share.
 
-It holds digests, sizes and byte counts: no name, path or prompt. Whatever is wrong with the file costs what was learned
-and nothing else: a damaged one at our own place begins anew; one that is locked, read-only or on a full disk is left as
-it is. A file that the user names may be another program's: it is changed only if it is ours, and never removed.
+It holds digests, sizes and byte counts: no name, path or prompt. An unusable file costs what was learned and nothing
+else: a damaged one in our own folder is replaced; one that is locked, read-only or on a full disk is left unchanged. A
+file that the user names may belong to another program: it is changed only if it is ours, and never removed.
 
 [Note: version] A need holds for the code that computed: torch, diffusers, transformers, this engine, which attention
-kernels torch may choose, and what a host adds (its own version and attention). Rows of another version are as good as
-none. Not in it is what a program sets for one model, such as diffusers' attention backends or tiles: where that lets a
-forward need more, one run fails and the next has room; where less, what is kept decays.
+kernels torch may choose, and what a host adds (its own version and attention). Rows of another version are ignored.
+What a program sets for one model, such as diffusers' attention backends or tiles, is not part of the version: if a
+forward needs more because of that, one run fails and the next has room; if it needs less, what is kept free decays.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def installed_versions() -> str:
 
 
 def attention_kernels() -> str:
-    """Return which kernels torch may choose for attention; one that makes the whole matrix needs far more."""
+    """Return the attention kernels that torch may choose; those that store the whole matrix need far more memory."""
     kernels: Any = torch.backends.cuda
     enabled = {
         "flash": kernels.flash_sdp_enabled(),
@@ -98,26 +98,26 @@ def attention_kernels() -> str:
 
 
 class NeedsFile:
-    """Reads and writes one file; nothing of it raises but `listed` and `reset`.
+    """Reads and writes one file; only `listed` and `reset` raise.
 
     Args:
-        is_named: the user named the file, so that it may be another program's.
-        host: what else changes what forwards need, see [Note: version].
+        is_named: the user named the file, so it may belong to another program.
+        host: the host's part of the version, see [Note: version].
     """
 
     def __init__(self, path: Path, *, is_named: bool = False, host: str = "") -> None:
         self.path = path
         self.host = host
         self.begins_anew = not is_named and path.name == FILE_NAME
-        """Whether a damaged file is removed: only our own is."""
+        """Whether a damaged file is removed and replaced: only one in our own folder is."""
 
     @property
     def version(self) -> str:
-        """What the needs hold for, see [Note: version]."""
+        """The version of the needs, see [Note: version]."""
         return f"{installed_versions()}, {attention_kernels()}, {self.host}"
 
     def read(self) -> list[tuple[Key, Size, Need]]:
-        """Return what is written there of this version, the last used first; nothing where it cannot be read."""
+        """Return the needs of this version, the last used first; none if the file cannot be read."""
         try:
             return self.look(self.version)
         except Damaged:
@@ -127,10 +127,10 @@ class NeedsFile:
         return []
 
     def listed(self) -> list[tuple[Key, Size, Need]]:
-        """Return what is written there, of any version, and change nothing, whatever is found.
+        """Return the needs of all versions; never changes the file.
 
         Raises:
-            InvalidInput: the user named a file that is not ours, or that cannot be read.
+            InvalidInput: the user named a file that is not ours or cannot be read.
         """
         try:
             return self.look()
@@ -141,16 +141,16 @@ class NeedsFile:
                 raise self.not_ours(error) from None
         except (OSError, sqlite3.Error) as error:
             if not self.begins_anew:
-                raise InvalidInput(f"{self.path}: what was learned cannot be read: {error}") from None
+                raise InvalidInput(f"{self.path}: the learned needs cannot be read: {error}") from None
         return []
 
     def look(self, version: str | None = None) -> list[tuple[Key, Size, Need]]:
-        """Return what is written there of one version, or of all. Raises what `opened` raises."""
+        """Return the needs of one version, or of all. Raises as `opened`."""
         with self.opened(writes=False) as database:
             tables = [str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type != 'index'")]
             if TABLE not in tables:
                 if tables and not self.begins_anew and not any(map(TABLES_OF_OURS.fullmatch, tables)):
-                    raise Damaged("a database of another program")
+                    raise Damaged("the database of another program")
                 return []
             rows = database.execute(
                 f"SELECT component, device, size, seen, failed, guard, futile, used FROM {TABLE} "
@@ -192,7 +192,7 @@ class NeedsFile:
         """Forget all that is written there; returns how many needs those were.
 
         Raises:
-            InvalidInput: the file cannot be changed, or the user named one that is not ours.
+            InvalidInput: the file cannot be changed, or the user named a file that is not ours.
         """
         num_needs = 0
         try:
@@ -206,11 +206,11 @@ class NeedsFile:
                 raise self.not_ours(error) from None
             self.remove()
         except (OSError, sqlite3.Error) as error:
-            raise InvalidInput(f"{self.path}: what was learned cannot be forgotten: {error}") from None
+            raise InvalidInput(f"{self.path}: the learned needs cannot be deleted: {error}") from None
         return num_needs
 
     def not_ours(self, error: Damaged) -> InvalidInput:
-        return InvalidInput(f"{self.path}: is no file of learned needs, and is left as it is: {error}")
+        return InvalidInput(f"{self.path}: is not a file of learned needs and was left unchanged: {error}")
 
     @contextlib.contextmanager
     def opened(self, *, writes: bool) -> Iterator[sqlite3.Connection]:
@@ -229,17 +229,17 @@ class NeedsFile:
             if PASSING.search(str(error)):
                 raise
             raise Damaged(str(error)) from error
-        except (sqlite3.Error, ValueError) as error:  # the latter where a message or a text is no UTF-8
+        except (sqlite3.Error, ValueError) as error:  # a ValueError if a message or a text is not UTF-8
             raise Damaged(str(error)) from error
         finally:
             if database is not None:
                 database.close()
 
     def refuse_unsafe(self, *, creates: bool) -> None:
-        """Refuse what is no plain file of a sensible size; a link may lead to a file of another program.
+        """Refuse what is not a plain file of a sensible size; a link may lead to a file of another program.
 
         Raises:
-            Damaged: too large to be ours; or named by the user, and no database that we could have made.
+            Damaged: too large to be ours, or named by the user and not a database that we could have made.
             OSError: a link, a folder, or none where it is not to be made.
         """
         flags = os.O_RDWR | os.O_CREAT if creates else os.O_RDONLY
@@ -253,12 +253,12 @@ class NeedsFile:
             raise OSError(f"{self.path}: is no plain file")
         if found.st_size > MAX_FILE_BYTES:
             raise Damaged(f"is larger than {MAX_FILE_BYTES} bytes")
-        # Looked at before SQLite sees it, which may write beside the database of another program.
+        # Checked before SQLite opens it, which may write files beside another program's database.
         if begin and not (begin.startswith(MAGIC) and begin.endswith(NO_LOG)):
-            raise Damaged("no database, or one of another program")
+            raise Damaged("not a database, or that of another program")
 
     def remove(self) -> None:
-        """Remove a damaged file of our own, and what SQLite left beside it; one that the user named stays."""
+        """Remove a damaged file of our own and what SQLite left beside it; a file that the user named stays."""
         if not self.begins_anew:
             return
         for suffix in ("", "-journal", "-wal", "-shm"):

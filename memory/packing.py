@@ -253,7 +253,7 @@ class Packing:
             raise error
 
     def read_left(self, ending: Ending) -> None:
-        """End the units whose file `end` could not read, where the module still has what was left of them.
+        """End the units whose file `end` could not read, if the module still holds their empty weights.
 
         Raises:
             InvalidInput: it still cannot be read.

@@ -1,9 +1,8 @@
-"""The parts of a pipeline that is managed, and whether it has others by now.
+"""The parts of a managed pipeline, and which of them were replaced or added since.
 
-[Note: other parts] A program gives its pipeline another module (``pipe.unet = other``), or one that it had not
-(``pipe.load_ip_adapter`` brings an image encoder). That one rests in host memory, and the pipeline would compute with
-it there. So the managed parts look, before they compute, whether the pipeline has what it had; `reprofile` takes what
-came.
+[Note: other parts] A program may replace a module of its pipeline (``pipe.unet = other``) or add one
+(``pipe.load_ip_adapter`` adds an image encoder). The new module rests in host memory, and the pipeline would compute
+there. So before a managed part computes it checks whether the pipeline has a new part; `reprofile` manages that.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["Parts"]
 
 
 class Parts:
-    """What a pipeline has in the attributes that are its components.
+    """The modules in the attributes that are a pipeline's components.
 
     Args:
         has_devices: whether any managed part computes elsewhere than in host memory.
@@ -38,14 +37,14 @@ class Parts:
             for name in names
             if name in attributes and (attributes[name] is None or isinstance(attributes[name], nn.Module))
         }
-        """What each attribute held when it was looked at last."""
+        """What each attribute held when it was last checked."""
         try:
-            self.pipeline: Callable[[], Any] = weakref.ref(pipeline)  # it holds its parts, and those hold us
+            self.pipeline: Callable[[], Any] = weakref.ref(pipeline)  # weakly: it holds its parts, and those hold us
         except TypeError:
             self.known, self.pipeline = {}, lambda: None
 
     def find_new(self) -> dict[str, nn.Module]:
-        """Return the modules that nobody manages, by their names in the pipeline."""
+        """Return the modules that came since and are not managed, by their names in the pipeline."""
         pipeline = self.pipeline()
         attributes = vars(pipeline) if pipeline is not None else {}
         changed = {name for name, before in self.known.items() if attributes.get(name) is not before}
@@ -61,17 +60,17 @@ class Parts:
         return new
 
     def refuse_new(self) -> None:
-        """Refuse to compute beside a part that rests in host memory and is not managed. Costs 50 ns for each part.
+        """Refuse to compute beside a new part that rests in host memory and is not managed. Costs 50 ns per part.
 
         Raises:
-            UnsafeState: there is one.
+            UnsafeState: the pipeline has such a part.
         """
         new = self.find_new() if self.has_devices() else {}
         for name, module in new.items():
             pipeline = type(self.pipeline()).__name__
             raise UnsafeState(
-                f"{name} of the {pipeline} is a {type(module).__name__} by now that is not managed: "
-                "call reprofile() of the handle, which takes it, or move it to the device"
+                f"{name} of the {pipeline} is now a {type(module).__name__} that is not managed: "
+                "call the handle's reprofile(), which manages it, or move it to the device"
             )
 
 

@@ -30,9 +30,9 @@ __all__ = ["Guest", "Pass", "Passes"]
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # How often a waiting thread looks whether the pass that it waits for was abandoned.
 LOOK_EVERY_S = 0.5
-# How many looks in a row have to find the thread of that pass at the same wait before its end is given up.
+# After so many checks that find the pass's thread in the same wait, the waiting thread gives up.
 LOOKS_UNTIL_STUCK = 10
-# Modules in which a thread waits for another one; and the engine, which waits for a forward in `begin` only.
+# Modules in which a thread waits for another one; and the engine's, which wait for a forward in `begin` only.
 WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rpartition(".")[0]
 
 
@@ -48,20 +48,20 @@ class Pass:
         self.handled = sys.exc_info()[1]
         """What the caller was handling when the pass began: nothing that was raised in it."""
         self.is_under_way = False
-        """Whether all is in place for the forward, and it is not over yet."""
+        """Whether the forward runs: everything is loaded, and the pass has not ended."""
         self.error: BaseException | None = None
         """What ended it, while it is finished."""
         self.is_completed = False
         """Whether it came to its end."""
         self.running = module
-        """What is called as long as it is open."""
+        """The module whose call keeps it open."""
 
     def is_here(self) -> bool:
         """Whether it is a pass of this thread."""
         return self.thread_id == threading.get_ident()
 
     def waits_at(self) -> tuple[int, int] | None:
-        """Where its thread waits for another thread, if not for the engine's: the same as long as it is that wait."""
+        """Return where its thread waits for another one, outside of the engine; equal while it is the same wait."""
         frame = sys._current_frames().get(self.thread_id)
         inner = (frame, frame.f_lasti) if frame is not None else None
         while frame is not None and frame.f_globals.get("__name__", "").startswith(WAITS):
@@ -83,12 +83,12 @@ class Pass:
 
 
 class Guest(Pass):
-    """A pass that another component's holds open, whose forward uses weights of this one ([Note: sharing])."""
+    """A pass that a borrower's pass keeps open while its forward uses weights of this component ([Note: sharing])."""
 
     def __init__(self, root: nn.Module, running: nn.Module) -> None:
         super().__init__(root)
         self.running = running
-        self.entered = [running]  # the root is nested in it like all else
+        self.entered = [running]  # the root is nested in it like any other entry
 
 
 class Hold(Pass):
@@ -153,10 +153,10 @@ class Passes:
         Returns whether that agreed; if not, or if it raises, no pass is open.
 
         Args:
-            guest_of: the entry of another component for which this one is to be there (`Guest`).
+            guest_of: the entry of another component for which the pass is opened (`Guest`).
 
         Raises:
-            UnsafeState: what is open belongs to a forward that waits for other threads, so probably for this one.
+            UnsafeState: the open pass waits for other threads, so probably for this one.
         """
         size = (self.number_of(module), *input_size(inputs))
         waits_at, num_looks = None, 0
@@ -250,7 +250,7 @@ class Passes:
             self.close(current)
 
     def end_guest(self, current: Pass, *, completed: bool) -> None:
-        """End a pass that another component's has held open, which is over. Idempotent."""
+        """End a pass whose borrower's pass has ended. Idempotent."""
         if self.open is current:
             current.is_completed = completed
             self.finish(current, completed)

@@ -25,7 +25,7 @@ class Call:
 
     place: str
     number: int
-    """Which call of this part: 1 is the first."""
+    """The number of this call of the part, from 1."""
     inputs: list[Shown]
     outputs: list[Shown] = field(default_factory=list)
 

@@ -1,10 +1,10 @@
 """A component computing without the engine: its weights put plainly where it computes, for one call after the other.
 
-[Note: reference] This is what managed results are held against, so none of it passes through units, staging memory,
-copy streams or our forward hooks. Weights are copied one by one from where they rest, each copy waits until it is done,
-and everything computes on one device. It shares three things with the engine: the masters, because nothing else has the
-weights; what says which module holds which weight; and how the arguments of an outermost call go to one device and come
-back (`Hops.visit`), so that both sides see the same containers. Its `Hops` are its own: no copies of a split are there.
+[Note: reference] Managed results are compared with these, so none of it uses units, staging memory, copy streams or our
+forward hooks. Weights are copied one by one from where they rest, each copy is synchronous, and everything computes on
+one device. It shares three things with the engine: the masters, because nothing else has the weights; the record of
+which module holds which weight; and the moving of an outermost call's arguments to one device and back (`Hops.visit`),
+so that both sides see the same containers. Its `Hops` object is its own and has no copies that a split made.
 
 Eight-bit weights are widened as they are stored, so their reference is exact as well. Masters that a file has are
 checked against it apart from that (`find_changed_masters`).
@@ -64,11 +64,11 @@ class Reference:
         """The blocks that are there, one by one."""
         self.hops = Hops()
         self.visit: Visit | None = None
-        """The outermost call, where arguments of it were elsewhere."""
+        """The move of the outermost call's arguments, if any were on another device."""
         self.handled: BaseException | None = None
-        """What the caller of the outermost call was handling: nothing that was raised in it."""
+        """The exception that the caller of the outermost call was handling; it was not raised in the call."""
         self.lenders: list[Reference] = []
-        """Those of the components that own some of the module's weights: those are there while it computes."""
+        """References of the components that own weights of the module: loaded while it computes."""
         self.gate = Gate()
         self.hold = Hold(self.module)
         self.plan: ComponentPlan | None = None

@@ -28,7 +28,7 @@ __all__ = ["BlockState", "Unit"]
 
 
 Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
-"""The slab and the scratch from which a unit computes, each with its version when that began."""
+"""The slab and the scratch from which a unit computes, each with its version at the start of the forward."""
 
 
 class BlockState(enum.Enum):
@@ -57,7 +57,7 @@ class Unit:
         self.cast_names = cast & {entry.spec.name for entry in entries}
         self.shows_wide = shows_wide
         self.asked: Asked | None = None
-        """What its weights at rest answer with when they are asked for their device."""
+        """The function that its weights at rest call when asked for their device."""
         self.opened: list[EightBits] = []
         """Weights in eight bits of which others got views, or that were to be converted."""
         self.originals: dict[str, torch.Tensor] = {}
@@ -71,12 +71,12 @@ class Unit:
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
         self.bring: Callable[[Unit], None] | None = None
-        """Called to have `read_into_memory` done as soon as nothing computes; None where that cannot be."""
+        """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
         self.master: HostMaster | FileMaster | None = None
         self.copy: DeviceCopy | None = None
         """While it is resident."""
         self.aliases: list[torch.Tensor] = []
-        """What others were given of the masters' ``.data``, by the first of each."""
+        """For each master whose ``.data`` was read, the tensor that shares a counter with all that was returned."""
         self.past_writes = 0
         """Makes up for the counters of objects that are masters no more."""
         self.bare: dict[str, torch.Tensor] = {}
@@ -90,11 +90,11 @@ class Unit:
         """Of what the module holds while that is the masters, for who looks where they lie."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
         self.notes_data = False
-        """Whether forwards may ask weights for their ``.data``, which costs a little in every call."""
+        """Whether accesses to ``.data`` in a forward are recorded, which costs a little in every call."""
         self.looked: list[ComputingWeight] = []
-        """Weights whose ``.data`` was asked for while they computed."""
+        """Weights whose ``.data`` was accessed while they computed."""
         self.origin: Origin | None = None
-        """What it computes from, where writes to that would be lost; None while it does not."""
+        """The memory it computes from, if writes to that would be lost; else None."""
 
     def lay_out(self) -> SlabLayout:
         """Return the layout of a slab for what the module holds now."""
@@ -249,15 +249,15 @@ class Unit:
         self.placed = list(self.masters)
 
     def watch(self, entry: Entry, master: torch.Tensor) -> torch.Tensor:
-        """Watch what the module holds at rest for a weight; returns it."""
+        """Watch the tensor that the module holds at rest for a weight; returns the same tensor."""
         bring = Bringer(self, entry) if master.is_meta else None
         return watch(master, self.asked, aliases=self.aliases, bring=bring)
 
     def read_into_memory(self) -> None:
-        """Let the weights rest in host memory from now on, which are in their file. The caller ended passes and copies.
+        """Read weights that rest in their file into host memory, where they stay. No pass or copy may be under way.
 
         Raises:
-            InvalidInput: the file is not what it was. Nothing has changed.
+            InvalidInput: the file has changed. The unit is as before.
         """
         assert isinstance(self.master, FileMaster)
         with torch.inference_mode(False), torch.no_grad():
@@ -267,7 +267,7 @@ class Unit:
         self.rest()
 
     def rest_in(self, slab: torch.Tensor) -> None:
-        """Let a slab of host memory be the master in place of the file."""
+        """Make a slab of host memory the master in place of the file."""
         assert isinstance(self.master, FileMaster)
         kept_bytes = self.master.kept_bytes
         with torch.inference_mode(False):
@@ -480,7 +480,7 @@ class Unit:
             self.origin = slab, slab._version, None, 0
 
     def is_written(self) -> bool:
-        """Whether a forward wrote to weights, or asked for their ``.data``, since the unit began to compute."""
+        """Whether a forward wrote to weights, or accessed their ``.data``, since the unit began to compute."""
         if self.origin is not None:
             slab, before, scratch, scratch_before = self.origin
             if slab._version != before or (scratch is not None and scratch._version != scratch_before):
@@ -488,14 +488,14 @@ class Unit:
         return bool(self.looked)
 
     def save_slab(self, slab: torch.Tensor) -> None:
-        """Make what is in staging memory the new version of the weights. The caller waited for copies."""
+        """Make the content of staging memory the new version of the weights. The caller has waited for copies."""
         if isinstance(self.master, FileMaster):
             before = self.version
             with torch.inference_mode(False), torch.no_grad():
                 host = torch.empty(self.slab_bytes, dtype=torch.uint8)
                 host.copy_(slab)
             self.rest_in(host)
-            self.past_writes += before + 1 - self.version  # that of a slab begins anew
+            self.past_writes += before + 1 - self.version  # the counter of a new slab starts at 0
         else:
             assert self.host_slab is not None
             with torch.no_grad():
@@ -573,7 +573,7 @@ class Unit:
 
 
 class Bringer:
-    """Brings a weight that rests in its file into host memory, for who asks for more than its form."""
+    """Brings a weight that rests in its file into host memory, for code that uses more than its form."""
 
     def __init__(self, unit: Unit, entry: Entry) -> None:
         self.unit = weakref.ref(unit)
@@ -585,7 +585,7 @@ class Bringer:
             unit.bring(unit)
         held = entry.held
         if held.is_meta:
-            raise UnsafeState(f"{entry.spec.name!r} rests in its file, and has no memory here")
+            raise UnsafeState(f"{entry.spec.name!r} rests in its file and has no memory")
         return held
 
     def __deepcopy__(self, memo: object) -> Bringer:

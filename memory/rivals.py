@@ -24,10 +24,10 @@ MOVING_HOOKS = {
 
 
 class ExecutionMark:
-    """What tells a diffusers pipeline where a managed module computes, in the attribute that accelerate uses.
+    """Tells a diffusers pipeline where a managed module computes, in the attribute that accelerate uses.
 
     Args:
-        bring_up: loads the component, unless it computes already.
+        bring_up: loads the component, unless a pass of it is open.
     """
 
     def __init__(self, owner: str, execution_device: torch.device, bring_up: Callable[[], None]) -> None:
@@ -36,9 +36,9 @@ class ExecutionMark:
         self.bring_up = bring_up
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Let the module have its weights where it computes: a method of it, such as ``decode``, is about to use them.
+        """Load the module's weights, which one of its methods is about to use.
 
-        Diffusers calls this in ``encode``, ``decode`` and their like, which no forward hook sees.
+        Diffusers calls this in ``encode``, ``decode`` and similar methods, for which torch calls no forward hooks.
         """
         self.bring_up()
 

@@ -117,9 +117,9 @@ class Room:
         return digest, self.device_digests[device]
 
     def kept_for_sharing(self, member: Member | None, device: str) -> int:
-        """Return what a member leaves to those that compute with it: the least of its lenders, the needs of borrowers.
+        """Return the bytes that a member leaves free: the least that its lenders need, and the needs of its borrowers.
 
-        A borrower comes to its device before its lenders do ([Note: sharing] in `sharing.py`).
+        A borrower is loaded before its lenders ([Note: sharing] in `sharing.py`).
         """
         if member is None or self.devices[device].is_cpu:
             return 0

@@ -100,7 +100,7 @@ class Roster:
         new = {component: module for component, module in modules.items() if component not in found}
         prefix = f"{self.free_name(name)}/" if name else ""
         ids = {component: self.free_name(prefix + component) for component in new}
-        # What several have in common the model owns that the others are for; its kind comes first.
+        # The diffusion model comes first, so that it owns what it shares with its guides.
         ranked = sorted(new, key=lambda component: kinds[component] != "diffusion")
         shared = {} if is_hosted else self.find_shared({ids[component]: new[component] for component in ranked})
         common = {component: shared[ids[component]] for component in new if ids[component] in shared}
@@ -149,15 +149,15 @@ class Roster:
         plans = [found[c].attachment.plan if c in found else plan[c] for c in modules]
         return [everyone[component] for component in modules], Plan(components=tuple(plans), profile=profile)
 
-    # -- what several components have in common ([Note: sharing] in `sharing.py`)
+    # -- weights that several components share ([Note: sharing] in `sharing.py`)
 
     def find_managed(self, modules: Mapping[str, nn.Module]) -> dict[str, Member]:
-        """Return the members that these very modules are, by their names here."""
+        """Return the members whose modules are among these, by the names given here."""
         by_module = {id(m.attachment.module): m for m in self.members.values() if not m.is_hosted}
         return {name: by_module[id(module)] for name, module in modules.items() if id(module) in by_module}
 
     def find_shared(self, new: Mapping[str, nn.Module]) -> dict[str, Shared]:
-        """Return what components have in common, by id, those to come among them; who was here first owns it."""
+        """Return what present and new components share, by id; a present one owns what a new one shares with it."""
         known = sorted((m for m in self.members.values() if not m.is_hosted), key=lambda member: member.rank)
         same = {
             id(tensor): id(entry.held)
@@ -182,10 +182,10 @@ class Roster:
         ids: Mapping[str, str],
         shared: Mapping[str, Shared],
     ) -> Placement:
-        """Return a placement in which components that are placed by ``auto`` follow those that they share weights with.
+        """Return a placement that puts components placed by ``auto`` beside those with which they share weights.
 
         Args:
-            ids: those of the components to be placed, by name.
+            ids: the ids of the components to be placed, by name.
         """
         named = {component_id: name for name, component_id in ids.items()}
 
@@ -212,7 +212,7 @@ class Roster:
     def refuse_apart(
         self, shared: Mapping[str, Shared], new: Mapping[str, tuple[nn.Module, Component, ComponentPlan]]
     ) -> None:
-        """Refuse plans under which weights in common would not be where they are used. Raises `InvalidInput`."""
+        """Refuse plans under which shared weights would not be where they are used. Raises `InvalidInput`."""
         modules: dict[str, nn.Module] = {}
         parts: dict[str, tuple[Component, ComponentPlan]] = {}
         for name, common in shared.items():
@@ -232,13 +232,13 @@ class Roster:
         refuse_apart(modules, parts, shared)
 
     def take_back(self, member: Member, module: nn.Module) -> None:
-        """Leave a borrower's module alone: it keeps what rests of the weights in common."""
+        """Stop updating a borrower's module: it keeps the shared weights at rest."""
         for lender in member.lenders:
             if self.members.get(lender.id) is lender:
                 lender.attachment.take_back_from(module)
 
     def refuse_lending(self, members: Collection[Member]) -> None:
-        """Refuse to release components while others compute with weights of them. Raises `UnsafeState`."""
+        """Refuse to release components while others borrow their weights. Raises `UnsafeState`."""
         for other in self.members.values():
             for lender in other.lenders:
                 if lender in members and other not in members and self.members.get(lender.id) is lender:
@@ -392,7 +392,7 @@ class Roster:
             self.recorder.note("plan", member.id, 0, "host", reason)
 
     def note_read(self, owner: str, num_bytes: int) -> None:
-        reason = "a block that rests in its file was read into RAM and stays there: others may write to its weights"
+        reason = "a block that rested in its file was read into RAM and stays there: other code uses its weights"
         self.recorder.note("plan", owner, num_bytes, "host", reason)
 
     def free_name(self, wanted: str) -> str:
@@ -425,5 +425,5 @@ class Roster:
 
 
 def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> tuple[object, ...]:
-    """Return what was chosen for one component, to be compared with what another call chooses."""
+    """Return what was chosen for a component, to compare it with the choices of another call."""
     return item.devices, item.tier, profile, precision

@@ -36,8 +36,8 @@ class Share:
     On the CPU the masters compute in place: nothing is loaded, only cast weights need scratch.
 
     Args:
-        host_replaces: a host puts other objects for the same weights into the module between passes, as ComfyUI's
-            quantized layers do whenever they are moved, and writes weights through the unit that they belong to.
+        host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's
+            quantized layers do whenever they are moved; it writes weights through their unit.
     """
 
     def __init__(

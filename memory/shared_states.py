@@ -1,9 +1,9 @@
-"""What several blocks share beside their arguments: caches of hooks, and stores of attention processors.
+"""State that blocks share beside their arguments: caches of hooks, and stores of attention processors.
 
 Diffusers' hooks stand in a registry on each module (``_diffusers_hook``), and those of a first-block cache or of
-MagCache share an object in which one block leaves what another one uses. Attention processors leave maps in a store,
-which the pipeline joins between the steps. In a split such an object is one more argument of the block: its tensors go
-where the block computes, and come back.
+MagCache share an object in which one block stores what another one uses. Attention processors collect maps in a store,
+which the pipeline reads between the steps. In a split such an object is one more argument of the block: its tensors go
+to the block's device and come back.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .containers import find_tensors, replace_tensors
 
 __all__ = ["Stores", "exchange", "find_shared_states", "tensors_of"]
 
-# How many objects deep what a processor keeps may lie.
+# How many objects deep the tensors of a processor are searched.
 DEPTH = 3
-# A container with more has a vocabulary, not maps.
+# A larger container is a vocabulary or the like, not a store of maps.
 MAX_ITEMS = 4096
 OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType, torch.Generator)
 Place = tuple[Any, Any, Any]
-"""A dict, list or deque, the key, and a tensor or a tuple of some there."""
+"""A dict, list or deque, a key in it, and the tensor or tuple there."""
 
 
 class Stores:
-    """The attention processors of blocks that keep something.
+    """The attention processors of blocks that have state.
 
     Args:
         blocks: those that compute elsewhere than their parent.
@@ -40,7 +40,7 @@ class Stores:
         self.holders = [(block, part) for block in blocks for part in block.modules() if hasattr(part, "processor")]
 
     def find(self) -> Iterator[tuple[nn.Module, Any]]:
-        """Yield each block with each processor that has attributes. Costs 0.2 microseconds per layer of attention."""
+        """Yield each block with each of its processors that has attributes. Costs 0.2 us per attention layer."""
         for block, part in self.holders:
             processor = vars(part).get("processor")
             if getattr(processor, "__dict__", None) and not isinstance(processor, OPAQUE):
@@ -73,7 +73,7 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def open_states(shared: Iterable[Any]) -> Iterator[Any]:
-    """Yield the attributes of what is shared, those of each state where a hook of diffusers keeps several."""
+    """Yield the attribute dict of each shared object, or of each state in it if a hook of diffusers keeps several."""
     for holder in shared:
         states = vars(holder).get("_state_cache")
         if isinstance(states, dict):
@@ -83,7 +83,7 @@ def open_states(shared: Iterable[Any]) -> Iterator[Any]:
 
 
 def places_in(shared: Iterable[Any]) -> Iterator[Place]:
-    """Yield where states hold tensors: in attributes, containers, and plain objects there."""
+    """Yield the places where states hold tensors: in attributes, containers and nested plain objects."""
     seen = set()
     waiting: list[tuple[Any, int]] = [(state, 0) for state in open_states(shared)]
     while waiting:
@@ -106,7 +106,7 @@ def tensors_of(shared: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def exchange(shared: Iterable[Any], others: Mapping[int, Any]) -> None:
-    """Let states hold other tensors in place of some, by their ids."""
+    """Replace tensors that states hold, by their ids."""
     for container, key, held in list(places_in(shared)) if others else ():
         other = replace_tensors(held, others)
         if other is not held:

@@ -1,9 +1,9 @@
-"""What several components have in common: weights of one of them that others hold, too.
+"""Weights that several components share: one of them owns such a weight, the others borrow it.
 
 [Note: sharing] A weight rests in one place and is on one device at a time, so of the components that hold it one owns
-it and the others borrow: the owner's units move it, the owner's books count it, and entering a borrower opens a pass
-of the owner as well, for as long as its own. A part that hangs in two components has the owner's hooks alone. What is
-used outside of a block of the owner stays beside the blocks. Nothing that is shared is brought into eight bits.
+it and the others borrow it. The owner's units move it and the ledger counts it for the owner. A pass of a borrower
+opens a pass of the owner, too, for as long as it runs. A part that is in two components has the owner's hooks only. A
+weight that is also used outside of its block stays beside the blocks. No shared weight is quantized to eight bits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["NOTHING_SHARED", "Shared", "find_shared"]
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What one component has in common with others. Tensors by their ids, as the modules hold them now."""
+    """The weights that one component shares. Tensors are given by id, as the modules hold them now."""
 
     borrowed: Mapping[int, str] = field(default_factory=dict)
-    """The tensors that belong to another component, with its name."""
+    """The tensors that another component owns, with its name."""
     lent: Mapping[int, tuple[frozenset[nn.Module], ...]] = field(default_factory=dict)
-    """The tensors that others hold, too: for each place there the modules around it."""
+    """The tensors that others borrow: for each place in a borrower the modules that contain it."""
     samples: Mapping[str, str] = field(default_factory=dict)
-    """What another component owns of this one: the name here of one weight, by the owner's name."""
+    """By owner, the name of one borrowed weight, as an example for messages."""
     texts: tuple[str, ...] = ()
-    """For people: how much is another's."""
+    """How much of it others own, one line each for the plan."""
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -43,10 +43,10 @@ NOTHING_SHARED = Shared()
 
 
 def find_shared(modules: Mapping[str, nn.Module], same: Mapping[int, int] | None = None) -> dict[str, Shared]:
-    """Return what each of these components has in common with the others; what several hold the first of them owns.
+    """Return what each of these components shares with the others; the first component that holds a weight owns it.
 
     Args:
-        same: for tensors that stand for one that a managed module holds now, such as its master, the id of that.
+        same: for other tensors of a managed weight, such as its master, the id of the one that the module holds.
     """
     same = same or {}
     owners: dict[int, str] = {}
@@ -72,7 +72,7 @@ def find_shared(modules: Mapping[str, nn.Module], same: Mapping[int, int] | None
             lent={number: tuple(places) for number, places in lent[name].items()},
             samples={owner: samples[name][owner] for owner in sorted(samples[name], key=order.__getitem__)},
             texts=tuple(
-                f"{format_bytes(num_bytes[name][owner])} are {owner}'s, and count there: {path} and the like"
+                f"{format_bytes(num_bytes[name][owner])} belong to {owner} and are counted there, such as {path}"
                 for owner, path in samples[name].items()
             ),
         )
@@ -88,7 +88,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def modules_above(module: nn.Module, path: str) -> Iterator[nn.Module]:
-    """Yield the modules that a weight is in, the outermost first."""
+    """Yield the modules that contain a weight, the outermost first."""
     yield module
     for part in path.split(".")[:-1]:
         module = module._modules[part]  # type: ignore[assignment]

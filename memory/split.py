@@ -3,8 +3,8 @@
 [Note: home] In a split the parent of the blocks sees tensors of one device only, the home device of the rest: a block
 elsewhere gets copies of its arguments, and all that it returns is copied home. So a parent may join outputs, add to
 them, collect them, leave blocks out and change its mind at every step. The price is one copy home for each such block;
-there is none back if the next block takes the output as it is, because the original is kept beside its copy. What
-another library's hooks kept of a call elsewhere and the parent returns is copied home with its output.
+there is none back if the next block takes the output as it is, because the original is kept beside its copy. If the
+parent returns what another library's hooks kept of a call elsewhere, that is copied home with its output.
 
 [Note: twins] A tensor outside a call and its copy inside are twins. Torch counts the writes to a tensor (`_version`),
 so twins are known to be equal while neither was written to since. What a callee wrote into its copy is written back;
@@ -120,7 +120,7 @@ class Hops:
             return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
         if not all(twin.is_current(own) for twin, own in zip(known, group, strict=True)):
             for own, twin in zip(group, known, strict=True):
-                # Where only the copy was written to it is the newer one; in all other cases the caller's tensor counts.
+                # If only the copy was written to, the copy is newer; in all other cases the caller's tensor is.
                 if twin.is_written() and twin.outside_version == version_of(own) is not None:
                     self.count(own.copy_(twin.inside))
                 else:
@@ -153,7 +153,7 @@ class Hops:
             ]
 
     def bring_home(self, value: Any, home: torch.device, others: Iterable[torch.device]) -> Any:
-        """Return a value with tensors of the home device in place of those of the others."""
+        """Return a value with its tensors of other devices copied to the home device."""
         for device in others:
             value = Visit(self, None, device, home, [], ()).bring(value)
         return value
@@ -215,7 +215,7 @@ class Visit:
         return replace_tensors(value, others | self.lent.owned)
 
     def brought_home(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Bring tensors home that are on the callee's device; returns all that were, by the ids of the callee's."""
+        """Bring tensors home that are on the callee's device; returns all brought so far, by the callee's ids."""
         strangers = []
         for tensor in tensors:
             if device_of(tensor) == self.device and id(tensor) not in self.brought:

@@ -41,7 +41,7 @@ class Streamer:
         self.latest: Stay | None = None
         """Where the last block computed, perhaps still does."""
         self.versions: dict[int, int] = {}
-        """Those of the masters, as they were found when the pass began or the block was taken."""
+        """By block, the version of its masters when the pass began or the block was last entered."""
 
     def begin_pass(self) -> None:
         """Start recording a pass; queues the first blocks unless the last pass already did."""

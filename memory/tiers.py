@@ -154,12 +154,12 @@ def asked_tier(part: Masters) -> str | None:
 
 
 def why_unavailable(part: Masters) -> str:
-    """Return why a part cannot rest where it was asked for."""
+    """Return why a part cannot rest in the tier that was asked for."""
     if part.on_cpu:
         return "which computes on the CPU"
     if not part.has_file:
         return "whose files are not known (files=) or do not hold its weights as they are"
-    return "which was asked for in eight bits, and those are in no file"
+    return "which was asked for in eight bits, which no file holds"
 
 
 def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:

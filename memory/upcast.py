@@ -31,7 +31,7 @@ __all__ = [
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# A float32 has nothing for the inverse of less: weights that small become zeros rather than NaN.
+# The inverse of a smaller scale overflows float32: weights that small become zeros rather than NaN.
 LEAST_SCALE = 2.0**-126
 # The word for no precision of one's own.
 BY_PROFILE = "by profile"
@@ -137,7 +137,7 @@ def stored_bytes(tensor: TensorSpec, cast: frozenset[str]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def find_scale(weight: torch.Tensor, *, name: str) -> float:
-    """Return the power of two that brings the largest weight just under the largest float8_e4m3fn, or next to it.
+    """Return the smallest power of two by which the largest weight fits into float8_e4m3fn, at least `LEAST_SCALE`.
 
     Raises:
         InvalidInput: the weight holds NaN or infinity.
@@ -153,7 +153,7 @@ def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``weight / scale`` in float8_e4m3fn; costs one temporary copy.
 
     Args:
-        scale: that of `find_scale`, by which nothing exceeds 448: beyond, some devices saturate and others give NaN.
+        scale: from `find_scale`, so that no quotient exceeds 448: above, some devices saturate and others give NaN.
     """
     # In float16 a small scale would push large weights out of range.
     weight = weight.float() if weight.dtype == torch.float16 else weight
@@ -164,8 +164,8 @@ def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
 def upcast_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> None:
     """Write ``stored * scale`` into ``wide`` (same shape, same device); no allocation.
 
-    Two passes on a device. On the CPU, whose casts from eight bits take most of the time, four that are together about
-    seven times as fast ([Note: bits]).
+    Two passes on a device. On the CPU, whose casts from eight bits are slow, four passes that together are about seven
+    times as fast ([Note: bits]).
     """
     if wide.is_cpu and wide.numel() >= WORTH_SHIFTING and shift_into(wide, stored, scale):
         return
@@ -174,21 +174,21 @@ def upcast_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> None:
         wide.mul_(scale)
 
 
-# [Note: bits] Exponent and mantissa of a wide float begin like those of float8_e4m3fn, only with more bits: moved to
-# where they belong, an eight-bit float reads as itself times a power of two, which is that between the exponents'
-# biases. Small ones read as subnormal numbers, which a thread may have been told to take for zero.
+# [Note: bits] A wide float has more bits of exponent and mantissa than float8_e4m3fn, in the same order. Shifted to the
+# place of these bits, an eight-bit float reads as its value divided by a power of two: the difference of the exponents'
+# biases. Small values read as subnormal numbers, which a thread may be set to flush to zero.
 WORTH_SHIFTING = 1 << 14
 BITS = {
     torch.bfloat16: (torch.int16, 4, 0x87F0 - (1 << 16), 2.0**120),
     torch.float16: (torch.int16, 7, 0xBF80 - (1 << 16), 2.0**8),
     torch.float32: (torch.int32, 20, 0x87F00000 - (1 << 32), 2.0**120),
 }
-"""Of each dtype: integers of its size, how far the eight bits move, which of them stay, and that power of two."""
+"""By dtype: the integer type of its size, the shift, the mask of the bits to keep, and that power of two."""
 SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 
 def shift_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> bool:
-    """Do what `upcast_into` does with integers; returns whether that is possible here. NaN becomes 480 times scale."""
+    """Do what `upcast_into` does with integer operations; returns whether that is possible. NaN becomes 480 * scale."""
     integers, distance, mask, bias = BITS.get(wide.dtype, (None, 0, 0, 1.0))
     if integers is None or scale * bias >= 2.0**127 or not float(SUBNORMAL * 2.0**120):
         return False

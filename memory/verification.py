@@ -33,7 +33,7 @@ class Difference:
     place: str
     text: str
     number: int = 1
-    """Which call of the part: 1 is the first."""
+    """The number of the call of the part, from 1."""
     what: str = "output"
     """``output``, ``argument`` (what the call wrote into it), ``weights``, or ``error``."""
     max_abs: float | None = None

@@ -4,17 +4,18 @@
 no trace in the weight. While a weight rests in host memory a copy of it may be staged on a device, and the next pass
 computes from that copy. Comparing the bytes would take as long as copying them again. So the parameter object is given
 a class whose ``.data`` counts as a write: the staged copy is made anew. Reading ``.data`` costs that copy, and nothing
-else. What is written later through what it returned, or a view of that, shows in the counter that these share, which
-is looked at beside the weight's own. It is a parameter by torch's protocol for tensors of other classes
+else. Later writes through the returned tensor, or through a view of it, show in the counter that these share, which is
+checked beside the weight's own. The object is a parameter by torch's protocol for tensors of other classes
 (``_is_param``), never computes on a device, and is an `nn.Parameter` again when the module is released.
 
-[Note: absent] A weight that rests in its file has a shape and no memory: what is written to it would be lost, and what
-is computed of it meaningless. So all of torch but what asks for its form is given the weight itself, for which its
-block is read into host memory, where it stays. What others got of ``.data`` does the same.
+[Note: absent] A weight that rests in its file has a form (shape, dtype) and no memory: writes to it would be lost, and
+results computed from it would be meaningless. Functions of torch that ask for its form only get it as it is. For all
+others its block is read into host memory, where it stays, and they get the real weight. A tensor that ``.data``
+returned behaves in the same way.
 
-[Note: asked] A forward may ask a weight of a block that is not there for its ``device``, to make a tensor for its own
-use. While that forward is under way the weight at rest answers with the device of what flows there; at all other times,
-as when a LoRA is added, with the one where it is. Torch's operators do not ask, so they are never misled.
+[Note: asked] A forward may ask a weight for its ``device``, to create a tensor, while the weight's block is not loaded.
+During that forward the weight at rest reports the device of the activations; at all other times, as when a LoRA is
+added, the device that holds it. Torch's operators do not read this attribute, so they are never misled.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ __all__ = ["Asked", "answer_device", "device_of", "plainly", "unwatch", "watch"]
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 Asked = Callable[[], torch.device | None]
-"""Returns the device of what flows in a forward that is under way; None outside of one."""
+"""Returns the device of the activations in the running forward; None outside of one."""
 DATA: Any = torch.Tensor.data  # the descriptor
 DEVICE: Any = torch.Tensor.device
 IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 plainly = torch._C.DisableTorchFunctionSubclass
-"""Inside of this watched weights are like any other tensors. What looks at many of them is much quicker there."""
+"""A context in which watched weights behave like other tensors; code that checks many of them is faster there."""
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """Return where a tensor is, whatever it answers."""
+    """Return the device that holds a tensor, whatever its ``device`` reports."""
     with plainly():
         return DEVICE.__get__(tensor)  # type: ignore[no-any-return]
 
 
 def answer_device(tensor: torch.Tensor) -> torch.device:
-    """Return what a weight at rest says when it is asked for its device ([Note: asked])."""
+    """Return what the ``device`` of a weight at rest reports ([Note: asked])."""
     asked: Asked | None = vars(tensor).get("asked")
     device = (asked() if asked is not None else None) or device_of(tensor)
     # Libraries that add layers put them where the weight is: without memory they would lose their values.
@@ -54,19 +55,19 @@ def answer_device(tensor: torch.Tensor) -> torch.device:
 
 
 class Shown:
-    """What others were given of the ``.data`` of a weight and of its views.
+    """The tensors that ``.data`` of a weight and of its views returned.
 
     Args:
-        aliases: those of the unit: their counters tell what is written through them.
+        aliases: the list of its unit; their counters show what is written through them.
     """
 
     def __init__(self, aliases: list[torch.Tensor]) -> None:
         self.aliases = aliases
         self.alias: torch.Tensor | None = None
-        """The one through which all the others of this weight are made."""
+        """The tensor from which all the others of this weight are made; they share its counter."""
 
     def alias_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return it; a new one where the weight has other memory by now. Plainly, and not for inference tensors."""
+        """Return the alias; a new one if the weight's memory has changed. Needs `plainly`; no inference tensors."""
         alias = self.alias
         if alias is None or alias.data_ptr() != whole.data_ptr() or alias.shape != whole.shape:
             with torch.inference_mode(False):
@@ -79,7 +80,7 @@ class WatchedTensor(torch.Tensor):
     """A weight whose ``.data`` counts as a write to it ([Note: data]); so does that of its views."""
 
     shown: Shown
-    """Shared with its views, and with what it is detached to. No reference to itself: others count who holds it."""
+    """Shared with its views and detached tensors. Refers to no weight: references to weights are counted elsewhere."""
     is_view = False
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
@@ -159,10 +160,10 @@ class WatchedTensor(torch.Tensor):
 
 
 class AbsentWeight(WatchedTensor):
-    """A weight that rests in its file, or the ``.data`` of one ([Note: absent])."""
+    """A weight that rests in its file, or its ``.data`` ([Note: absent])."""
 
     bring: Callable[[], torch.Tensor]
-    """Returns what the module holds for the weight, where that has memory."""
+    """Reads the weight into memory; returns the tensor that the module then holds."""
     is_data = False
 
     @classmethod
@@ -173,18 +174,18 @@ class AbsentWeight(WatchedTensor):
         name = getattr(function, "__name__", "")
         converts = name in CONVERSIONS and not args[0].is_data
         asks = converts or name in ASKS_FOR_FORM or function in FORM
-        # Beside what has no memory either, as layers before their weights are loaded, form is all there is.
+        # With arguments that have no memory either, as layers before their weights are loaded, only the form matters.
         if not asks and not any(map(has_no_memory, tree_leaves(given))):
             given = tree_map_only(AbsentWeight, AbsentWeight.present, given)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*given[0], **given[1])
 
     def present(self) -> torch.Tensor:
-        """Return the weight where it has memory.
+        """Return the weight, read into memory.
 
         Raises:
             UnsafeState: its component computes.
-            InvalidInput: the file is not what it was.
+            InvalidInput: the file has changed.
         """
         weight = self.bring()
         return weight.data if self.is_data else weight
@@ -206,9 +207,9 @@ class AbsentWeight(WatchedTensor):
         return self.present().numpy(force=force)
 
 
-# What ``Module.to`` and its like do to each parameter, all to be undone: no reason to read a whole model.
+# What ``Module.to`` and its like call for each parameter. That is undone anyway, so the file need not be read.
 CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
-# What tells of a tensor no more than its form, or makes one of the same form: functions, and the getters of attributes.
+# Functions and attributes that use only the form of a tensor, or create another one of the same form.
 FORM_FUNCTIONS = """
     size stride dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous is_inference
     is_signed data_ptr detach requires_grad_ __len__ __hash__ storage_offset get_device type_as empty_like zeros_like
@@ -226,12 +227,12 @@ FORM = frozenset(
 )
 
 
-# What returns the memory of a tensor as something else than a tensor.
+# Functions that return the memory of a tensor as something other than a tensor.
 GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the arguments of a function of torch's."""
+    """Yield the tensors among the arguments of a torch function."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list | dict):
@@ -269,7 +270,7 @@ def watch_views(results: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def call_others(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with tensors of other classes that handle functions: give them plain ones in the same memory."""
+    """Call a function that another tensor subclass handles, too: give it plain tensors in the same memory."""
     with plainly():
         plain = {id(tensor): (torch.ops.aten.alias(tensor), tensor) for tensor in watched_in((args, kwargs))}
     given = tree_map_only(WatchedTensor, lambda tensor: plain[id(tensor)][0], (tuple(args), dict(kwargs)))
@@ -278,13 +279,13 @@ def call_others(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def view_like(view: torch.Tensor, alias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``view.data``, as a view of an alias of the weight: what is written there shows in that one's counter."""
+    """Return ``view.data`` as a view of the weight's alias, so that writes to it show in the alias's counter."""
     data: torch.Tensor = DATA.__get__(view)
     if alias is None:
         return data
     offset = view.data_ptr() - alias.data_ptr()
     if not (alias.is_contiguous() and IS_ALIAS_OF(view, alias) and 0 <= offset <= alias.nbytes):
-        return data  # of memory that the weight left
+        return data  # of memory that the weight no longer uses
     if view.is_conj() or view.is_neg():
         return data
     flat = alias.detach().view(-1)
@@ -314,9 +315,9 @@ def watch(
     """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object.
 
     Args:
-        asked: what it answers with when it is asked for its device, where that returns one.
-        aliases: takes what ``.data`` returns.
-        bring: of one without memory, returns the weight where it has some.
+        asked: called when it is asked for its device; overrides that unless it returns None.
+        aliases: the list to which tensors that ``.data`` returns are added.
+        bring: for a weight without memory: reads it and returns the tensor that the module then holds.
     """
     if type(tensor) is nn.Parameter:
         if tensor.is_meta:
@@ -328,7 +329,9 @@ def watch(
         tensor._is_param = True
     elif isinstance(tensor, WatchedTensor) and aliases is not None:
         shown = vars(tensor).get("shown")
-        if tensor.is_view or shown is None or shown.aliases is not aliases:  # others made it of a weight, or a view
+        if (
+            tensor.is_view or shown is None or shown.aliases is not aliases
+        ):  # made by other code, from a weight or a view
             tensor.shown, tensor.is_view = Shown(aliases), False
     if isinstance(tensor, WatchedTensor):
         vars(tensor)["asked"] = asked

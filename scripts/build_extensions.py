@@ -1,8 +1,8 @@
 """Compiles what tests load: the simulated devices and optimum-quanto's extension; does nothing where both are there.
 
 Two test processes that meet quanto's extension unbuilt build it in the same folder at once. So one process builds it,
-here, before any test runs. A process that is killed while it builds or loads the extension leaves a lock there, on
-which all later ones wait for ever: it is removed.
+here, before any test runs. A process that is killed while it builds or loads the extension leaves a lock there, for
+which all later processes would wait for ever: this script removes it.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from optimum.quanto.library.extensions.cpp import ext
 
 from highwater.headless.simdevice.build import load_backend
 
-LOADING_S = 60.0  # it takes one, on a busy machine some
+LOADING_S = 60.0  # loading takes about a second, a few on a busy machine
 
 
 def say(text: str) -> None:

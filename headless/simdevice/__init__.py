@@ -144,7 +144,7 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
 
     Once per process: torch cannot rename a backend, so another name later is a `RuntimeError`; the same name
     is a no-op. Names that torch reserves (cuda, xpu, mps, ...) are refused by torch. Raises `CompilerMissing`.
-    What the process learns from now on is not written to the user's cache.
+    From then on the process writes nothing that it learns to the user's cache.
     """
     global _name
     if _name is not None:

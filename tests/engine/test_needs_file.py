@@ -208,7 +208,7 @@ def test_one_that_is_locked_is_waited_for_a_moment_only(sim, file) -> None:
     holder.execute("BEGIN EXCLUSIVE")
     begin = time.monotonic()
     assert file.read() == [] and not file.write([(KEY, (1,), need())])
-    with pytest.raises(InvalidInput, match="cannot be forgotten: database is locked"):
+    with pytest.raises(InvalidInput, match="the learned needs cannot be deleted: database is locked"):
         file.reset()
     run(sim, file, True)  # nothing was learned, and nothing else is wrong
     assert time.monotonic() - begin < MOMENT_S

@@ -78,7 +78,7 @@ def test_what_cannot_be_forgotten_is_one_line(tmp_path, capsys) -> None:
     target.mkdir()
     assert main(["needs", "--reset", "--file", str(target)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"highwater: {target}: what was learned cannot be forgotten: ")
+    assert line.startswith(f"highwater: {target}: the learned needs cannot be deleted: ")
     assert os.path.isdir(target)
 
 
@@ -114,7 +114,7 @@ def test_a_named_file_that_is_not_ours_is_left_as_it_is(tmp_path, capsys, what: 
     content, beside = path.read_bytes(), sorted(folder.iterdir())
     assert main(["needs", *options, "--file", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"highwater: {path}: is no file of learned needs, and is left as it is: ")
+    assert line.startswith(f"highwater: {path}: is not a file of learned needs and was left unchanged: ")
     assert path.read_bytes() == content and sorted(folder.iterdir()) == beside
     assert not NeedsFile(path, is_named=True).write([((COMPONENT, DEVICE), (1,), Need(used_s=int(time.time())))])
     assert NeedsFile(path, is_named=True).read() == []
@@ -132,7 +132,7 @@ def test_an_empty_file_that_is_named_stays_empty(tmp_path, capsys) -> None:
 def test_a_named_file_that_cannot_be_read_is_one_line(tmp_path, capsys) -> None:
     assert main(["needs", "--file", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"highwater: {tmp_path}: what was learned cannot be read: ")
+    assert line.startswith(f"highwater: {tmp_path}: the learned needs cannot be read: ")
 
 
 def test_listing_removes_no_damaged_file_and_reset_begins_our_own_anew(file, capsys) -> None:
