@@ -153,7 +153,7 @@ class Careful(nn.Module):
         self.state.step += 1
         self.last.add_(1.0)
         for number, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) + torch.randn(x.shape).to(x.device)
+            x = torch.tanh(layer(x)) + torch.randn(x.shape).to(x.device) + torch.randn(x.shape, device=x.device)
             self.cache[f"{number}"] = x
         if buffer is not None:
             buffer.copy_(x)
@@ -168,11 +168,12 @@ def test_all_that_a_call_changes_is_put_back(profile: str, machine) -> None:
         x, buffer = torch.randn(1, 64).to("sim:0"), torch.zeros(1, 64, device="sim:0")
         managed = manage(net, profile, manager=manager)
         torch.manual_seed(3)
-        state = torch.get_rng_state()
+        state, device_state = torch.get_rng_state(), torch.get_device_module().get_rng_state(0)
         given = x.clone()
         found = managed.verify(x, buffer=buffer)
         assert found.is_equal, found.text()
         assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(torch.get_device_module().get_rng_state(0), device_state)
         assert torch.equal(x, given) and not buffer.any()
         assert set(net.cache) == {"before"} and net.seen == [] and net.state.step == 0
         assert torch.equal(net.last, torch.zeros(3)) and "late" not in net._buffers
