@@ -352,13 +352,17 @@ class Roster:
             after=after,
             tell_read=partial(self.note_read, member.id),
         )
-        for lender in member.lenders:
-            lender.attachment.lend_to(module)
-        for other in self.members.values():
-            if member in other.lenders:
-                attachment.lend_to(other.attachment.module)
-        if not member.is_hosted:
-            self.refuse_unsuitable(member, module, component, source)
+        try:
+            for lender in member.lenders:
+                lender.attachment.lend_to(module)
+            for other in self.members.values():
+                if member in other.lenders:
+                    attachment.lend_to(other.attachment.module)
+            if not member.is_hosted:
+                self.refuse_unsuitable(member, module, component, source)
+        except BaseException:
+            self.take_back(member, module)
+            raise
         member.attachment = attachment
         attachment.packing.measure()
 

@@ -175,6 +175,24 @@ def test_reprofiling_one_or_both_keeps_them_together(toys, machine) -> None:
 
 
 @torch.no_grad()
+def test_a_borrower_that_is_refused_is_left_alone(toys, machine) -> None:
+    with machine(8) as manager:
+        net, guide = build(toys)
+        own = guide.own[1].up.weight
+        guide.own[1].up.weight = nn.Parameter(torch.empty_like(own, device="meta"), requires_grad=False)
+        with manage({"transformer": net}, manager=manager):
+            for parts in ({"controlnet": guide}, {"vae": toys.build_net(seed=2), "controlnet": guide}):
+                with pytest.raises(InvalidInput, match="is on meta; allowed: cpu"):
+                    manage(parts, manager=manager)
+            net(X)
+            assert net.last.weight.device.type == "sim" and guide.proj.weight.device.type == "cpu"
+            guide.own[1].up.weight = own
+            with manage({"controlnet": guide}, manager=manager):
+                guide(X)
+                assert guide.proj.weight.device.type == "sim"
+
+
+@torch.no_grad()
 def test_they_are_verified_together(toys, machine) -> None:
     with streamed_pair(toys, machine) as (net, guide, managed):
         managed.verify(guide, X).assert_equal()
