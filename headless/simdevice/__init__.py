@@ -50,8 +50,9 @@ __all__ = [
     "strict",
 ]
 
-MAX_DEVICES = 8
-# What the copy engine moves at a time; nobody else gets at the books meanwhile.
+# How long bytes of a device may be in use after the body of a cluster, until they count as leaked.
+LONGEST_FREEING_S = 1.0
+# What the copy engine moves at a time while it holds the lock of the accounts.
 ENGINE_PIECE_BYTES = 4 << 20
 ENGINE_PAUSE_S = 0.0002
 UNLIMITED_BYTES = 1 << 60
@@ -243,10 +244,16 @@ def _devices_in_use() -> list[int]:
 
 
 def _collect_garbage_that_holds_bytes() -> None:
-    """Finish all work; a full collection takes 0.2 s in a process like pytest's, so only if bytes are left."""
+    """Finish all work; a full collection takes 0.2 s in a process like pytest's, so only if bytes are left.
+
+    Threads of autograd may free the last tensors of a backward pass a moment after it returned: waits for them.
+    """
     _ops.finish_everything()
     if _devices_in_use() or pinned().used_bytes:
         gc.collect()
+    give_up_s = time.monotonic() + LONGEST_FREEING_S
+    while (_devices_in_use() or pinned().used_bytes) and time.monotonic() < give_up_s:
+        time.sleep(0.001)
 
 
 def _assert_clean() -> None:
