@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -50,6 +50,10 @@ class SavedWeight:
     """Of the view's first element from the weight's, in elements."""
 
 
+Place: TypeAlias = tuple[int, int, Unit, int]
+"""The first byte of a weight in its storage, the end, the unit and the index there."""
+
+
 class SavedWeights:
     """Watches what autograd saves while one block computes.
 
@@ -62,8 +66,8 @@ class SavedWeights:
         self.block = block
         self.units = list(units)
         self.device = device
-        self.places: dict[int, list[tuple[int, int, Unit, int]]] | None = None
-        """By storage, for each weight there: first byte, end, unit and index."""
+        self.places: dict[int, list[Place]] | None = None
+        """By storage, the weights there."""
         self.is_open = False
 
     def begin(self) -> SavedWeights:
@@ -119,20 +123,23 @@ class SavedWeights:
     def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return the weight whose memory a tensor views."""
         if self.places is None:
-            self.places = {}
-            for unit in self.units:
-                for index, (entry, placed) in enumerate(zip(unit.entries, unit.placed, strict=True)):
-                    if not entry.is_buffer:
-                        for leaf in leaves_of(placed):
-                            begin, end = bytes_of(leaf)
-                            self.places.setdefault(storage_of(leaf), []).append((begin, end, unit, index))
-        for leaf in leaves_of(tensor)[:1]:
-            if leaf.layout is torch.strided and leaf.numel() and not leaf.is_meta:
-                begin, end = bytes_of(leaf)
-                for first, last, unit, index in self.places.get(storage_of(leaf), ()):
-                    if first <= begin and end <= last:
-                        return unit, index
-        return None
+            self.places = locate_weights(self.units)
+        leaf = next(iter(leaves_of(tensor)), None)
+        if leaf is None or leaf.layout is not torch.strided or not leaf.numel() or leaf.is_meta:
+            return None
+        begin, end = bytes_of(leaf)
+        found = self.places.get(storage_of(leaf), ())
+        return next(((unit, index) for first, last, unit, index in found if first <= begin and end <= last), None)
+
+
+def locate_weights(units: Iterable[Unit]) -> dict[int, list[Place]]:
+    """Return where the weights of units lie now, by storage."""
+    places: dict[int, list[Place]] = {}
+    for unit in units:
+        for index, (entry, placed) in enumerate(zip(unit.entries, unit.placed, strict=True)):
+            for leaf in leaves_of(placed) if not entry.is_buffer else ():
+                places.setdefault(storage_of(leaf), []).append((*bytes_of(leaf), unit, index))
+    return places
 
 
 def storage_of(leaf: torch.Tensor) -> int:

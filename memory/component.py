@@ -130,13 +130,39 @@ def component_from_module(
 
     ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. Borrowed tensors are left to their owner.
     """
-    names: dict[int, list[str]] = defaultdict(list)
-    for tensor_name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) not in shared.borrowed:
-            names[id(parameter)].append(tensor_name)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
     modules = dict(module.named_modules())
     declared = Declarations(module)
+    specs, places = describe_parameters(module, modules, declared, shared)
+    paths = dict(module.named_modules(remove_duplicate=False))
+    kept_in_rest: set[str] = set()
+    while True:  # which weights are shared by two blocks shows only when the blocks are known, which are others then
+        component = group_tensors(
+            name,
+            kind or guess_kind(name),
+            specs,
+            lambda path: is_callable(modules.get(path)),
+            whole=declared.whole,
+            kept_in_rest=kept_in_rest,
+            largest_bytes=largest_bytes,
+            cuts_whole=cuts_whole,
+            pattern=pattern,
+        )
+        apart = find_apart(component, specs, paths, places)
+        if apart <= kept_in_rest:
+            break
+        kept_in_rest |= apart
+    return replace(component, buffers=describe_buffers(module, shared), shares=shared.texts)
+
+
+def describe_parameters(
+    module: nn.Module, modules: Mapping[str, nn.Module], declared: Declarations, shared: Shared
+) -> tuple[list[TensorSpec], dict[str, tuple[frozenset[nn.Module], ...]]]:
+    """Return the parameters that are not borrowed, each once, and the places in borrowers of those that are lent."""
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for tensor_name, parameter in parameters.items():
+        if id(parameter) not in shared.borrowed:
+            names[id(parameter)].append(tensor_name)
     specs = []
     for aliases in names.values():
         parameter = parameters[aliases[0]]
@@ -159,29 +185,16 @@ def component_from_module(
                 kept_by=declared.why_wide(aliases[0]),
             )
         )
-    paths = dict(module.named_modules(remove_duplicate=False))
     places = {spec.name: shared.lent[number] for spec in specs if (number := id(parameters[spec.name])) in shared.lent}
-    kept_in_rest: set[str] = set()
-    while True:  # which weights are shared by two blocks shows only when the blocks are known, which are others then
-        component = group_tensors(
-            name,
-            kind or guess_kind(name),
-            specs,
-            lambda path: is_callable(modules.get(path)),
-            whole=declared.whole,
-            kept_in_rest=kept_in_rest,
-            largest_bytes=largest_bytes,
-            cuts_whole=cuts_whole,
-            pattern=pattern,
-        )
-        apart = find_apart(component, specs, paths, places)
-        if apart <= kept_in_rest:
-            break
-        kept_in_rest |= apart
+    return specs, places
+
+
+def describe_buffers(module: nn.Module, shared: Shared) -> tuple[TensorSpec, ...]:
+    """Return the buffers that are not borrowed, each once."""
     aliases_of: dict[int, list[str]] = defaultdict(list)
     for buffer_name, buffer in module.named_buffers(remove_duplicate=False):
         aliases_of[id(buffer)].append(buffer_name)
-    buffers = tuple(
+    return tuple(
         TensorSpec(
             name=name,
             dtype=SAFETENSORS_NAMES[str(buffer.dtype)],
@@ -192,7 +205,6 @@ def component_from_module(
         for name, buffer in module.named_buffers()
         if id(buffer) not in shared.borrowed
     )
-    return replace(component, buffers=buffers, shares=shared.texts)
 
 
 def find_apart(

@@ -145,34 +145,16 @@ def refuse_unsuitable(
         borrowers: the members to which this one lends.
     """
     name = component.name
-    members = list(members)
-    owners = {
-        id(parameter): other.id
-        for other in members
-        if other not in borrowers
-        for parameter in other.attachment.module.parameters()
-    }
     rival = find_rival(module.modules())
     if rival is not None:
         raise InvalidInput(f"{name} has {rival}")
-    ours = {id(other.attachment) for other in members}
-    elsewhere = {
-        id(parameter): other.owner
-        for other in list(attached)
-        if id(other) not in ours
-        for parameter in other.module.parameters()
-    }
+    managed = find_managed(list(members), borrowers)
     for parameter_name, parameter in module.named_parameters():
         if split_owner(module, parameter_name) in lent:
             continue
-        if id(parameter) in elsewhere:
-            raise InvalidInput(
-                f"{name}: {parameter_name!r} is managed already, as {elsewhere[id(parameter)]!r} of another "
-                "MemoryManager; release that first"
-            )
-        if id(parameter) in owners:
-            owner = owners[id(parameter)]
-            raise InvalidInput(f"{name}: {parameter_name!r} is managed already, by {owner!r}; release that first")
+        if id(parameter) in managed:
+            by = managed[id(parameter)]
+            raise InvalidInput(f"{name}: {parameter_name!r} is managed already, {by}; release that first")
         if parameter.device.type != "cpu" and not (parameter.is_meta and component.has_file):
             raise InvalidInput(
                 f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
@@ -183,6 +165,24 @@ def refuse_unsuitable(
                 f"{name}: buffer {spec.name!r} is on meta, and no file has it as {spec.dtype} {list(spec.shape)}; "
                 "allowed: one that its file has as it is, or with memory on cpu"
             )
+
+
+def find_managed(members: Collection[Member], borrowers: Collection[Member]) -> dict[int, str]:
+    """Return by what each parameter is managed, by id, except by borrowers; of all managers in this process."""
+    ours = {id(other.attachment) for other in members}
+    owners = {
+        id(parameter): f"by {other.id!r}"
+        for other in members
+        if other not in borrowers
+        for parameter in other.attachment.module.parameters()
+    }
+    elsewhere = {
+        id(parameter): f"as {other.owner!r} of another MemoryManager"
+        for other in list(attached)
+        if id(other) not in ours
+        for parameter in other.module.parameters()
+    }
+    return owners | elsewhere
 
 
 def refuse_odd(name: str, module: nn.Module) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -64,21 +65,19 @@ def plan_modules(
             kind = kinds.get(name) or guess_kind(name)
             num_devices = len(placement.item_for(name, kind).devices)
             pattern = (patterns or {}).get(name)
-            limits = [sys.maxsize, largest_bytes] if num_devices > 1 else [largest_bytes]
-            for limit in limits:  # the blocks of a split are not cut unless they are too few
-                component = component_from_module(
-                    module,
-                    name=name,
-                    kind=kind,
-                    largest_bytes=limit,
-                    cuts_whole=cuts_whole,
-                    pattern=pattern,
-                    shared=(shared or {}).get(name, NOTHING_SHARED),
-                )
-                if len(component.blocks) >= num_devices:
-                    break
+            describe = partial(
+                component_from_module,
+                module,
+                name=name,
+                kind=kind,
+                cuts_whole=cuts_whole,
+                pattern=pattern,
+                shared=(shared or {}).get(name, NOTHING_SHARED),
+            )
             if num_devices > 1:
-                component = in_execution_order(component, module)
+                component = in_execution_order(describe_split(describe, num_devices, largest_bytes), module)
+            else:
+                component = describe(largest_bytes=largest_bytes)
             if pattern is not None and not component.blocks:
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
@@ -107,6 +106,12 @@ def plan_modules(
                 return found
         coarser = components
         largest_bytes = max((block.weight_bytes for part in components for block in part.blocks), default=0) // 2
+
+
+def describe_split(describe: Callable[..., Component], num_devices: int, largest_bytes: int | None) -> Component:
+    """Return a component in blocks that are cut only if there are fewer of them than devices."""
+    component = describe(largest_bytes=sys.maxsize)
+    return component if len(component.blocks) >= num_devices else describe(largest_bytes=largest_bytes)
 
 
 def take_least(refusals: list[tuple[int, DoesNotFit | InvalidInput]]) -> DoesNotFit | InvalidInput:

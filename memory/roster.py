@@ -79,10 +79,8 @@ class Roster:
             patterns: what a block is, by component (`find_blocks`), where structure does not tell.
             is_hosted: a host decides when they come (`bring`) and go (`leave`).
         """
-        for what, named in (("files of", sources), ("blocks of", patterns)):
-            for unknown in sorted(set(named or {}) - set(modules), key=quoted):
-                known = allowed_values(quoted(unknown), list(modules))
-                raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
+        refuse_unknown("files of", sources or {}, modules)
+        refuse_unknown("blocks of", patterns or {}, modules)
         for component_name, module in modules.items():
             refuse_odd(component_name, module)
         kinds = {component: (kinds or {}).get(component) or guess_kind(component) for component in modules}
@@ -90,13 +88,7 @@ class Roster:
             component: choices_of(placement.item_for(component, kind), profile, precision)
             for component, kind in kinds.items()
         }
-        found = {} if is_hosted else self.find_managed(modules)
-        for component, member in found.items():
-            if member.choices != choices[component]:
-                raise InvalidInput(
-                    f"{component} is managed already, with other choices, as {member.id!r}: choose the same, "
-                    "reprofile() the first, or release that"
-                )
+        found = {} if is_hosted else self.find_managed(modules, choices)
         new = {component: module for component, module in modules.items() if component not in found}
         prefix = f"{self.free_name(name)}/" if name else ""
         ids = {component: self.free_name(prefix + component) for component in new}
@@ -119,29 +111,20 @@ class Roster:
         workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
         members: dict[str, Member] = {}
         call = object()
+        for component in ranked:
+            member = Member(ids[component], component, node_id, workflow_id, profile)
+            member.call = call
+            member.is_hosted = is_hosted
+            member.patterns = patterns
+            member.rank = next(self.ranks)
+            member.choices = choices[component]
+            by_id = self.members | {other.id: other for other in members.values()}
+            member.lenders = tuple(by_id[owner] for owner in common.get(component, NOTHING_SHARED).owners)
+            members[component] = member
         described = {component.name: component for component in components}
-        try:
-            for component in ranked:
-                member = Member(ids[component], component, node_id, workflow_id, profile)
-                member.call = call
-                member.is_hosted = is_hosted
-                member.patterns = patterns
-                member.rank = next(self.ranks)
-                member.choices = choices[component]
-                own = common.get(component, NOTHING_SHARED)
-                by_id = self.members | {other.id: other for other in members.values()}
-                member.lenders = tuple(by_id[owner] for owner in own.owners)
-                source = (sources or {}).get(component)
-                self.prepare(member, new[component], described[component], plan[component], source)
-                members[component] = member
-            for component in ranked:
-                self.attach(members[component])
-        except BaseException:
-            for component in reversed(ranked):
-                if component in members:
-                    self.detach(members[component], Ending.TAKEN_BACK)
-                    self.take_back(members[component], new[component])
-            raise
+        self.join(
+            [(members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked]
+        )
         for member in found.values():
             member.num_holders += 1
         self.room.epoch += 1
@@ -149,12 +132,42 @@ class Roster:
         plans = [found[c].attachment.plan if c in found else plan[c] for c in modules]
         return [everyone[component] for component in modules], Plan(components=tuple(plans), profile=profile)
 
+    def join(
+        self, newcomers: Sequence[tuple[Member, nn.Module, Component, ComponentPlan, WeightsSource | None]]
+    ) -> None:
+        """Prepare and attach new components, lenders before their borrowers: all of them or none."""
+        prepared: list[tuple[Member, nn.Module]] = []
+        try:
+            for member, module, component, plan, source in newcomers:
+                self.prepare(member, module, component, plan, source)
+                prepared.append((member, module))
+            for member, _ in prepared:
+                self.attach(member)
+        except BaseException:
+            for member, module in reversed(prepared):
+                self.detach(member, Ending.TAKEN_BACK)
+                self.take_back(member, module)
+            raise
+
     # -- weights that several components share ([Note: sharing] in `sharing.py`)
 
-    def find_managed(self, modules: Mapping[str, nn.Module]) -> dict[str, Member]:
-        """Return the members whose modules are among these, by the names given here."""
+    def find_managed(
+        self, modules: Mapping[str, nn.Module], choices: Mapping[str, tuple[object, ...]]
+    ) -> dict[str, Member]:
+        """Return the members whose modules are among these, by the names given here.
+
+        Raises:
+            InvalidInput: other choices were made for one of them.
+        """
         by_module = {id(m.attachment.module): m for m in self.members.values() if not m.is_hosted}
-        return {name: by_module[id(module)] for name, module in modules.items() if id(module) in by_module}
+        found = {name: by_module[id(module)] for name, module in modules.items() if id(module) in by_module}
+        for name, member in found.items():
+            if member.choices != choices[name]:
+                raise InvalidInput(
+                    f"{name} is managed already, with other choices, as {member.id!r}: choose the same, "
+                    "reprofile() the first, or release that"
+                )
+        return found
 
     def find_shared(self, new: Mapping[str, nn.Module]) -> dict[str, Shared]:
         """Return what present and new components share, by id; a present one owns what a new one shares with it."""
@@ -221,14 +234,7 @@ class Roster:
                 continue
             attachment = self.members[name].attachment
             modules[name], parts[name] = attachment.module, (attachment.component, attachment.plan)
-            for unit in attachment.units if common.lent else ():
-                block = attachment.module.get_submodule(unit.name) if unit.name else None
-                for entry in unit.entries if block is not None else ():
-                    if any(block not in above for above in common.lent.get(id(entry.held), ())):
-                        raise InvalidInput(
-                            f"{name} lends {entry.spec.name!r}, which is in its block {unit.name}, to a component that "
-                            "uses it elsewhere: release it, and manage both in one call"
-                        )
+            refuse_use_elsewhere(name, attachment, common)
         refuse_apart(modules, parts, shared)
 
     def take_back(self, member: Member, module: nn.Module) -> None:
@@ -257,12 +263,7 @@ class Roster:
         They leave their devices and come back as they are used. What rests in eight bits was widened in between: the
         bits that it lost stay lost.
         """
-        gone = [member.id for member in members if self.members.get(member.id) is not member]
-        if gone:
-            raise UnsafeState(f"{', '.join(gone)}: was released; manage it again")
-        busy = [member.id for member in members if member.leases]
-        if busy:
-            raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
+        self.refuse_unready(members)
         members = sorted(members, key=lambda member: member.rank)
         ids = {member.name: member.id for member in members}
         modules = {member.name: member.attachment.module for member in members}
@@ -306,6 +307,15 @@ class Roster:
             raise
         self.room.epoch += 1
         return plan
+
+    def refuse_unready(self, members: Sequence[Member]) -> None:
+        """Refuse to replace what was released or computes now. Raises `UnsafeState`."""
+        gone = [member.id for member in members if self.members.get(member.id) is not member]
+        if gone:
+            raise UnsafeState(f"{', '.join(gone)}: was released; manage it again")
+        busy = [member.id for member in members if member.leases]
+        if busy:
+            raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
 
     def put_back(self, member: Member, attachment: Attachment, profile: OffloadProfile) -> None:
         """Give a component the form again that it had in an earlier attachment; released if that fails."""
@@ -426,6 +436,27 @@ class Roster:
         if error is not None:
             raise error
         assert not self.ledger.places(member.id), self.ledger.places(member.id)
+
+
+def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str, nn.Module]) -> None:
+    """Refuse names that no component has. Raises `InvalidInput`."""
+    for unknown in sorted(set(named) - set(modules), key=quoted):
+        known = allowed_values(quoted(unknown), list(modules))
+        raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
+
+
+def refuse_use_elsewhere(name: str, attachment: Attachment, common: Shared) -> None:
+    """Refuse to lend a weight of a block to a component that uses it outside of that block. Raises `InvalidInput`."""
+    for unit in attachment.units if common.lent else ():
+        if not unit.name:
+            continue
+        block = attachment.module.get_submodule(unit.name)
+        for entry in unit.entries:
+            if any(block not in above for above in common.lent.get(id(entry.held), ())):
+                raise InvalidInput(
+                    f"{name} lends {entry.spec.name!r}, which is in its block {unit.name}, to a component that "
+                    "uses it elsewhere: release it, and manage both in one call"
+                )
 
 
 def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> tuple[object, ...]:
