@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -540,11 +541,17 @@ class Attachment:
         return True
 
     def rename(self, own: Sequence[Entry], tree: Tree) -> None:
-        """Rename our own weights to the names that the module gives them now."""
+        """Rename our own weights to the names that the module gives them now; what is gone leaves its own to others."""
         names = {}
         for entry in own:
             if tree.names.get(id(entry)) and tree.names[id(entry)][0] != entry.spec.name:
                 names[entry.spec.name] = tree.names[id(entry)][0]
+        taken = {entry.spec.name for entry in own} | set(names.values())
+        for entry in own:
+            name = entry.spec.name
+            if not tree.names.get(id(entry)) and name in names.values():
+                names[name] = next(new for n in itertools.count(1) if (new := f"{name} (removed {n})") not in taken)
+                taken.add(names[name])
         if names:
             self.packing.rename(names)
             self.plan = replace(self.plan, cast=frozenset(names.get(name, name) for name in self.plan.cast))

@@ -66,10 +66,7 @@ class FileMaster:
         self.places_in_file = sorted(range(len(names)), key=at.__getitem__)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call weights by other names, by which the source then finds them, too."""
-        for old, new in names.items():
-            if old in self.names:
-                self.source.alias(new, old)
+        """Call weights by other names, by which the source finds them already."""
         self.names = [name if name is None else names.get(name, name) for name in self.names]
 
     @property

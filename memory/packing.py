@@ -206,6 +206,10 @@ class Packing:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
+        if self.source is not None:
+            masters = [unit.master for unit in self.units if isinstance(unit.master, FileMaster)]
+            stored = {name for master in masters for name in master.names if name is not None}
+            self.source.rename({old: new for old, new in names.items() if old in stored})
         for unit in self.units:
             unit.rename(names)
         self.came_bare = frozenset(names.get(name, name) for name in self.came_bare)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .component import Component, TensorSpec
@@ -35,6 +35,10 @@ class WeightsSource:
     def alias(self, name: str, stored_name: str) -> None:
         """Let a weight be found by another name, too."""
         self.files[name] = self.files[stored_name]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Let weights be found by new names, by their old ones; all at once, as some may be called what others were."""
+        self.files.update({new: self.files[old] for old, new in names.items()})
 
     def alias_tied(self, component: Component) -> None:
         """Let each tied weight be found by the name that its component gives it, whichever of its names the files have.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from highwater.memory import manage
@@ -98,6 +99,89 @@ def test_blocks_that_are_back_at_their_places_compute_again(machine) -> None:
             net(X)
         exchange(net, 1, 2)
         assert torch.equal(net(X).cpu(), want)
+
+
+class Layered(nn.Module):
+    """Layers beside the blocks, and two in each block, that may take each other's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def take_place(net: Layered) -> None:
+    net.first = net.last
+
+
+def take_place_and_leave(net: Layered) -> None:
+    net.first, net.last = net.last, nn.Identity()
+
+
+def take_place_twice(net: Layered) -> None:
+    net.first = net.last
+    net.last = nn.Identity()
+    net.blocks[2][0] = net.blocks[2][1]
+
+
+def take_places_in_blocks(net: Layered) -> None:
+    for block in net.blocks:
+        block[0] = block[1]
+
+
+def exchange_layers(net: Layered) -> None:
+    net.first, net.last = net.last, net.first
+    for block in net.blocks:
+        block[0], block[1] = block[1], block[0]
+
+
+LAYER_WAYS = {
+    "resident": {"placement": "gpu:0"},
+    "streamed": {"placement": "gpu:0", "profile": "0.04MiB"},
+    "split": {"placement": "gpu:0&gpu:1"},
+    "eight bits": {"placement": "gpu:0", "precision": "fp8 scaled"},
+    "disk": {"placement": "gpu:0:disk"},
+    "disk, streamed": {"placement": "gpu:0:disk", "profile": "0.04MiB"},
+}
+
+
+@pytest.mark.parametrize("way", LAYER_WAYS)
+@pytest.mark.parametrize(
+    "change", [take_place, take_place_and_leave, take_place_twice, take_places_in_blocks, exchange_layers]
+)
+@pytest.mark.parametrize("again", [False, True], ids=["", "reprofiled"])
+@torch.no_grad()
+def test_layers_that_take_the_place_of_others_keep_their_weights(
+    machine, tmp_path, change: Callable[[Layered], None], way: str, again: bool
+) -> None:
+    torch.manual_seed(0)
+    net = Layered().requires_grad_(False)
+    files = {}
+    if "disk" in way:
+        save_file(net.state_dict(), tmp_path / "net.safetensors")
+        files = {"files": {"net": tmp_path / "net.safetensors"}}
+    with machine(8, 8) as manager, manage({"net": net}, manager=manager, **files, **LAYER_WAYS[way]) as managed:
+        net(X)
+        plain = Layered().requires_grad_(False)
+        plain.load_state_dict({name: weight.cpu() for name, weight in net.state_dict().items()})
+        change(plain)
+        change(net)
+        for _ in range(2):
+            assert torch.allclose(net(X).cpu(), plain(X), atol=1e-6)
+        if again:
+            managed.reprofile()
+            assert torch.allclose(net(X).cpu(), plain(X), atol=1e-6)
+        managed.members[0].attachment.unload()
+        assert torch.allclose(net(X).cpu(), plain(X), atol=1e-6)
+        assert all(torch.equal(weight.cpu(), plain.state_dict()[name]) for name, weight in net.state_dict().items())
+    assert torch.equal(net(X), plain(X))
+    assert all(torch.equal(weight, plain.state_dict()[name]) for name, weight in net.state_dict().items())
 
 
 def assign_gain(net: Net) -> None:
