@@ -1,4 +1,4 @@
-"""What a module holds at rest for a weight in eight bits: a tensor that is wide to whoever reads or writes it.
+"""What a module holds at rest for a weight in eight bits: a tensor that is wide when it is read or written.
 
 [Note: eight bits at rest] Others compute with weights that rest: peft adds a LoRA to them, gives its own layers their
 dtype, and takes sums apart again. With float8 values without their scale all of that would fail, or be wrong without a

@@ -173,7 +173,7 @@ def fill_entries(
 def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
     """Let the held tensor object show other memory, and return it.
 
-    The object stays the same for whoever else refers to it. Inference tensors cannot be repointed outside
+    The object stays the same for all who refer to it. Inference tensors cannot be repointed outside
     inference mode, quantized weights and those without memory not at all: these are replaced.
     """
     held = entry.held

@@ -107,7 +107,7 @@ class Hooks:
             self.handles.pop(module, None)
 
     def remove(self) -> None:
-        """Call nobody any more. Idempotent."""
+        """Remove all hooks. Idempotent."""
         self.remove_from(self.handles)
         if self.target is not None:
             self.target.dismiss()

@@ -104,8 +104,8 @@ def read_speed(path: Path, link: dict[str, str]) -> float | None:
 
 
 def write_speed(path: Path, link: dict[str, str], speed: float) -> None:
-    # Moved into place in one step: nobody reads half a file. A cache that cannot be written costs a measurement per
-    # process and nothing else.
+    # Moved into place in one step, so no process reads half a file. A cache that cannot be written costs a measurement
+    # per process and nothing else.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as workspace:

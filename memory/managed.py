@@ -232,7 +232,7 @@ class Managed:
         """Leave every device and hook; the modules have their weights in plain memory. Idempotent.
 
         Weights that rested in eight bits come back widened. Those that rest in their file are read from it, except
-        where the module came without memory and nobody wrote to it: it goes without, and `load_weights` reads them.
+        where the module came without memory and was not written to: it leaves without, and `load_weights` reads them.
 
         Raises:
             InvalidInput: weights rest in a file that has changed: they stay without memory, all else is released.
@@ -251,9 +251,9 @@ class Managed:
                 self.manager.remove(member)
 
     def discard(self) -> None:
-        """Release modules that nobody uses any more: they keep no weights, so nothing is copied or read from files.
+        """Release modules that are no longer used: they keep no weights, so nothing is copied or read from files.
 
-        For finalizers: waits for nobody, as `MemoryManager.remove`.
+        For finalizers: never waits, like `MemoryManager.remove`.
         """
         if sys.is_finalizing():
             return

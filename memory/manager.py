@@ -38,7 +38,7 @@ __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 
 class Inside:
-    """That somebody is inside `MemoryManager.exclusive`; gone with whoever was, also where an interrupt ended that."""
+    """Marks the lock of `MemoryManager.exclusive` as held; weakly referenced, so an interrupt cannot leak it."""
 
 
 class MemoryManager:
@@ -132,8 +132,8 @@ class MemoryManager:
     def remove(self, member: Member) -> None:
         """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent.
 
-        Waits for nobody: a garbage collection may have brought us here in the very thread that the holder of the lock
-        waits for. Then the component is gone when that one lets go, and in any case before anyone else comes in.
+        Never waits: a garbage collection may call this in a thread that the holder of the lock waits for. Then the
+        component is removed when the lock is released, before another thread gets it.
         """
         if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
             return
@@ -149,7 +149,7 @@ class MemoryManager:
         return self.members.get(member.id) is member
 
     def refuse_computing(self, members: Iterable[Member]) -> None:
-        """Raise `UnsafeState` for those that somebody computes with; the caller holds the lock."""
+        """Raise `UnsafeState` if any of these computes now; the caller holds the lock."""
         busy = [member.id for member in members if member.attachment.passes.is_busy()]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
@@ -187,7 +187,7 @@ class MemoryManager:
         Raises:
             DoesNotFit, InvalidInput: no plan fits the device, or the budget; what was on devices stays there.
             torch.OutOfMemoryError, or whatever ends the loading: nothing of the component is on a device.
-            UnsafeState: somebody changed the dtype of the weights; that is undone.
+            UnsafeState: the dtype of the weights was changed; that is undone.
             In each case no lease is held.
         """
         with self.exclusive():
@@ -265,7 +265,7 @@ class MemoryManager:
                 raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
 
     def heal_abandoned(self, newcomer: Member | None) -> None:
-        """End passes that interrupts left open: their leases would keep memory that nobody computes with."""
+        """End passes that interrupts left open: their leases would keep memory that is no longer used."""
         for member in self.members.values():
             if member is not newcomer and member.leases:
                 member.attachment.passes.heal_abandoned()

@@ -99,9 +99,9 @@ class Member:
         self.is_kept = False
         """It leaves a device only when nothing else is left to leave."""
         self.restores = True
-        """Its module gets ordinary weights when it is released; not where nobody uses that any more."""
+        """Its module gets ordinary weights when it is released; not if the module is no longer used."""
         self.leases: set[object] = set()
-        """For what it may not be evicted now: passes, or whatever somebody holds it for."""
+        """What keeps it from being evicted now: passes, and leases for other uses."""
         self.last_use = 0
         self.last_use_s: float | None = None
         self.planned_in_epoch = -1

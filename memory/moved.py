@@ -248,7 +248,7 @@ class Witness:
         return None
 
     def adopt(self) -> None:
-        """Take over weights that somebody gave the module instead of ours, where they have their dtype and shape."""
+        """Take over weights that were assigned to the module in place of ours, if dtype and shape are the same."""
         unit = self.unit
         slab = unit.resting_slab
         if slab is None:

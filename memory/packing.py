@@ -275,5 +275,5 @@ class Packing:
             unit.unpack(unit.bare)
         elif ending is Ending.HANDED_OVER:
             unit.unpack(unit.names_in_file)
-        else:  # half of a model's weights without memory would be of use to nobody
+        else:  # a model with memory for half of its weights would be of no use
             unit.unpack(unit.names_in_file & self.came_bare if not self.written else ())

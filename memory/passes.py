@@ -1,11 +1,11 @@
-"""The forwards of one module: one at a time, ended even where nobody told.
+"""Serialises the forward passes of one module, and closes interrupted ones.
 
 [Note: entries] A component is entered through its own forward or, where programs call parts of it (a VAE's
 decoder), through a direct child. The outermost entry takes the lease and its exit gives it back. Only native hooks
 are used. torch skips even always-called hooks when a `BaseException` passes, which is what an interrupt is in recent
-hosts; so a pass may stay open that nobody runs any more. It is healed by the next entry that cannot be nested in it,
-and by whoever meets it and finds its module on no stack of its thread (`heal_abandoned`). One pass runs at a time: a
-second thread waits for the first.
+hosts; so an interrupted pass may stay open. It is healed by the next entry that cannot be nested in it, and by any
+thread that waits for it and finds that its module is not on the stack of its thread (`heal_abandoned`). One pass runs
+at a time: a second thread waits for the first.
 
 [Note: interrupts] A signal's exception may come between any two steps. So a pass is open from the one assignment that
 takes its place to the one that gives it back, whatever holds for it is held by its name, and ending it may be done
@@ -107,7 +107,7 @@ class Passes:
 
     Args:
         finish: called with a pass and whether it was completed when it ends, before another one can begin.
-        exclusive: what whoever heals a pass holds, so that of several only one does.
+        exclusive: held while a pass is healed, so that only one of several threads heals it.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Passes:
         return not place
 
     def end(self, *, completed: bool) -> None:
-        """End the pass of this thread. Where that fails it stays open, for whoever heals it.
+        """End the pass of this thread. If that fails it stays open until it is healed.
 
         Not ``completed``: called while what was raised is handled.
         """
@@ -263,9 +263,9 @@ class Passes:
                 self.changed.notify_all()
 
     def abandon(self, current: Pass) -> None:
-        """End a pass that nobody runs any more."""
+        """End an interrupted pass."""
         with self.exclusive():
-            if self.open is current:  # nobody else was quicker
+            if self.open is current:  # no other thread has ended it
                 self.finish(current, False)
                 self.close(current)
 
@@ -276,7 +276,7 @@ class Passes:
             self.abandon(current)
 
     def is_busy(self) -> bool:
-        """Whether somebody is in the middle of a pass, this thread included."""
+        """Whether any thread is in the middle of a pass, this one included."""
         current = self.open
         return current is not None and current.is_on_stack()
 

@@ -15,8 +15,8 @@ the device module's ``cudart()`` returns (``torch/csrc/cuda/shared/cudart.cpp``)
 
 [Note: unlocking] Each slab is a tensor with a storage and a version of its own over the arena's pages, and keeps them
 alive. When the last tensor that shows any of them is gone, the arena is unlocked and freed. torch's allocator would
-hold memory back while a copy from it is under way; memory that was merely registered has no such keeper. So whoever
-allocates brings a function that waits for those copies, and it runs first.
+hold memory back while a copy from it is under way; nothing does that for memory that was only registered. So the caller
+that allocates passes a function that waits for those copies, which runs first.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ class Registrar:
             discard_error(self.accelerator)
             return None
         locked_arenas[address] = num_bytes
-        # The finalizer holds the memory, so that it is freed after it was unlocked. At the end of the process nobody
-        # asks: devices may be gone by then, and the driver unlocks everything.
+        # The finalizer holds the memory, so that it is freed after it was unlocked. It is not called at the end
+        # of the process: devices may be gone by then, and the driver unlocks everything.
         weakref.finalize(pages, self.unlock, memory, address, before_unlock).atexit = False
         return pages
 

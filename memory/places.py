@@ -66,7 +66,7 @@ class Workload:
 
 
 class Occupancy(Generic[Owner]):
-    """Whose bytes lie where in a range of memory; ``None`` is nobody's.
+    """The owner of each byte in a range of memory; ``None`` for free ones.
 
     A change takes a bisection and moves what lies behind it in a list.
     """
@@ -90,7 +90,7 @@ class Occupancy(Generic[Owner]):
         return self.pieces[first : first + count] + self.pieces[: min(first, turned)]
 
     def take(self, begin: int, end: int, owner: Owner) -> None:
-        """Let these bytes be somebody else's; an interrupt finds it done or not begun."""
+        """Give these bytes another owner; an interrupt finds that done or not begun."""
         # With the neighbours, which may be the same owner's.
         first = max(0, bisect_left(self.pieces, begin, key=BEGIN) - 1)
         last = bisect_right(self.pieces, end, key=BEGIN)

@@ -27,9 +27,9 @@ __all__ = ["Target", "WeightsFile", "torch_dtype"]
 # 8 MiB ahead (there more threads and longer reads run out of its window) and where it reads 128 KiB ahead.
 CHUNK_BYTES = 4 * MIB
 NUM_THREADS = 2
-# Runs shorter than this on average are read without the system's read-ahead. It brings pages that are not asked for,
-# and that nobody drops: where it is 8 MiB, half a file again in runs of 1 MiB, and a twentieth in runs of 16 MiB, which
-# are read a quarter faster with it.
+# Runs shorter than this on average are read without the system's read-ahead. It reads pages that are not needed and are
+# never dropped: where it is 8 MiB, half a file again in runs of 1 MiB, and a twentieth in runs of 16 MiB, which are
+# read a quarter faster with it.
 READ_AHEAD_BYTES = 16 * MIB
 # Linux and macOS take no more in one call.
 MAX_BUFFERS = 1024
@@ -179,7 +179,7 @@ def cut_chunks(parts: Iterable[tuple[int, memoryview]]) -> list[Chunk]:
 
 
 def advice_for(chunks: Sequence[Chunk]) -> str:
-    """Return whether the system should read ahead: not where what comes next is mostly nobody's yet."""
+    """Return whether the system should read ahead: not if most of what follows each run is not needed."""
     ends = [begin + sum(map(len, buffers)) for begin, buffers in chunks]
     num_runs = 1 + sum(begin != end for (begin, _), end in zip(chunks[1:], ends, strict=False))
     num_bytes = sum(end - begin for (begin, _), end in zip(chunks, ends, strict=True))

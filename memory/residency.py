@@ -85,7 +85,7 @@ class Unit:
         self.placed: Sequence[torch.Tensor] = []
         """What the module was given last, which it holds at the places of the entries."""
         self.slots: list[tuple[dict[str, torch.Tensor], str, int]] = []
-        """Those places, as the dicts of modules, with the number of the entry; empty until somebody asks."""
+        """Those places, as the dicts of modules, with the number of the entry; empty until first used."""
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the masters, for who looks where they lie."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
@@ -383,7 +383,7 @@ class Unit:
             entry.scale = None
 
     def discard(self) -> None:
-        """Drop the masters, and let the module hold shapes without memory: nobody uses it any more. Reads nothing."""
+        """Drop the masters, and let the module hold shapes without memory: it is no longer used. Reads nothing."""
         for entry in self.entries:
             entry.wrapper = None
             unwatch(entry.held)
@@ -451,7 +451,7 @@ class Unit:
         try:
             if not master.differs(slab):
                 return False
-        except InvalidInput:  # the file is gone or another one: nobody else has these weights
+        except InvalidInput:  # the file is gone or has changed: these weights are nowhere else
             pass
         self.rest_in(slab)
         return True

@@ -4,7 +4,7 @@
 with its own bytes, and with those of idle components, less what the watermark keeps free. If loading it would
 leave less than ``low`` free, idle components leave, least recently used first and block by block, until ``high``
 is free. What the forwards of the newcomer are known to need, or its kind may need, raises both marks, as far as it
-can compute beside that ([Note: needs] in `needs.py`). Between the marks nobody moves. A component that computes holds
+can compute beside that ([Note: needs] in `needs.py`). Between the marks nothing moves. A component that computes holds
 a lease and is never a victim. What the profile of the newcomer leaves free raises both marks; and where it has a budget
 for the device, idle siblings, those managed by the same call, leave until all of them together are within it.
 """

@@ -33,7 +33,7 @@ TRIED_BLOCKS = 10_000
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
 SLACK = 0.01
-# How many times as long a copy is taken to be that holds the host, where nobody knows: about what pageable memory does.
+# By how much a synchronous copy is assumed to be slower if that was not measured: about as pageable memory is.
 BLOCKING_COPIES = 2.0
 
 

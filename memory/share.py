@@ -160,7 +160,7 @@ class Share:
                     unit.copy.await_copy(self.copies)
             if self.loaded_bytes > before:
                 self.tag_copies()
-        except BaseException:  # no memory, a file that has changed, or whoever watches the loading has cancelled it
+        except BaseException:  # no memory, a file that has changed, or the loading was cancelled
             self.unload()
             raise
         finally:
@@ -335,7 +335,7 @@ class Share:
             self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
-            for unit in self.units:  # all: whoever has a block may use its weights without calling it
+            for unit in self.units:  # all: other code may use the weights of a block without calling it
                 if unit.copy is not None:
                     unit.copy.await_copy(self.copies)
         if self.streamer is not None:
@@ -375,7 +375,7 @@ class Share:
         else:
             assert self.streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
             stay = self.streamer.acquire(number)
-            self.computing[number] = stay  # first: what is not noted here nobody gives back after an interrupt
+            self.computing[number] = stay  # first: after an interrupt only what is noted here is given back
             self.streamer.area.use(stay)
             self.start_watch(number)
             bundle.compute_from(stay.slab, self.scratch)

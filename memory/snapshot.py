@@ -200,7 +200,7 @@ def copy_of(held: torch.Tensor | None) -> list[torch.Tensor] | None:
 
 
 def write(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Write a tensor's former content if it is another now: a write counts as one, for whoever watches."""
+    """Write a tensor's former content if it has changed; an unchanged one keeps its version counter."""
     if tensor.is_meta:
         return
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():

@@ -67,7 +67,7 @@ class StateGuard:
             path: where the module is in ours, with a dot behind it.
         """
         if module is not self.module and prefix:
-            return  # whoever asked a module around it completes the whole
+            return  # called for a module around this one, which completes the whole dict
         bare: dict[str, tuple[Entry, list[str]]] = {}
         for unit in self.units:
             for entry in unit.entries:

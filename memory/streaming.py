@@ -97,7 +97,7 @@ class Streamer:
                 nearer.add(self.latest)
             try:
                 is_there = self.fill(stay, keep=nearer)
-            except InvalidInput:  # of a file: raised again by whoever really needs the block
+            except InvalidInput:  # of a file: raised again when the block is entered
                 return
             if not is_there or blocks_host:
                 return

@@ -1,8 +1,8 @@
 """Weights that others put in place of ours: for one call, which gives them back, or for good.
 
 [Note: swaps] `torch.func.functional_call` puts other tensors into the module, calls it and puts ours back; so do
-contexts that compute with averaged weights for a while. An assignment puts another tensor there and forgets ours. Only
-who will put a tensor back keeps it, so what is held by nobody but us was replaced for good: its bytes become the
+contexts that compute with averaged weights for a while. An assignment puts another tensor there and forgets ours. Code
+that will put a tensor back keeps it, so a tensor that only we refer to was replaced for good: the new bytes become the
 master's. All else is lent: the module computes with the other tensor itself, moved to where its block computes, as long
 as it is there. The master keeps its bytes.
 """

@@ -256,7 +256,7 @@ def allocate_slabs(sizes: Sequence[int], *, pinned_bytes: int, streams: Sequence
 
 
 class Stopwatch(Generic[Key]):
-    """Seconds of named stretches of a stream, taken by events and read when they are over; nobody waits for them."""
+    """Seconds of named stretches of a stream, taken by events and read when they are over, without waiting for them."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

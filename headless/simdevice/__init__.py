@@ -205,7 +205,7 @@ def cluster(
     """Hardware for the body of a ``with``: configured, clocks and counters at zero, strict.
 
     When the body ends without an exception, raises `AssertionError` if a device or pinned memory still holds
-    bytes that the body allocated or registered, if nobody read the error of a refused registration, or if there
+    bytes that the body allocated or registered, if the error of a refused registration was not read, or if there
     were races. What was left before the body, by a test that failed and is still held by its traceback, is taken
     off the books first, with a warning.
     """

@@ -1,8 +1,8 @@
 """Compiles ``simdevice.cpp`` once per source and torch version, and loads it.
 
-[Note: whose library] What is loaded runs as this user, so it is loaded only from where nobody else can have put it: the
-folder is this user's and private, and none of those above it can be changed by others. A folder such as /tmp is fine
-above it: the system keeps others from touching what is not theirs there.
+[Note: whose library] What is loaded runs as this user, so it is loaded only from where no other user can have put it:
+the folder is this user's and private, and none of those above it can be changed by others. A folder such as /tmp is
+fine above it: there the system keeps users from touching the files of others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def load_backend(build_directory: Path | None = None) -> None:
     """Load the backend into this process: about 20 s of compiling (1 GB of RAM) the first time, 20 ms after.
 
     Any number of processes may do this at once: each compiles in a folder of its own and moves the finished
-    library into place in one step, so nobody sees a half-built one and a killed build leaves no lock behind.
+    library into place in one step, so no process sees a half-built one and a killed build leaves no lock behind.
 
     Raises:
         CompilerMissing: nothing is built yet, and there is nothing to build with.
@@ -101,7 +101,7 @@ def make_private(directory: Path) -> Path:
 
 
 def check_private(directory: Path) -> Path:
-    """Require that nobody else can change a folder or what leads to it; close it to others, return it without links.
+    """Require that no other user can change a folder or what leads to it; close it to others, return it without links.
 
     Raises:
         InvalidInput: naming the folder, and the command that closes it.

@@ -3,7 +3,7 @@
 [Note: host] Models reach a device in core's ``load_models_gpu()`` and nowhere else. It calls `HighwaterPatcher.load`
 with a number of bytes; the manager decides what that means. A component's masters are views into its host slabs and
 hold the patches of the clone that was loaded last, computed by core's own ``patch_weight_to_device``; the originals are
-in ``backup``, as core expects. Core's cast-in-forward stays on as the safety net for whoever calls a layer outside its
+in ``backup``, as core expects. Core's cast-in-forward stays on as the safety net for calls of a layer outside its
 block. To core we report the device bytes that the plan takes, not the whole weight: it would clear room for bytes that
 never come. State hangs on the model, which all clones share (`Hosted`).
 """
