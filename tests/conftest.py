@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +26,9 @@ settings.load_profile("busy")
 
 # What an activated virtual environment has: torch looks there for ninja when it loads an extension.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+# A shell without job control lets what it starts with & ignore Ctrl+C, and so would what tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Which part of the slow tests comes along: another one each day. Workers get it from the process that started them.
 DAY = int(os.environ.setdefault("HIGHWATER_TEST_DAY", str(int(time.time() // 86400))))
