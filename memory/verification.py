@@ -62,6 +62,9 @@ class Verification:
         """Where it begins to differ."""
         return self.differences[0] if self.differences else None
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self) -> str:
         """Return it for people: the verdict in the first line."""
         if self.first is None:

@@ -29,7 +29,13 @@ def host_without_gc(start_gpu_host: Callable[..., HostProcess]) -> Iterator[Host
 
 
 def sample(
-    host: HostProcess, loaders: Loaders, *, nag: bool = False, workers: int = 0, trouble: str = ""
+    host: HostProcess,
+    loaders: Loaders,
+    *,
+    nag: bool = False,
+    workers: int = 0,
+    trouble: str = "",
+    outlives: bool = False,
 ) -> PromptResult:
     graph = Graph()
     model = loaders.diffusion_model(graph)
@@ -41,6 +47,8 @@ def sample(
         model = graph.add(
             "TestTrouble", model=model, kind=trouble, call=1, module="diffusion_model.single_blocks.1.linear2"
         )
+    if outlives:
+        graph.add("TestOutlive", model=model, hold=True)
     graph.keep(sample_flux(graph, model, cfg=3.0))
     return host.run(graph.nodes)
 
@@ -62,6 +70,18 @@ def test_core_splits_work_after_our_models_are_gone(host_without_gc: HostProcess
         assert actual.outcome == "success", actual.brief_error
         if form not in ("cpu", "fp8"):
             assert torch.equal(actual.kept()["value.samples"], expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_outlives_its_patchers_is_not_on_cores_list(host_without_gc: HostProcess, form: str) -> None:
+    """Another pack, or a cycle, may hold the module: only the patchers tell that the host is done with it."""
+    assert sample(host_without_gc, FORMS[form], outlives=True).outcome == "success"
+    assert sample(host_without_gc, CORE).outcome == "success"  # what the last prompt made is forgotten
+    listed = host_without_gc.get("/highwater_test/loaded")
+    graph = Graph()
+    graph.add("TestOutlive", hold=False)
+    assert host_without_gc.run(graph.nodes).outcome == "success"
+    assert listed and all(loaded["same"] for loaded in listed), listed
 
 
 @pytest.mark.parametrize("trouble", ["", "error", "interrupt", "out of memory"])

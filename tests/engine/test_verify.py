@@ -78,7 +78,7 @@ def test_what_the_engine_does_is_equal(mode: str, with_file: bool, toys, machine
         found = managed.verify(x)
         assert found.is_equal, found.text()
         assert found.num_calls == 8 + 2 + 1  # the blocks, embedder and output, the net itself
-        assert "equal, bit for bit" in found.text()
+        assert "equal, bit for bit" in str(found)
         assert_at_rest(managed)
         assert managed.members[0].attachment.plan == plan
         assert dict(manager.ledger.places(managed.members[0].id)) == loaded

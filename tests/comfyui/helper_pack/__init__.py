@@ -212,6 +212,25 @@ class TestHold:
         return {}
 
 
+outliving: list[Any] = []
+
+
+class TestOutlive:
+    """Holds the module of a patcher, and not the patcher, until it is called again."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {"required": {"hold": ("BOOLEAN", {"default": True})}, "optional": {"model": ("MODEL",)}}
+    )
+    RETURN_TYPES = ()
+    FUNCTION = "outlive"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    def outlive(self, hold: bool, model: Any = None) -> dict[str, Any]:
+        outliving[:] = [model.model] if hold else []
+        return {}
+
+
 occupied: dict[str, torch.Tensor] = {}
 
 
@@ -332,5 +351,6 @@ NODE_CLASS_MAPPINGS = {
     "TestHold": TestHold,
     "TestKeep": TestKeep,
     "TestOccupy": TestOccupy,
+    "TestOutlive": TestOutlive,
     "TestTrouble": TestTrouble,
 }
