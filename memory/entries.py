@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "copy_leaves",
     "fill_entries",
     "find_entries",
+    "in_list",
     "read_weights",
     "repoint",
     "split_owner",
@@ -44,8 +46,12 @@ class Entry:
     """How a quantized weight is made of its leaves."""
     is_inference: bool = False
     """Whether it was made in inference mode."""
-    lists: list[tuple[Any, Any]] = field(default_factory=list)
-    """Lists and dicts of modules that hold it too, as an LSTM has its weights, and where in them."""
+    lists: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    """Where attributes of modules that are lists or dicts hold it too, or a weak reference to it.
+
+    An LSTM has its weights in a list, and compares them with weak references to those of its last call: where these
+    differ it makes the list anew, and packs the weights into device memory of its own.
+    """
 
     @property
     def held(self) -> torch.Tensor:
@@ -72,8 +78,8 @@ class Entry:
             else:
                 assert isinstance(tensor, nn.Parameter)
                 module._parameters[name] = tensor
-        for holder, key in self.lists:
-            holder[key] = tensor
+        for place in self.lists:
+            put_in_list(place, tensor)
 
 
 def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Entry]:
@@ -102,16 +108,35 @@ def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, En
     return entries
 
 
-def find_lists(module: nn.Module, known: Collection[int]) -> dict[int, list[tuple[Any, Any]]]:
+def find_lists(module: nn.Module, known: Collection[int]) -> dict[int, list[tuple[nn.Module, str, Any]]]:
     """Return where lists and dicts in the attributes of modules hold any of these tensors, by its identity."""
-    found: dict[int, list[tuple[Any, Any]]] = {}
+    found: dict[int, list[tuple[nn.Module, str, Any]]] = {}
     for part in module.modules():
         for name, holder in vars(part).items():
             if isinstance(holder, dict | list) and name not in OWN_DICTS:
                 for key, value in holder.items() if isinstance(holder, dict) else enumerate(holder):
-                    if isinstance(value, torch.Tensor) and id(value) in known:
-                        found.setdefault(id(value), []).append((holder, key))
+                    tensor = value() if isinstance(value, weakref.ref) else value
+                    if isinstance(tensor, torch.Tensor) and id(tensor) in known:
+                        found.setdefault(id(tensor), []).append((part, name, key))
     return found
+
+
+def in_list(place: tuple[nn.Module, str, Any]) -> tuple[Any, Any]:
+    """Return the list or dict that a module has there now, and what it holds; None for what is gone."""
+    part, name, key = place
+    holder = vars(part).get(name)
+    if isinstance(holder, dict):
+        return holder, holder.get(key)
+    return (holder, holder[key]) if isinstance(holder, list) and key < len(holder) else (None, None)
+
+
+def put_in_list(place: tuple[nn.Module, str, Any], tensor: torch.Tensor) -> None:
+    """Put a tensor, or a weak reference to it, where a list or dict of a module holds one."""
+    holder, held = in_list(place)
+    if isinstance(held, torch.Tensor):
+        holder[place[2]] = tensor
+    elif isinstance(held, weakref.ref):
+        holder[place[2]] = weakref.ref(tensor)
 
 
 def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .entries import Entry
+from .entries import Entry, in_list
 from .residency import Unit
 
 __all__ = ["Swaps"]
@@ -112,7 +112,7 @@ class Swaps:
             own += [unit.copy.views, unit.copy.buffers, unit.copy.known[0], unit.copy.known[1][0]]
         lists = {id(tensors): tensors for tensors in own if tensors is not None}.values()  # some are the same
         num_own = sum(tensor is ours for tensors in lists for tensor in tensors)
-        num_own += sum(holder[key] is ours for holder, key in entry.lists)
+        num_own += sum(in_list(place)[1] is ours for place in entry.lists)
         num_own += sum(loan.ours is ours for loan in self.loans)
         num_own += sum(entry.slots_of(module).get(name) is ours for module, name in entry.owners)
         alone = object()  # as many references as there are to a variable here

@@ -37,8 +37,7 @@
 // a race, because no document promises that the driver waits.
 //
 // [Note: what is left out]
-// Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, recurrent
-// cells, graphs. Memory traffic counts every argument once, launches cost the same for all kernels, links are
+// Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, graphs. Memory traffic counts every argument once, launches cost the same for all kernels, links are
 // not shared between devices, pinning takes no time. A strided tensor is one byte range to the order book, its gaps
 // included.
 //
@@ -1403,6 +1402,30 @@ Tensor attention_with_autograd(const Tensor& query, const Tensor& key, const Ten
   return at::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal, scale, enable_gqa);
 }
 
+// Recurrent layers compute with fused cells off the CPU, which has none: the same in single operators, so that autograd
+// sees them. The last tensor of a fused cell is a workspace for its own backward pass, which is not used here.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell,
+                                             const std::optional<Tensor>& input_bias,
+                                             const std::optional<Tensor>& hidden_bias) {
+  Tensor sum = input_gates + hidden_gates;
+  if (input_bias && input_bias->defined()) sum = sum + *input_bias + *hidden_bias;
+  const std::vector<Tensor> gates = sum.chunk(4, 1);  // input, forget, cell, output
+  const Tensor new_cell = gates[1].sigmoid() * cell + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * new_cell.tanh(), new_cell, at::empty({0}, cell.options())};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden,
+                                    const std::optional<Tensor>& input_bias,
+                                    const std::optional<Tensor>& hidden_bias) {
+  const bool has_bias = input_bias && input_bias->defined();
+  const std::vector<Tensor> from_input = (has_bias ? input_gates + *input_bias : input_gates).chunk(3, 1);
+  const std::vector<Tensor> from_hidden = (has_bias ? hidden_gates + *hidden_bias : hidden_gates).chunk(3, 1);
+  const Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
+  const Tensor update = (from_input[1] + from_hidden[1]).sigmoid();
+  const Tensor candidate = (from_input[2] + reset * from_hidden[2]).tanh();
+  return {(hidden - candidate) * update + candidate, at::empty({0}, hidden.options())};
+}
+
 // -------------------------------------------------------------------------------------------- Registration
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -1425,10 +1448,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm", "native_group_norm",
                            "scaled_dot_product_attention"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  library.impl("_thnn_fused_lstm_cell", lstm_cell);
+  library.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
   library.impl("scaled_dot_product_attention", attention_with_autograd);
+  library.impl("_thnn_fused_lstm_cell", lstm_cell);
+  library.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
 // Without these, a copy of a lazily conjugated tensor resolves it by a copy, which resolves it by a copy, ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -110,6 +111,17 @@ class Gathered(Layer):
         return super().forward(x) * self.several[0] + self.several[1] * self.named["a"]
 
 
+class Recurrent(Layer):
+    """Its recurrent layer has its weights in a list, too, and weak references to those of the last call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)[0]) * self.gate(x)
+
+
+def recurrent(kind: type[nn.RNNBase], **form: object) -> Callable[[], nn.Module]:
+    return lambda: Stack(lambda: Recurrent(kind(DIM, **form)))
+
+
 def holding(make: Callable[[], torch.Tensor], *, is_buffer: bool = False) -> Callable[[], nn.Module]:
     return lambda: Stack(lambda: Holding(make(), is_buffer=is_buffer))
 
@@ -160,6 +172,10 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     **{f"tied: {what}": tied(what) for what in ("weight", "layer", "block", "all", "with the rest", "with the root")},
     "weights in lists": lambda: Stack(Listing),
     "parameter lists and dicts": lambda: Stack(Gathered),
+    "RNN": recurrent(nn.RNN, hidden_size=DIM),
+    "GRU": recurrent(nn.GRU, hidden_size=DIM),
+    "LSTM": recurrent(nn.LSTM, hidden_size=DIM, num_layers=2),
+    "LSTM of both directions": recurrent(nn.LSTM, hidden_size=DIM // 2, bidirectional=True),
     "views of one tensor": views_of_one,
     "expanded": holding(lambda: torch.randn(1).expand(DIM)),
     "no elements": holding(lambda: torch.zeros(0, DIM)),
@@ -236,6 +252,61 @@ def test_odd_modules_compute_as_without_us_and_come_back_whole(machine, sim, nam
         if not way.startswith("eight bits"):
             assert all(torch.equal(tensor, state[key]) for key, tensor in net.state_dict().items())
             assert torch.allclose(net(X), want[-1], atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recurrent_layer_never_makes_its_list_of_weights_anew(machine, way: str) -> None:
+    """Where it does, cuDNN packs the weights into device memory of its own, and those in the list stay there."""
+    with machine(8) as manager:
+        net = build_net("LSTM")
+        layers = [layer.linear for layer in net.layers]
+        lists = [layer._flat_weights for layer in layers]
+        with manage_so(net, way, manager):
+            for _ in range(2):
+                net(X)
+                assert all(layer._flat_weights is known for layer, known in zip(layers, lists, strict=True))
+        assert not any(layer._weights_have_changed() for layer in layers)
+
+
+@torch.no_grad()
+def test_a_recurrent_layer_that_was_moved_meanwhile_computes_and_comes_back(machine, sim) -> None:
+    net = build_net("LSTM")
+    with machine(8) as manager:
+        plain = build_net("LSTM").to("sim:0")
+        with manage(net, placement="gpu:0", manager=manager):
+            net.to("sim:0")  # makes the list anew
+            assert torch.equal(net(X).cpu(), plain(X.to("sim:0")).cpu())
+        assert {weight.device.type for layer in net.layers for weight in layer.linear._flat_weights} == {"cpu"}
+        del plain
+        assert sim.stats(0).used_bytes == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", [*WAYS[:2], "split", "eight bits"])
+def test_encodec_computes_as_without_us(machine, sim, way: str) -> None:
+    """It is a part of MusicGen, and has an LSTM between its convolutions."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.EncodecConfig(
+        hidden_size=32, num_filters=8, upsampling_ratios=[4, 2], codebook_size=64, codebook_dim=32
+    )
+    torch.manual_seed(0)
+    net = transformers.EncodecModel(config).eval()
+    sound = torch.randn(1, 1, 320)
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with machine(8, 8) as manager:
+        plain = copy.deepcopy(net)
+        if way == "eight bits":
+            round_to_eight_bits(plain)
+        want = plain.to("sim:0")(sound.to("sim:0")).audio_values.cpu()
+        del plain
+        gc.collect()
+        split = manage(net, placement="gpu:0&gpu:1", manager=manager) if way == "split" else None
+        with split or manage_so(net, way, manager):
+            for _ in range(2):
+                assert torch.equal(net(sound).audio_values.cpu(), want)
+        assert sim.stats(0).used_bytes == sim.stats(1).used_bytes == 0
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items() if way != "eight bits")
 
 
 @torch.no_grad()

@@ -527,3 +527,18 @@ def test_quantized_modules_equal_cpu(kind: str) -> None:
     module.to(SECOND)
     assert str(module[0].weight.device) == SECOND
     assert_close(module(inputs.to(SECOND)), reference)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+def test_recurrent_layers_and_their_gradients_are_those_of_the_cpu(kind: type[nn.RNNBase], bias: bool) -> None:
+    layer, x = kind(8, 6, num_layers=2, bidirectional=True, bias=bias), torch.randn(5, 3, 8)
+    on_sim = copy.deepcopy(layer).to(FIRST)
+    want, got = layer(x)[0], on_sim(x.to(FIRST))[0]
+    assert_close(got, want)
+    want.sum().backward()
+    got.sum().backward()
+    for weight, moved in zip(layer.parameters(), on_sim.parameters(), strict=True):
+        assert_close(moved.grad, weight.grad)
+    with torch.inference_mode():
+        assert_close(on_sim(x.to(FIRST))[0], want.detach())
