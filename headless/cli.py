@@ -122,6 +122,7 @@ def build_parser() -> Parser:
     add("profiles", run_profiles, "list the profiles with every value")
     devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
     needs = add("needs", run_needs, "list what was learned of the memory that models need beside their weights")
+    needs.epilog = "Components and devices are shown by the first digits of their digests: the file holds no names."
     needs.add_argument("--reset", action="store_true", help="forget it; a ComfyUI that runs goes on with what it knows")
     needs.add_argument("--file", type=Path, metavar="FILE", help="only this file; default: the user's and ComfyUI's")
     needs.add_argument(
