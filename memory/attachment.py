@@ -32,6 +32,7 @@ from .moved import MoveGuard
 from .packing import Ending, Packing
 from .passes import Pass, Passes
 from .plan import ComponentPlan
+from .recomputing import in_backward
 from .residency import Unit
 from .rivals import find_rival
 from .share import Share
@@ -122,8 +123,10 @@ class Attachment:
         # With a class of our own for some parameters torch.compile would compile each block twice.
         for unit in self.units:
             unit.notes_data = not compiles
-        for unit in self.units if guards_state else ():
-            unit.asked = answer_of(self.forwards)
+        for share in self.shares if guards_state else ():
+            answer = answer_of(self.forwards, share.device.torch_device)
+            for unit in share.units:
+                unit.asked = answer
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
@@ -655,13 +658,15 @@ class Attachment:
         return sum(share.unload() for share in self.shares)
 
 
-def answer_of(forwards: Forwards) -> Asked:
-    """Return the function that a component's weights call for their device; it refers to the forwards weakly."""
+def answer_of(forwards: Forwards, device: torch.device) -> Asked:
+    """Return the function that a component's weights on a device call for it; it refers to the forwards weakly."""
     alive = ref(forwards)
 
     def answer() -> torch.device | None:
         asked = alive()
-        return asked.flows_on() if asked is not None else None
+        if asked is None:
+            return None
+        return asked.flows_on() or (device if in_backward() else None)
 
     return answer
 

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_map_only
 
 from .entries import Entry
 from .errors import InvalidInput
+from .recomputing import RestingWeight, in_backward, with_weights_on_device
 from .upcast import find_scale, quantize_fp8, upcast_into
-from .watched import answer_device
+from .watched import LEFT_ALONE, answer_device, device_in_backward, device_of
 
 __all__ = ["EightBitWeight", "EightBits", "stored_leaf"]
 
@@ -55,12 +56,13 @@ class EightBits:
         self.asked_dtype: torch.dtype | None = None
         """What the weight was to be converted to."""
 
-    def widened(self) -> torch.Tensor:
-        """Return a wide copy."""
+    def widened(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return a wide copy, where the values are or on another device."""
         assert self.entry.scale is not None
         with torch.no_grad():
-            wide = torch.empty_like(self.leaf, dtype=self.dtype)
-            upcast_into(wide, self.leaf, self.entry.scale)
+            leaf = self.leaf if device is None else self.leaf.to(device)
+            wide = torch.empty_like(leaf, dtype=self.dtype)
+            upcast_into(wide, leaf, self.entry.scale)
         return wide
 
     def current(self) -> torch.Tensor:
@@ -98,10 +100,9 @@ class EightBits:
             self.store(window)
 
 
-class EightBitWeight(torch.Tensor):
+class EightBitWeight(RestingWeight, torch.Tensor):
     """A weight that rests in eight bits, shown in the form in which it computes ([Note: eight bits at rest])."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     bits: EightBits
     rests_narrower = True
     """Tells `component.leaf_bytes` to describe it as the plain weight that it represents."""
@@ -115,6 +116,26 @@ class EightBitWeight(torch.Tensor):
             )
         weight.bits = bits
         return weight
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if in_backward():
+            given = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
+            if given is not None:
+                return function(*given[0], **given[1])
+        others = [kind for kind in types if not issubclass(kind, EightBitWeight)]
+        if others:  # as if this class had no function of its own
+            return others[0].__torch_function__(function, others, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    def device_in_backward(self) -> torch.device:
+        # Wherever it rests: torch chooses other operators for classes of others, which save other tensors.
+        return device_in_backward(self) or device_of(self)
+
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        bits = self.bits
+        return bits.window.to(device, copy=True) if bits.window is not None else bits.widened(device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

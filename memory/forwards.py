@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from .hooks import Hooks
 from .mismatch import explain_mismatch
 from .modules import remember_order
 from .passes import Pass, Passes
+from .recomputing import in_backward
 from .share import Share
 from .shared_states import Stores, find_shared_states
 from .split import Hops, Visit
@@ -154,7 +155,8 @@ class Forwards:
 
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
         self.guests = guests  # ended with the pass, however that ends
-        return self.acquire(current)
+        with torch.no_grad() if in_backward() else nullcontext():  # nothing here is computed again
+            return self.acquire(current)
 
     def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
         """Open a pass for another component's entry, which uses weights of this one, unless this thread has one."""

@@ -588,5 +588,13 @@ class Bringer:
             raise UnsafeState(f"{entry.spec.name!r} rests in its file and has no memory")
         return held
 
+    def read_on(self, device: torch.device) -> torch.Tensor:
+        """Return a copy on a device; raises `InvalidInput` if the file has changed."""
+        unit, entry = self.unit(), self.entry
+        if unit is None or not isinstance(unit.master, FileMaster) or not entry.held.is_meta:
+            return self().detach().to(device, copy=True)
+        (weight,) = read_weights([entry], unit.master.source, drop_pages=True)
+        return weight.to(device)
+
     def __deepcopy__(self, memo: object) -> Bringer:
         return self

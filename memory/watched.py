@@ -21,18 +21,21 @@ added, the device that holds it. Torch's operators do not read this attribute, s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Asked", "answer_device", "device_of", "plainly", "unwatch", "watch"]
+from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
+
+__all__ = ["Asked", "Reader", "answer_device", "device_in_backward", "device_of", "plainly", "unwatch", "watch"]
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 Asked = Callable[[], torch.device | None]
-"""Returns the device of the activations in the running forward; None outside of one."""
+"""Returns the device of the activations in the running forward; where its block computes while a backward pass computes
+again what a checkpoint left out; None outside of these."""
 DATA: Any = torch.Tensor.data  # the descriptor
 DEVICE: Any = torch.Tensor.device
 IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
@@ -52,6 +55,25 @@ def answer_device(tensor: torch.Tensor) -> torch.device:
     device = (asked() if asked is not None else None) or device_of(tensor)
     # Libraries that add layers put them where the weight is: without memory they would lose their values.
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def device_in_backward(tensor: torch.Tensor) -> torch.device | None:
+    """As `RestingWeight.device_in_backward`."""
+    asked: Asked | None = vars(tensor).get("asked")
+    device = asked() if asked is not None else None
+    return device if device != device_of(tensor) else None
+
+
+class Reader(Protocol):
+    """Reads a weight that rests in its file."""
+
+    def __call__(self) -> torch.Tensor:
+        """Read it into memory; returns the tensor that the module then holds."""
+        ...
+
+    def read_on(self, device: torch.device) -> torch.Tensor:
+        """Return a copy on a device; it goes on resting in its file."""
+        ...
 
 
 class Shown:
@@ -76,7 +98,7 @@ class Shown:
         return alias
 
 
-class WatchedTensor(torch.Tensor):
+class WatchedTensor(RestingWeight, torch.Tensor):
     """A weight whose ``.data`` counts as a write to it ([Note: data]); so does that of its views."""
 
     shown: Shown
@@ -91,6 +113,10 @@ class WatchedTensor(torch.Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if in_backward() and function not in FORM:
+            given = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
+            if given is not None:
+                return function(*given[0], **given[1])
         if not all(issubclass(kind, WatchedTensor) for kind in types):
             return call_others(function, args, kwargs or {})
         with plainly():
@@ -112,6 +138,8 @@ class WatchedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
+        if (copy := self.recomputed()) is not None:
+            return copy
         with plainly():
             count_write(self)
             shown = vars(self).get("shown")
@@ -133,6 +161,8 @@ class WatchedTensor(torch.Tensor):
 
     def detach(self) -> torch.Tensor:
         """As `torch.Tensor.detach`; one of the same class, which `nn.Parameter()` asks for."""
+        if (copy := self.recomputed()) is not None:
+            return copy
         # Unlike `as_subclass`, no view: that would keep our memory alive when it is pointed elsewhere.
         detached = torch.Tensor._make_subclass(WatchedTensor, self)
         share_shown(self, detached, is_view=self.is_view)
@@ -140,6 +170,18 @@ class WatchedTensor(torch.Tensor):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.unbind())
+
+    def recomputed(self) -> torch.Tensor | None:
+        """Return a copy for what a backward pass computes again ([Note: recomputed parts] in `recomputing.py`)."""
+        device = device_in_backward(self) if is_recomputing() else None
+        return self.copy_on(device) if device is not None else None
+
+    def device_in_backward(self) -> torch.device | None:
+        return device_in_backward(self)
+
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        with plainly(), torch.no_grad():
+            return super().detach().to(device, copy=True)
 
     def plain(self) -> torch.Tensor:
         """Return a tensor or parameter of torch's own class in the same memory."""
@@ -162,7 +204,7 @@ class WatchedTensor(torch.Tensor):
 class AbsentWeight(WatchedTensor):
     """A weight that rests in its file, or its ``.data`` ([Note: absent])."""
 
-    bring: Callable[[], torch.Tensor]
+    bring: Reader
     """Reads the weight into memory; returns the tensor that the module then holds."""
     is_data = False
 
@@ -170,6 +212,10 @@ class AbsentWeight(WatchedTensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if in_backward() and function not in FORM:
+            on_device = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
+            if on_device is not None:
+                return function(*on_device[0], **on_device[1])
         given: Any = (args, dict(kwargs or {}))
         name = getattr(function, "__name__", "")
         converts = name in CONVERSIONS and not args[0].is_data
@@ -198,7 +244,12 @@ class AbsentWeight(WatchedTensor):
     def data(self, value: torch.Tensor) -> None:
         self.bring().data = value
 
+    def copy_on(self, device: torch.device) -> torch.Tensor:
+        return self.bring.read_on(device)
+
     def detach(self) -> torch.Tensor:
+        if (copy := self.recomputed()) is not None:
+            return copy
         alias = torch.Tensor._make_subclass(AbsentWeight, self)
         alias.bring, alias.is_data = self.bring, True
         return alias
@@ -222,6 +273,10 @@ FORM_ATTRIBUTES = """
     grad_fn retains_grad output_nr _version _base _backward_hooks _cdata
 """
 ASKS_FOR_FORM = frozenset(FORM_FUNCTIONS.split())
+MAKES_LIKE = """
+    type_as empty_like zeros_like ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full
+    new_tensor
+"""
 FORM = frozenset(
     vars(torch._C.TensorBase)[name].__get__ for name in FORM_ATTRIBUTES.split() if name in vars(torch._C.TensorBase)
 )
@@ -229,6 +284,9 @@ FORM = frozenset(
 
 # Functions that return the memory of a tensor as something other than a tensor.
 GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])
+
+# What a backward pass does with a weight itself, not with a copy on the device.
+LEFT_ALONE = (ASKS_FOR_FORM - frozenset(MAKES_LIKE.split())) | GIVES_MEMORY
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -310,7 +368,7 @@ def watch(
     asked: Asked | None = None,
     *,
     aliases: list[torch.Tensor] | None = None,
-    bring: Callable[[], torch.Tensor] | None = None,
+    bring: Reader | None = None,
 ) -> AnyTensor:
     """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object.
 
