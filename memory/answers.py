@@ -11,12 +11,14 @@ a single weight reports is in `watched.py` ([Note: asked]).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
 
+from .copies import Copied
 from .errors import UnsafeState
 
 __all__ = ["DeviceAnswers"]
@@ -60,6 +62,7 @@ class DeviceAnswers:
     def __init__(
         self, root: nn.Module, device_of: Callable[[str], torch.device], *, is_inside: Callable[[], bool]
     ) -> None:
+        self.root = ref(root)
         self.is_inside = is_inside
         self.outside: torch.device | None = None
         """The device to report outside of forwards, if it differs: in a pipeline that of its diffusion model."""
@@ -74,9 +77,7 @@ class DeviceAnswers:
     def end(self) -> None:
         """Give the modules their own classes again. Idempotent."""
         for part, own in self.changed:
-            if isinstance(part, AnswersDevice):
-                part.__class__ = own  # type: ignore[assignment]
-            vars(part).pop(KEY, None)
+            give_back(ref(part), own)
         self.changed = []
         self.is_ended = True
 
@@ -84,13 +85,27 @@ class DeviceAnswers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceAnswers:
         if not self.is_ended:
-            raise UnsafeState("the module is managed: release it before copying it")
+            if id(self.root()) in memo:
+                raise UnsafeState("the module is managed: release it before copying it")
+            for part, own in self.changed:
+                copied = memo.get(id(part))
+                if copied is not None:
+                    Copied.of(memo).at_end.append(partial(give_back, ref(copied), own))
         return self
 
     def __reduce__(self) -> Any:
         if not self.is_ended:
             raise UnsafeState("the module is managed: release it before pickling it, or save its state_dict()")
         return ended, ()
+
+
+def give_back(module: Callable[[], Any], own: type[nn.Module]) -> None:
+    """Give a module its own class again, if it is alive."""
+    part = module()
+    if isinstance(part, AnswersDevice):
+        part.__class__ = own  # type: ignore[assignment]
+    if part is not None:
+        vars(part).pop(KEY, None)
 
 
 def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

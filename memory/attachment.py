@@ -18,6 +18,7 @@ from .answers import DeviceAnswers
 from .bundle import Bundle
 from .compiling import CompiledBlocks
 from .component import SAFETENSORS_NAMES, Component, is_callable
+from .copies import OwnHook
 from .devices import Device
 from .entries import Entry, find_entries
 from .errors import InvalidInput, UnsafeState
@@ -265,7 +266,7 @@ class Attachment:
         attached.add(self)
         if self.guards_state:
             self.leftovers = self.leftovers or Leftovers(self.module, self.find_lent_modules())
-            self.handles += self.leftovers.hook()
+            self.handles += self.leftovers.hook(self.owner)
         if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
             self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
@@ -273,12 +274,16 @@ class Attachment:
         self.forwards.entries = frozenset(self.find_entry_modules())
         self.forwards.inner = frozenset(self.find_inner_modules() if self.guards_state else ())
         self.forwards.blocks, self.forwards.parts = blocks, self.find_parts(blocks)
-        self.hooks.lead_to(self.forwards)
+        self.hooks.lead_to(self.forwards, owner=self.owner, root=self.module)
         if len(self.shares) > 1:
             for module in self.find_rest_modules():
+                before, after = (
+                    OwnHook.on(module, function, owner=self.owner)
+                    for function in (self.forwards.before_rest, self.forwards.after_rest)
+                )
                 self.handles += [
-                    module.register_forward_pre_hook(self.forwards.before_rest, with_kwargs=True),
-                    module.register_forward_hook(self.forwards.after_rest, always_call=True),
+                    module.register_forward_pre_hook(before, with_kwargs=True),
+                    module.register_forward_hook(after, always_call=True),
                 ]
 
     def find_entry_modules(self) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
+from .copies import Copied
 from .entries import Entry
 from .errors import InvalidInput
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
@@ -207,9 +208,19 @@ class EightBitWeight(RestingWeight, torch.Tensor):
         return nn.Parameter(wide, requires_grad=False) if isinstance(self, nn.Parameter) else wide
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = self.plain()
-        return memo[id(self)]  # type: ignore[no-any-return]
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        bits, shared = self.bits, Copied.of(memo)
+        if isinstance(self, nn.Parameter):
+            copied = self.plain()
+        elif bits.window is not None:  # views of it are copied with it
+            shared.kept.append(shown := bits.window.detach())
+            copied = shown.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        else:
+            shared.kept.append(bits)
+            copied = shared.found.setdefault(("bits", id(bits)), self.plain()).detach()
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

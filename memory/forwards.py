@@ -13,7 +13,6 @@ from torch import nn
 
 from .backward import SavedWeights
 from .component import Component
-from .errors import UnsafeState
 from .hooks import Hooks
 from .mismatch import explain_mismatch
 from .modules import remember_order
@@ -421,14 +420,6 @@ class Forwards:
     def end(self) -> None:
         """Finish no pass any more: the units are no longer managed."""
         self.passes.finish = lambda current, completed: None
-
-    # -- who copies the module copies its hooks
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
-
-    def __reduce__(self) -> Any:
-        raise UnsafeState(f"{self.owner} is managed: release it before pickling its module, or save its state_dict()")
 
 
 def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:

@@ -20,6 +20,7 @@ from torch.fx import _symbolic_trace as fx
 from torch.utils.hooks import RemovableHandle
 
 from .compiling import untraced
+from .copies import OwnHook
 from .errors import UnsafeState
 
 __all__ = ["Hooked", "Hooks"]
@@ -77,17 +78,26 @@ class Hooks:
         self.before_detour: Hooked | None = None
         self.handles: dict[nn.Module, list[RemovableHandle]] = {}
 
-    def lead_to(self, target: Hooked) -> None:
-        """Call this attachment from now on, in place of the one before."""
+    def lead_to(self, target: Hooked, *, owner: str, root: nn.Module) -> None:
+        """Call this attachment from now on, in place of the one before.
+
+        Args:
+            owner: the component's name.
+            root: its module, whose copies are refused.
+        """
         wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
         for module in wanted - self.handles.keys():
+            before, after = (
+                OwnHook.on(module, function, owner=owner, is_whole=module is root)
+                for function in (self.before, self.after)
+            )
             self.handles[module] = [
-                module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True),
-                module.register_forward_hook(self.after, always_call=True),
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                module.register_forward_hook(after, always_call=True),
             ]
-        before, self.target = self.target, target
-        if before is not None and before is not target:
-            before.dismiss()
+        earlier, self.target = self.target, target
+        if earlier is not None and earlier is not target:
+            earlier.dismiss()
         self.remove_from(self.handles.keys() - wanted)
 
     def detour(self, target: Hooked) -> None:

@@ -12,7 +12,6 @@ managed again, its plain attributes go where it computes then, as its forward wo
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .compiling import untraced
+from .copies import OwnHook
 from .entries import OWN_DICTS
 
 __all__ = ["Leftovers", "address_of", "computed_weights"]
@@ -48,11 +48,12 @@ class Leftovers:
         """Caches that were on a device before."""
         self.to_send = [place for part in self.parts for place in brought_home.pop(part, [])]
 
-    def hook(self) -> Iterator[RemovableHandle]:
+    def hook(self, owner: str) -> Iterator[RemovableHandle]:
         """Free computed weights after the forward that they were computed for."""
         for part in self.parts:
             for name, weight in computed_weights(part):
-                yield part.register_forward_hook(partial(forget_computed, name, weight), always_call=True)
+                hook = OwnHook.on(part, forget_computed, name, weight, owner=owner)
+                yield part.register_forward_hook(hook, always_call=True)
 
     def send(self, device: torch.device) -> None:
         """Bring back to a device what an earlier release took from there; once."""

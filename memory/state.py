@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .copies import OwnHook
 from .entries import Entry, read_weights
 from .errors import UnsafeState
 from .residency import Unit
@@ -40,11 +40,11 @@ class StateGuard:
         """Put hooks on the module and on every part of it, of which anyone may ask the state alone."""
         below = self.list_resting()
         for path, module in self.module.named_modules():
-            # torch marks the function it is given, which a bound method does not allow.
-            complete = partial(self.complete, f"{path}." if path else "")
+            complete = OwnHook.on(module, self.complete, f"{path}." if path else "", owner=self.owner)
             yield module.register_state_dict_post_hook(complete)
             if path in below:
-                yield module.register_load_state_dict_pre_hook(partial(self.refuse, below[path]))
+                refuse = OwnHook.on(module, self.refuse, below[path], owner=self.owner)
+                yield module.register_load_state_dict_pre_hook(refuse)
 
     def list_resting(self) -> dict[str, list[str]]:
         """Return the names of weights that rest in eight bits or in their file, below each path that has any."""
@@ -76,7 +76,7 @@ class StateGuard:
                 if keys and state[keys[0]].is_meta:
                     bare[entry.spec.name] = entry, keys
                 elif keys and entry.scale is not None:
-                    state[keys[0]] = unit.wide(entry.spec.name, torch.device("cpu"))
+                    state.update(dict.fromkeys(keys, unit.wide(entry.spec.name, torch.device("cpu"))))
         weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
         for (_, keys), weight in zip(bare.values(), weights, strict=True):
             state.update(dict.fromkeys(keys, weight))

@@ -20,6 +20,7 @@ added, the device that holds it. Torch's operators do not read this attribute, s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -28,10 +29,12 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .copies import Copied, copy_view
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
 
 __all__ = ["Asked", "Reader", "answer_device", "device_in_backward", "device_of", "plainly", "unwatch", "watch"]
 
+OWN = ("_is_param", "asked", "bring", "shown", "is_view", "is_data")
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 Asked = Callable[[], torch.device | None]
 """Returns the device of the activations in the running forward; where its block computes while a backward pass computes
@@ -189,10 +192,25 @@ class WatchedTensor(RestingWeight, torch.Tensor):
             tensor = super().detach()
             return nn.Parameter(tensor, self.requires_grad) if isinstance(self, nn.Parameter) else tensor
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = self.plain().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        return memo[id(self)]  # type: ignore[no-any-return]
+    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
+        """Return a plain copy ([Note: deep copies] in `copies.py`)."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        own = self.plain()
+        copied: torch.Tensor
+        if isinstance(own, nn.Parameter):
+            copied = nn.Parameter(own.detach().clone(), self.requires_grad)
+        elif not self.is_leaf:
+            with plainly():
+                return torch.Tensor.__deepcopy__(self, memo)  # type: ignore[no-untyped-call, no-any-return]  # raises
+        else:
+            shown: Shown | None = vars(self).get("shown")
+            whole = shown.alias if shown is not None and shown.alias is not None else own
+            copied = copy_view(own, whole, memo).requires_grad_(self.requires_grad)
+            copied.grad = copy.deepcopy(self.grad, memo)
+            vars(copied).update(copy.deepcopy({k: v for k, v in vars(self).items() if k not in OWN}, memo))
+        memo[id(self)] = copied
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -256,6 +274,16 @@ class AbsentWeight(WatchedTensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.present().numpy(force=force)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            present = self.present()
+            Copied.of(memo).kept.append(present)
+            memo[id(self)] = copy.deepcopy(present, memo)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.present().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 # What ``Module.to`` and its like call for each parameter. That is undone anyway, so the file need not be read.
@@ -400,6 +428,6 @@ def unwatch(tensor: AnyTensor) -> AnyTensor:
     """Let a watched parameter be a plain one again. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-        for name in ("_is_param", "asked", "bring", "shown", "is_view"):
+        for name in OWN:
             vars(tensor).pop(name, None)
     return tensor
