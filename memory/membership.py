@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -189,7 +190,8 @@ def refuse_odd(name: str, module: nn.Module) -> None:
     """Refuse modules whose weights cannot be given to them from outside, or cannot be packed as they are.
 
     Raises:
-        InvalidInput: a TorchScript module, or a weight that is lazy, sparse, quantized by torch.ao, or seen elsewhere.
+        InvalidInput: a TorchScript module, or a weight that is lazy, sparse, nested, without memory,
+            quantized by torch.ao, or seen elsewhere.
     """
     for path, part in module.named_modules():
         if is_scripted(part):
@@ -199,6 +201,8 @@ def refuse_odd(name: str, module: nn.Module) -> None:
         what = f"{name}: {path!r}"
         if is_lazy(parameter):
             raise InvalidInput(f"{what} has no shape yet (a lazy module); call the module once before")
+        if parameter.layout is torch.jagged or parameter.is_nested:
+            raise InvalidInput(f"{what} is a nested tensor; allowed: dense, .to_padded_tensor(0.0)")
         if parameter.layout is not torch.strided:
             raise InvalidInput(f"{what} is {str(parameter.layout).removeprefix('torch.')}; allowed: dense, .to_dense()")
         if parameter.is_quantized:
@@ -206,6 +210,8 @@ def refuse_odd(name: str, module: nn.Module) -> None:
                 f"{what} is {parameter.dtype}, of torch.ao; allowed: optimum-quanto, or as it was before"
             )
         if parameter.numel() and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter):
+            if not has_memory(parameter):
+                raise InvalidInput(f"{what} is a {type(parameter).__name__} without memory; allowed: a dense tensor")
             addresses.add(parameter.untyped_storage().data_ptr())
     for path, part in module.named_modules():
         computed = {attribute for attribute, _ in computed_weights(part)}
@@ -215,6 +221,16 @@ def refuse_odd(name: str, module: nn.Module) -> None:
                     f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shows the memory of one, "
                     "which will move; make it one"
                 )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is not on the meta device has its contents in memory of its own."""
+    if isinstance(tensor, FakeTensor):
+        return False
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # a wrapper around others (MaskedTensor), or zeros that are nowhere
+        return False
 
 
 def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:

@@ -375,6 +375,19 @@ def build_odd(kind: str, toys) -> torch.nn.Module:
             net.singles[1].up.weight = torch.nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
         case "compressed":
             net.singles[1].register_buffer("mask", torch.eye(8).to_sparse_csr())
+        case "nested" | "jagged":
+            layout = torch.jagged if kind == "jagged" else torch.strided
+            nested = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
+            net.singles[1].table = torch.nn.Parameter(nested, requires_grad=False)
+        case "masked":
+            net.register_buffer("table", torch.masked.masked_tensor(torch.ones(8), torch.ones(8) > 0))
+        case "zeros":
+            net.singles[1].table = torch.nn.Parameter(torch._efficientzerotensor((8, 8)), requires_grad=False)
+        case "fake":
+            with torch._subclasses.FakeTensorMode():
+                net.register_buffer("table", torch.ones(8))
+        case "mkldnn":
+            net.register_buffer("table", torch.ones(8, 8).to_mkldnn())
         case "torch.ao":
             net.register_buffer("table", torch.quantize_per_tensor(torch.randn(8), 0.1, 0, torch.qint8))
         case "flat":
@@ -391,6 +404,12 @@ def build_odd(kind: str, toys) -> torch.nn.Module:
         ("lazy", "'singles.1.up.weight' has no shape yet"),
         ("sparse", "'singles.1.up.weight' is sparse_coo; allowed: dense"),
         ("compressed", "'singles.1.mask' is sparse_csr; allowed: dense"),
+        ("nested", "'singles.1.table' is a nested tensor; allowed: dense"),
+        ("jagged", "'singles.1.table' is a nested tensor; allowed: dense"),
+        ("masked", "'table' is a MaskedTensor without memory; allowed: a dense tensor"),
+        ("zeros", "'singles.1.table' is a Parameter without memory; allowed: a dense tensor"),
+        ("fake", "'table' is a FakeTensor without memory; allowed: a dense tensor"),
+        ("mkldnn", "'table' is _mkldnn; allowed: dense, .to_dense()"),
         ("torch.ao", "'table' is torch.qint8, of torch.ao"),
         ("flat", "flat, which is no parameter, shows the memory of one"),
     ],
