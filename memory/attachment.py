@@ -24,7 +24,7 @@ from .entries import Entry, find_entries
 from .errors import InvalidInput, UnsafeState
 from .footprint import fixed_tensors
 from .forwards import Forwards
-from .hooks import Hooks
+from .hooks import Hooks, remove_hooks_of
 from .joining import Structure, Tree, bring_home, walk
 from .ledger import Ledger
 from .leftovers import Leftovers
@@ -255,8 +255,12 @@ class Attachment:
         self.forwards.end()
         self.moves = self.leftovers = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
+        for part in self.module.modules():
+            remove_hooks_of(self.forwards, part)
         if not goes_on:  # last: calls that came before this wait for the weights
             self.hooks.remove()
+            for part in self.module.modules():
+                remove_hooks_of(self.hooks, part)
         self.phase = Phase.DETACHED
         self.lenders = tuple
         if error is not None:

@@ -404,10 +404,12 @@ class Forwards:
 
     # -- the rest, which parts of blocks elsewhere may call
 
-    def before_rest(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before_rest(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.is_loaded or self.here == self.home:
             return None
-        return self.go(module, (args, kwargs), self.home, source=self.here, target=self.here)
+        moved = self.go(module, (args, kwargs or {}), self.home, source=self.here, target=self.here)
+        # Without keyword arguments: torch copied the hook to a module that it made in place of ours (quantization).
+        return moved[0] if moved is not None and kwargs is None else moved
 
     def after_rest(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.come_back(module, output, failed=self.has_failed(output))

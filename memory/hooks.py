@@ -23,7 +23,7 @@ from .compiling import untraced
 from .copies import OwnHook
 from .errors import UnsafeState
 
-__all__ = ["Hooked", "Hooks"]
+__all__ = ["Hooked", "Hooks", "remove_hooks_of"]
 
 
 class Hooked(Protocol):
@@ -87,6 +87,7 @@ class Hooks:
         """
         wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
         for module in wanted - self.handles.keys():
+            remove_hooks_of(self, module)
             before, after = (
                 OwnHook.on(module, function, owner=owner, is_whole=module is root)
                 for function in (self.before, self.after)
@@ -165,6 +166,26 @@ class Hooks:
         if module in target.parts and not target.is_outermost(module):
             return target.after_part(target.parts[module], module, output)
         return target.after_entry(module, output)
+
+
+def remove_hooks_of(owner: object, module: nn.Module) -> None:
+    """Remove the forward hooks of an object from a module.
+
+    For those that have no handle: torch copies the hooks of a module to another one that it makes in its place, such
+    as a quantized layer.
+    """
+    for hooks, *options in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ):
+        for number in [number for number, hook in hooks.items() if is_hook_of(owner, hook)]:
+            del hooks[number]
+            for option in options:
+                option.pop(number, None)
+
+
+def is_hook_of(owner: object, hook: Any) -> bool:
+    return isinstance(hook, OwnHook) and getattr(hook.func, "__self__", None) is owner
 
 
 def refuse_transforms() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -383,3 +384,53 @@ def test_a_parent_that_uses_a_weight_of_a_block(machine, way: str) -> None:
         managed.reprofile("unlimited")
         net(X)
     net(X)
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "split"])
+@torch.no_grad()
+def test_layers_that_torch_quantizes_in_place_compute_as_without_us(toys, machine, way: str) -> None:
+    """Torch copies the hooks of each layer to the one that takes its place, without the keyword arguments."""
+    net, plain = toys.build_net(), toys.build_net()
+    x = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(1))
+    quantize = partial(torch.ao.quantization.quantize_dynamic, qconfig_spec={nn.Linear}, inplace=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with machine(8, 8) as manager:
+            split = manage(net, placement="gpu:0&gpu:1", manager=manager) if way == "split" else None
+            with split or manage_so(net, way, manager):
+                quantize(net)
+                want = quantize(plain)(x)
+                assert torch.equal(net(x).cpu(), want)
+                assert torch.equal(net(x).cpu(), want)
+            assert torch.equal(net(x), want)
+        copy.deepcopy(net)
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["resident", "streamed", "split"])
+@torch.no_grad()
+def test_a_layer_that_takes_the_hooks_of_the_one_before_it_computes_once(machine, way: str) -> None:
+    """As torch's quantization does: blocks, layers inside them and the embedder, each with its weights."""
+    net = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(6)]) if way == "streamed" else build_net("plain")
+    plain = copy.deepcopy(net)
+    with machine(8, 8) as manager:
+        split = manage(net, placement="gpu:0&gpu:1", manager=manager) if way == "split" else None
+        with split or manage_so(net, way, manager):
+            for root in (net, plain):
+                for name, layer in [(n, part) for n, part in root.named_modules() if isinstance(part, nn.Linear)]:
+                    new = Doubled(DIM, DIM)
+                    new.weight, new.bias = layer.weight, layer.bias
+                    for hook in layer._forward_pre_hooks.values():
+                        new.register_forward_pre_hook(hook)
+                    for hook in layer._forward_hooks.values():
+                        new.register_forward_hook(hook)
+                    root.set_submodule(name, new)
+            for _ in range(2):
+                assert torch.allclose(net(X).cpu(), plain(X), rtol=1e-4, atol=1e-4)
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
+    assert torch.equal(net(X), plain(X))
