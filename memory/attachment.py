@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from weakref import WeakSet, ref
@@ -20,6 +20,7 @@ from .compiling import CompiledBlocks
 from .component import SAFETENSORS_NAMES, Component, is_callable
 from .copies import OwnHook
 from .devices import Device
+from .eight_bits import EightBitWeight
 from .entries import Entry, find_entries
 from .errors import InvalidInput, UnsafeState
 from .footprint import fixed_tensors
@@ -240,6 +241,8 @@ class Attachment:
             self.compiled.release()
         if self.answers is not None:
             self.answers.end()
+        if self.moves is not None and ending is not Ending.DISCARDED:
+            self.follow_renamed()
         self.unload()
         if self.moves is not None:
             self.packing.written |= self.moves.swaps.names
@@ -453,21 +456,38 @@ class Attachment:
 
     def lend_to(self, module: nn.Module) -> None:
         """Update our weights, from now on, in another component's module, too, where it holds them. Idempotent."""
-        known: dict[int, tuple[Unit, int]] = {}
-        for unit in self.units:
-            for tensors in ([entry.held for entry in unit.entries], unit.masters, unit.placed):
-                known |= {id(tensor): (unit, index) for index, tensor in enumerate(tensors)}
         own = set(self.module.modules())
-        for part in module.modules():
-            for slots in (part._parameters, part._buffers) if part not in own else ():
+        self.own_places([part for part in module.modules() if part not in own])
+
+    def own_places(self, parts: Iterable[nn.Module]) -> None:
+        """Update our weights, from now on, at all places of these modules that hold one of them, and nowhere else."""
+        known = {id(tensor): (unit, index) for unit in self.units for index, tensor in unit.known_tensors()}
+        entries = {id(entry): (unit, index) for unit in self.units for index, entry in enumerate(unit.entries)}
+        for part in parts:
+            for is_buffer, slots in ((False, part._parameters), (True, part._buffers)):
                 for name, tensor in list(slots.items()):
-                    found = known.get(id(tensor))
-                    if found is None or (part, name) in found[0].entries[found[1]].owners:
+                    unit, index = known.get(id(tensor), (None, 0))
+                    if isinstance(tensor, EightBitWeight):
+                        unit, index = entries.get(id(tensor.bits.entry), (None, 0))
+                    if unit is None or unit.entries[index].is_buffer != is_buffer:
                         continue
-                    unit, index = found
-                    unit.own(index, (part, name))
-                    if unit.placed:
-                        unit.entries[index].slots_of(part)[name] = unit.placed[index]
+                    if (part, name) not in unit.entries[index].owners:
+                        unit.own(index, (part, name))
+                        if unit.placed:
+                            slots[name] = unit.placed[index]  # type: ignore[assignment]
+
+    def follow_renamed(self) -> None:
+        """Give weights back at the places to which other code moved them within the module, and not at the old ones.
+
+        ``prune`` and ``spectral_norm`` of `torch.nn.utils` give a weight another name.
+        """
+        for unit in self.units:
+            for index, entry in enumerate(unit.entries):
+                for module, name in list(entry.owners):
+                    if entry.slots_of(module).get(name) is None:
+                        unit.disown(index, (module, name))
+        lent = self.find_lent_modules()
+        self.own_places([part for part in self.module.modules() if part not in lent])
 
     def take_back_from(self, module: nn.Module) -> None:
         """Stop updating another component's module: it keeps our masters, as the same objects. Idempotent."""

@@ -54,6 +54,9 @@ Place: TypeAlias = tuple[int, int, Unit, int]
 """The first byte of a weight in its storage, the end, the unit and the index there."""
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class SavedWeights:
     """Watches what autograd saves while one block computes.
 
@@ -88,7 +91,8 @@ class SavedWeights:
         found = self.find(tensor) if self.is_open else None
         if found is None:
             # Saved with its graph, a function's result would keep that graph alive in a cycle.
-            plain = tensor.detach() if tensor.requires_grad else tensor
+            # Nor may it be an object that the module holds: those become plain when the component is released.
+            plain = tensor.detach() if tensor.requires_grad or type(tensor) in PLAIN else tensor
             return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
         unit, index = found
         placed = unit.placed[index]

@@ -56,6 +56,13 @@ class EightBits:
         """Whether others have views of the window."""
         self.asked_dtype: torch.dtype | None = None
         """What the weight was to be converted to."""
+        self.has_ended = False
+        """Whether it shows a plain tensor now."""
+
+    def end(self, plain: torch.Tensor) -> None:
+        """Show this plain tensor from now on: the weight leaves its eight bits."""
+        self.window = self.leaf = plain.detach()
+        self.opened, self.has_ended = [], True
 
     def widened(self, device: torch.device | None = None) -> torch.Tensor:
         """Return a wide copy, where the values are or on another device."""
@@ -96,6 +103,8 @@ class EightBits:
 
     def settle(self) -> None:
         """Take over what was written to the window. Raises as `store`."""
+        if self.has_ended:
+            return
         window, self.window, self.has_views = self.window, None, False
         if window is not None and not torch.equal(window, self.widened()):
             self.store(window)
@@ -177,7 +186,7 @@ class EightBitWeight(RestingWeight, torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return answer_device(self)
+        return self.bits.leaf.device if self.bits.has_ended else answer_device(self)
 
     @property
     def leaf(self) -> torch.Tensor:
@@ -194,7 +203,7 @@ class EightBitWeight(RestingWeight, torch.Tensor):
         if value.shape != self.shape:
             name, has = self.bits.entry.spec.name, list(self.shape)
             raise InvalidInput(f"weight {name!r} has the shape {has}; allowed: that one, not {list(value.shape)}")
-        if value.dtype is not self.dtype:
+        if value.dtype is not self.dtype and not self.bits.has_ended:
             self.bits.asked_dtype = value.dtype
             self.bits.opened.append(self.bits)
         with torch.no_grad():

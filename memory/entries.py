@@ -13,12 +13,14 @@ from torch import nn
 from .component import TensorSpec
 from .leaves import Wrapper, leaves_of
 from .source import WeightsSource
+from .watched import unwatch
 
 __all__ = [
     "Entry",
     "add_up",
     "as_held",
     "assemble",
+    "become",
     "copy_leaves",
     "fill_entries",
     "find_entries",
@@ -208,6 +210,29 @@ def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = Fal
     else:
         (held.data,) = leaves
     return held
+
+
+def become(tensor: torch.Tensor, home: torch.Tensor) -> bool:
+    """Let a tensor object that other code keeps show the memory of another one, in place of ours.
+
+    Returns False for one that a graph of autograd refers to, which computes with it as it was.
+    """
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]
+        return False
+    is_plain = type(unwatch(tensor)) in (nn.Parameter, torch.Tensor) and type(home) in (nn.Parameter, torch.Tensor)
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if is_plain and torch._has_compatible_shallow_copy_type(tensor, home):
+            tensor.data = home.detach()
+            return True
+    try:
+        with torch.inference_mode(home.is_inference()), torch.no_grad():
+            plain = home.detach()
+            if isinstance(tensor, nn.Parameter) and not isinstance(plain, nn.Parameter):
+                plain = nn.Parameter(plain, requires_grad=False)
+        torch.utils.swap_tensors(tensor, plain)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # there are weak references to it
+        return False
+    return True
 
 
 def add_up(progress: Callable[[int], None] | None) -> Callable[[int], None] | None:

@@ -21,7 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiling import untraced
 from .copies import OwnHook
+from .eight_bits import EightBitWeight
 from .entries import OWN_DICTS
+from .watched import AbsentWeight, WatchedTensor, plainly, unwatch
 
 __all__ = ["Leftovers", "address_of", "computed_weights"]
 
@@ -77,7 +79,13 @@ class Leftovers:
         addresses = {slab.untyped_storage().data_ptr() for slab in slabs}
 
         def is_left(tensor: torch.Tensor) -> bool:
-            return is_away(tensor) or (bool(addresses) and address_of(tensor) in addresses)
+            if isinstance(tensor, AbsentWeight):  # else its file could not be read
+                return getattr(tensor.bring, "home", None) is not None
+            return (
+                is_away(tensor)
+                or isinstance(tensor, WatchedTensor | EightBitWeight)
+                or (bool(addresses) and address_of(tensor) in addresses)
+            )
 
         with torch.no_grad(), torch.inference_mode(False):
             for part in [part for part in self.module.modules() if part not in others]:
@@ -87,17 +95,30 @@ class Leftovers:
                             slots[name] = at_home(tensor)
                 for holder, key, tensor in list(caches_of(part)):
                     if id(tensor) not in self.early and is_left(tensor):
-                        holder[key] = home = tensor.detach().to("cpu", copy=True)
-                        brought_home.setdefault(part, []).append((holder, key, home))
+                        was_away = is_away(tensor)
+                        holder[key] = home = plain_copy(tensor)
+                        if was_away:
+                            brought_home.setdefault(part, []).append((holder, key, home))
 
 
 def at_home(tensor: torch.Tensor) -> Any:
     """Return a parameter or buffer in plain host memory, the same object where torch allows that."""
-    home = tensor.detach().to("cpu", copy=True)
-    if not tensor.is_inference() and torch._has_compatible_shallow_copy_type(tensor, home):
+    home = plain_copy(tensor)
+    is_plain = not tensor.is_inference() and not isinstance(tensor, AbsentWeight | EightBitWeight)
+    if is_plain and torch._has_compatible_shallow_copy_type(unwatch(tensor), home):
         tensor.data = home
         return tensor
     return nn.Parameter(home, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else home
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory, of torch's own class where the tensor is of one of ours."""
+    if isinstance(tensor, AbsentWeight):
+        tensor = tensor.present()
+    if isinstance(tensor, EightBitWeight):
+        tensor = tensor.plain()
+    with plainly():
+        return tensor.detach().to("cpu", copy=True)
 
 
 def computed_weights(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

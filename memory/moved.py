@@ -160,7 +160,7 @@ class Witness:
     def is_moved(self) -> bool:
         """Whether the module has other memory or another dtype than the unit, while that rests, gave it."""
         unit, entry = self.unit, self.entry
-        if entry is None or not entry.owners or unit.state is BlockState.COMPUTING:
+        if entry is None or not entry.owners or unit.state is BlockState.COMPUTING or unit.is_whole:
             return False
         held = entry.held
         if unit.master is None:  # computes in place
@@ -203,7 +203,7 @@ class Witness:
         The memory that it held instead is free then. What a forward wrote into buffers stays.
         """
         unit = self.unit
-        if self.entry is None or unit.state is BlockState.COMPUTING:
+        if self.entry is None or unit.state is BlockState.COMPUTING or unit.is_whole:
             return None
         if unit.master is None:
             for entry in unit.entries:
@@ -220,7 +220,9 @@ class Witness:
         unit.renew(renewed_masters(unit))
         if unit.copy is not None:
             views = zip(unit.entries, unit.copy.views, unit.resting_views(unit.copy.slab), strict=True)
+            before = unit.copy.views
             unit.copy.views = [old if entry.is_plain_buffer else new for entry, old, new in views]
+            unit.note_given(before, unit.copy.views)
         unit.forget_views()
         unit.rest()
         unit.known = None, ([], [])  # perhaps objects that lie elsewhere now

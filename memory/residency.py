@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -15,14 +16,14 @@ from torch import nn
 from .computing import ComputingWeight, note_data
 from .device_copy import DeviceCopy, Known
 from .eight_bits import EightBits, EightBitWeight, stored_leaf
-from .entries import Entry, add_up, as_held, assemble, copy_leaves, fill_entries, read_weights, repoint
+from .entries import Entry, add_up, as_held, assemble, become, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput, UnsafeState
 from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
 from .source import WeightsSource
 from .transfer import Bounce, CopyStream, Form, SlabLayout
 from .upcast import FP8, find_scale, quantize_fp8, upcast_into
-from .watched import Asked, plainly, unwatch, watch
+from .watched import Asked, device_of, plainly, unwatch, watch
 
 __all__ = ["BlockState", "Unit"]
 
@@ -79,6 +80,12 @@ class Unit:
         """For each master whose ``.data`` was read, the tensor that shares a counter with all that was returned."""
         self.past_writes = 0
         """Makes up for the counters of objects that are masters no more."""
+        self.shown: weakref.WeakSet[EightBits] = weakref.WeakSet()
+        """What the wide tensors show that the module holds, or held, for weights in eight bits."""
+        self.bringers: weakref.WeakSet[Bringer] = weakref.WeakSet()
+        """What weights without memory, and their ``.data``, call to be read."""
+        self.given: list[tuple[Entry, weakref.ref[torch.Tensor]]] = []
+        """What the module held for a weight before, and other code keeps."""
         self.bare: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
@@ -141,8 +148,23 @@ class Unit:
     def renew(self, masters: Sequence[torch.Tensor]) -> None:
         """Let other objects be the masters, for the same memory; counts as a write, so that no version comes again."""
         before = self.version
-        self.masters = list(masters)
+        replaced, self.masters = self.masters, list(masters)
+        self.note_given(replaced, self.masters)
         self.past_writes += before + 1 - self.version
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module has its own tensors again, while `unpack` was interrupted behind that."""
+        return self.master is not None and not self.masters
+
+    def note_given(self, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> None:
+        """Remember what the module held for weights at rest and holds no more, as long as other code keeps it."""
+        kept = [
+            (entry, weakref.ref(old))
+            for entry, old, new in zip(self.entries, before, now, strict=False)
+            if old is not new
+        ]
+        self.given = [(entry, known) for entry, known in (*self.given, *kept) if known() is not None]
 
     # -- the master in host memory
 
@@ -199,7 +221,9 @@ class Unit:
 
     def show(self, entry: Entry, leaf: torch.Tensor) -> EightBitWeight:
         """Return what the module holds at rest for eight-bit values."""
-        weight = EightBitWeight(EightBits(leaf, entry, self.wide_dtypes[entry.spec.name], self.opened))
+        bits = EightBits(leaf, entry, self.wide_dtypes[entry.spec.name], self.opened)
+        self.shown.add(bits)
+        weight = EightBitWeight(bits)
         weight._is_param = True
         vars(weight)["asked"] = self.asked
         return weight
@@ -250,7 +274,9 @@ class Unit:
 
     def watch(self, entry: Entry, master: torch.Tensor) -> torch.Tensor:
         """Watch the tensor that the module holds at rest for a weight; returns the same tensor."""
-        bring = Bringer(self, entry) if master.is_meta else None
+        bring = Bringer(self, entry, master) if master.is_meta else None
+        if bring is not None:
+            self.bringers.add(bring)
         return watch(master, self.asked, aliases=self.aliases, bring=bring)
 
     def read_into_memory(self) -> None:
@@ -264,7 +290,20 @@ class Unit:
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
             self.master.read_whole(slab)
         self.rest_in(slab)
-        self.rest()
+        with self.without_gone_places():  # a weight may be asked for while other code moves it to another name
+            self.rest()
+
+    @contextmanager
+    def without_gone_places(self) -> Iterator[None]:
+        """Leave places of the module alone meanwhile that hold nothing."""
+        before = [(entry, entry.owners) for entry in self.entries]
+        for entry, owners in before:
+            entry.owners = [(part, name) for part, name in owners if entry.slots_of(part).get(name) is not None]
+        try:
+            yield
+        finally:
+            for entry, owners in before:
+                entry.owners = owners
 
     def rest_in(self, slab: torch.Tensor) -> None:
         """Make a slab of host memory the master in place of the file."""
@@ -356,7 +395,7 @@ class Unit:
             InvalidInput: a file is not what it was.
         """
         names = self.names_in_file.difference(bare)
-        to_read = [entry for entry in self.entries if entry.spec.name in names]
+        to_read = [entry for entry in self.entries if entry.spec.name in names and entry.owners]
         source = self.master.source if isinstance(self.master, FileMaster) else None
         stored = {
             entry.spec.name: weight
@@ -365,12 +404,12 @@ class Unit:
         masters = itertools.chain(self.masters, itertools.repeat(None))  # fewer where packing failed half way
         for entry, master in zip(self.entries, masters, strict=False):
             name = entry.spec.name
+            if master is not None:
+                self.given.append((entry, weakref.ref(master)))
             if name in bare:
                 entry.hold(unwatch(self.bare.get(name, entry.held)))
-            elif not entry.owners:  # what the module has there is its own; others may hold ours, and keep it
-                if self.host_slab is not None and master is not None and entry.wrapper is None:
-                    with torch.inference_mode(master.is_inference()):
-                        unwatch(master).data = self.wide(name, torch.device("cpu"))
+            elif not entry.owners:  # what the module has there is its own
+                continue
             elif name in stored:
                 repoint(entry, [stored[name]], lasting=True)
             elif master is not None:
@@ -378,9 +417,47 @@ class Unit:
                 entry.hold(self.originals.get(name, unwatch(master)))
                 if own:
                     repoint(entry, own, lasting=True)
+        master = None
+        self.masters, self.placed, self.known, self.opened = [], [], (None, ([], [])), []
+        self.forget_views()
+        self.bring_kept_home(source)
         self.forget_masters()
         for entry in self.entries:  # only now: interrupted before, all of it is done again
             entry.scale = None
+
+    def bring_kept_home(self, source: WeightsSource | None) -> None:
+        """Let tensors that other code keeps of those which the module held be plain ones in host memory.
+
+        Each shares the memory of what the module holds for the weight now; where it holds none, or one without
+        memory, the weight is read into memory of its own.
+        """
+        homes: dict[int, torch.Tensor] = {}
+
+        def find_home(entry: Entry, form: torch.Tensor) -> torch.Tensor:
+            if id(entry) not in homes:
+                held = entry.held if entry.owners else None
+                if held is not None and not held.is_meta and device_of(held).type == "cpu":
+                    homes[id(entry)] = held
+                elif self.host_slab is not None:
+                    homes[id(entry)] = self.wide(entry.spec.name, torch.device("cpu"))
+                elif source is not None and entry.spec.name in self.names_in_file:
+                    with torch.inference_mode(False):
+                        homes[id(entry)] = home = torch.empty(form.shape, dtype=form.dtype)
+                    source.read_into([(entry.spec.name, home)], drop_pages=True)
+                else:
+                    homes[id(entry)] = form.detach().to("cpu", copy=True)
+            return homes[id(entry)]
+
+        for bits in list(self.shown):
+            bits.end(find_home(bits.entry, bits.leaf))
+        kept = [(entry, tensor) for entry, known in self.given if (tensor := known()) is not None]
+        for bring in list(self.bringers):
+            if bring.home is None:
+                bring.home = find_home(bring.entry, bring.form)
+        self.given = []  # what has a weak reference cannot be swapped
+        for entry, tensor in kept:
+            if not entry.owners or tensor is not entry.held:
+                become(tensor, find_home(entry, tensor))
 
     def discard(self) -> None:
         """Drop the masters, and let the module hold shapes without memory: it is no longer used. Reads nothing."""
@@ -422,7 +499,9 @@ class Unit:
         self.rest()
         self.save_changes(self.copy)
         self.put(self.masters, BlockState.HOST)
+        given = [(entry, weakref.ref(view)) for entry, view in zip(self.entries, self.copy.views, strict=True)]
         self.copy = None
+        self.given = [(entry, known) for entry, known in (*self.given, *given) if known() is not None]
         return self.slab_bytes
 
     def save_changes(self, copy: DeviceCopy) -> None:
@@ -562,6 +641,13 @@ class Unit:
         self.entries[index].owners.remove(owner)
         self.slots = []
 
+    def known_tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield all that the module holds, or may hold, at rest, by the index of its entry."""
+        held = [entry.held if entry.owners else None for entry in self.entries]
+        views = self.copy.views if self.copy is not None else ()
+        for tensors in (held, self.masters, self.placed, views):
+            yield from ((index, tensor) for index, tensor in enumerate(tensors) if tensor is not None)
+
     def take_replaced(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
         replaced = entry.held
@@ -575,15 +661,23 @@ class Unit:
 class Bringer:
     """Brings a weight that rests in its file into host memory, for code that uses more than its form."""
 
-    def __init__(self, unit: Unit, entry: Entry) -> None:
+    def __init__(self, unit: Unit, entry: Entry, form: torch.Tensor) -> None:
         self.unit = weakref.ref(unit)
         self.entry = entry
+        self.form = torch.empty(form.shape, dtype=form.dtype, device="meta")
+        self.home: torch.Tensor | None = None
+        """The weight in plain memory, when its unit has ended."""
 
     def __call__(self) -> torch.Tensor:
+        if self.home is not None:
+            return self.home
         unit, entry = self.unit(), self.entry
-        if unit is not None and unit.bring is not None and entry.held.is_meta:
+        index = next((i for i, own in enumerate(unit.entries) if own is entry), None) if unit is not None else None
+        if unit is None or index is None or not unit.placed:
+            raise UnsafeState(f"{entry.spec.name!r} rests in its file and has no memory")
+        if unit.placed[index].is_meta and unit.bring is not None:
             unit.bring(unit)
-        held = entry.held
+        held = unit.placed[index]
         if held.is_meta:
             raise UnsafeState(f"{entry.spec.name!r} rests in its file and has no memory")
         return held

@@ -32,7 +32,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .copies import Copied, copy_view
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
 
-__all__ = ["Asked", "Reader", "answer_device", "device_in_backward", "device_of", "plainly", "unwatch", "watch"]
+__all__ = [
+    "AbsentWeight",
+    "Asked",
+    "Reader",
+    "WatchedTensor",
+    "answer_device",
+    "device_in_backward",
+    "device_of",
+    "plainly",
+    "unwatch",
+    "watch",
+]
 
 OWN = ("_is_param", "asked", "bring", "shown", "is_view", "is_data")
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)

@@ -1,0 +1,156 @@
+"""Weights that other code renames, moves or keeps: released, each is a plain tensor in host memory again."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from highwater.memory import manage
+from highwater.memory.component import component_from_module
+from highwater.memory.errors import UnsafeState
+from highwater.memory.upcast import Precision, cast_tensors, find_scale, quantize_fp8
+
+DIM = 64
+X = torch.randn(2, DIM, generator=torch.Generator().manual_seed(0))
+WAYS = {
+    "resident": {},
+    "streamed": {"profile": "0.06MiB"},
+    "split": {"placement": "gpu:0&gpu:1"},
+    "disk": {"placement": "gpu:0:disk", "profile": "0.06MiB"},
+    "eight bits": {"precision": "fp8 scaled"},
+    "eight bits, streamed": {"precision": "fp8 scaled", "profile": "0.05MiB"},
+    "eight bits, split": {"precision": "fp8 scaled", "placement": "gpu:0&gpu:1"},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def move_up(net: Net) -> None:
+    net.other = net.layers[3][1].weight
+    del net.layers[3][1].weight
+
+
+def make_buffer(net: Net) -> None:
+    weight = net.layers[3][1]._parameters.pop("weight")
+    net.layers[3][1].register_buffer("weight", weight)
+
+
+def share(net: Net) -> None:
+    net.other = net.layers[3][1].weight
+
+
+def keep(net: Net) -> list[torch.Tensor]:
+    return list(net.layers[3].parameters())
+
+
+def keep_and_remove(net: Net) -> list[torch.Tensor]:
+    kept = list(net.layers[7].parameters())
+    del net.layers[7]
+    return kept
+
+
+def keep_and_replace(net: Net) -> list[torch.Tensor]:
+    kept = [net.layers[3][1].weight]
+    net.layers[3][1] = nn.Linear(DIM, DIM)
+    return kept
+
+
+DEEDS: dict[str, Callable[[Net], object]] = {
+    "pruned": lambda net: prune.l1_unstructured(net.layers[3][1], "weight", 0.5),
+    "spectral_norm of the old kind": lambda net: nn.utils.spectral_norm(net.layers[3][1]),
+    "weight_norm of the old kind": lambda net: nn.utils.weight_norm(net.layers[3][1]),
+    "spectral_norm": lambda net: parametrizations.spectral_norm(net.layers[3][1]),
+    "weight_norm": lambda net: parametrizations.weight_norm(net.layers[3][1]),
+    "moved": move_up,
+    "made a buffer": make_buffer,
+    "shared": share,
+    "kept": keep,
+    "kept and removed": keep_and_remove,
+    "kept and replaced": keep_and_replace,
+}
+
+
+def build(way: str) -> Net:
+    """Return a module whose weights lose nothing in eight bits where they are to rest in them."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = Net().eval().requires_grad_(False)
+    if way.startswith("eight bits"):
+        for name in cast_tensors(component_from_module(net, name="model"), Precision.FP8_SCALED):
+            weight = net.get_parameter(name)
+            scale = find_scale(weight, name=name)
+            weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)
+    return net
+
+
+def call(net: Net) -> None:
+    try:
+        net(X)
+    except UnsafeState as error:
+        assert "gone from its module" in str(error)
+        assert "release it before" in str(error)
+
+
+def tensors_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    own = {name: value for part in net.modules() for name, value in vars(part).items() if torch.is_tensor(value)}
+    return own | dict(net.named_parameters()) | dict(net.named_buffers())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("called", ["never called", "called before", "called after", "called before and after"])
+@pytest.mark.parametrize("deed", DEEDS)
+@torch.no_grad()
+def test_every_weight_comes_back_whoever_holds_it(
+    machine, sim, tmp_path: Path, deed: str, called: str, way: str
+) -> None:
+    net, plain = build(way), build(way)
+    with machine(8, 8) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of the norms of the old kind
+        torch.manual_seed(1)
+        plain_kept = DEEDS[deed](plain)
+        options = {"placement": "gpu:0", **WAYS[way]}
+        if way == "disk":
+            safetensors.torch.save_file(net.state_dict(), tmp_path / "net.safetensors")
+            options["files"] = {"model": tmp_path / "net.safetensors"}
+        managed = manage(net, manager=manager, **options)
+        if "before" in called:
+            net(X)
+        torch.manual_seed(1)
+        kept = DEEDS[deed](net)
+        if "after" in called:
+            call(net)
+        managed.release()
+        managed.release()
+        gc.collect()  # parametrized layers are cycles
+        assert sim.stats(0).used_bytes == sim.stats(1).used_bytes == 0
+        found, wanted = tensors_of(net), tensors_of(plain)
+        if isinstance(kept, list):
+            found |= {f"kept {number}": tensor for number, tensor in enumerate(kept)}
+            wanted |= {f"kept {number}": tensor for number, tensor in enumerate(plain_kept)}
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert type(tensor) is type(wanted[name]), name
+            assert tensor.device.type == "cpu", name
+            if "norm" not in deed and not (deed == "kept and replaced" and name.startswith("layers.3.1")):
+                assert torch.equal(tensor, wanted[name]), name
+            else:  # computed where the weight was
+                assert torch.allclose(tensor, wanted[name], atol=1e-5) or name.startswith("layers.3.1"), name
+        if deed not in ("moved", "made a buffer"):
+            net(X)
