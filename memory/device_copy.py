@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,7 +13,7 @@ from .transfer import CopyStream
 
 __all__ = ["DeviceCopy", "Known", "content_tag"]
 
-Known: TypeAlias = tuple[list[torch.Tensor], list[int]]
+Known: TypeAlias = tuple[list[torch.Tensor], list[Any]]
 """Plain parameters and their addresses."""
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: the golden ratio of 64 bits

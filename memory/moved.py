@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ from .watched import plainly, watch
 __all__ = ["MoveGuard"]
 
 ADDRESS = torch.Tensor.data_ptr
+STRIDE = torch.Tensor.stride
+DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class MoveGuard:
@@ -71,9 +74,12 @@ class MoveGuard:
 
         The caller holds the manager's lock.
         """
+        is_laid_out_anew = False
         for unit, index, held in self.swaps.take_back():
             self.wait()
+            layout = unit.layout
             self.undone = why_not_adopted(unit, index, held) or self.undone
+            is_laid_out_anew = is_laid_out_anew or unit.layout is not layout
         for unit in self.units:
             if unit.opened:
                 self.wait()
@@ -84,7 +90,7 @@ class MoveGuard:
         if changed:
             self.swaps.lend(changed)
             changed = [unit for unit in changed if self.take_over(unit)]
-        if changed or any(witness.is_moved() for witness in self.witnesses):
+        if changed or is_laid_out_anew or any(witness.is_moved() for witness in self.witnesses):
             self.wait()
             for witness in self.witnesses:  # a block's buffers are in another unit than its weights
                 undone = witness.put_back()
@@ -186,10 +192,13 @@ class Witness:
             else:
                 unit.known = unit.placed, (own, addresses)
         with plainly():
-            return list(map(ADDRESS, own)) != addresses
+            return [*map(ADDRESS, own), *map(STRIDE, own)] != addresses
 
-    def addresses(self) -> list[int]:
-        """Return where the plain parameters lie while the unit rests; 0 for eight bits that are shown wide."""
+    def addresses(self) -> list[Any]:
+        """Return where the plain parameters rest, 0 for eight bits that are shown wide; then their strides."""
+        return [*self.places(), *(self.unit.layout.forms[leaf].strides for _, leaf in self.plain)]
+
+    def places(self) -> list[int]:
         unit, slab = self.unit, self.unit.resting_slab
         if slab is not None:
             begin, offsets = slab.data_ptr(), unit.layout.offsets
@@ -255,14 +264,19 @@ class Witness:
         slab = unit.resting_slab
         if slab is None:
             return
-        for entry, leaves in zip(unit.entries, unit.leaf_views(slab), strict=True):
+        for index, (entry, leaves) in enumerate(zip(unit.entries, unit.leaf_views(slab), strict=True)):
             held = entry.held
             is_plain = entry.wrapper is None and entry.scale is None and not entry.is_buffer
             if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
                 with torch.no_grad():
                     given = held.detach().to(slab.device)
-                    if given.data_ptr() != leaves[0].data_ptr() and not torch.equal(given, leaves[0]):
-                        leaves[0].copy_(given)
+                    if given.data_ptr() == leaves[0].data_ptr():
+                        if given.stride() == leaves[0].stride():
+                            continue
+                        given = given.clone()
+                    own = unit.leaf_views(slab)[index][0] if unit.take_strides(index, given) else leaves[0]
+                    if not torch.equal(given, own):
+                        own.copy_(given)
 
 
 def why_not_adopted(unit: Unit, index: int, given: torch.Tensor | None) -> str | None:
@@ -292,6 +306,10 @@ def why_not_adopted(unit: Unit, index: int, given: torch.Tensor | None) -> str |
         return f"{name!r}{resting_form(unit, index)} was replaced"
     with torch.no_grad():
         moved = [leaf.detach().to(own.device) for leaf, own in zip(theirs, leaves, strict=True)]
+        if slab is not None and unit.take_strides(index, moved[0]):
+            leaves = unit.leaf_views(slab)[index]
+            with plainly():
+                DATA.__set__(unit.placed[index], leaves[0])
         if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, leaves, strict=True)):
             return None
         if entry.scale is not None:
@@ -327,7 +345,8 @@ def renewed_masters(unit: Unit) -> list[torch.Tensor]:
         elif unit.shows(entry):
             masters.append(unit.show(entry, own[0]))
         elif entry.wrapper is None and not own[0].is_meta and torch._has_compatible_shallow_copy_type(master, own[0]):
-            master.data = own[0]
+            with plainly():
+                DATA.__set__(master, own[0])  # others' assignments of the same memory in another order are copied
             masters.append(watch(master, unit.asked, aliases=unit.aliases))
         else:
             masters.append(unit.watch(entry, as_held(iter(own), entry)))

@@ -112,6 +112,28 @@ class Unit:
             return [Form.of(entry.held, FP8)]
         return [Form.of(leaf) for leaf in leaves_of(entry.held)]
 
+    def take_strides(self, index: int, given: torch.Tensor) -> bool:
+        """Lay a plain weight out as a tensor that takes its place; returns whether that has other strides.
+
+        The bytes are as many and begin where they did. The caller renews what the module holds and the cached views.
+        Weights in eight bits and in files keep their strides.
+        """
+        entry, place = self.entries[index], sum(self.num_leaves[:index])
+        form = Form.of(given)
+        if self.host_slab is None or entry.wrapper is not None or entry.scale is not None or entry.is_buffer:
+            return False
+        if form.strides == self.layout.forms[place].strides or form.shape != self.layout.forms[place].shape:
+            return False
+        slabs = [self.host_slab, *([self.copy.slab] if self.copy is not None else [])]
+        with torch.inference_mode(False), torch.no_grad():
+            before = [self.layout.views(slab)[place].clone() for slab in slabs]
+            forms = list(self.layout.forms)
+            forms[place] = replace(forms[place], strides=form.strides)
+            self.layout = replace(self.layout, forms=tuple(forms))
+            for slab, values in zip(slabs, before, strict=True):
+                self.layout.views(slab)[place].copy_(values)
+        return True
+
     @property
     def slab_bytes(self) -> int:
         return self.layout.slab_bytes

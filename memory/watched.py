@@ -165,6 +165,8 @@ class WatchedTensor(RestingWeight, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         with plainly():
             count_write(self)
+            if IS_ALIAS_OF(value, self) and value.stride() != self.stride():
+                value = value.clone()  # at an address of its own: that is how the other strides are seen
             DATA.__set__(self, value)
 
     def numpy(self, *, force: bool = False) -> Any:

@@ -115,3 +115,68 @@ def test_what_is_read_from_a_file_is_contiguous_and_right(machine, tmp_path, tie
         if tier == "disk" or came_bare:
             assert torch.equal(output, contiguous.to("sim:0")(X.to("sim:0")).cpu())
             contiguous.to("cpu")
+
+
+def to_contiguous(net: ConvNet) -> None:
+    net.to(memory_format=torch.contiguous_format)
+
+
+def assign_data(net: ConvNet) -> None:
+    for block in net.blocks:
+        block.mix.weight.data = (
+            block.mix.weight.detach().clone(memory_format=torch.contiguous_format).to(block.mix.weight.data.device)
+        )
+        weight = block.wide.weight.data
+        block.wide.weight.data = weight.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+
+
+def assign_parameters(net: ConvNet) -> None:
+    for block in net.blocks:
+        weight = block.wide.weight.detach()
+        weight = weight.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) * 1.5
+        block.wide.weight = nn.Parameter(weight, requires_grad=False)
+
+
+def transpose_and_scale(net: ConvNet) -> None:
+    for block in net.blocks:
+        block.mix.weight.data = block.mix.weight.data.t() * 0.5
+
+
+def transpose(net: ConvNet) -> None:
+    for block in net.blocks:
+        block.mix.weight.data = block.mix.weight.data.t()  # the same memory in another order
+
+
+WAYS = {
+    "resident": {"placement": "gpu:0"},
+    "streamed": {"placement": "gpu:0", "profile": "0.1MiB"},
+    "split": {"placement": "gpu:0&gpu:1"},
+    "pageable": {"placement": "gpu:0:host", "profile": "0.1MiB"},
+    "CPU": {"placement": "cpu"},
+}
+
+
+@pytest.mark.parametrize("change", [to_contiguous, assign_data, assign_parameters, transpose_and_scale, transpose])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_strides_that_are_assigned_are_kept(machine, change, way: str, forwards: int) -> None:
+    device = "cpu" if way == "CPU" else "sim:0"
+    with machine(8, 8) as manager, torch.no_grad():
+        net, plain = build_net(), build_net()
+        plain.to(device)
+        with manage(net, manager=manager, **WAYS[way]) as managed:
+            for _ in range(forwards):
+                assert torch.equal(net(X).cpu(), plain(X.to(device)).cpu())
+            for each in (net, plain):
+                change(each)
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), plain(X.to(device)).cpu())
+            managed.members[0].attachment.unload()
+            assert torch.equal(net(X).cpu(), plain(X.to(device)).cpu())
+            for each in (net, plain):
+                each.blocks[2].wide.weight.mul_(2)
+            assert torch.equal(net(X).cpu(), plain(X.to(device)).cpu())
+        plain.to("cpu")
+        got, want = ({k: v for k, v in strides_of(each).items() if "kernel" not in k} for each in (net, plain))
+        assert got == want
+        assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
