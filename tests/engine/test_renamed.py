@@ -154,3 +154,21 @@ def test_every_weight_comes_back_whoever_holds_it(
                 assert torch.allclose(tensor, wanted[name], atol=1e-5) or name.startswith("layers.3.1"), name
         if deed not in ("moved", "made a buffer"):
             net(X)
+
+
+@pytest.mark.parametrize("way", ["resident", "split", "eight bits"])
+@torch.no_grad()
+def test_another_profile_leaves_nothing_of_a_kept_weight_on_the_device(machine, sim, way: str) -> None:
+    net, plain = build(way), build(way)
+    with machine(8, 8) as manager:
+        with manage(net, manager=manager, **{"placement": "gpu:0", **WAYS[way]}) as managed:
+            net(X)
+            kept = keep_and_remove(net)
+            managed.reprofile("0.05MiB")
+            net(X)
+            for tensor, wanted in zip(kept, keep_and_remove(plain), strict=True):
+                assert type(tensor) is nn.Parameter
+                assert tensor.device.type == "cpu"
+                assert torch.equal(tensor, wanted)
+            assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0")
+        assert sim.stats(0).used_bytes == 0
