@@ -339,6 +339,7 @@ async def send_loaded(request: web.Request) -> web.Response:
                 "patcher": type(patcher).__name__ if patcher is not None else None,
                 "model": type(real).__name__ if real is not None else None,
                 "same": patcher is not None and patcher.model is real,
+                "outlives": any(real is module for module in outliving),
             }
         )
     return web.json_response(entries)
