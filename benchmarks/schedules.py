@@ -96,7 +96,7 @@ class Clock:
         self.host_s = self.compute_s = self.copy(num_bytes, after_s=self.compute_s)
 
     def synchronize(self, *moments_s: float) -> None:
-        """Let the host wait for these moments, or for everything on the device."""
+        """Wait on the host for these moments, or for everything on the device."""
         self.host_s = max(self.host_s, *(moments_s or (self.compute_s, self.link_s)))
 
 

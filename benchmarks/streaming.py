@@ -145,7 +145,7 @@ def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int, *,
 
 @contextlib.contextmanager
 def fresh_user_cache() -> Iterator[None]:
-    """Let nothing be known of this device, whose link is another in every case."""
+    """Forget what is known of this device, whose link is another in every case."""
     with (
         tempfile.TemporaryDirectory(prefix="highwater-cache-") as directory,
         unittest.mock.patch.dict(os.environ, XDG_CACHE_HOME=directory),

@@ -299,7 +299,7 @@ def bounded_parameters(num_stored: int, place: str | Path) -> Iterator[None]:
 
 @contextmanager
 def bare_parameters() -> Iterator[None]:
-    """Let parameters lose their memory as this thread's modules take them; tied ones stay one object.
+    """Take the memory of parameters as modules of this thread register them; tied ones stay one object.
 
     Initialising them is free from then on. torch.empty gave them addresses only: no page of them was ever touched.
     torch knows the hook for all threads; in others it does nothing.

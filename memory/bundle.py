@@ -70,7 +70,7 @@ class Bundle:
             offset += unit.slab_bytes
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
-        """Let the module compute from staging memory, or from the copies that are resident; widens what is cast."""
+        """Give the module its weights in staging memory, or the resident copies; widens what is cast."""
         parts = (
             self.parts(slab) if slab is not None else [unit.copy.slab for unit in self.units if unit.copy is not None]
         )
@@ -78,7 +78,7 @@ class Bundle:
             unit.compute_from(part, scratch)
 
     def compute_in_place(self, scratch: torch.Tensor | None) -> None:
-        """Let the module compute from the masters, which are in host memory."""
+        """Give the module the masters to compute from, which are in host memory."""
         for unit in self.units:
             if unit.host_slab is not None:
                 unit.compute_from(unit.host_slab, scratch)

@@ -102,7 +102,7 @@ class CompiledBlocks:
         return {reason: num_blocks for reason, num_blocks in counts.items() if num_blocks}
 
     def release(self) -> None:
-        """Let every block run its class's own forward again. Idempotent."""
+        """Give every block its class's own forward back. Idempotent."""
         for block in self.blocks:
             vars(block).pop("forward", None)
         self.blocks = []

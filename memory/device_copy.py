@@ -86,7 +86,7 @@ class DeviceCopy:
         return any(buffer._version for buffer in self.buffers)
 
     def await_copy(self, copies: CopyStream) -> None:
-        """Let the compute stream wait until the weights are there, each stream once."""
+        """Make the compute stream wait until the weights are there, each stream once."""
         stream = copies.compute_stream.stream_id
         if stream not in self.awaited:
             copies.await_on_compute(self.ready)

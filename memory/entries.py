@@ -198,7 +198,7 @@ def fill_entries(
 
 
 def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
-    """Let the held tensor object show other memory, and return it.
+    """Point the held tensor object to other memory, and return it.
 
     The object stays the same for all who refer to it. Inference tensors cannot be repointed outside
     inference mode, quantized weights and those without memory not at all: these are replaced.
@@ -213,7 +213,7 @@ def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = Fal
 
 
 def become(tensor: torch.Tensor, home: torch.Tensor) -> bool:
-    """Let a tensor object that other code keeps show the memory of another one, in place of ours.
+    """Point a tensor object that other code keeps to the memory of another tensor, in place of ours.
 
     Returns False for one that a graph of autograd refers to, which computes with it as it was.
     """

@@ -231,7 +231,7 @@ class Forwards:
                 end_guests(guests, completed=completed)
 
     def forget_parts(self, numbers: Collection[int]) -> None:
-        """Let what is inside blocks that have computed be called without us, unless others call it."""
+        """Remove the hooks from what is inside blocks that have computed, unless other code calls it from outside."""
         if self.parts:
             done = [
                 part for part, number in self.parts.items() if number in numbers and number not in self.seen_in_parts

@@ -111,7 +111,7 @@ class Hooks:
             self.target = self.before_detour
 
     def remove_from(self, modules: Iterable[nn.Module]) -> None:
-        """Let these modules be called without us."""
+        """Remove the hooks from these modules."""
         for module in list(modules):
             for handle in self.handles.get(module, ()):
                 handle.remove()

@@ -110,7 +110,7 @@ def learn_shortage(member: Member, room: Room, size: Size, needed: Mapping[str, 
 
 
 def learn_failed_load(member: Member, room: Room, plan: ComponentPlan, error: BaseException) -> None:
-    """Let as little as can compute be loaded next, where the device had less memory in one piece than it said."""
+    """Load as little as can compute the next time: the device had less memory in one piece than it said."""
     shortage = read_shortage(error)
     share = find_short(plan, room, shortage) if shortage is not None else None
     if share is None:

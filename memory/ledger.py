@@ -48,7 +48,7 @@ class Ledger:
             self.charge(place, component, kind, num_bytes)
 
     def settle(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        """Let an entry be what is there, whatever it was."""
+        """Set an entry to the bytes that are there, whatever it was."""
         self.change(place, component, kind, num_bytes - self.entries[place, component, kind])
 
     def used(self, place: str) -> int:

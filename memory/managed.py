@@ -105,7 +105,7 @@ class Managed:
         return self.manager.report()
 
     def keep(self, kept: bool = True) -> Managed:
-        """Let these components leave a device only when nothing else is left to leave; returns the handle."""
+        """Keep these components on their devices until nothing else is left to evict; returns the handle."""
         for member in self.members:
             member.is_kept = kept
         return self

@@ -212,7 +212,7 @@ class MemoryManager:
         return passes.open is None or passes.open is holder
 
     def bring_up(self, member: Member, size: Size | None) -> None:
-        """Let a component at rest hold what it is to compute with, and leave free what it needs. Raises as `acquire`.
+        """Load what a component at rest will compute with, and keep free what it needs. Raises as `acquire`.
 
         Args:
             size: that of its input, where it is known.

@@ -127,7 +127,7 @@ def least_alone(component: Component) -> int:
 
 
 def remember_order(module: nn.Module, blocks: Sequence[str]) -> None:
-    """Let the next plan that splits a module cut its blocks in the order in which they ran."""
+    """Remember the order in which blocks ran: the next plan that splits the module cuts them in it."""
     execution_orders[module] = tuple(blocks)
 
 

@@ -207,7 +207,7 @@ class Witness:
         return [unit.master.address_of(leaf) for _, leaf in self.plain]
 
     def put_back(self) -> str | None:
-        """Let the module hold the unit's own tensors again; returns which change to them was undone.
+        """Put the unit's own tensors back into the module; returns which change to them was undone.
 
         The memory that it held instead is free then. What a forward wrote into buffers stays.
         """

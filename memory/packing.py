@@ -216,7 +216,7 @@ class Packing:
         self.written = frozenset(names.get(name, name) for name in self.written)
 
     def leave_in_file(self, share: Share) -> None:
-        """Let a share's masters rest in their file; on their way to the device they pass through buffers."""
+        """Leave a share's masters in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for unit in share.units:
             unit.rest_in_file(self.source, share.bounce, written=self.written)

@@ -186,7 +186,7 @@ class Passes:
 
     @contextmanager
     def held(self, hold: Hold | None = None) -> Iterator[None]:
-        """Let no pass begin in the body; waits for the end of one that is open.
+        """Keep passes from beginning in the body; waits for the end of one that is open.
 
         Args:
             hold: takes the place of a pass; `close` gives it back, too.

@@ -17,7 +17,7 @@ class Victim:
     device_bytes: int
     last_use: int
     is_kept: bool = False
-    """Whoever loaded it asked to keep it: it leaves only when nothing else is left."""
+    """Its program asked to keep it: it leaves only when nothing else is left."""
 
 
 class EvictionPolicy(Protocol):

@@ -84,7 +84,7 @@ class Reference:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Let the module compute without the engine in the body; whatever happens there, it is the engine's again.
+        """Compute without the engine in the body; the engine has the module again at its end, after errors too.
 
         The component leaves its devices for that, which saves what was written to it there, and comes back after it.
         """
@@ -227,7 +227,7 @@ class Reference:
         return as_held(iter(here), entry)
 
     def take_away(self, number: int) -> None:
-        """Let one block rest again. Blocks come after all else, and one at a time, so it is what was put last."""
+        """Put one block back to rest. Blocks come after all else, and one at a time, so it is what was put last."""
         first = self.first_held.pop(number, len(self.held))
         self.put_back(first)
         self.up.discard(number)
@@ -239,7 +239,7 @@ class Reference:
             self.held.pop()  # last: interrupted before, it is done again
 
     def leave(self) -> None:
-        """Let the module hold what it held. Idempotent; interrupted, it can be called again."""
+        """Put back what the module held. Idempotent; interrupted, it can be called again."""
         self.depth = 0
         self.put_back(0)
         self.up.clear()

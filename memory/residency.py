@@ -168,7 +168,7 @@ class Unit:
         return self.master.version + own + others + self.past_writes
 
     def renew(self, masters: Sequence[torch.Tensor]) -> None:
-        """Let other objects be the masters, for the same memory; counts as a write, so that no version comes again."""
+        """Take other objects as the masters, for the same memory; counts as a write, so that no version comes again."""
         before = self.version
         replaced, self.masters = self.masters, list(masters)
         self.note_given(replaced, self.masters)
@@ -268,7 +268,7 @@ class Unit:
         fill_entries(self.entries, source, add_up(progress))
 
     def rest_in_file(self, source: WeightsSource, bounce: Bounce, *, written: Collection[str] = ()) -> None:
-        """Let the weights rest in their file and what it lacks where it is; the module holds shapes without memory.
+        """Leave the weights in their file, and what it lacks where it is; the module holds shapes without memory.
 
         Buffers are read into memory of their own: a forward may change them.
 
@@ -448,7 +448,7 @@ class Unit:
             entry.scale = None
 
     def bring_kept_home(self, source: WeightsSource | None) -> None:
-        """Let tensors that other code keeps of those which the module held be plain ones in host memory.
+        """Make tensors that the module held, and other code keeps, plain ones in host memory.
 
         Each shares the memory of what the module holds for the weight now; where it holds none, or one without
         memory, the weight is read into memory of its own.
@@ -560,7 +560,7 @@ class Unit:
     # -- what the module holds
 
     def compute_from(self, slab: torch.Tensor, scratch: torch.Tensor | None) -> None:
-        """Let the module compute from a slab on the device; widens cast weights into the scratch there."""
+        """Give the module its weights in a slab on the device; widens cast weights into the scratch there."""
         is_resident = self.copy is not None and slab is self.copy.slab
         views = self.copy.views if self.copy is not None and is_resident else self.cached_views(slab, self.layout)
         if self.cast_names:

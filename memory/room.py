@@ -323,7 +323,7 @@ class Room:
                 self.make_room(share.device, 0, member)
 
     def give_headroom(self, member: Member, size: Size) -> None:
-        """Let a component that its host has loaded leave free what its forwards of a size are known to need.
+        """Keep free what forwards of a size are known to need, of a component that its host has loaded.
 
         Others give up what they can compute without, then it streams more itself; its host is told of both.
         """

@@ -192,7 +192,7 @@ class Share:
                 copy.tags = weights, buffers
 
     def settle(self) -> None:
-        """Let the ledger say what is there: an interrupt may have come between a step and its entry."""
+        """Enter in the ledger what is there: an interrupt may have come between a step and its entry."""
         name = self.device.name
         self.ledger.settle(
             name, self.owner, Kind.WEIGHTS, sum(unit.slab_bytes for unit in self.units if unit.copy is not None)

@@ -87,7 +87,7 @@ def read_amount(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def add_line(error: BaseException, line: str) -> None:
-    """Let an exception that is on its way to the user say one line more, in what ``str`` returns of it.
+    """Add a line to the text that ``str`` returns of an exception on its way to the user.
 
     Not a note: Python 3.10 has none, and a page that shows the message shows no notes.
     """

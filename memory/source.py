@@ -33,15 +33,15 @@ class WeightsSource:
                     self.files[tensor.name[len(prefix) :]] = file, tensor
 
     def alias(self, name: str, stored_name: str) -> None:
-        """Let a weight be found by another name, too."""
+        """Add a name by which a weight is found."""
         self.files[name] = self.files[stored_name]
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Let weights be found by new names, by their old ones; all at once, as some may be called what others were."""
+        """Rename weights, by their old names; all at once, because a new name may be another weight's old one."""
         self.files.update({new: self.files[old] for old, new in names.items()})
 
     def alias_tied(self, component: Component) -> None:
-        """Let each tied weight be found by the name that its component gives it, whichever of its names the files have.
+        """Find each tied weight by the name that its component gives it, whichever of its names the files have.
 
         Who reads a component's weights, by those names, did this before.
         """

@@ -205,7 +205,7 @@ class Visit:
         return self.bring(output)
 
     def give_back_states(self) -> None:
-        """Let what is shared hold the caller's tensors again; also after a failure. Idempotent."""
+        """Put the caller's tensors back into what is shared; also after a failure. Idempotent."""
         if self.shared:
             exchange(self.shared, self.brought_home(tensors_of(self.shared)))
 

@@ -119,7 +119,7 @@ class StagingArea:
         return not left_bytes
 
     def claim(self, begin: int, end: int, owner: Stay | None, stay: Stay) -> None:
-        """Let the next copy overwrite bytes after their last use, and their owner miss them."""
+        """Give bytes to the next copy, which overwrites them after their last use; their owner has them no more."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
             self.copies.await_free(owner.ready, owner.free)

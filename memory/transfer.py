@@ -148,7 +148,7 @@ class CopyStream:
         return torch.Event(device=self.device.torch_device)
 
     def await_free(self, ready: torch.Event, free: torch.Event) -> None:
-        """Let the next copy wait for the last use of what it overwrites (rule 3), and the host for that one's copy.
+        """Make the next copy wait for the last use of what it overwrites (rule 3), and the host for that one's copy.
 
         The host is then no further ahead than staging memory is large, and hears of an interrupt that soon.
         """
@@ -169,7 +169,7 @@ class CopyStream:
         free.record(stream)
 
     def await_on_compute(self, ready: torch.Event) -> None:
-        """Let the compute stream wait for a copy (rule 2); the host goes on."""
+        """Make the compute stream wait for a copy (rule 2); the host goes on."""
         self.compute_stream.wait_event(ready)
 
     def finish(self) -> None:
@@ -178,7 +178,7 @@ class CopyStream:
         self.compute_stream.wait_stream(self.stream)
 
     def drain(self) -> None:
-        """Let the home stream wait for every queued copy and compute, so that memory may be freed (rule 4)."""
+        """Make the home stream wait for every queued copy and compute, so that memory may be freed (rule 4)."""
         self.home.wait_stream(self.stream)
         for used in (self.last_compute, self.compute_stream):
             if used != self.home:

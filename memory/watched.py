@@ -438,7 +438,7 @@ def watch(
 
 
 def unwatch(tensor: AnyTensor) -> AnyTensor:
-    """Let a watched parameter be a plain one again. Returns the same object."""
+    """Make a watched parameter a plain one again. Returns the same object."""
     if isinstance(tensor, WatchedTensor):
         tensor.__class__ = nn.Parameter  # type: ignore[assignment]
         for name in OWN:

@@ -35,7 +35,7 @@ log = logging.getLogger("highwater")
 
 
 def quietly(feature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let no error of ours reach the host: it is logged once and said by `features`."""
+    """Keep errors of ours from the host: each is logged once, and `features` tells it."""
 
     def wrap(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)

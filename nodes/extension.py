@@ -50,7 +50,7 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
 
 
 def remember_needs() -> None:
-    """Let what is learned of models' needs rest in the host's folder for its own data, which it serves to no page."""
+    """Keep what is learned of models' needs in the host's folder for its own data, which it serves to no page."""
     import folder_paths
 
     from ..memory.default import remember_needs_in

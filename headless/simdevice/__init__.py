@@ -333,7 +333,7 @@ def strict(*, defer_copies: bool | None = None, check_races: bool | None = None)
 
 @contextlib.contextmanager
 def copy_engine() -> Iterator[None]:
-    """Let a thread move asynchronous copies during the body, as a card does while its host goes on. For measuring real
+    """Move asynchronous copies in a thread during the body, as a card does while its host goes on. For measuring real
     seconds: see [Note: copy engine] in ``simdevice.cpp``."""
     ended = threading.Event()
 
@@ -364,7 +364,7 @@ def races() -> list[str]:
 
 
 def occupy(index: int, num_bytes: int) -> None:
-    """Let another program hold so many bytes of a device, in place of its ``reserve_bytes``; `cluster` ends that."""
+    """Set the bytes of a device that another program holds, in place of its ``reserve_bytes``; `cluster` ends that."""
     if num_bytes < 0:
         raise ValueError(f"num_bytes must not be negative, not {num_bytes}")
     _ops.occupy(index, num_bytes)

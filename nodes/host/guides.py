@@ -70,7 +70,7 @@ def guides_in(conds: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Any]
 
 
 def bring(guide: Any, model: ModelPatcher) -> None:
-    """Let a ControlNet compute on the model's device.
+    """Make a ControlNet compute on the model's device.
 
     Raises:
         InvalidInput: it was asked to be elsewhere, or is core's and stays elsewhere.

@@ -46,7 +46,7 @@ class Weight:
 
     @contextmanager
     def held_on(self, device: torch.device) -> Iterator[None]:
-        """Let the module hold a wide copy on a device for core to write to; what it wrote is the new version."""
+        """Give core a wide copy on a device to write to; what it wrote is the new version."""
         resting = self.entry.held
         with torch.inference_mode(False):
             self.entry.hold(torch.nn.Parameter(self.unit.wide(self.entry.spec.name, device), requires_grad=False))
@@ -129,7 +129,7 @@ class Hosted:
 
     @contextmanager
     def widened(self, key: str) -> Iterator[None]:
-        """Let core read and write a weight that rests in eight bits in its wide form; others as they are."""
+        """Give core the wide form of a weight that rests in eight bits, to read and write; others as they are."""
         weight = self.weights.get(key)
         if weight is None or weight.entry.scale is None:
             yield

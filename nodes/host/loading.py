@@ -105,7 +105,7 @@ def adopt(
 
 
 def compute_here(patcher: ModelPatcher, device: torch.device) -> None:
-    """Let a model compute in the dtype that its device is good at, as core's Select Model Device does."""
+    """Choose the dtype in which a model computes by its device, as core's Select Model Device does."""
     compute_dtype = comfy.model_management.unet_manual_cast(patcher.model_dtype(), device)
     if compute_dtype is not None:
         patcher.set_model_compute_dtype(compute_dtype)

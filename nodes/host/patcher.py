@@ -124,7 +124,7 @@ class HighwaterPatcher(ModelPatcher):
     def partially_unload(
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
-        """Let the manager choose who gives up bytes of our load device; returns what really was freed."""
+        """Ask the manager to free bytes of our load device, of components that it chooses; returns what was freed."""
         if self.hosted.member is None or is_cpu(self.load_device):
             return int(super().partially_unload(device_to, memory_to_free, force_patch_weights))
         with self.use_ejected():
@@ -214,7 +214,7 @@ class HighwaterPatcher(ModelPatcher):
         return state
 
     def check_inputs(self) -> None:
-        """Let a ControlNet refuse inputs from another device; the manager's hooks come after that."""
+        """Make a ControlNet refuse inputs from another device; the manager's hooks come after that."""
         if self.hosted.kind == "control":
             self.hosted.check = check_inputs(self.model, self.hosted.check)
 
