@@ -292,7 +292,7 @@ def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
     The first budget that will do decides how the masters rest, so the smallest comes first.
     """
     from highwater.memory import MemoryManager, manage
-    from highwater.memory.profile import parse_profile
+    from highwater.memory.options.profile import parse_profile
 
     model, inputs = build_transformer(request.size), make_inputs(request.size, device)
     manager = MemoryManager()

@@ -234,7 +234,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_profiles(options: argparse.Namespace) -> int:
-    from ..memory.profile import PROFILES
+    from ..memory.options.profile import PROFILES
     from .console import Console
 
     profiles = [profile.to_json() for profile in PROFILES.values()]

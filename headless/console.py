@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
-from ..memory.budget import exact_size
+from ..memory.options.budget import exact_size
 from ..memory.units import KIB, format_bytes
 
 __all__ = ["Console"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ..memory.devices import HostMemory
 from ..memory.errors import InvalidInput
 from ..memory.membership import default_watermark, unlearned_bytes
+from ..memory.options.placement import INTEGER, Scanner
 from ..memory.pinning import pin_limit_bytes
-from ..memory.placement import INTEGER, Scanner
 from ..memory.plan import DeviceCapacity, Machine
 from ..memory.units import GIB, format_bytes, parse_bytes
 

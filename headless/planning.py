@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ..memory.building import load_model
 from ..memory.component import Component, component_from_files, component_from_module
 from ..memory.errors import InvalidInput, allowed_values
-from ..memory.placement import canonical_device, parse_placement
+from ..memory.options.placement import canonical_device, parse_placement
+from ..memory.options.profile import parse_profile
 from ..memory.plan import Machine, Plan, plan_components
-from ..memory.profile import parse_profile
 from ..memory.upcast import parse_precision
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from .default import default_manager, existing_manager
 from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
-    from .budget import BudgetItem
     from .building import load_model, load_weights
     from .discovery import discover_components
     from .managed import Managed, manage
     from .manager import MemoryManager
     from .membership import Watermark
-    from .profile import OffloadProfile
+    from .options.budget import BudgetItem
+    from .options.profile import OffloadProfile
     from .verification import Verification
 
 __all__ = [
@@ -39,9 +39,9 @@ __all__ = [
 ]
 
 LAZY = {
-    "BudgetItem": "budget",
+    "BudgetItem": "options.budget",
     "MemoryManager": "manager",
-    "OffloadProfile": "profile",
+    "OffloadProfile": "options.profile",
     "Verification": "verification",
     "Watermark": "membership",
     "discover_components": "discovery",

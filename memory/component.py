@@ -15,7 +15,7 @@ from torch import nn
 from .blocks import find_blocks
 from .declared import Declarations
 from .leaves import leaves_of
-from .placement import KINDS
+from .options.placement import KINDS
 from .sharing import NOTHING_SHARED, Shared
 from .weights import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
 

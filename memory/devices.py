@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from .errors import InvalidInput, allowed_values
-from .placement import canonical_device
+from .options.placement import canonical_device
 
 __all__ = ["CPU", "Device", "HostMemory", "find_device", "list_devices"]
 

@@ -19,10 +19,10 @@ from .discovery import components_of, discover_components, holds_pipeline
 from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
+from .options.placement import Placement, parse_placement
+from .options.profile import OffloadProfile, build_profile
 from .parts import Parts
-from .placement import Placement, parse_placement
 from .plan import Plan
-from .profile import OffloadProfile, build_profile
 from .rivals import ExecutionMark
 from .source import WeightsSource
 from .upcast import Precision, parse_precision

@@ -18,8 +18,8 @@ from .entries import split_owner
 from .errors import InvalidInput, quoted, require
 from .leftovers import address_of, computed_weights
 from .needs import Size
+from .options.profile import OffloadProfile
 from .plan import ComponentPlan
-from .profile import OffloadProfile
 from .rivals import find_rival, is_scripted
 from .sharing import Shared, named_tensors
 from .source import WeightsSource

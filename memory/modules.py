@@ -16,9 +16,9 @@ from .errors import DoesNotFit, InvalidInput
 from .footprint import least_bytes
 from .leaves import leaves_of
 from .machine import Machine
-from .placement import Placement
+from .options.placement import Placement
+from .options.profile import OffloadProfile, covers
 from .plan import Plan, plan_components
-from .profile import OffloadProfile, covers
 from .sharing import NOTHING_SHARED, Shared
 from .source import WeightsSource
 from .upcast import Precision

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .budget import BudgetItem
 from .component import Component
 from .cuts import split_blocks
 from .errors import DoesNotFit
 from .footprint import all_resident_bytes, explain_rest
 from .machine import DeviceCapacity, Machine
-from .placement import DeviceShare, Placement, PlacementItem, names_device
-from .profile import LANGUAGE, TITLES, OffloadProfile, covers
+from .options.budget import BudgetItem
+from .options.placement import DeviceShare, Placement, PlacementItem, names_device
+from .options.profile import LANGUAGE, TITLES, OffloadProfile, covers
 from .share_plan import SharePlan, plan_share
 from .tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .units import format_bytes

@@ -25,8 +25,8 @@ from .link import known_link
 from .machine import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from .membership import Member, Watermark, default_watermark, unlearned_bytes
 from .needs import Key, Needs, Size, digest_component, digest_device
+from .options.placement import canonical_device
 from .pinning import pin_limit_bytes
-from .placement import canonical_device
 from .plan import ComponentPlan, replan
 from .policy import EvictionPolicy, Victim
 from .units import format_bytes

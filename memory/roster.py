@@ -14,11 +14,11 @@ from .component import Component, guess_kind
 from .errors import InvalidInput, UnsafeState, allowed_values, quoted
 from .membership import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
+from .options.placement import DeviceShare, Placement, PlacementItem
+from .options.profile import OffloadProfile
 from .packing import Ending
 from .passes import Pass
-from .placement import DeviceShare, Placement, PlacementItem
 from .plan import ComponentPlan, Plan
-from .profile import OffloadProfile
 from .room import Room
 from .sharing import NOTHING_SHARED, Shared, find_shared
 from .source import WeightsSource

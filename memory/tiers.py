@@ -23,9 +23,9 @@ from .footprint import (
     resting_bytes,
 )
 from .machine import Machine
+from .options.placement import PlacementItem
+from .options.profile import OffloadProfile, covers
 from .pinning import LIMIT_BYTES
-from .placement import PlacementItem
-from .profile import OffloadProfile, covers
 from .share_plan import SharePlan
 from .units import format_bytes
 

@@ -66,7 +66,7 @@ def resolve_placement(placement: str) -> tuple[str, list[str]]:
         InvalidInput: it is no placement on any machine; names the column.
     """
     from ..memory.errors import InvalidInput
-    from ..memory.placement import canonical_device, names_device, parse_placement
+    from ..memory.options.placement import canonical_device, names_device, parse_placement
 
     if placement in (DEFAULT, AUTO):
         return AUTO, []
@@ -106,7 +106,7 @@ def resolve_watermark_device(device: str) -> tuple[str, list[str]]:
         InvalidInput: it is no accelerator on any machine; the CPU's memory has no watermark.
     """
     from ..memory.errors import InvalidInput, allowed_values
-    from ..memory.placement import canonical_device, names_device
+    from ..memory.options.placement import canonical_device, names_device
 
     if device == ALL:
         return ALL, []

@@ -77,7 +77,7 @@ def check_profile(profile: str | None) -> None:
     Raises:
         InvalidInput: naming the column and what is allowed there.
     """
-    from ..memory.profile import parse_profile
+    from ..memory.options.profile import parse_profile
 
     if profile is not None:
         parse_profile(str(profile), devices=device_names())

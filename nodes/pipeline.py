@@ -131,8 +131,8 @@ def check_request(pipeline: str | None, profile: str | None, placement: str | No
         InvalidInput: naming the value, or the file of the pipeline that is no good.
     """
     from ..memory.devices import list_devices
-    from ..memory.placement import parse_placement
-    from ..memory.profile import parse_profile
+    from ..memory.options.placement import parse_placement
+    from ..memory.options.profile import parse_profile
     from .pipeline_folders import check_pipeline, find_pipeline
 
     if pipeline is None:

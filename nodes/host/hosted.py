@@ -19,8 +19,8 @@ from ...memory.entries import Entry
 from ...memory.errors import DoesNotFit
 from ...memory.membership import Member
 from ...memory.modules import plan_modules
-from ...memory.placement import parse_placement
-from ...memory.profile import parse_profile
+from ...memory.options.placement import parse_placement
+from ...memory.options.profile import parse_profile
 from ...memory.residency import Unit
 from ...memory.upcast import parse_precision
 

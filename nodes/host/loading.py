@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...memory.devices import list_devices
 from ...memory.errors import InvalidInput
-from ...memory.profile import covers, parse_profile
+from ...memory.options.profile import covers, parse_profile
 from ...memory.upcast import Precision, parse_precision
 from ...memory.weights import read_header
 from .guides import bring_guides

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 
 MIB = 1 << 20
 DEVICES = ["cpu", "gpu:0", "gpu:1"]

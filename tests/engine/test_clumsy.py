@@ -15,8 +15,8 @@ from highwater import BudgetItem, MemoryManager, OffloadProfile, discover_compon
 from highwater.headless.hardware import parse_hardware
 from highwater.memory import Watermark
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import build_profile, parse_profile
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import build_profile, parse_profile
 from highwater.memory.units import parse_bytes
 from highwater.memory.upcast import parse_precision
 

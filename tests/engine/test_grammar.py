@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory.budget import BudgetItem, exact_size
 from highwater.memory.errors import InvalidInput
-from highwater.memory.placement import KINDS, TIERS, DeviceShare, PlacementItem, parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.budget import BudgetItem, exact_size
+from highwater.memory.options.placement import KINDS, TIERS, DeviceShare, PlacementItem, parse_placement
+from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
 from highwater.memory.upcast import parse_precision
 

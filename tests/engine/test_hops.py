@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import manage
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 
 WIDTH = 64
 PLACES = {

@@ -9,8 +9,8 @@ import torch
 
 from highwater.memory import manage
 from highwater.memory.link import known_link, link_bytes_per_s
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 
 LINK = 8e9
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from highwater.memory import DoesNotFit, InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import MIB
 from highwater.memory.upcast import parse_precision
 

@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from highwater.memory.budget import BudgetItem
 from highwater.memory.component import (
     Block,
     Component,
@@ -23,9 +22,10 @@ from highwater.memory.component import (
 )
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.footprint import all_resident_bytes, block_bytes, least_bytes, wide_bytes
-from highwater.memory.placement import parse_placement
+from highwater.memory.options.budget import BudgetItem
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import OffloadProfile, parse_profile
 from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, replan
-from highwater.memory.profile import OffloadProfile, parse_profile
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
 from highwater.memory.upcast import Precision, cast_tensors
 

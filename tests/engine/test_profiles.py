@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from highwater.memory.budget import BudgetItem, read_mmgp_budgets
 from highwater.memory.component import Block, Component, TensorSpec
 from highwater.memory.errors import DoesNotFit, InvalidInput
-from highwater.memory.placement import parse_placement
+from highwater.memory.options.budget import BudgetItem, read_mmgp_budgets
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, build_profile, parse_profile
 from highwater.memory.plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components
-from highwater.memory.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, build_profile, parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes
 from highwater.memory.upcast import Precision
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory import InvalidInput, manage
-from highwater.memory.budget import exact_size
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.budget import exact_size
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import MIB
 
 X = torch.randn(2, 5, 64)

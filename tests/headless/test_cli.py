@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from highwater.headless.cli import main, peers_of
 from highwater.headless.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
-from highwater.memory.profile import OffloadProfile
+from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import GIB
 
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"

@@ -112,7 +112,7 @@ WITH_PROFILE = [
 
 @pytest.mark.parametrize("node_id", WITH_PROFILE)
 def test_every_profile_that_a_page_shows_is_one(node_id: str):
-    from highwater.memory.profile import parse_profile
+    from highwater.memory.options.profile import parse_profile
 
     page = (WEB / "docs" / f"{node_id}.md").read_text()
     (row,) = (line for line in page.splitlines() if line.startswith("| **profile**"))

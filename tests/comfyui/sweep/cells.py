@@ -28,8 +28,8 @@ from comfy.model_patcher import ModelPatcher
 from highwater.memory import default_manager
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.modules import plan_modules
-from highwater.memory.placement import parse_placement
-from highwater.memory.profile import parse_profile
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 from highwater.memory.upcast import find_scale, quantize_fp8, upcast_into
 from highwater.nodes.host.hosted import Request
 from highwater.nodes.host.loading import adopt

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from .errors import InvalidInput, quoted
+from ..errors import InvalidInput, quoted
+from ..units import ALLOWED_UNITS, LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
 from .placement import INTEGER, WORD, Scanner, canonical_device, names_device, resolve_kind
-from .units import ALLOWED_UNITS, LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
 
 __all__ = [
     "BudgetItem",

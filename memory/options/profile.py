@@ -17,6 +17,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ..errors import InvalidInput, allowed_values, quoted, require
+from ..units import GIB, MIB
 from .budget import (
     BudgetItem,
     add_item,
@@ -27,9 +29,7 @@ from .budget import (
     read_mmgp_budgets,
     read_target,
 )
-from .errors import InvalidInput, allowed_values, quoted, require
 from .placement import WORD, Scanner, resolve_kind
-from .units import GIB, MIB
 
 __all__ = [
     "LANGUAGE",

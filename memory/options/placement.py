@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from .errors import InvalidInput, allowed_values, quoted
+from ..errors import InvalidInput, allowed_values, quoted
 
 __all__ = [
     "AUTO",
