@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from highwater.memory.component import Component, component_from_module
 from highwater.memory.footprint import explain_rest
+from highwater.memory.weights.component import Component, component_from_module
 
 __all__ = [
     "FAMILIES",

@@ -45,9 +45,9 @@ from torch import nn
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.reading import WeightsFile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
-from highwater.memory.weights import read_header
+from highwater.memory.weights.file_reader import WeightsFile
+from highwater.memory.weights.safetensors_header import read_header
 
 from .case import Result
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, footprint, manage
-from highwater.memory.source import WeightsSource
+from highwater.memory.weights.source import WeightsSource
 
 from .case import Result
 

@@ -13,13 +13,13 @@ from .errors import DoesNotFit, InvalidInput
 
 if TYPE_CHECKING:
     from .building import load_model, load_weights
-    from .discovery import discover_components
     from .managed import Managed, manage
     from .manager import MemoryManager
     from .membership import Watermark
     from .options.budget import BudgetItem
     from .options.profile import OffloadProfile
     from .verification import Verification
+    from .weights.discovery import discover_components
 
 __all__ = [
     "BudgetItem",
@@ -44,7 +44,7 @@ LAZY = {
     "OffloadProfile": "options.profile",
     "Verification": "verification",
     "Watermark": "membership",
-    "discover_components": "discovery",
+    "discover_components": "weights.discovery",
     "load_model": "building",
     "load_weights": "building",
 }

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 from .answers import DeviceAnswers
 from .bundle import Bundle
 from .compiling import CompiledBlocks
-from .component import SAFETENSORS_NAMES, Component, is_callable
 from .copies import OwnHook
 from .devices import Device
 from .eight_bits import EightBitWeight
@@ -38,9 +37,10 @@ from .recomputing import in_backward
 from .residency import Unit
 from .rivals import find_rival
 from .share import Share
-from .source import WeightsSource
 from .state import StateGuard
 from .watched import Asked
+from .weights.component import SAFETENSORS_NAMES, Component, is_callable
+from .weights.source import WeightsSource
 
 __all__ = ["Attachment", "Phase", "refuse_managed"]
 
@@ -443,7 +443,7 @@ class Attachment:
         loans = self.moves.swaps.loans if self.moves is not None else []
         return self.find_lent() | {loan.owner: loan.entry for loan in loans}
 
-    # -- what several components have in common ([Note: sharing] in `sharing.py`)
+    # -- what several components have in common ([Note: sharing] in `weights/sharing.py`)
 
     def find_lent_modules(self) -> set[nn.Module]:
         """Return the parts of the module that other components own: the owners' hooks see their calls."""

@@ -19,9 +19,9 @@ import torch
 
 from .entries import read_weights
 from .errors import UnsafeState
-from .leaves import leaves_of
 from .masters import FileMaster
 from .residency import Unit
+from .weights.quantized import leaves_of
 
 __all__ = ["SavedWeights"]
 

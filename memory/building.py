@@ -28,11 +28,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .attachment import refuse_managed
 from .entries import split_owner
 from .errors import InvalidInput, allowed_values, quoted, require
-from .foreign_config import check_config, declared_items, parse_config, read_config_file
-from .leaves import Wrapper
-from .reading import torch_dtype
-from .source import WeightsSource
-from .weights import TensorHeader, read_header
+from .weights.file_reader import torch_dtype
+from .weights.quantized import Wrapper
+from .weights.safetensors_header import TensorHeader, read_header
+from .weights.source import WeightsSource
+from .weights.untrusted_config import check_config, declared_items, parse_config, read_config_file
 
 __all__ = ["bounded_parameters", "load_model", "load_weights", "source_of"]
 
@@ -235,7 +235,7 @@ def find_class(config: Mapping[str, Any] | None, path: Path) -> Callable[..., nn
 def build_bare(model_class: Callable[..., nn.Module], config: dict[str, Any], path: Path) -> nn.Module:
     """Return a module whose parameters have no memory; its buffers are on the CPU. Leaves torch's random state.
 
-    The class gets what its signature declares ([Note: foreign configs] in `foreign_config.py`).
+    The class gets what its signature declares ([Note: foreign configs] in `weights/untrusted_config.py`).
     """
     with bare_parameters(), torch.inference_mode(False), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         if hasattr(model_class, "config_class"):  # transformers

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .component import Component
 from .footprint import block_bytes, fixed_tensors, least_bytes, resting_bytes, wide_bytes
 from .machine import Machine
 from .options.placement import DeviceShare
 from .options.profile import OffloadProfile
 from .schedule import cut_runs
 from .share_plan import find_limit
+from .weights.component import Component
 
 __all__ = ["split_blocks"]
 

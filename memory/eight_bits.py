@@ -26,8 +26,8 @@ from .copies import Copied
 from .entries import Entry
 from .errors import InvalidInput
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
-from .upcast import find_scale, quantize_fp8, upcast_into
 from .watched import LEFT_ALONE, answer_device, device_in_backward, device_of
+from .weights.fp8 import find_scale, quantize_fp8, upcast_into
 
 __all__ = ["EightBitWeight", "EightBits", "stored_leaf"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .component import TensorSpec
-from .leaves import Wrapper, leaves_of
-from .source import WeightsSource
 from .watched import unwatch
+from .weights.component import TensorSpec
+from .weights.quantized import Wrapper, leaves_of
+from .weights.source import WeightsSource
 
 __all__ = [
     "Entry",

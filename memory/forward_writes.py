@@ -16,7 +16,7 @@ from .entries import Entry
 from .errors import InvalidInput
 from .residency import Unit
 from .swaps import Swaps, foreign_tensors
-from .upcast import upcast_into
+from .weights.fp8 import upcast_into
 
 __all__ = ["keep_writes"]
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .backward import SavedWeights
-from .component import Component
 from .hooks import Hooks
 from .mismatch import explain_mismatch
 from .modules import remember_order
@@ -21,6 +20,7 @@ from .recomputing import in_backward
 from .share import Share
 from .shared_states import Stores, find_shared_states
 from .split import Hops, Visit
+from .weights.component import Component
 
 __all__ = ["Forwards"]
 
@@ -46,7 +46,7 @@ class Forwards:
             whether the component is still this attachment's.
         give_back: called when the outermost entry is left, also by an exception; perhaps twice.
         lenders: returns the forwards of the components that own weights of this one ([Note: sharing] in
-            `sharing.py`), in an order that is the same for all borrowers.
+            `weights/sharing.py`), in an order that is the same for all borrowers.
         compiles: whether the blocks are compiled.
         places_inputs: move what an entry is given to the device of the rest; a host does that itself, and has buffers
             to be filled, or containers to be emptied, where it wants them.

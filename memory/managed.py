@@ -15,7 +15,6 @@ from torch import nn
 from .building import source_of
 from .default import default_manager
 from .devices import list_devices
-from .discovery import components_of, discover_components, holds_pipeline
 from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
@@ -24,10 +23,11 @@ from .options.profile import OffloadProfile, build_profile
 from .parts import Parts
 from .plan import Plan
 from .rivals import ExecutionMark
-from .source import WeightsSource
-from .upcast import Precision, parse_precision
 from .verification import Verification
 from .verify import verify
+from .weights.discovery import components_of, discover_components, holds_pipeline
+from .weights.fp8 import Precision, parse_precision
+from .weights.source import WeightsSource
 
 __all__ = ["Managed", "manage"]
 

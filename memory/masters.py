@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .reading import Target
-from .source import WeightsSource
 from .transfer import Bounce, CopyStream, SlabLayout
+from .weights.file_reader import Target
+from .weights.source import WeightsSource
 
 __all__ = ["FileMaster", "HostMaster"]
 

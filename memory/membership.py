@@ -13,7 +13,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .attachment import Attachment, attached
-from .component import Component
 from .entries import split_owner
 from .errors import InvalidInput, quoted, require
 from .leftovers import address_of, computed_weights
@@ -21,9 +20,10 @@ from .needs import Size
 from .options.profile import OffloadProfile
 from .plan import ComponentPlan
 from .rivals import find_rival, is_scripted
-from .sharing import Shared, named_tensors
-from .source import WeightsSource
 from .units import GIB, LARGEST_SIZE, MIB, format_bytes
+from .weights.component import Component
+from .weights.sharing import Shared, named_tensors
+from .weights.source import WeightsSource
 
 __all__ = [
     "Member",
@@ -90,7 +90,7 @@ class Member:
         """Called before it computes; raises if the pipeline that it is a part of has an unmanaged part now."""
         self.patterns: Mapping[str, str] | None = None
         self.lenders: tuple[Member, ...] = ()
-        """The owners of weights that its module borrows ([Note: sharing] in `sharing.py`), by their ranks."""
+        """The owners of weights that its module borrows ([Note: sharing] in `weights/sharing.py`), by their ranks."""
         self.rank = 0
         """Of the members that hold a weight, the one with the lowest rank owns it."""
         self.num_holders = 1

@@ -21,12 +21,12 @@ from torch import nn
 from .eight_bits import EightBitWeight
 from .entries import as_held, repoint
 from .errors import UnsafeState
-from .leaves import Wrapper, leaves_of
 from .masters import FileMaster
 from .residency import BlockState, Unit
 from .swaps import Swaps, foreign_tensors
-from .upcast import FP8
 from .watched import plainly, watch
+from .weights.fp8 import FP8
+from .weights.quantized import Wrapper, leaves_of
 
 __all__ = ["MoveGuard"]
 

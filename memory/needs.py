@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from .component import Component
 from .devices import Device
 from .machine import EVERYTHING, KeptFree
+from .weights.component import Component
 
 __all__ = ["Key", "Need", "Needs", "Size", "digest_component", "digest_device", "input_size"]
 

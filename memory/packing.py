@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from .bundle import Bundle
-from .component import Component
 from .entries import Entry
 from .errors import InvalidInput
 from .footprint import bounce_buffer_bytes
@@ -18,8 +17,9 @@ from .pinning import PAGE_BYTES
 from .plan import ComponentPlan
 from .residency import Unit
 from .share import Share
-from .source import WeightsSource
 from .transfer import allocate_slabs
+from .weights.component import Component
+from .weights.source import WeightsSource
 
 __all__ = ["Ending", "Packing"]
 

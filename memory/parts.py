@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from .attachment import attached
-from .discovery import discover_components
 from .errors import InvalidInput, UnsafeState
+from .weights.discovery import discover_components
 
 __all__ = ["Parts"]
 

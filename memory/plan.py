@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .component import Component
 from .cuts import split_blocks
 from .errors import DoesNotFit
 from .footprint import all_resident_bytes, explain_rest
@@ -18,7 +17,8 @@ from .options.profile import LANGUAGE, TITLES, OffloadProfile, covers
 from .share_plan import SharePlan, plan_share
 from .tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .units import format_bytes
-from .upcast import Precision, cast_tensors, explain_wide
+from .weights.component import Component
+from .weights.fp8 import Precision, cast_tensors, explain_wide
 
 __all__ = [
     "ComponentPlan",

@@ -26,7 +26,6 @@ from torch import nn
 from .attachment import Attachment
 from .comparison import same_bits
 from .entries import Entry, as_held
-from .leaves import leaves_of
 from .manager import MemoryManager
 from .masters import FileMaster
 from .membership import Member
@@ -36,7 +35,8 @@ from .recording import remove_hooks_of
 from .residency import Unit
 from .snapshot import go_through
 from .split import Hops, Visit
-from .upcast import quantize_fp8
+from .weights.fp8 import quantize_fp8
+from .weights.quantized import leaves_of
 
 __all__ = ["Reference", "find_changed_masters", "read_master"]
 

@@ -18,12 +18,12 @@ from .device_copy import DeviceCopy, Known
 from .eight_bits import EightBits, EightBitWeight, stored_leaf
 from .entries import Entry, add_up, as_held, assemble, become, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput, UnsafeState
-from .leaves import leaves_of
 from .masters import FileMaster, HostMaster
-from .source import WeightsSource
 from .transfer import Bounce, CopyStream, Form, SlabLayout
-from .upcast import FP8, find_scale, quantize_fp8, upcast_into
 from .watched import Asked, device_of, plainly, unwatch, watch
+from .weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
+from .weights.quantized import leaves_of
+from .weights.source import WeightsSource
 
 __all__ = ["BlockState", "Unit"]
 

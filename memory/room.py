@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from .books import Recorder
-from .component import Component
 from .devices import Device, HostMemory
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
 from .footprint import least_bytes
@@ -30,6 +29,7 @@ from .pinning import pin_limit_bytes
 from .plan import ComponentPlan, replan
 from .policy import EvictionPolicy, Victim
 from .units import format_bytes
+from .weights.component import Component
 
 __all__ = ["Room", "computable"]
 
@@ -119,7 +119,7 @@ class Room:
     def kept_for_sharing(self, member: Member | None, device: str) -> int:
         """Return the bytes that a member leaves free: the least that its lenders need, and the needs of its borrowers.
 
-        A borrower is loaded before its lenders ([Note: sharing] in `sharing.py`).
+        A borrower is loaded before its lenders ([Note: sharing] in `weights/sharing.py`).
         """
         if member is None or self.devices[device].is_cpu:
             return 0

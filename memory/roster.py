@@ -10,7 +10,6 @@ from functools import partial
 from torch import nn
 
 from .attachment import Attachment, Phase
-from .component import Component, guess_kind
 from .errors import InvalidInput, UnsafeState, allowed_values, quoted
 from .membership import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
 from .modules import bytes_in_ram, plan_modules
@@ -20,9 +19,10 @@ from .packing import Ending
 from .passes import Pass
 from .plan import ComponentPlan, Plan
 from .room import Room
-from .sharing import NOTHING_SHARED, Shared, find_shared
-from .source import WeightsSource
-from .upcast import Precision
+from .weights.component import Component, guess_kind
+from .weights.fp8 import Precision
+from .weights.sharing import NOTHING_SHARED, Shared, find_shared
+from .weights.source import WeightsSource
 
 __all__ = ["Roster"]
 
@@ -149,7 +149,7 @@ class Roster:
                 self.take_back(member, module)
             raise
 
-    # -- weights that several components share ([Note: sharing] in `sharing.py`)
+    # -- weights that several components share ([Note: sharing] in `weights/sharing.py`)
 
     def find_managed(
         self, modules: Mapping[str, nn.Module], choices: Mapping[str, tuple[object, ...]]

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from .component import Component
 from .errors import DoesNotFit, InvalidInput
 from .footprint import block_bytes, fixed_tensors, resting_bytes, wide_bytes
 from .machine import DeviceCapacity, KeptFree, Machine
@@ -22,6 +21,7 @@ from .options.profile import OffloadProfile
 from .places import Places, Workload, pass_seconds
 from .schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
 from .units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
+from .weights.component import Component
 
 __all__ = ["SharePlan", "find_limit", "plan_share"]
 

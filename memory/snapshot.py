@@ -19,7 +19,7 @@ from torch import nn
 
 from .comparison import same_bits
 from .entries import Entry
-from .leaves import leaves_of
+from .weights.quantized import leaves_of
 
 __all__ = ["RandomState", "Snapshot", "go_through"]
 

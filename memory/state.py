@@ -14,7 +14,7 @@ from .copies import OwnHook
 from .entries import Entry, read_weights
 from .errors import UnsafeState
 from .residency import Unit
-from .source import WeightsSource
+from .weights.source import WeightsSource
 
 __all__ = ["StateGuard"]
 

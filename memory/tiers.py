@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .component import Component
 from .errors import InvalidInput, allowed_values
 from .footprint import (
     NUM_BOUNCE_BUFFERS,
@@ -28,6 +27,7 @@ from .options.profile import OffloadProfile, covers
 from .pinning import LIMIT_BYTES
 from .share_plan import SharePlan
 from .units import format_bytes
+from .weights.component import Component
 
 __all__ = ["Masters", "choose_tiers", "lock_pages", "may_be_pinned"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..memory import Managed
-    from ..memory.source import WeightsSource
+    from ..memory.weights.source import WeightsSource
     from .watermark import Watermark
 
 __all__ = [
@@ -135,7 +135,7 @@ def find_sources(pipe: Any, folder: Path) -> dict[str, WeightsSource]:
 
 
 def find_source(model: Any, paths: Sequence[Path]) -> WeightsSource:
-    from ..memory.source import WeightsSource
+    from ..memory.weights.source import WeightsSource
 
     source = WeightsSource(paths)
     if any(name in source.files for name, _ in model.named_parameters()):
@@ -195,7 +195,7 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
 
     from ..memory.building import bounded_parameters
     from ..memory.errors import InvalidInput
-    from ..memory.weights import read_header
+    from ..memory.weights.safetensors_header import read_header
 
     num_stored = sum(len(read_header(path).tensors) for path in place.glob("*.safetensors"))
     with bounded_parameters(num_stored, place):

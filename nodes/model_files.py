@@ -58,7 +58,7 @@ def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:
         InvalidInput: naming the file.
     """
     from ..memory.errors import InvalidInput
-    from ..memory.weights import read_header
+    from ..memory.weights.safetensors_header import read_header
 
     without = [
         path

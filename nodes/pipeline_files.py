@@ -124,7 +124,7 @@ def check_configs(files: Sequence[FolderFile]) -> None:
         InvalidInput: naming the file and the key.
     """
     from ..memory.errors import InvalidInput
-    from ..memory.foreign_config import check_config, read_config_file, walk_items
+    from ..memory.weights.untrusted_config import check_config, read_config_file, walk_items
 
     for file in files:
         path = file.path

@@ -208,7 +208,7 @@ def check_weights(place: Path) -> str:
     Pickles beside them are no matter: they are not read.
     """
     from ..memory.errors import InvalidInput
-    from ..memory.weights import read_header
+    from ..memory.weights.safetensors_header import read_header
 
     read_json(place / MODEL_CONFIG)
     shards = set(place.glob("*.safetensors"))
@@ -265,7 +265,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InvalidInput: no such file, not JSON, or not an object.
     """
-    from ..memory.foreign_config import read_config_file
+    from ..memory.weights.untrusted_config import read_config_file
 
     return read_config_file(path)
 

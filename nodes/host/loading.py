@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...memory.devices import list_devices
 from ...memory.errors import InvalidInput
 from ...memory.options.profile import covers, parse_profile
-from ...memory.upcast import Precision, parse_precision
-from ...memory.weights import read_header
+from ...memory.weights.fp8 import Precision, parse_precision
+from ...memory.weights.safetensors_header import read_header
 from .guides import bring_guides
 from .hosted import Hosted, Request, is_cpu
 from .patcher import HighwaterPatcher, load_device_for

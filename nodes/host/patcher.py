@@ -26,7 +26,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ...memory import default_manager
 from ...memory.membership import Member
-from ...memory.upcast import FP8
+from ...memory.weights.fp8 import FP8
 from .guides import check_inputs
 from .hosted import Hosted, Request, is_cpu, name_of
 

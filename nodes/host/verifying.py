@@ -19,13 +19,13 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...memory.comparison import same_bits
-from ...memory.component import Component, component_from_module
 from ...memory.errors import InvalidInput
-from ...memory.leaves import leaves_of
 from ...memory.recording import Recording, places_of
 from ...memory.reference import read_master
 from ...memory.snapshot import RandomState, Snapshot, go_through
 from ...memory.verification import NUM_LISTED, Difference, Side, Verification, compare_sides, kept_bytes, run_side
+from ...memory.weights.component import Component, component_from_module
+from ...memory.weights.quantized import leaves_of
 from . import loading
 from .guides import KEY as GUIDES_KEY
 from .hosted import Weight

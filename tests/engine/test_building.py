@@ -502,7 +502,7 @@ def test_a_config_reaches_a_class_only_as_far_as_that_declares_it(tmp_path, monk
 def test_a_part_of_a_config_is_held_to_its_own_class(tmp_path) -> None:
     from transformers import SiglipConfig
 
-    from highwater.memory.foreign_config import declared_items
+    from highwater.memory.weights.untrusted_config import declared_items
 
     parts = {"vision_config": {"hidden_size": 32, "attn_implementation": "evil/kernel", "auto_map": {"a": "b"}}}
     kept = declared_items(SiglipConfig, {**parts, "initializer_factor": 0.5, "made_up": 3, "made_up_text": "x"})

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file, save_model
 
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.attachment import Attachment
-from highwater.memory.component import component_from_module
 from highwater.memory.errors import UnsafeState
 from highwater.memory.ledger import Kind
-from highwater.memory.source import WeightsSource
 from highwater.memory.transfer import Bounce
+from highwater.memory.weights.component import component_from_module
+from highwater.memory.weights.source import WeightsSource
 
 TIGHT = "0.45MiB"
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.upcast import find_scale, quantize_fp8
+from highwater.memory.weights.fp8 import find_scale, quantize_fp8
 
 BaseTunerLayer = pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
 pytestmark = pytest.mark.filterwarnings("ignore")

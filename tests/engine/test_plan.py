@@ -12,14 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from highwater.memory.component import (
-    Block,
-    Component,
-    TensorSpec,
-    component_from_files,
-    component_from_module,
-    group_tensors,
-)
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.footprint import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.options.budget import BudgetItem
@@ -27,7 +19,15 @@ from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import OffloadProfile, parse_profile
 from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, replan
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
-from highwater.memory.upcast import Precision, cast_tensors
+from highwater.memory.weights.component import (
+    Block,
+    Component,
+    TensorSpec,
+    component_from_files,
+    component_from_module,
+    group_tensors,
+)
+from highwater.memory.weights.fp8 import Precision, cast_tensors
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 

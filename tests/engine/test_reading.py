@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from highwater.memory import reading
 from highwater.memory.errors import InvalidInput
-from highwater.memory.reading import WeightsFile, torch_dtype
-from highwater.memory.weights import DTYPE_BITS, read_header
+from highwater.memory.weights import file_reader
+from highwater.memory.weights.file_reader import WeightsFile, torch_dtype
+from highwater.memory.weights.safetensors_header import DTYPE_BITS, read_header
 
 MIB = 1 << 20
 GUARD = 0xA5
@@ -50,7 +50,7 @@ def new_targets(contents: dict[str, bytes]) -> dict[str, torch.Tensor]:
 
 
 def plain(tensor: torch.Tensor) -> bytes:
-    return bytes(reading.bytes_of(tensor))
+    return bytes(file_reader.bytes_of(tensor))
 
 
 def reading_threads() -> list[threading.Thread]:
@@ -78,13 +78,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     done: list[tuple[int, int]] = []
-    read_once = reading.read_once
+    read_once = file_reader.read_once
 
     def record(file, position: int, buffers: list[memoryview]) -> int:
         done.append((position, read_once(file, position, buffers)))
         return done[-1][1]
 
-    monkeypatch.setattr(reading, "read_once", record)
+    monkeypatch.setattr(file_reader, "read_once", record)
     return done
 
 
@@ -109,8 +109,8 @@ def test_bytes_are_those_of_the_official_reader_each_read_once(tmp_path: Path, t
         targets.append((name, target.view(official[name].dtype).view(official[name].shape) if in_its_dtype else target))
         begin += target.nbytes + 64 + -target.nbytes % 16
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(reading, "CHUNK_BYTES", data.draw(st.sampled_from([1, 16, 64, 4 * MIB])))
-        monkeypatch.setattr(reading, "MAX_BUFFERS", data.draw(st.sampled_from([1, 3, 1024])))
+        monkeypatch.setattr(file_reader, "CHUNK_BYTES", data.draw(st.sampled_from([1, 16, 64, 4 * MIB])))
+        monkeypatch.setattr(file_reader, "MAX_BUFFERS", data.draw(st.sampled_from([1, 3, 1024])))
         if data.draw(st.booleans(), label="as on Windows"):
             for name in ("preadv", "posix_fadvise"):
                 monkeypatch.delattr(os, name, raising=False)
@@ -145,7 +145,7 @@ def test_windows_bring_each_byte_of_their_tensors_once(tmp_path: Path, sizes: li
         cuts = sorted(data.draw(st.sets(st.integers(0, len(target)), max_size=3)) | {0, len(target)})
         windows += [(name, target[begin:end], begin) for begin, end in itertools.pairwise(cuts)]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(reading, "CHUNK_BYTES", data.draw(st.sampled_from([1, 16, 4 * MIB])))
+        monkeypatch.setattr(file_reader, "CHUNK_BYTES", data.draw(st.sampled_from([1, 16, 4 * MIB])))
         done = record_reads(monkeypatch)
         calls = data.draw(st.integers(1, 3))
         for call in range(calls):
@@ -253,14 +253,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, change:
 def test_a_file_cut_short_while_it_is_read_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     contents = write_bytes(path, 64_000)
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 1000)
-    read_once = reading.read_once
+    monkeypatch.setattr(file_reader, "CHUNK_BYTES", 1000)
+    read_once = file_reader.read_once
 
     def cut_short(file, position: int, buffers: list[memoryview]) -> int:
         os.truncate(path, 32_000)
         return read_once(file, position, buffers)
 
-    monkeypatch.setattr(reading, "read_once", cut_short)
+    monkeypatch.setattr(file_reader, "read_once", cut_short)
     with pytest.raises(InvalidInput, match=r"model\.safetensors: was planned with \d+ bytes, now has 32000"):
         WeightsFile(read_header(path)).read_into(new_targets(contents).items())
 
@@ -275,7 +275,7 @@ def test_a_disk_that_fails_and_a_tensor_that_is_not_there_are_named(tmp_path: Pa
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(reading, "read_once", fail)
+    monkeypatch.setattr(file_reader, "read_once", fail)
     with pytest.raises(InvalidInput, match=r"model\.safetensors: cannot be read at byte \d+: Input/output error"):
         file.read_into(targets.items())
 
@@ -298,8 +298,8 @@ def test_progress_counts_every_byte_in_the_calling_thread(tmp_path: Path) -> Non
 def test_progress_that_raises_ends_the_reading(tmp_path: Path, monkeypatch, reads, stop: type) -> None:
     path = tmp_path / "model.safetensors"
     contents = write_bytes(path, 64_000)
-    monkeypatch.setattr(reading, "CHUNK_BYTES", 64)
-    read_once = reading.read_once
+    monkeypatch.setattr(file_reader, "CHUNK_BYTES", 64)
+    read_once = file_reader.read_once
 
     def read_slowly(*arguments) -> int:
         time.sleep(0.001)
@@ -308,7 +308,7 @@ def test_progress_that_raises_ends_the_reading(tmp_path: Path, monkeypatch, read
     def cancel(num_done: int) -> None:
         raise stop("enough")
 
-    monkeypatch.setattr(reading, "read_once", read_slowly)
+    monkeypatch.setattr(file_reader, "read_once", read_slowly)
     with pytest.raises(stop, match="enough"):
         WeightsFile(read_header(path)).read_into(new_targets(contents).items(), progress=cancel)
     assert not reading_threads()
@@ -393,9 +393,9 @@ def test_a_short_read_starts_no_thread(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "model.safetensors"
     targets = new_targets(write_bytes(path, 64, 9 * MIB))
     readers: set[str] = set()
-    read_once = reading.read_once
+    read_once = file_reader.read_once
     monkeypatch.setattr(
-        reading, "read_once", lambda *arguments: readers.add(threading.current_thread().name) or read_once(*arguments)
+        file_reader, "read_once", lambda *parts: readers.add(threading.current_thread().name) or read_once(*parts)
     )
     file = WeightsFile(read_header(path))
     file.read_into([("t0", targets["t0"])])

@@ -78,7 +78,7 @@ def streamed_pair(toys: Any, machine: Any) -> Iterator[tuple[Any, Guide, Any]]:
 
 def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
     """Return what does to unmanaged weights what resting in eight bits does."""
-    from highwater.memory.upcast import find_scale, quantize_fp8, upcast_into
+    from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
 
     cast = {member.name: member.attachment.plan.cast for member in managed.members}
 

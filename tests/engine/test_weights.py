@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from highwater.memory.errors import InvalidInput
-from highwater.memory.weights import CLOCK_TICK_NS, MAX_HEADER_MARKS, read_header
+from highwater.memory.weights.safetensors_header import CLOCK_TICK_NS, MAX_HEADER_MARKS, read_header
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

@@ -30,7 +30,7 @@ from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.modules import plan_modules
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.upcast import find_scale, quantize_fp8, upcast_into
+from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
 from highwater.nodes.host.hosted import Request
 from highwater.nodes.host.loading import adopt
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture

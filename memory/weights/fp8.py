@@ -14,9 +14,9 @@ from collections import Counter
 
 import torch
 
+from ..errors import InvalidInput, allowed_values, require
+from ..units import format_bytes
 from .component import Component, TensorSpec
-from .errors import InvalidInput, allowed_values, require
-from .units import format_bytes
 
 __all__ = [
     "BY_PROFILE",

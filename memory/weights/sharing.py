@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .units import format_bytes
+from ..units import format_bytes
 
 __all__ = ["NOTHING_SHARED", "Shared", "find_shared"]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..options.placement import KINDS
 from .blocks import find_blocks
-from .declared import Declarations
-from .leaves import leaves_of
-from .options.placement import KINDS
+from .class_declarations import Declarations
+from .quantized import leaves_of
+from .safetensors_header import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
 from .sharing import NOTHING_SHARED, Shared
-from .weights import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
 
 __all__ = ["Block", "Component", "TensorSpec", "component_from_files", "component_from_module", "guess_kind"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from .component import Component, TensorSpec
-from .reading import Target, WeightsFile
-from .weights import TensorHeader, read_header
+from .file_reader import Target, WeightsFile
+from .safetensors_header import TensorHeader, read_header
 
 __all__ = ["WeightsSource"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from .errors import InvalidInput
+from ..errors import InvalidInput
 
 __all__ = ["components_of", "discover_components", "holds_pipeline"]
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidInput, quoted
-from .weights import open_regular, parse_integer
+from ..errors import InvalidInput, quoted
+from .safetensors_header import open_regular, parse_integer
 
 __all__ = ["check_config", "declared_items", "parse_config", "read_config_file", "walk_items"]
 

@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 import torch
 
-from .errors import InvalidInput
-from .units import MIB
-from .weights import TORCH_NAMES, FileVersion, WeightsHeader
+from ..errors import InvalidInput
+from ..units import MIB
+from .safetensors_header import TORCH_NAMES, FileVersion, WeightsHeader
 
 __all__ = ["Target", "WeightsFile", "torch_dtype"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import InvalidInput, quoted
+from ..errors import InvalidInput, quoted
 
 __all__ = [
     "DTYPE_BITS",
