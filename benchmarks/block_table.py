@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from highwater.memory.footprint import explain_rest
+from highwater.memory.planner.sizes import explain_rest
 from highwater.memory.weights.component import Component, component_from_module
 
 __all__ = [

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from highwater.headless import simdevice
-from highwater.memory import MemoryManager, footprint, manage
+from highwater.memory import MemoryManager, manage
+from highwater.memory.planner import sizes
 from highwater.memory.weights.source import WeightsSource
 
 from .case import Result
@@ -63,7 +64,7 @@ def measure_engine(num_streamed: int, compute_s: float, tier: str = "pinned") ->
         simdevice.cluster([spec]),
         torch.no_grad(),
         # A block has more windows than there are buffers, as one of 340 MB has.
-        unittest.mock.patch.object(footprint, "BOUNCE_BUFFER_BYTES", BLOCK_BYTES // 4),
+        unittest.mock.patch.object(sizes, "BOUNCE_BUFFER_BYTES", BLOCK_BYTES // 4),
         unittest.mock.patch.object(WeightsSource, "read_into", read_slowly),
     ):
         manager = MemoryManager()

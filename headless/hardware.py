@@ -13,7 +13,7 @@ from ..memory.errors import InvalidInput
 from ..memory.membership import default_watermark, unlearned_bytes
 from ..memory.options.placement import INTEGER, Scanner
 from ..memory.pinning import pin_limit_bytes
-from ..memory.plan import DeviceCapacity, Machine
+from ..memory.planner.plan import DeviceCapacity, Machine
 from ..memory.units import GIB, format_bytes, parse_bytes
 
 __all__ = ["DescribedDevice", "Hardware", "parse_hardware"]

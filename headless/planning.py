@@ -11,7 +11,7 @@ from ..memory.building import load_model
 from ..memory.errors import InvalidInput, allowed_values
 from ..memory.options.placement import canonical_device, parse_placement
 from ..memory.options.profile import parse_profile
-from ..memory.plan import Machine, Plan, plan_components
+from ..memory.planner.plan import Machine, Plan, plan_components
 from ..memory.weights.component import Component, component_from_files, component_from_module
 from ..memory.weights.fp8 import parse_precision
 

@@ -22,7 +22,6 @@ from .devices import Device
 from .eight_bits import EightBitWeight
 from .entries import Entry, find_entries
 from .errors import InvalidInput, UnsafeState
-from .footprint import fixed_tensors
 from .forwards import Forwards
 from .hooks import Hooks, remove_hooks_of
 from .joining import Structure, Tree, bring_home, walk
@@ -32,7 +31,8 @@ from .masters import FileMaster
 from .moved import MoveGuard
 from .packing import Ending, Packing
 from .passes import Pass, Passes
-from .plan import ComponentPlan
+from .planner.plan import ComponentPlan
+from .planner.sizes import fixed_tensors
 from .recomputing import in_backward
 from .residency import Unit
 from .rivals import find_rival

@@ -8,12 +8,12 @@ from functools import partial
 
 from .devices import Device
 from .errors import DoesNotFit, InvalidInput
-from .footprint import least_bytes
 from .link import link_bytes_per_s
 from .membership import Member
 from .needs import Size
 from .passes import Pass
-from .plan import ComponentPlan, SharePlan
+from .planner.plan import ComponentPlan, SharePlan
+from .planner.sizes import least_bytes
 from .room import Room
 from .shortage import Shortage, add_line, read_shortage
 from .units import format_bytes

@@ -21,7 +21,7 @@ from .membership import Member
 from .options.placement import Placement, parse_placement
 from .options.profile import OffloadProfile, build_profile
 from .parts import Parts
-from .plan import Plan
+from .planner.plan import Plan
 from .rivals import ExecutionMark
 from .verification import Verification
 from .verify import verify

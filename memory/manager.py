@@ -27,7 +27,7 @@ from .membership import Member, Watermark, default_watermark
 from .needs import Needs, Size
 from .needs_file import NeedsFile
 from .passes import Guest, Pass
-from .plan import Plan
+from .planner.plan import Plan
 from .policy import EvictionPolicy, LeastRecentlyUsed
 from .report import DeviceReport, Report
 from .reporting import component_report, device_report

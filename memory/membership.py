@@ -18,7 +18,7 @@ from .errors import InvalidInput, quoted, require
 from .leftovers import address_of, computed_weights
 from .needs import Size
 from .options.profile import OffloadProfile
-from .plan import ComponentPlan
+from .planner.plan import ComponentPlan
 from .rivals import find_rival, is_scripted
 from .units import GIB, LARGEST_SIZE, MIB, format_bytes
 from .weights.component import Component

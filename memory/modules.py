@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from .errors import DoesNotFit, InvalidInput
-from .footprint import least_bytes
-from .machine import Machine
 from .options.placement import Placement
 from .options.profile import OffloadProfile, covers
-from .plan import Plan, plan_components
+from .planner.capacity import Machine
+from .planner.plan import Plan, plan_components
+from .planner.sizes import least_bytes
 from .weights.component import Component, component_from_module, guess_kind
 from .weights.fp8 import Precision
 from .weights.quantized import leaves_of

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .devices import Device
-from .machine import EVERYTHING, KeptFree
+from .planner.capacity import EVERYTHING, KeptFree
 from .weights.component import Component
 
 __all__ = ["Key", "Need", "Needs", "Size", "digest_component", "digest_device", "input_size"]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from .bundle import Bundle
 from .entries import Entry
 from .errors import InvalidInput
-from .footprint import bounce_buffer_bytes
 from .joining import bring_home
 from .ledger import Kind, Ledger
 from .masters import FileMaster
 from .pinning import PAGE_BYTES
-from .plan import ComponentPlan
+from .planner.plan import ComponentPlan
+from .planner.sizes import bounce_buffer_bytes
 from .residency import Unit
 from .share import Share
 from .transfer import allocate_slabs

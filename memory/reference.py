@@ -30,7 +30,7 @@ from .manager import MemoryManager
 from .masters import FileMaster
 from .membership import Member
 from .passes import Hold
-from .plan import ComponentPlan
+from .planner.plan import ComponentPlan
 from .recording import remove_hooks_of
 from .residency import Unit
 from .snapshot import go_through

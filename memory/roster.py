@@ -17,7 +17,7 @@ from .options.placement import DeviceShare, Placement, PlacementItem
 from .options.profile import OffloadProfile
 from .packing import Ending
 from .passes import Pass
-from .plan import ComponentPlan, Plan
+from .planner.plan import ComponentPlan, Plan
 from .room import Room
 from .weights.component import Component, guess_kind
 from .weights.fp8 import Precision

@@ -12,8 +12,8 @@ from .devices import Device
 from .errors import UnsafeState
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
-from .places import Places
-from .plan import SharePlan
+from .planner.plan import SharePlan
+from .planner.staging_layout import Places
 from .residency import BlockState, Unit
 from .staging import StagingArea, Stay
 from .streaming import Streamer

@@ -7,7 +7,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from .places import Occupancy, Places
+from .planner.staging_layout import Occupancy, Places
 from .transfer import CopyStream
 
 __all__ = ["StagingArea", "Stay"]
@@ -55,7 +55,8 @@ class Stay:
 
 
 class StagingArea:
-    """Device memory through which the streamed blocks of one device pass ([Note: places] in `places.py`).
+    """Device memory through which the streamed blocks of one device pass ([Note: places] in
+    `planner/staging_layout.py`).
 
     Args:
         sizes: the bytes of each streamed block.

@@ -20,8 +20,8 @@ from torch import nn
 from highwater import BudgetItem, Managed, MemoryManager, OffloadProfile, manage
 from highwater.headless import simdevice
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
-from highwater.memory.footprint import block_bytes, least_bytes
-from highwater.memory.plan import ComponentPlan
+from highwater.memory.planner.plan import ComponentPlan
+from highwater.memory.planner.sizes import block_bytes, least_bytes
 from highwater.memory.weights.component import Component
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
 

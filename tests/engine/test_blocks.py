@@ -12,7 +12,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.footprint import explain_rest, least_bytes
+from highwater.memory.planner.sizes import explain_rest, least_bytes
 from highwater.memory.units import format_bytes
 from highwater.memory.weights.blocks import find_blocks
 from highwater.memory.weights.component import component_from_module

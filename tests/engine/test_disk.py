@@ -496,7 +496,7 @@ def test_a_failed_reading_leaves_no_memory_that_looks_like_weights(toys, machine
 @pytest.fixture
 def narrow(monkeypatch) -> int:
     """Bounce buffers narrower than most weights."""
-    monkeypatch.setattr("highwater.memory.footprint.BOUNCE_BUFFER_BYTES", 4096)
+    monkeypatch.setattr("highwater.memory.planner.sizes.BOUNCE_BUFFER_BYTES", 4096)
     return 4096
 
 

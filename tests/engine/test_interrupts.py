@@ -16,7 +16,7 @@ from highwater.memory.forwards import Forwards
 from highwater.memory.ledger import Ledger
 from highwater.memory.packing import Packing
 from highwater.memory.passes import Passes
-from highwater.memory.places import Occupancy
+from highwater.memory.planner.staging_layout import Occupancy
 from highwater.memory.residency import Unit
 from highwater.memory.roster import Roster
 from highwater.memory.share import Share

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory import places
-from highwater.memory.places import Occupancy, Places, Workload, choose_places, pass_seconds, window_seconds
+from highwater.memory.planner import staging_layout as places
+from highwater.memory.planner.staging_layout import (
+    Occupancy,
+    Places,
+    Workload,
+    choose_places,
+    pass_seconds,
+    window_seconds,
+)
 
 ranges = st.tuples(st.integers(0, 19), st.integers(1, 20)).map(lambda pair: (pair[0], min(20, sum(pair))))
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from highwater.memory.errors import DoesNotFit, InvalidInput
-from highwater.memory.footprint import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.options.budget import BudgetItem
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import OffloadProfile, parse_profile
-from highwater.memory.plan import DeviceCapacity, Machine, Plan, plan_components, replan
+from highwater.memory.planner.plan import DeviceCapacity, Machine, Plan, plan_components, replan
+from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
 from highwater.memory.weights.component import (
     Block,
@@ -286,7 +286,7 @@ def test_what_still_fits_and_was_chosen_with_the_same_times_is_not_searched_agai
     here, times = linked(machine(first=20 * MIB), MIB / 0.1), dict.fromkeys(range(40), 0.1)
     decided = plan(part, on=here)["transformer"]
     learned = replan(part, decided, here, profile, block_seconds=times)
-    monkeypatch.setattr("highwater.memory.share_plan.choose_schedule", None)
+    monkeypatch.setattr("highwater.memory.planner.device_plan.choose_schedule", None)
     a_little_more = linked(machine(first=20 * MIB + 1000), MIB / 0.1)
     assert replan(part, decided, a_little_more, profile).shares == decided.shares
     assert replan(part, learned, a_little_more, profile, block_seconds=times).shares == learned.shares

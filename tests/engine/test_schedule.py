@@ -10,9 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from highwater.memory import places, schedule
-from highwater.memory.places import Workload, pass_seconds
-from highwater.memory.schedule import balanced_workload, choose_schedule, place_streamed, spread_residents
+from highwater.memory.planner import residents, staging_layout
+from highwater.memory.planner.residents import balanced_workload, choose_schedule, place_streamed, spread_residents
+from highwater.memory.planner.staging_layout import Workload, pass_seconds
 from highwater.memory.units import MIB
 
 sizes_of_blocks = st.lists(st.integers(1, 4000).map(lambda n: n * 512), min_size=1, max_size=60)
@@ -129,8 +129,8 @@ def test_the_work_of_a_search_grows_no_faster_than_blocks(monkeypatch, name: str
 
         monkeypatch.setattr(module, name, call)
 
-    counted(places, "free_pieces")
-    counted(schedule, "window_seconds")
+    counted(staging_layout, "free_pieces")
+    counted(residents, "window_seconds")
     sizes = tuple(MANY_BLOCKS[name])
     room = max(max(sizes), int(part * sum(sizes)))
     choose_schedule.__wrapped__(balanced_workload(sizes, room), room)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .footprint import block_bytes, fixed_tensors, least_bytes, resting_bytes, wide_bytes
-from .machine import Machine
-from .options.placement import DeviceShare
-from .options.profile import OffloadProfile
-from .schedule import cut_runs
-from .share_plan import find_limit
-from .weights.component import Component
+from ..options.placement import DeviceShare
+from ..options.profile import OffloadProfile
+from ..weights.component import Component
+from .capacity import Machine
+from .device_plan import find_limit
+from .residents import cut_runs
+from .sizes import block_bytes, fixed_tensors, least_bytes, resting_bytes, wide_bytes
 
 __all__ = ["split_blocks"]
 

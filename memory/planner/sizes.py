@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from .pinning import PAGE_BYTES
-from .units import MIB, align_up, format_bytes, slab_offsets
-from .weights.blocks import LARGEST_REST_SHARE
-from .weights.component import Block, Component, TensorSpec
-from .weights.fp8 import stored_bytes
+from ..pinning import PAGE_BYTES
+from ..units import MIB, align_up, format_bytes, slab_offsets
+from ..weights.blocks import LARGEST_REST_SHARE
+from ..weights.component import Block, Component, TensorSpec
+from ..weights.fp8 import stored_bytes
 
 __all__ = [
     "NUM_BOUNCE_BUFFERS",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .weights.component import Component
+    from ..weights.component import Component
 
 __all__ = ["EVERYTHING", "DeviceCapacity", "KeptFree", "Machine"]
 

@@ -12,8 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .errors import InvalidInput, allowed_values
-from .footprint import (
+from ..errors import InvalidInput, allowed_values
+from ..options.placement import PlacementItem
+from ..options.profile import OffloadProfile, covers
+from ..pinning import LIMIT_BYTES
+from ..units import format_bytes
+from ..weights.component import Component
+from .capacity import Machine
+from .device_plan import SharePlan
+from .sizes import (
     NUM_BOUNCE_BUFFERS,
     all_resident_bytes,
     block_bytes,
@@ -21,13 +28,6 @@ from .footprint import (
     fixed_tensors,
     resting_bytes,
 )
-from .machine import Machine
-from .options.placement import PlacementItem
-from .options.profile import OffloadProfile, covers
-from .pinning import LIMIT_BYTES
-from .share_plan import SharePlan
-from .units import format_bytes
-from .weights.component import Component
 
 __all__ = ["Masters", "choose_tiers", "lock_pages", "may_be_pinned"]
 

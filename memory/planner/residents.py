@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import accumulate, islice
 from random import Random
 
-from .places import Places, Workload, choose_places, pass_seconds, window_seconds
+from .staging_layout import Places, Workload, choose_places, pass_seconds, window_seconds
 
 __all__ = ["Schedule", "balanced_workload", "choose_schedule", "cut_runs", "place_streamed", "spread_residents"]
 

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-from .errors import DoesNotFit, InvalidInput
-from .footprint import block_bytes, fixed_tensors, resting_bytes, wide_bytes
-from .machine import DeviceCapacity, KeptFree, Machine
-from .options.budget import BudgetItem
-from .options.profile import OffloadProfile
-from .places import Places, Workload, pass_seconds
-from .schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
-from .units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
-from .weights.component import Component
+from ..errors import DoesNotFit, InvalidInput
+from ..options.budget import BudgetItem
+from ..options.profile import OffloadProfile
+from ..units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
+from ..weights.component import Component
+from .capacity import DeviceCapacity, KeptFree, Machine
+from .residents import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
+from .sizes import block_bytes, fixed_tensors, resting_bytes, wide_bytes
+from .staging_layout import Places, Workload, pass_seconds
 
 __all__ = ["SharePlan", "find_limit", "plan_share"]
 
@@ -46,7 +46,7 @@ class SharePlan:
     resident_bytes: int
     staging_bytes: int = 0
     places: Places = ()
-    """Where in the staging memory each streamed block comes to lie ([Note: places] in `places.py`)."""
+    """Where in the staging memory each streamed block comes to lie ([Note: places] in `staging_layout.py`)."""
     streamed_block_bytes: int = 0
     """The bytes of the largest block that streams."""
     scratch_bytes: int = 0

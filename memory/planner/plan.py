@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .cuts import split_blocks
-from .errors import DoesNotFit
-from .footprint import all_resident_bytes, explain_rest
-from .machine import DeviceCapacity, Machine
-from .options.budget import BudgetItem
-from .options.placement import DeviceShare, Placement, PlacementItem, names_device
-from .options.profile import LANGUAGE, TITLES, OffloadProfile, covers
-from .share_plan import SharePlan, plan_share
-from .tiers import Masters, choose_tiers, lock_pages, may_be_pinned
-from .units import format_bytes
-from .weights.component import Component
-from .weights.fp8 import Precision, cast_tensors, explain_wide
+from ..errors import DoesNotFit
+from ..options.budget import BudgetItem
+from ..options.placement import DeviceShare, Placement, PlacementItem, names_device
+from ..options.profile import LANGUAGE, TITLES, OffloadProfile, covers
+from ..units import format_bytes
+from ..weights.component import Component
+from ..weights.fp8 import Precision, cast_tensors, explain_wide
+from .capacity import DeviceCapacity, Machine
+from .device_plan import SharePlan, plan_share
+from .host_tiers import Masters, choose_tiers, lock_pages, may_be_pinned
+from .layer_split import split_blocks
+from .sizes import all_resident_bytes, explain_rest
 
 __all__ = [
     "ComponentPlan",
