@@ -28,11 +28,11 @@ from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
 from highwater.memory.attachment import Attachment
 from highwater.memory.bundle import Bundle
-from highwater.memory.devices import find_device
-from highwater.memory.link import link_bytes_per_s
 from highwater.memory.moved import MoveGuard
 from highwater.memory.residency import Unit
 from highwater.memory.share import Share
+from highwater.memory.transfer.devices import find_device
+from highwater.memory.transfer.link_speed import link_bytes_per_s
 
 from .case import Result
 from .schedules import Work

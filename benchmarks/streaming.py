@@ -27,8 +27,8 @@ from torch import nn
 
 from highwater.headless import simdevice
 from highwater.memory import InvalidInput, MemoryManager, manage
-from highwater.memory.devices import find_device
-from highwater.memory.link import link_bytes_per_s
+from highwater.memory.transfer.devices import find_device
+from highwater.memory.transfer.link_speed import link_bytes_per_s
 
 from .case import Result
 from .schedules import (

@@ -341,7 +341,7 @@ def peers_of(name: str, others: Sequence[str]) -> list[str]:
     """Return the devices that this one can read without the host; torch tells that of CUDA and ROCm only."""
     import torch
 
-    from ..memory.devices import find_device
+    from ..memory.transfer.devices import find_device
 
     device = find_device(name).torch_device
     if device.type != "cuda":  # the CPU, another backend, or a simulated device beside CUDA

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..memory import MemoryManager
-from ..memory.devices import list_devices
+from ..memory.transfer.devices import list_devices
 from ..memory.units import MIB
 from ..nodes.diffusers_pipelines import import_diffusers
 from .console import Console

@@ -276,7 +276,7 @@ def check_torch(root: Path | None) -> list[Finding]:
 
 def check_devices(environment: Mapping[str, str], flags: Sequence[str] | None) -> list[Finding]:
     """List what torch sees, and what hides the rest."""
-    from ..memory.devices import list_devices
+    from ..memory.transfer.devices import list_devices
 
     devices = list_devices()
     shown = ", ".join(f"{device.name} {format_bytes(device.total_bytes())}" for device in devices)
@@ -316,8 +316,8 @@ def check_pinning() -> list[Finding]:
     """Say how much host memory there is to pin, and try to pin some where that is of use."""
     import torch
 
-    from ..memory.devices import HostMemory
-    from ..memory.pinning import pin_limit_bytes
+    from ..memory.transfer.devices import HostMemory
+    from ..memory.transfer.pinned_memory import pin_limit_bytes
 
     memory = HostMemory.now()
     limit_bytes = format_bytes(pin_limit_bytes(memory))

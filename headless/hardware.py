@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..memory.devices import HostMemory
 from ..memory.errors import InvalidInput
 from ..memory.membership import default_watermark, unlearned_bytes
 from ..memory.options.placement import INTEGER, Scanner
-from ..memory.pinning import pin_limit_bytes
 from ..memory.planner.plan import DeviceCapacity, Machine
+from ..memory.transfer.devices import HostMemory
+from ..memory.transfer.pinned_memory import pin_limit_bytes
 from ..memory.units import GIB, format_bytes, parse_bytes
 
 __all__ = ["DescribedDevice", "Hardware", "parse_hardware"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..memory import default_manager
-from ..memory.devices import list_devices
 from ..memory.errors import InvalidInput
+from ..memory.transfer.devices import list_devices
 from ..memory.verification import Verification
 from ..memory.verify import verify
 from .comfy_api import list_node_classes

@@ -18,7 +18,6 @@ from .answers import DeviceAnswers
 from .bundle import Bundle
 from .compiling import CompiledBlocks
 from .copies import OwnHook
-from .devices import Device
 from .eight_bits import EightBitWeight
 from .entries import Entry, find_entries
 from .errors import InvalidInput, UnsafeState
@@ -38,6 +37,7 @@ from .residency import Unit
 from .rivals import find_rival
 from .share import Share
 from .state import StateGuard
+from .transfer.devices import Device
 from .watched import Asked
 from .weights.component import SAFETENSORS_NAMES, Component, is_callable
 from .weights.source import WeightsSource

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .devices import Device
 from .ledger import Ledger
 from .report import Event, NodeReport, RunReport, Sample
+from .transfer.devices import Device
 
 __all__ = ["Recorder"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .residency import BlockState, Unit
-from .transfer import CopyStream
+from .transfer.copy_stream import CopyStream
 
 __all__ = ["Bundle"]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from .entries import Entry
-from .transfer import CopyStream
+from .transfer.copy_stream import CopyStream
 
 __all__ = ["DeviceCopy", "Known", "content_tag"]
 

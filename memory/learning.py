@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Mapping
 from functools import partial
 
-from .devices import Device
 from .errors import DoesNotFit, InvalidInput
-from .link import link_bytes_per_s
 from .membership import Member
 from .needs import Size
 from .passes import Pass
@@ -16,6 +14,8 @@ from .planner.plan import ComponentPlan, SharePlan
 from .planner.sizes import least_bytes
 from .room import Room
 from .shortage import Shortage, add_line, read_shortage
+from .transfer.devices import Device
+from .transfer.link_speed import link_bytes_per_s
 from .units import format_bytes
 
 __all__ = ["learn_failed_load", "learn_needs", "learn_times"]

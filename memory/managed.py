@@ -14,7 +14,6 @@ from torch import nn
 
 from .building import source_of
 from .default import default_manager
-from .devices import list_devices
 from .errors import InvalidInput, quoted, require
 from .manager import MemoryManager
 from .membership import Member
@@ -23,6 +22,7 @@ from .options.profile import OffloadProfile, build_profile
 from .parts import Parts
 from .planner.plan import Plan
 from .rivals import ExecutionMark
+from .transfer.devices import list_devices
 from .verification import Verification
 from .verify import verify
 from .weights.discovery import components_of, discover_components, holds_pipeline

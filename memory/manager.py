@@ -19,7 +19,6 @@ from torch import nn
 
 from .attachment import Attachment
 from .books import Recorder
-from .devices import Device, list_devices
 from .errors import DoesNotFit, InvalidInput, UnsafeState, require
 from .learning import learn_failed_load, learn_needs, learn_times
 from .ledger import Ledger
@@ -33,6 +32,7 @@ from .report import DeviceReport, Report
 from .reporting import component_report, device_report
 from .room import Room, computable
 from .roster import Roster
+from .transfer.devices import Device, list_devices
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .transfer import Bounce, CopyStream, SlabLayout
+from .transfer.copy_stream import Bounce, CopyStream, SlabLayout
 from .weights.file_reader import Target
 from .weights.source import WeightsSource
 

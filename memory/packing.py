@@ -12,12 +12,12 @@ from .errors import InvalidInput
 from .joining import bring_home
 from .ledger import Kind, Ledger
 from .masters import FileMaster
-from .pinning import PAGE_BYTES
 from .planner.plan import ComponentPlan
 from .planner.sizes import bounce_buffer_bytes
 from .residency import Unit
 from .share import Share
-from .transfer import allocate_slabs
+from .transfer.copy_stream import allocate_slabs
+from .transfer.pinned_memory import PAGE_BYTES
 from .weights.component import Component
 from .weights.source import WeightsSource
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .devices import Device
 from .ledger import Ledger
 from .membership import Member, Watermark
 from .report import ComponentReport, DeviceReport
+from .transfer.devices import Device
 
 __all__ = ["component_report", "device_report"]
 

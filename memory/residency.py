@@ -19,7 +19,7 @@ from .eight_bits import EightBits, EightBitWeight, stored_leaf
 from .entries import Entry, add_up, as_held, assemble, become, copy_leaves, fill_entries, read_weights, repoint
 from .errors import InvalidInput, UnsafeState
 from .masters import FileMaster, HostMaster
-from .transfer import Bounce, CopyStream, Form, SlabLayout
+from .transfer.copy_stream import Bounce, CopyStream, Form, SlabLayout
 from .watched import Asked, device_of, plainly, unwatch, watch
 from .weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
 from .weights.quantized import leaves_of

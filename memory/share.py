@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from .bundle import Bundle
-from .devices import Device
 from .errors import UnsafeState
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
@@ -17,7 +16,8 @@ from .planner.staging_layout import Places
 from .residency import BlockState, Unit
 from .staging import StagingArea, Stay
 from .streaming import Streamer
-from .transfer import Bounce, CopyStream, Stopwatch, allocate_device
+from .transfer.copy_stream import Bounce, CopyStream, Stopwatch, allocate_device
+from .transfer.devices import Device
 
 __all__ = ["Share"]
 

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from .planner.staging_layout import Occupancy, Places
-from .transfer import CopyStream
+from .transfer.copy_stream import CopyStream
 
 __all__ = ["StagingArea", "Stay"]
 

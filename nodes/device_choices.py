@@ -51,7 +51,7 @@ class Choices(list[str]):
 
 
 def device_names() -> list[str]:
-    from ..memory.devices import list_devices
+    from ..memory.transfer.devices import list_devices
 
     return [device.name for device in list_devices()]
 

@@ -130,9 +130,9 @@ def check_request(pipeline: str | None, profile: str | None, placement: str | No
     Raises:
         InvalidInput: naming the value, or the file of the pipeline that is no good.
     """
-    from ..memory.devices import list_devices
     from ..memory.options.placement import parse_placement
     from ..memory.options.profile import parse_profile
+    from ..memory.transfer.devices import list_devices
     from .pipeline_folders import check_pipeline, find_pipeline
 
     if pipeline is None:

@@ -117,8 +117,8 @@ def check_marks(low: str | None, high: str | None) -> None:
     Raises:
         InvalidInput: not a size, low above high, or more than any device has.
     """
-    from ..memory.devices import list_devices
     from ..memory.errors import InvalidInput
+    from ..memory.transfer.devices import list_devices
     from ..memory.units import format_bytes
 
     if low is not None and high is not None:

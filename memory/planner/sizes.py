@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ..pinning import PAGE_BYTES
+from ..transfer.pinned_memory import PAGE_BYTES
 from ..units import MIB, align_up, format_bytes, slab_offsets
 from ..weights.blocks import LARGEST_REST_SHARE
 from ..weights.component import Block, Component, TensorSpec

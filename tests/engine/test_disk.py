@@ -16,7 +16,7 @@ from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.attachment import Attachment
 from highwater.memory.errors import UnsafeState
 from highwater.memory.ledger import Kind
-from highwater.memory.transfer import Bounce
+from highwater.memory.transfer.copy_stream import Bounce
 from highwater.memory.weights.component import component_from_module
 from highwater.memory.weights.source import WeightsSource
 
@@ -470,7 +470,7 @@ def test_files_of_another_model_do_not_count(toys, machine, files) -> None:
 
 
 def test_ram_that_is_short_puts_weights_on_disk(toys, machine, files, monkeypatch) -> None:
-    from highwater.memory.devices import HostMemory
+    from highwater.memory.transfer.devices import HostMemory
 
     tiny = HostMemory(total_bytes=64 << 20, free_bytes=1 << 16)
     monkeypatch.setattr(HostMemory, "now", classmethod(lambda cls, *args: tiny))

@@ -23,7 +23,7 @@ from highwater.memory.share import Share
 from highwater.memory.split import Hops
 from highwater.memory.staging import StagingArea
 from highwater.memory.streaming import Streamer
-from highwater.memory.transfer import Bounce, CopyStream
+from highwater.memory.transfer.copy_stream import Bounce, CopyStream
 
 CASES = {
     "streamed": ("0.45MiB", "gpu:0"),

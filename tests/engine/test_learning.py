@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from highwater.memory import manage
-from highwater.memory.link import known_link, link_bytes_per_s
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
+from highwater.memory.transfer.link_speed import known_link, link_bytes_per_s
 
 LINK = 8e9
 
 
 def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr("highwater.memory.link.cache_directory", lambda: tmp_path)
+    monkeypatch.setattr("highwater.memory.transfer.link_speed.cache_directory", lambda: tmp_path)
     monkeypatch.setattr("highwater.memory.room.known_link", known_link)
     monkeypatch.setattr("highwater.memory.learning.link_bytes_per_s", link_bytes_per_s)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))  # 48 MiB

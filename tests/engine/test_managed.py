@@ -312,7 +312,7 @@ def test_a_model_of_nothing_but_blocks_is_pinned_and_overlaps(machine, sim) -> N
 
 
 def test_when_pinning_fails_the_rest_is_pageable_and_said_once(toys, sim, monkeypatch) -> None:
-    monkeypatch.setattr("highwater.memory.pinning.ARENA_BYTES", 256 << 10)
+    monkeypatch.setattr("highwater.memory.transfer.pinned_memory.ARENA_BYTES", 256 << 10)
     x = torch.randn(1, 3, 64)
     with sim.cluster([sim.SimDeviceSpec(total_bytes=8 << 20)], pinned_bytes=512 * 1024), torch.no_grad():
         manager = MemoryManager()

@@ -286,7 +286,7 @@ def test_what_was_released_meanwhile_is_gone_before_anyone_else_comes_in(toys, m
 def test_the_report_says_where_weights_rest_that_the_driver_would_not_lock(
     toys, machine, sim, monkeypatch, nth: int, tier: str
 ) -> None:
-    monkeypatch.setattr("highwater.memory.pinning.ARENA_BYTES", 256 << 10)
+    monkeypatch.setattr("highwater.memory.transfer.pinned_memory.ARENA_BYTES", 256 << 10)
     with machine(8) as manager:
         sim.fail_registration(nth)
         manage(toys.build_net(), "0.45MiB", placement="gpu:0", manager=manager)

@@ -17,14 +17,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory import pinning
-from highwater.memory.devices import HostMemory
-from highwater.memory.link import link_bytes_per_s
-from highwater.memory.pinning import ARENA_BYTES, Slabs, lay_out, pin_limit_bytes, pinned_used_bytes
+from highwater.memory.transfer import pinned_memory
+from highwater.memory.transfer.devices import HostMemory
+from highwater.memory.transfer.link_speed import link_bytes_per_s
+from highwater.memory.transfer.pinned_memory import ARENA_BYTES, Slabs, lay_out, pin_limit_bytes, pinned_used_bytes
 from highwater.memory.units import GIB, KIB, MIB, SLAB_ALIGNMENT, align_up
 
 UNLIMITED = 1 << 50
-PAGE = pinning.PAGE_BYTES
+PAGE = pinned_memory.PAGE_BYTES
 
 # Bytes of each block in bf16, as diffusers builds the published models; SDXL by the modules in its blocks.
 MODELS = {
@@ -40,7 +40,7 @@ MODELS = {
 }
 
 slab_sizes = st.lists(st.one_of(st.integers(0, 4096), st.integers(0, 3 * GIB)), max_size=60)
-roundings = st.sampled_from([pinning.round_to_pages, pinning.round_to_power_of_two])
+roundings = st.sampled_from([pinned_memory.round_to_pages, pinned_memory.round_to_power_of_two])
 
 
 # --- Layout
@@ -91,9 +91,9 @@ def test_in_pages_an_arena_wastes_less_than_a_page_and_the_alignment(sizes: list
 
 @given(sizes=slab_sizes)
 def test_in_powers_of_two_nothing_is_wasted_that_torch_would_not_waste(sizes: list[int]) -> None:
-    arenas = lay_out(sizes, pinned_bytes=UNLIMITED, rounding=pinning.round_to_power_of_two)
+    arenas = lay_out(sizes, pinned_bytes=UNLIMITED, rounding=pinned_memory.round_to_power_of_two)
     aligned = [align_up(sizes[number], SLAB_ALIGNMENT) for arena in arenas for number in arena.slabs]
-    assert sum(arena.num_bytes for arena in arenas) <= sum(map(pinning.round_to_power_of_two, aligned))
+    assert sum(arena.num_bytes for arena in arenas) <= sum(map(pinned_memory.round_to_power_of_two, aligned))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,7 +103,7 @@ def test_real_models_waste_at_most_two_percent_in_few_arenas(name: str) -> None:
     assert sum(len(arena.slabs) for arena in arenas) == len(sizes), "all of it can be locked"
     locked = sum(arena.num_bytes for arena in arenas)
     assert sum(sizes) <= locked <= 1.02 * sum(sizes)
-    assert sum(map(pinning.round_to_power_of_two, sizes)) > 1.5 * sum(sizes), "as torch's allocator does it"
+    assert sum(map(pinned_memory.round_to_power_of_two, sizes)) > 1.5 * sum(sizes), "as torch's allocator does it"
     assert len(arenas) <= 2 * locked / ARENA_BYTES + 1
 
 
@@ -138,8 +138,8 @@ def hardware(sim: ModuleType) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinning, "ARENA_BYTES", 64 * KIB)
-    monkeypatch.setattr(pinning, "LIMIT_BYTES", 128 * KIB)
+    monkeypatch.setattr(pinned_memory, "ARENA_BYTES", 64 * KIB)
+    monkeypatch.setattr(pinned_memory, "LIMIT_BYTES", 128 * KIB)
 
 
 def allocate(sizes: list[int], pinned_bytes: int = UNLIMITED) -> tuple[list[torch.Tensor], Slabs]:
@@ -274,17 +274,17 @@ def test_a_refusal_is_discarded_even_if_the_device_is_full(sim: ModuleType) -> N
 def test_what_the_driver_does_not_unlock_is_kept_and_counted(
     hardware: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinning, "stuck", [])
+    monkeypatch.setattr(pinned_memory, "stuck", [])
     cudart = torch.get_device_module("sim").cudart()
     tensors, _ = allocate([4 * KIB])
     address = tensors[0].data_ptr()
     monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: torch.ops.highwater_simdevice.host_unregister(1))
     tensors.clear()
-    assert pinned_used_bytes() == 4 * KIB and len(pinning.stuck) == 1
+    assert pinned_used_bytes() == 4 * KIB and len(pinned_memory.stuck) == 1
     torch.ones(1, device="sim:0")
     monkeypatch.undo()
     assert cudart.cudaHostUnregister(address) == 0
-    pinning.locked_arenas.clear()
+    pinned_memory.locked_arenas.clear()
 
 
 def test_without_an_accelerator_slabs_are_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,11 +481,11 @@ def test_a_wrong_measurement_is_an_error_and_is_not_kept(tmp_path: Path, speed: 
 
 
 def test_the_users_cache_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hardware: ModuleType) -> None:
-    from highwater.memory.devices import find_device
+    from highwater.memory.transfer.devices import find_device
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert link_bytes_per_s(find_device("gpu:0"), Measure(3e9)) == 3e9
     assert not list(tmp_path.iterdir())  # its devices are simulated
-    monkeypatch.setattr("highwater.memory.link.links_folder", [])
+    monkeypatch.setattr("highwater.memory.transfer.link_speed.links_folder", [])
     assert link_bytes_per_s(find_device("gpu:0"), Measure(3e9)) == 3e9
     assert len(list((tmp_path / "highwater" / "links").iterdir())) == 1

@@ -11,8 +11,8 @@ from highwater.headless import comfy_api
 from highwater.headless.runner import WorkflowRunner
 from highwater.headless.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import MemoryManager, default_manager
-from highwater.memory.devices import CPU
 from highwater.memory.errors import InvalidInput
+from highwater.memory.transfer.devices import CPU
 
 comfy_api.install()
 from highwater.nodes import device_choices  # noqa: E402
@@ -38,7 +38,7 @@ class FakeDevice:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 8 and one of 24 GiB."""
-    from highwater.memory import devices
+    from highwater.memory.transfer import devices
 
     found = [FakeDevice("cpu", 64), FakeDevice("gpu:0", 8), FakeDevice("gpu:1", 24)]
     monkeypatch.setattr(devices, "list_devices", lambda: found)
@@ -118,7 +118,7 @@ def test_good_marks_pass(two_gpus: None, low: str | None, high: str | None) -> N
 def test_a_machine_without_accelerators_takes_any_marks(
     runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("devices", "manager"):
+    for module in ("transfer.devices", "manager"):
         monkeypatch.setattr(f"highwater.memory.{module}.list_devices", lambda: [CPU])
     monkeypatch.setattr("highwater.memory.default.made", [MemoryManager()])
     graph = {"1": {"class_type": "HighwaterWatermark", "inputs": {"device": "gpu:9", "low": "1GiB", "high": "90GiB"}}}

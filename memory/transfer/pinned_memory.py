@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
+from ..units import GIB, SLAB_ALIGNMENT, align_up
 from .devices import HostMemory
-from .units import GIB, SLAB_ALIGNMENT, align_up
 
 __all__ = ["ARENA_BYTES", "Arena", "Slabs", "lay_out", "pin_limit_bytes", "pinned_used_bytes"]
 

@@ -22,9 +22,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+from ..units import MIB, slab_offsets
 from .devices import Device
-from .pinning import Slabs
-from .units import MIB, slab_offsets
+from .pinned_memory import Slabs
 
 __all__ = [
     "Bounce",

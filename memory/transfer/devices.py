@@ -14,8 +14,8 @@ from types import ModuleType
 import psutil
 import torch
 
-from .errors import InvalidInput, allowed_values
-from .options.placement import canonical_device
+from ..errors import InvalidInput, allowed_values
+from ..options.placement import canonical_device
 
 __all__ = ["CPU", "Device", "HostMemory", "find_device", "list_devices"]
 
