@@ -26,11 +26,11 @@ import torch
 
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
-from highwater.memory.attachment import Attachment
-from highwater.memory.bundle import Bundle
-from highwater.memory.moved import MoveGuard
-from highwater.memory.residency import Unit
-from highwater.memory.share import Share
+from highwater.memory.runtime.bundle import Bundle
+from highwater.memory.runtime.device_share import Share
+from highwater.memory.runtime.managed_component import Attachment
+from highwater.memory.runtime.move_guard import MoveGuard
+from highwater.memory.runtime.weight_group import Unit
 from highwater.memory.transfer.devices import find_device
 from highwater.memory.transfer.link_speed import link_bytes_per_s
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .ledger import Ledger
 from .report import Event, NodeReport, RunReport, Sample
+from .runtime.ledger import Ledger
 from .transfer.devices import Device
 
 __all__ = ["Recorder"]

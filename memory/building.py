@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .attachment import refuse_managed
-from .entries import split_owner
 from .errors import InvalidInput, allowed_values, quoted, require
+from .runtime.managed_component import refuse_managed
+from .runtime.parameter_slots import split_owner
 from .weights.file_reader import torch_dtype
 from .weights.quantized import Wrapper
 from .weights.safetensors_header import TensorHeader, read_header

@@ -9,10 +9,10 @@ from functools import partial
 from .errors import DoesNotFit, InvalidInput
 from .membership import Member
 from .needs import Size
-from .passes import Pass
 from .planner.plan import ComponentPlan, SharePlan
 from .planner.sizes import least_bytes
 from .room import Room
+from .runtime.forward_pass import Pass
 from .shortage import Shortage, add_line, read_shortage
 from .transfer.devices import Device
 from .transfer.link_speed import link_bytes_per_s

@@ -21,7 +21,7 @@ from .options.placement import Placement, parse_placement
 from .options.profile import OffloadProfile, build_profile
 from .parts import Parts
 from .planner.plan import Plan
-from .rivals import ExecutionMark
+from .runtime.other_offloaders import ExecutionMark
 from .transfer.devices import list_devices
 from .verification import Verification
 from .verify import verify

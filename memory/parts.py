@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from .attachment import attached
 from .errors import InvalidInput, UnsafeState
+from .runtime.managed_component import attached
 from .weights.discovery import discover_components
 
 __all__ = ["Parts"]

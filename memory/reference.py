@@ -23,18 +23,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from .attachment import Attachment
 from .comparison import same_bits
-from .entries import Entry, as_held
 from .manager import MemoryManager
-from .masters import FileMaster
 from .membership import Member
-from .passes import Hold
 from .planner.plan import ComponentPlan
 from .recording import remove_hooks_of
-from .residency import Unit
+from .runtime.device_hops import Hops, Visit
+from .runtime.forward_pass import Hold
+from .runtime.managed_component import Attachment
+from .runtime.parameter_slots import Entry, as_held
+from .runtime.weight_group import Unit
+from .runtime.weight_store import FileMaster
 from .snapshot import go_through
-from .split import Hops, Visit
 from .weights.fp8 import quantize_fp8
 from .weights.quantized import leaves_of
 
@@ -307,7 +307,11 @@ def is_engines(hook: Any) -> bool:
         hook = hook.func
     module = str(getattr(hook, "__module__", ""))
     package = __name__.rpartition(".")[0]
-    return module.startswith(f"{package}.") and module.rpartition(".")[2] not in ("hooks", "recording", "reference")
+    return module.startswith(f"{package}.") and module.rpartition(".")[2] not in (
+        "forward_hooks",
+        "recording",
+        "reference",
+    )
 
 
 def read_master(unit: Unit, index: int) -> list[torch.Tensor]:

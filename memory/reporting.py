@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .ledger import Ledger
 from .membership import Member, Watermark
 from .report import ComponentReport, DeviceReport
+from .runtime.ledger import Ledger
 from .transfer.devices import Device
 
 __all__ = ["component_report", "device_report"]

@@ -17,7 +17,6 @@ from functools import partial
 
 from .books import Recorder
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
-from .ledger import Ledger
 from .membership import Member, Watermark, default_watermark, unlearned_bytes
 from .needs import Key, Needs, Size, digest_component, digest_device
 from .options.placement import canonical_device
@@ -25,6 +24,7 @@ from .planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from .planner.plan import ComponentPlan, replan
 from .planner.sizes import least_bytes
 from .policy import EvictionPolicy, Victim
+from .runtime.ledger import Ledger
 from .transfer.devices import Device, HostMemory
 from .transfer.link_speed import known_link
 from .transfer.pinned_memory import pin_limit_bytes

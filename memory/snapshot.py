@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from .comparison import same_bits
-from .entries import Entry
+from .runtime.parameter_slots import Entry
 from .weights.quantized import leaves_of
 
 __all__ = ["RandomState", "Snapshot", "go_through"]

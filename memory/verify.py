@@ -19,11 +19,11 @@ from .arguments import copy_arguments
 from .comparison import leaves_in, show
 from .errors import InvalidInput, UnsafeState
 from .manager import MemoryManager
-from .masters import HostMaster
 from .membership import Member
 from .recording import Recording, places_of
 from .reference import Reference, find_changed_masters
-from .residency import Unit
+from .runtime.weight_group import Unit
+from .runtime.weight_store import HostMaster
 from .snapshot import Snapshot, go_through
 from .verification import Difference, Side, Verification, compare_sides, kept_bytes, run_side
 

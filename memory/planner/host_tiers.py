@@ -33,7 +33,7 @@ __all__ = ["Masters", "choose_tiers", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
-# [Note: blocking copies] in `streaming.py`.
+# [Note: blocking copies] in `runtime/prefetch.py`.
 NOT_AHEAD = "copies block the host, each is made when its block is entered"
 
 

@@ -9,8 +9,8 @@ an odd number of equal blocks needs two rounds of them, which passes take in tur
 
 [Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
 one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
-own bytes are there. That holds for copies that block the host, too ([Note: blocking copies] in `streaming.py`). After a
-pass or two every further one takes the same time: that is what `pass_seconds` finds.
+own bytes are there. That holds for copies that block the host, too ([Note: blocking copies] in `runtime/prefetch.py`).
+After a pass or two every further one takes the same time: that is what `pass_seconds` finds.
 """
 
 from __future__ import annotations

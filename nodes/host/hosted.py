@@ -13,13 +13,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...memory import default_manager
-from ...memory.entries import Entry
 from ...memory.errors import DoesNotFit
 from ...memory.membership import Member
 from ...memory.modules import plan_modules
 from ...memory.options.placement import parse_placement
 from ...memory.options.profile import parse_profile
-from ...memory.residency import Unit
+from ...memory.runtime.parameter_slots import Entry
+from ...memory.runtime.weight_group import Unit
 from ...memory.transfer.devices import list_devices
 from ...memory.weights.component import component_from_module
 from ...memory.weights.fp8 import parse_precision

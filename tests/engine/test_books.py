@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from highwater.memory.ledger import Kind, Ledger
 from highwater.memory.policy import LeastRecentlyUsed, Victim
+from highwater.memory.runtime.ledger import Kind, Ledger
 
 PLACES = st.sampled_from(["gpu:0", "gpu:1", "pinned"])
 OWNERS = st.sampled_from(["a", "b"])

@@ -151,5 +151,5 @@ def test_what_is_compiled_by_others_is_right_and_traces_nothing_of_ours(
         for _ in range(3):
             assert torch.equal(called(x).cpu(), want)
             managed.members[0].attachment.unload()
-    assert "memory/hooks.py" not in caplog.text
+    assert "memory/runtime/forward_hooks.py" not in caplog.text
     torch._dynamo.reset()

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file, save_model
 
 from highwater.memory import InvalidInput, MemoryManager, manage
-from highwater.memory.attachment import Attachment
 from highwater.memory.errors import UnsafeState
-from highwater.memory.ledger import Kind
+from highwater.memory.runtime.ledger import Kind
+from highwater.memory.runtime.managed_component import Attachment
 from highwater.memory.transfer.copy_stream import Bounce
 from highwater.memory.weights.component import component_from_module
 from highwater.memory.weights.source import WeightsSource

@@ -319,7 +319,7 @@ def test_a_compiler_that_does_not_start_leaves_nothing(toys, machine, monkeypatc
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr("highwater.memory.attachment.CompiledBlocks", fail)
+    monkeypatch.setattr("highwater.memory.runtime.managed_component.CompiledBlocks", fail)
     net = toys.build_net()
     with machine(8) as manager:
         with pytest.raises(RuntimeError, match="no compiler"):

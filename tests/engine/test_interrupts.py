@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_model
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.attachment import Attachment
-from highwater.memory.forwards import Forwards
-from highwater.memory.ledger import Ledger
-from highwater.memory.packing import Packing
-from highwater.memory.passes import Passes
 from highwater.memory.planner.staging_layout import Occupancy
-from highwater.memory.residency import Unit
 from highwater.memory.roster import Roster
-from highwater.memory.share import Share
-from highwater.memory.split import Hops
-from highwater.memory.staging import StagingArea
-from highwater.memory.streaming import Streamer
+from highwater.memory.runtime.device_hops import Hops
+from highwater.memory.runtime.device_share import Share
+from highwater.memory.runtime.forward_blocks import Forwards
+from highwater.memory.runtime.forward_pass import Passes
+from highwater.memory.runtime.ledger import Ledger
+from highwater.memory.runtime.managed_component import Attachment
+from highwater.memory.runtime.packing import Packing
+from highwater.memory.runtime.prefetch import Streamer
+from highwater.memory.runtime.staging import StagingArea
+from highwater.memory.runtime.weight_group import Unit
 from highwater.memory.transfer.copy_stream import Bounce, CopyStream
 
 CASES = {
@@ -59,7 +59,7 @@ STEPS = [
 @pytest.fixture(autouse=True)
 def others_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a pass that nobody runs any more finds that out soon."""
-    monkeypatch.setattr("highwater.memory.passes.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("highwater.memory.runtime.forward_pass.LOOK_EVERY_S", 0.01)
 
 
 def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:

@@ -107,7 +107,7 @@ def test_a_copy_that_holds_the_host_is_made_ahead_only_where_nothing_runs_before
 
 def test_unequal_blocks_are_copied_in_few_pieces(machine, monkeypatch) -> None:
     """Two or three blocks lie where one comes to be; what of them is free already is overwritten in one copy."""
-    from highwater.memory.masters import HostMaster
+    from highwater.memory.runtime.weight_store import HostMaster
 
     widths = random.Random(3).choices(range(16, 2000, 8), k=40)
     net = Layers(widths)
@@ -165,7 +165,7 @@ def test_a_block_without_bytes_takes_its_turn(machine, position: int) -> None:
 
 
 def test_a_copy_that_fails_is_made_anew(machine, monkeypatch) -> None:
-    from highwater.memory.masters import HostMaster
+    from highwater.memory.runtime.weight_store import HostMaster
 
     net, twin = Layers([64] * 6), Layers([64] * 6)
     x, order = torch.randn(2, WIDTH), list(range(6))

@@ -17,8 +17,8 @@ from torch import nn
 
 from highwater.memory import InvalidInput, Managed, manage, recording, reference, snapshot, verify
 from highwater.memory.errors import UnsafeState
-from highwater.memory.residency import BlockState
-from highwater.memory.staging import StagingArea
+from highwater.memory.runtime.staging import StagingArea
+from highwater.memory.runtime.weight_group import BlockState
 
 VERIFYING = [module.__file__ for module in (recording, reference, snapshot, verify)]
 MODES = {

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from highwater.memory import device_copy, manage
-from highwater.memory.device_copy import content_tag
+from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
+from highwater.memory.runtime import resident_copy
+from highwater.memory.runtime.resident_copy import content_tag
 
 PROFILES = ["auto", "0.8MiB", "0.55MiB", "0.45MiB"]
 
@@ -161,9 +162,9 @@ def test_a_device_without_memory_for_a_tag_copies_back(toys, machine, monkeypatc
 
     with machine(8) as manager, torch.no_grad(), manage(net, placement="gpu:0", manager=manager) as managed:
         if when == "as it comes":
-            monkeypatch.setattr(device_copy, "content_tag", fail)
+            monkeypatch.setattr(resident_copy, "content_tag", fail)
         net(x)
-        monkeypatch.setattr(device_copy, "content_tag", fail)
+        monkeypatch.setattr(resident_copy, "content_tag", fail)
         net.doubles[1].up.weight.data.fill_(3.0)
         net.doubles[1].gain.data.fill_(2.0)
         managed.members[0].attachment.unload()

@@ -61,7 +61,7 @@ from types import SimpleNamespace
 from highwater.headless.cli import main
 from highwater.headless.demo import choose_hardware
 from highwater.memory import default_manager
-from highwater.memory.residency import Unit
+from highwater.memory.runtime.weight_group import Unit
 
 where, out, workflow = sys.argv[1:]
 choose_hardware().simulate()

@@ -16,7 +16,7 @@ from highwater.headless.tiny import ensure_pipelines
 from highwater.headless.verifying import load_for_verifying, verify_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
-from highwater.memory.residency import Unit
+from highwater.memory.runtime.weight_group import Unit
 
 comfy_api.install()
 MIB = 1 << 20

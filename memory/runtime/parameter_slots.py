@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .watched import unwatch
-from .weights.component import TensorSpec
-from .weights.quantized import Wrapper, leaves_of
-from .weights.source import WeightsSource
+from ..weights.component import TensorSpec
+from ..weights.quantized import Wrapper, leaves_of
+from ..weights.source import WeightsSource
+from .watched_data import unwatch
 
 __all__ = [
     "Entry",

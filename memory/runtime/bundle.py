@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .residency import BlockState, Unit
-from .transfer.copy_stream import CopyStream
+from ..transfer.copy_stream import CopyStream
+from .weight_group import BlockState, Unit
 
 __all__ = ["Bundle"]
 

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .entries import Entry
-from .transfer.copy_stream import CopyStream
+from ..transfer.copy_stream import CopyStream
+from .parameter_slots import Entry
 
 __all__ = ["DeviceCopy", "Known", "content_tag"]
 

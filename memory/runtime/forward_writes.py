@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import torch
 
-from .computing import DATA, ComputingWeight
-from .eight_bits import stored_leaf
-from .entries import Entry
-from .errors import InvalidInput
-from .residency import Unit
-from .swaps import Swaps, foreign_tensors
-from .weights.fp8 import upcast_into
+from ..errors import InvalidInput
+from ..weights.fp8 import upcast_into
+from .computing_parameter import DATA, ComputingWeight
+from .eight_bit_weight import stored_leaf
+from .parameter_slots import Entry
+from .weight_group import Unit
+from .weight_swaps import Swaps, foreign_tensors
 
 __all__ = ["keep_writes"]
 

@@ -6,20 +6,20 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from ..errors import InvalidInput
+from ..planner.plan import ComponentPlan
+from ..planner.sizes import bounce_buffer_bytes
+from ..transfer.copy_stream import allocate_slabs
+from ..transfer.pinned_memory import PAGE_BYTES
+from ..weights.component import Component
+from ..weights.source import WeightsSource
+from .added_layers import bring_home
 from .bundle import Bundle
-from .entries import Entry
-from .errors import InvalidInput
-from .joining import bring_home
+from .device_share import Share
 from .ledger import Kind, Ledger
-from .masters import FileMaster
-from .planner.plan import ComponentPlan
-from .planner.sizes import bounce_buffer_bytes
-from .residency import Unit
-from .share import Share
-from .transfer.copy_stream import allocate_slabs
-from .transfer.pinned_memory import PAGE_BYTES
-from .weights.component import Component
-from .weights.source import WeightsSource
+from .parameter_slots import Entry
+from .weight_group import Unit
+from .weight_store import FileMaster
 
 __all__ = ["Ending", "Packing"]
 

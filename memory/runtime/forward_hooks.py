@@ -19,9 +19,9 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.fx import _symbolic_trace as fx
 from torch.utils.hooks import RemovableHandle
 
-from .compiling import untraced
-from .copies import OwnHook
-from .errors import UnsafeState
+from ..errors import UnsafeState
+from .compiled_blocks import untraced
+from .deep_copies import OwnHook
 
 __all__ = ["Hooked", "Hooks", "remove_hooks_of"]
 

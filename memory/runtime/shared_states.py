@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .containers import find_tensors, replace_tensors
+from .nested_tensors import find_tensors, replace_tensors
 
 __all__ = ["Stores", "exchange", "find_shared_states", "tensors_of"]
 

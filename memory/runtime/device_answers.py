@@ -5,7 +5,7 @@ their callers create inputs there: noise, tables, the next tokens. For weights a
 class can override a property, so while a module is managed its class is a subclass that reports another device; FSDP2
 exchanges the class of its modules, too. The subclass has the name of the original class and compares equal to it, so
 that tables of classes find it. Calling it creates a module of the original class. `release` restores that class. What
-a single weight reports is in `watched.py` ([Note: asked]).
+a single weight reports is in `watched_data.py` ([Note: asked]).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from .copies import Copied
-from .errors import UnsafeState
+from ..errors import UnsafeState
+from .deep_copies import Copied
 
 __all__ = ["DeviceAnswers"]
 

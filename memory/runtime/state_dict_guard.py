@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .copies import OwnHook
-from .entries import Entry, read_weights
-from .errors import UnsafeState
-from .residency import Unit
-from .weights.source import WeightsSource
+from ..errors import UnsafeState
+from ..weights.source import WeightsSource
+from .deep_copies import OwnHook
+from .parameter_slots import Entry, read_weights
+from .weight_group import Unit
 
 __all__ = ["StateGuard"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .entries import Entry, in_list
-from .residency import Unit
+from .parameter_slots import Entry, in_list
+from .weight_group import Unit
 
 __all__ = ["Swaps"]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .transfer.copy_stream import Bounce, CopyStream, SlabLayout
-from .weights.file_reader import Target
-from .weights.source import WeightsSource
+from ..transfer.copy_stream import Bounce, CopyStream, SlabLayout
+from ..weights.file_reader import Target
+from ..weights.source import WeightsSource
 
 __all__ = ["FileMaster", "HostMaster"]
 

@@ -18,10 +18,10 @@ from itertools import chain
 import torch
 from torch import nn
 
-from .eight_bits import EightBitWeight
-from .entries import Entry, repoint
-from .weights.component import SAFETENSORS_NAMES, TensorSpec, leaf_bytes
-from .weights.quantized import Wrapper, leaves_of
+from ..weights.component import SAFETENSORS_NAMES, TensorSpec, leaf_bytes
+from ..weights.quantized import Wrapper, leaves_of
+from .eight_bit_weight import EightBitWeight
+from .parameter_slots import Entry, repoint
 
 __all__ = ["Structure", "Tree", "bring_home", "walk"]
 

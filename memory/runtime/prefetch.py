@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ..errors import InvalidInput
 from .bundle import Bundle
-from .errors import InvalidInput
 from .staging import StagingArea, Stay
 
 __all__ = ["Streamer"]

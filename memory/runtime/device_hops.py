@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from .containers import Lent, find_tensors, replace_tensors
+from .nested_tensors import Lent, find_tensors, replace_tensors
 from .shared_states import exchange, tensors_of
-from .watched import device_of
+from .watched_data import device_of
 
 __all__ = ["Hops", "Visit"]
 

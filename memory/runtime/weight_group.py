@@ -13,17 +13,17 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from .computing import ComputingWeight, note_data
-from .device_copy import DeviceCopy, Known
-from .eight_bits import EightBits, EightBitWeight, stored_leaf
-from .entries import Entry, add_up, as_held, assemble, become, copy_leaves, fill_entries, read_weights, repoint
-from .errors import InvalidInput, UnsafeState
-from .masters import FileMaster, HostMaster
-from .transfer.copy_stream import Bounce, CopyStream, Form, SlabLayout
-from .watched import Asked, device_of, plainly, unwatch, watch
-from .weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
-from .weights.quantized import leaves_of
-from .weights.source import WeightsSource
+from ..errors import InvalidInput, UnsafeState
+from ..transfer.copy_stream import Bounce, CopyStream, Form, SlabLayout
+from ..weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
+from ..weights.quantized import leaves_of
+from ..weights.source import WeightsSource
+from .computing_parameter import ComputingWeight, note_data
+from .eight_bit_weight import EightBits, EightBitWeight, stored_leaf
+from .parameter_slots import Entry, add_up, as_held, assemble, become, copy_leaves, fill_entries, read_weights, repoint
+from .resident_copy import DeviceCopy, Known
+from .watched_data import Asked, device_of, plainly, unwatch, watch
+from .weight_store import FileMaster, HostMaster
 
 __all__ = ["BlockState", "Unit"]
 

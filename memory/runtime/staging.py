@@ -7,8 +7,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from .planner.staging_layout import Occupancy, Places
-from .transfer.copy_stream import CopyStream
+from ..planner.staging_layout import Occupancy, Places
+from ..transfer.copy_stream import CopyStream
 
 __all__ = ["StagingArea", "Stay"]
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .copies import Copied, copy_view
+from .deep_copies import Copied, copy_view
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
 
 __all__ = [
@@ -206,7 +206,7 @@ class WatchedTensor(RestingWeight, torch.Tensor):
             return nn.Parameter(tensor, self.requires_grad) if isinstance(self, nn.Parameter) else tensor
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
-        """Return a plain copy ([Note: deep copies] in `copies.py`)."""
+        """Return a plain copy ([Note: deep copies] in `deep_copies.py`)."""
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         own = self.plain()

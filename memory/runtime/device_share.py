@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from ..errors import UnsafeState
+from ..planner.plan import SharePlan
+from ..planner.staging_layout import Places
+from ..transfer.copy_stream import Bounce, CopyStream, Stopwatch, allocate_device
+from ..transfer.devices import Device
 from .bundle import Bundle
-from .errors import UnsafeState
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
-from .planner.plan import SharePlan
-from .planner.staging_layout import Places
-from .residency import BlockState, Unit
+from .prefetch import Streamer
 from .staging import StagingArea, Stay
-from .streaming import Streamer
-from .transfer.copy_stream import Bounce, CopyStream, Stopwatch, allocate_device
-from .transfer.devices import Device
+from .weight_group import BlockState, Unit
 
 __all__ = ["Share"]
 

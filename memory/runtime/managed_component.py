@@ -14,33 +14,33 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .answers import DeviceAnswers
+from ..errors import InvalidInput, UnsafeState
+from ..planner.plan import ComponentPlan
+from ..planner.sizes import fixed_tensors
+from ..transfer.devices import Device
+from ..weights.component import SAFETENSORS_NAMES, Component, is_callable
+from ..weights.source import WeightsSource
+from .added_layers import Structure, Tree, bring_home, walk
 from .bundle import Bundle
-from .compiling import CompiledBlocks
-from .copies import OwnHook
-from .eight_bits import EightBitWeight
-from .entries import Entry, find_entries
-from .errors import InvalidInput, UnsafeState
-from .forwards import Forwards
-from .hooks import Hooks, remove_hooks_of
-from .joining import Structure, Tree, bring_home, walk
+from .compiled_blocks import CompiledBlocks
+from .deep_copies import OwnHook
+from .device_answers import DeviceAnswers
+from .device_share import Share
+from .eight_bit_weight import EightBitWeight
+from .forward_blocks import Forwards
+from .forward_hooks import Hooks, remove_hooks_of
+from .forward_pass import Pass, Passes
 from .ledger import Ledger
 from .leftovers import Leftovers
-from .masters import FileMaster
-from .moved import MoveGuard
+from .move_guard import MoveGuard
+from .other_offloaders import find_rival
 from .packing import Ending, Packing
-from .passes import Pass, Passes
-from .planner.plan import ComponentPlan
-from .planner.sizes import fixed_tensors
+from .parameter_slots import Entry, find_entries
 from .recomputing import in_backward
-from .residency import Unit
-from .rivals import find_rival
-from .share import Share
-from .state import StateGuard
-from .transfer.devices import Device
-from .watched import Asked
-from .weights.component import SAFETENSORS_NAMES, Component, is_callable
-from .weights.source import WeightsSource
+from .state_dict_guard import StateGuard
+from .watched_data import Asked
+from .weight_group import Unit
+from .weight_store import FileMaster
 
 __all__ = ["Attachment", "Phase", "refuse_managed"]
 
@@ -372,8 +372,8 @@ class Attachment:
     def join_layers(self) -> None:
         """Take layers that were added to the module along with their blocks, and leave those that are gone alone.
 
-        ([Note: added layers] in `joining.py`.) Where that changes a block it is loaded anew before the next pass. The
-        caller holds the manager's lock, and no pass is open but one that begins.
+        ([Note: added layers] in `added_layers.py`.) Where that changes a block it is loaded anew before the next pass.
+        The caller holds the manager's lock, and no pass is open but one that begins.
 
         Raises:
             UnsafeState: a block or a weight of our own is not in the module any more, or in another block of it.

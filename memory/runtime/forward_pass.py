@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import nn
 
-from .errors import UnsafeState
-from .needs import input_size
+from ..errors import UnsafeState
+from ..needs import input_size
 
 __all__ = ["Guest", "Pass", "Passes"]
 
@@ -33,7 +33,7 @@ LOOK_EVERY_S = 0.5
 # After so many checks that find the pass's thread in the same wait, the waiting thread gives up.
 LOOKS_UNTIL_STUCK = 10
 # Modules in which a thread waits for another one; and the engine's, which wait for a forward in `begin` only.
-WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rpartition(".")[0]
+WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rsplit(".", 2)[0]
 
 
 class Pass:

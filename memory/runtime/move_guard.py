@@ -6,7 +6,7 @@ unit put into the module nor those that are its masters can be relied on afterwa
 objects, of which the module always gets others.
 
 A tensor that was assigned to the module in place of ours is seen by its identity, each of them; whether that is for
-good, `swaps.py` tells.
+good, `weight_swaps.py` tells.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .eight_bits import EightBitWeight
-from .entries import as_held, repoint
-from .errors import UnsafeState
-from .masters import FileMaster
-from .residency import BlockState, Unit
-from .swaps import Swaps, foreign_tensors
-from .watched import plainly, watch
-from .weights.fp8 import FP8
-from .weights.quantized import Wrapper, leaves_of
+from ..errors import UnsafeState
+from ..weights.fp8 import FP8
+from ..weights.quantized import Wrapper, leaves_of
+from .eight_bit_weight import EightBitWeight
+from .parameter_slots import as_held, repoint
+from .watched_data import plainly, watch
+from .weight_group import BlockState, Unit
+from .weight_store import FileMaster
+from .weight_swaps import Swaps, foreign_tensors
 
 __all__ = ["MoveGuard"]
 

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .entries import read_weights
-from .errors import UnsafeState
-from .masters import FileMaster
-from .residency import Unit
-from .weights.quantized import leaves_of
+from ..errors import UnsafeState
+from ..weights.quantized import leaves_of
+from .parameter_slots import read_weights
+from .weight_group import Unit
+from .weight_store import FileMaster
 
 __all__ = ["SavedWeights"]
 

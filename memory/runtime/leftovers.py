@@ -19,11 +19,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .compiling import untraced
-from .copies import OwnHook
-from .eight_bits import EightBitWeight
-from .entries import OWN_DICTS
-from .watched import AbsentWeight, WatchedTensor, plainly, unwatch
+from .compiled_blocks import untraced
+from .deep_copies import OwnHook
+from .eight_bit_weight import EightBitWeight
+from .parameter_slots import OWN_DICTS
+from .watched_data import AbsentWeight, WatchedTensor, plainly, unwatch
 
 __all__ = ["Leftovers", "address_of", "computed_weights"]
 

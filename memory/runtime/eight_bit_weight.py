@@ -22,12 +22,12 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-from .copies import Copied
-from .entries import Entry
-from .errors import InvalidInput
+from ..errors import InvalidInput
+from ..weights.fp8 import find_scale, quantize_fp8, upcast_into
+from .deep_copies import Copied
+from .parameter_slots import Entry
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
-from .watched import LEFT_ALONE, answer_device, device_in_backward, device_of
-from .weights.fp8 import find_scale, quantize_fp8, upcast_into
+from .watched_data import LEFT_ALONE, answer_device, device_in_backward, device_of
 
 __all__ = ["EightBitWeight", "EightBits", "stored_leaf"]
 

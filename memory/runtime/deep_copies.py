@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsafeState
+from ..errors import UnsafeState
 
 __all__ = ["Copied", "OwnHook", "copy_view"]
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..modules import remember_order
+from ..weights.component import Component
 from .backward import SavedWeights
-from .hooks import Hooks
-from .mismatch import explain_mismatch
-from .modules import remember_order
-from .passes import Pass, Passes
+from .device_hops import Hops, Visit
+from .device_mismatch import explain_mismatch
+from .device_share import Share
+from .forward_hooks import Hooks
+from .forward_pass import Pass, Passes
 from .recomputing import in_backward
-from .share import Share
 from .shared_states import Stores, find_shared_states
-from .split import Hops, Visit
-from .weights.component import Component
 
 __all__ = ["Forwards"]
 
