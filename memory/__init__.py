@@ -8,14 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .default import default_manager, existing_manager
 from .errors import DoesNotFit, InvalidInput
+from .manager.default import default_manager, existing_manager
 
 if TYPE_CHECKING:
     from .building import load_model, load_weights
     from .managed import Managed, manage
-    from .manager import MemoryManager
-    from .membership import Watermark
+    from .manager.manager import MemoryManager
+    from .manager.member import Watermark
     from .options.budget import BudgetItem
     from .options.profile import OffloadProfile
     from .verification import Verification
@@ -40,10 +40,10 @@ __all__ = [
 
 LAZY = {
     "BudgetItem": "options.budget",
-    "MemoryManager": "manager",
+    "MemoryManager": "manager.manager",
     "OffloadProfile": "options.profile",
     "Verification": "verification",
-    "Watermark": "membership",
+    "Watermark": "manager.member",
     "discover_components": "weights.discovery",
     "load_model": "building",
     "load_weights": "building",

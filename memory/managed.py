@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from .building import source_of
-from .default import default_manager
 from .errors import InvalidInput, quoted, require
-from .manager import MemoryManager
-from .membership import Member
+from .manager.default import default_manager
+from .manager.manager import MemoryManager
+from .manager.member import Member
 from .options.placement import Placement, parse_placement
 from .options.profile import OffloadProfile, build_profile
 from .parts import Parts

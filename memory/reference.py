@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from .comparison import same_bits
-from .manager import MemoryManager
-from .membership import Member
+from .manager.manager import MemoryManager
+from .manager.member import Member
 from .planner.plan import ComponentPlan
 from .recording import remove_hooks_of
 from .runtime.device_hops import Hops, Visit

@@ -18,8 +18,8 @@ from torch import nn
 from .arguments import copy_arguments
 from .comparison import leaves_in, show
 from .errors import InvalidInput, UnsafeState
-from .manager import MemoryManager
-from .membership import Member
+from .manager.manager import MemoryManager
+from .manager.member import Member
 from .recording import Recording, places_of
 from .reference import Reference, find_changed_masters
 from .runtime.weight_group import Unit

@@ -53,7 +53,7 @@ def remember_needs() -> None:
     """Keep what is learned of models' needs in the host's folder for its own data, which it serves to no page."""
     import folder_paths
 
-    from ..memory.default import remember_needs_in
+    from ..memory.manager.default import remember_needs_in
 
     find = getattr(folder_paths, "get_system_user_directory", None)
     if find is not None:

@@ -49,7 +49,7 @@ def make_report(only: str | None = None) -> dict[str, Any]:
         InvalidInput: a name is no part of the report.
     """
     from ..memory.errors import InvalidInput, allowed_values
-    from ..memory.report import Report
+    from ..memory.manager.report import Report
 
     manager = existing_manager()
     empty = Report(devices=[], components=[], nodes=[], runs=[], events=[], samples=[])

@@ -153,7 +153,7 @@ def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str
             raise RuntimeError(f"the simulated devices are installed as {_name!r} and cannot become {name!r}")
         return
     load_backend(None if build_directory is None else Path(build_directory))
-    from ...memory.default import keep_out_of_user_cache
+    from ...memory.manager.default import keep_out_of_user_cache
     from .module import create_module
 
     keep_out_of_user_cache()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..modules import remember_order
+from ..manager.module_plans import remember_order
 from ..weights.component import Component
 from .backward import SavedWeights
 from .device_hops import Hops, Visit

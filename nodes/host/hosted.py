@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...memory import default_manager
 from ...memory.errors import DoesNotFit
-from ...memory.membership import Member
-from ...memory.modules import plan_modules
+from ...memory.manager.member import Member
+from ...memory.manager.module_plans import plan_modules
 from ...memory.options.placement import parse_placement
 from ...memory.options.profile import parse_profile
 from ...memory.runtime.parameter_slots import Entry

@@ -25,7 +25,7 @@ from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
 
 from ...memory import default_manager
-from ...memory.membership import Member
+from ...memory.manager.member import Member
 from ...memory.weights.fp8 import FP8
 from .guides import check_inputs
 from .hosted import Hosted, Request, is_cpu, name_of

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from highwater.memory.policy import LeastRecentlyUsed, Victim
+from highwater.memory.manager.eviction import LeastRecentlyUsed, Victim
 from highwater.memory.runtime.ledger import Kind, Ledger
 
 PLACES = st.sampled_from(["gpu:0", "gpu:1", "pinned"])

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_model
 
 from highwater.memory import MemoryManager, manage
+from highwater.memory.manager.registry import Roster
 from highwater.memory.planner.staging_layout import Occupancy
-from highwater.memory.roster import Roster
 from highwater.memory.runtime.device_hops import Hops
 from highwater.memory.runtime.device_share import Share
 from highwater.memory.runtime.forward_blocks import Forwards

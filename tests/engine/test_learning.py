@@ -17,8 +17,8 @@ LINK = 8e9
 
 def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("highwater.memory.transfer.link_speed.cache_directory", lambda: tmp_path)
-    monkeypatch.setattr("highwater.memory.room.known_link", known_link)
-    monkeypatch.setattr("highwater.memory.learning.link_bytes_per_s", link_bytes_per_s)
+    monkeypatch.setattr("highwater.memory.manager.admission.known_link", known_link)
+    monkeypatch.setattr("highwater.memory.manager.calibration.link_bytes_per_s", link_bytes_per_s)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))  # 48 MiB
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
         assert known_link(manager.devices["gpu:0"]) is None

@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def default(machine, monkeypatch: pytest.MonkeyPatch):
     """The manager that examples get without naming one."""
     with machine(96) as manager:
-        monkeypatch.setattr("highwater.memory.default.made", [manager])
+        monkeypatch.setattr("highwater.memory.manager.default.made", [manager])
         yield manager
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import InvalidInput, MemoryManager, manage
-from highwater.memory.needs import Need
-from highwater.memory.needs_file import MAX_ROWS, TABLE, NeedsFile, installed_versions
+from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs_file import MAX_ROWS, TABLE, NeedsFile, installed_versions
 
 KEY = "0" * 32, "1" * 32
 MOMENT_S = 5  # far above the time that a lock is waited for
@@ -266,8 +266,8 @@ def test_a_read_only_one_is_read(file, tmp_path, run_python, what: str) -> None:
     run_python(f"""
 import os
 from pathlib import Path
-from highwater.memory.needs_file import NeedsFile
-from highwater.memory.needs import Need
+from highwater.memory.manager.needs_file import NeedsFile
+from highwater.memory.manager.needs import Need
 os.seteuid(65534)
 file = NeedsFile(Path({str(file.path)!r}))
 assert len(file.read()) == 1
@@ -281,8 +281,8 @@ def test_a_full_disk_loses_only_what_is_new(file, run_python) -> None:
     run_python(f"""
 import resource, signal
 from pathlib import Path
-from highwater.memory.needs_file import NeedsFile
-from highwater.memory.needs import Need
+from highwater.memory.manager.needs_file import NeedsFile
+from highwater.memory.manager.needs import Need
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = NeedsFile(Path({str(file.path)!r}))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({file.path.stat().st_size}, {file.path.stat().st_size}))
@@ -296,8 +296,8 @@ def test_a_process_that_is_killed_leaves_no_half(file) -> None:
     script = """
 import sys, time
 from pathlib import Path
-from highwater.memory.needs_file import NeedsFile
-from highwater.memory.needs import Need
+from highwater.memory.manager.needs_file import NeedsFile
+from highwater.memory.manager.needs import Need
 file = NeedsFile(Path(sys.argv[1]))
 number = 0
 print("ready", flush=True)
@@ -339,7 +339,7 @@ from pathlib import Path
 import torch
 from highwater.headless import simdevice
 from highwater.memory import default_manager, manage
-from highwater.memory.default import remember_needs_in
+from highwater.memory.manager.default import remember_needs_in
 
 named, (folder, build) = sys.argv[1], sys.argv[2:]
 if named == "before":

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory.shortage import add_line, read_shortage
+from highwater.memory.manager.oom_message import add_line, read_shortage
 from highwater.memory.units import GIB, MIB
 
 CUDA = (

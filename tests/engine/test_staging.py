@@ -57,7 +57,9 @@ def test_any_order_within_any_memory_computes_the_same(
         pytest.MonkeyPatch.context() as patch,
     ):
         if pinned == "some":
-            patch.setattr("highwater.memory.room.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2)
+            patch.setattr(
+                "highwater.memory.manager.admission.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2
+            )
         if learns:
             manager.room.links["gpu:0"] = LINK
         twin.to("sim:0")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from highwater.headless.cli import main
-from highwater.memory.needs import Need
-from highwater.memory.needs_file import TABLE, NeedsFile
+from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs_file import TABLE, NeedsFile
 
 COMPONENT, DEVICE = "ab" * 16, "cd" * 16
 

@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def devices(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Two devices of 64 MiB, strict, and a process-wide manager that has met no others."""
-    from highwater.memory import default
+    from highwater.memory.manager import default
 
     monkeypatch.setattr(default, "made", [])
     with sim.cluster([sim.SimDeviceSpec(total_bytes=64 * MIB)] * 2):

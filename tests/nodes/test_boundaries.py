@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from highwater.headless.comfy_api import install as install_stand_ins
-from highwater.memory import default, existing_manager
+from highwater.memory import existing_manager
+from highwater.memory.manager import default
 from highwater.nodes import boundaries
 from highwater.nodes.boundaries import Boundaries, names_our_node
 

@@ -12,7 +12,8 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from highwater.memory import default, default_manager, existing_manager, manage
+from highwater.memory import default_manager, existing_manager, manage
+from highwater.memory.manager import default
 from highwater.nodes.routes import add_routes
 
 

@@ -212,7 +212,7 @@ def test_only_comfyui_needs_a_pipelines_node_to_show_its_loadings(
     """Our own host watches every node: a second bar would jump between the same numbers."""
     from highwater.nodes.progress import showing_loadings
 
-    monkeypatch.setattr("highwater.memory.default.made", [runner.manager])
+    monkeypatch.setattr("highwater.memory.manager.default.made", [runner.manager])
     if in_comfyui:
         model_management = ModuleType("comfy.model_management")
         monkeypatch.setattr(model_management, "throw_exception_if_processing_interrupted", lambda: None, raising=False)
@@ -257,7 +257,7 @@ def test_in_comfyui_the_cancel_button_ends_a_loading_at_every_step(
     model_management = ModuleType("comfy.model_management")
     monkeypatch.setattr(model_management, "throw_exception_if_processing_interrupted", cancel_third, raising=False)
     monkeypatch.setitem(sys.modules, "comfy.model_management", model_management)
-    monkeypatch.setattr("highwater.memory.default.made", [runner.manager])
+    monkeypatch.setattr("highwater.memory.manager.default.made", [runner.manager])
     monkeypatch.setattr("highwater.nodes.progress.SHOWN_EVERY_S", 3600.0)
     shown: list[Any] = []
     with executing_node(lambda *progress: shown.append(progress)), pytest.raises(Cancelled), showing_loadings():

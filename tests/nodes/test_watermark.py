@@ -118,9 +118,9 @@ def test_good_marks_pass(two_gpus: None, low: str | None, high: str | None) -> N
 def test_a_machine_without_accelerators_takes_any_marks(
     runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("transfer.devices", "manager"):
+    for module in ("transfer.devices", "manager.manager"):
         monkeypatch.setattr(f"highwater.memory.{module}.list_devices", lambda: [CPU])
-    monkeypatch.setattr("highwater.memory.default.made", [MemoryManager()])
+    monkeypatch.setattr("highwater.memory.manager.default.made", [MemoryManager()])
     graph = {"1": {"class_type": "HighwaterWatermark", "inputs": {"device": "gpu:9", "low": "1GiB", "high": "90GiB"}}}
     result = runner.run(parse_workflow(graph), name="test")
     assert "this machine has no gpu:9" in result.outputs["1"]["text"][0]

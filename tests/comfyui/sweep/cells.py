@@ -27,7 +27,7 @@ from comfy.model_patcher import ModelPatcher
 
 from highwater.memory import default_manager
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
-from highwater.memory.modules import plan_modules
+from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into

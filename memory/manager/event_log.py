@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..runtime.ledger import Ledger
+from ..transfer.devices import Device
 from .report import Event, NodeReport, RunReport, Sample
-from .runtime.ledger import Ledger
-from .transfer.devices import Device
 
 __all__ = ["Recorder"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .membership import Member, Watermark
+from ..runtime.ledger import Ledger
+from ..transfer.devices import Device
+from .member import Member, Watermark
 from .report import ComponentReport, DeviceReport
-from .runtime.ledger import Ledger
-from .transfer.devices import Device
 
 __all__ = ["component_report", "device_report"]
 

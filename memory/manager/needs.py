@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from .planner.capacity import EVERYTHING, KeptFree
-from .transfer.devices import Device
-from .weights.component import Component
+from ..planner.capacity import EVERYTHING, KeptFree
+from ..transfer.devices import Device
+from ..weights.component import Component
 
 __all__ = ["Key", "Need", "Needs", "Size", "digest_component", "digest_device", "input_size"]
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from .errors import InvalidInput
+from ..errors import InvalidInput
 from .needs import Key, Need, Size
 
 __all__ = ["NeedsFile", "cache_path"]
@@ -78,7 +78,7 @@ def cache_path() -> Path | None:
 
 @cache
 def installed_versions() -> str:
-    found = [f"highwater {sys.modules[__package__.rpartition('.')[0]].__version__}", f"torch {torch.__version__}"]
+    found = [f"highwater {sys.modules[__package__.rsplit('.', 2)[0]].__version__}", f"torch {torch.__version__}"]
     for name in ("diffusers", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")

@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Mapping
 from functools import partial
 
-from .errors import DoesNotFit, InvalidInput
-from .membership import Member
+from ..errors import DoesNotFit, InvalidInput
+from ..planner.plan import ComponentPlan, SharePlan
+from ..planner.sizes import least_bytes
+from ..runtime.forward_pass import Pass
+from ..transfer.devices import Device
+from ..transfer.link_speed import link_bytes_per_s
+from ..units import format_bytes
+from .admission import Room
+from .member import Member
 from .needs import Size
-from .planner.plan import ComponentPlan, SharePlan
-from .planner.sizes import least_bytes
-from .room import Room
-from .runtime.forward_pass import Pass
-from .shortage import Shortage, add_line, read_shortage
-from .transfer.devices import Device
-from .transfer.link_speed import link_bytes_per_s
-from .units import format_bytes
+from .oom_message import Shortage, add_line, read_shortage
 
 __all__ = ["learn_failed_load", "learn_needs", "learn_times"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .units import GIB, KIB, MIB
+from ..units import GIB, KIB, MIB
 
 __all__ = ["Shortage", "add_line", "read_shortage"]
 

@@ -15,21 +15,21 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import partial
 
-from .books import Recorder
-from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
-from .membership import Member, Watermark, default_watermark, unlearned_bytes
+from ..errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
+from ..options.placement import canonical_device
+from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
+from ..planner.plan import ComponentPlan, replan
+from ..planner.sizes import least_bytes
+from ..runtime.ledger import Ledger
+from ..transfer.devices import Device, HostMemory
+from ..transfer.link_speed import known_link
+from ..transfer.pinned_memory import pin_limit_bytes
+from ..units import format_bytes
+from ..weights.component import Component
+from .event_log import Recorder
+from .eviction import EvictionPolicy, Victim
+from .member import Member, Watermark, default_watermark, unlearned_bytes
 from .needs import Key, Needs, Size, digest_component, digest_device
-from .options.placement import canonical_device
-from .planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
-from .planner.plan import ComponentPlan, replan
-from .planner.sizes import least_bytes
-from .policy import EvictionPolicy, Victim
-from .runtime.ledger import Ledger
-from .transfer.devices import Device, HostMemory
-from .transfer.link_speed import known_link
-from .transfer.pinned_memory import pin_limit_bytes
-from .units import format_bytes
-from .weights.component import Component
 
 __all__ = ["Room", "computable"]
 

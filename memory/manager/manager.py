@@ -17,22 +17,22 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from .books import Recorder
-from .errors import DoesNotFit, InvalidInput, UnsafeState, require
-from .learning import learn_failed_load, learn_needs, learn_times
-from .membership import Member, Watermark, default_watermark
+from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
+from ..planner.plan import Plan
+from ..runtime.forward_pass import Guest, Pass
+from ..runtime.ledger import Ledger
+from ..runtime.managed_component import Attachment
+from ..transfer.devices import Device, list_devices
+from .admission import Room, computable
+from .calibration import learn_failed_load, learn_needs, learn_times
+from .event_log import Recorder
+from .eviction import EvictionPolicy, LeastRecentlyUsed
+from .member import Member, Watermark, default_watermark
 from .needs import Needs, Size
 from .needs_file import NeedsFile
-from .planner.plan import Plan
-from .policy import EvictionPolicy, LeastRecentlyUsed
+from .registry import Roster
 from .report import DeviceReport, Report
 from .reporting import component_report, device_report
-from .room import Room, computable
-from .roster import Roster
-from .runtime.forward_pass import Guest, Pass
-from .runtime.ledger import Ledger
-from .runtime.managed_component import Attachment
-from .transfer.devices import Device, list_devices
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 

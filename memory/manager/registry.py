@@ -9,20 +9,20 @@ from functools import partial
 
 from torch import nn
 
-from .errors import InvalidInput, UnsafeState, allowed_values, quoted
-from .membership import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
-from .modules import bytes_in_ram, plan_modules
-from .options.placement import DeviceShare, Placement, PlacementItem
-from .options.profile import OffloadProfile
-from .planner.plan import ComponentPlan, Plan
-from .room import Room
-from .runtime.forward_pass import Pass
-from .runtime.managed_component import Attachment, Phase
-from .runtime.packing import Ending
-from .weights.component import Component, guess_kind
-from .weights.fp8 import Precision
-from .weights.sharing import NOTHING_SHARED, Shared, find_shared
-from .weights.source import WeightsSource
+from ..errors import InvalidInput, UnsafeState, allowed_values, quoted
+from ..options.placement import DeviceShare, Placement, PlacementItem
+from ..options.profile import OffloadProfile
+from ..planner.plan import ComponentPlan, Plan
+from ..runtime.forward_pass import Pass
+from ..runtime.managed_component import Attachment, Phase
+from ..runtime.packing import Ending
+from ..weights.component import Component, guess_kind
+from ..weights.fp8 import Precision
+from ..weights.sharing import NOTHING_SHARED, Shared, find_shared
+from ..weights.source import WeightsSource
+from .admission import Room
+from .member import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
+from .module_plans import bytes_in_ram, plan_modules
 
 __all__ = ["Roster"]
 

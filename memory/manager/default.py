@@ -31,7 +31,7 @@ def keep_out_of_user_cache() -> None:
 
     For a process with simulated devices: what they need is of no use to other runs.
     """
-    from .transfer.link_speed import remember_links_in
+    from ..transfer.link_speed import remember_links_in
 
     if not needs_folder:
         remember_needs_in(None)
