@@ -12,7 +12,7 @@ from typing import Any
 from ..memory import default_manager
 from ..memory.errors import InvalidInput
 from ..memory.transfer.devices import list_devices
-from ..memory.verification import Verification
+from ..memory.verification.findings import Verification
 from ..memory.verify import verify
 from .comfy_api import list_node_classes
 from .comfy_io import ComfyNode

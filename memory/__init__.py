@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .manager.member import Watermark
     from .options.budget import BudgetItem
     from .options.profile import OffloadProfile
-    from .verification import Verification
+    from .verification.findings import Verification
     from .weights.discovery import discover_components
 
 __all__ = [
@@ -42,7 +42,7 @@ LAZY = {
     "BudgetItem": "options.budget",
     "MemoryManager": "manager.manager",
     "OffloadProfile": "options.profile",
-    "Verification": "verification",
+    "Verification": "verification.findings",
     "Watermark": "manager.member",
     "discover_components": "weights.discovery",
     "load_model": "building",

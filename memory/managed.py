@@ -23,7 +23,7 @@ from .parts import Parts
 from .planner.plan import Plan
 from .runtime.other_offloaders import ExecutionMark
 from .transfer.devices import list_devices
-from .verification import Verification
+from .verification.findings import Verification
 from .verify import verify
 from .weights.discovery import components_of, discover_components, holds_pipeline
 from .weights.fp8 import Precision, parse_precision

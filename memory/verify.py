@@ -3,7 +3,7 @@
 [Note: verifying] The call is made three times with the same arguments, random states, buffers and caches. First managed
 and recorded part by part, with what is on the devices by then. Then managed and watched by nothing: reading outputs in
 the middle waits for the device, and so for a copy that comes late. Then without the engine, recorded as well ([Note:
-reference] in `reference.py`). All is put back after each of them, whatever happens.
+reference] in `verification/reference.py`). All is put back after each of them, whatever happens.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .arguments import copy_arguments
-from .comparison import leaves_in, show
 from .errors import InvalidInput, UnsafeState
 from .manager.manager import MemoryManager
 from .manager.member import Member
-from .recording import Recording, places_of
-from .reference import Reference, find_changed_masters
 from .runtime.weight_group import Unit
 from .runtime.weight_store import HostMaster
-from .snapshot import Snapshot, go_through
-from .verification import Difference, Side, Verification, compare_sides, kept_bytes, run_side
+from .verification.argument_copies import copy_arguments
+from .verification.comparison import leaves_in, show
+from .verification.findings import Difference, Side, Verification, compare_sides, kept_bytes, run_side
+from .verification.recording import Recording, places_of
+from .verification.reference import Reference, find_changed_masters
+from .verification.snapshot import Snapshot, go_through
 
 __all__ = ["verify"]
 

@@ -18,12 +18,20 @@ import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...memory.comparison import same_bits
 from ...memory.errors import InvalidInput
-from ...memory.recording import Recording, places_of
-from ...memory.reference import read_master
-from ...memory.snapshot import RandomState, Snapshot, go_through
-from ...memory.verification import NUM_LISTED, Difference, Side, Verification, compare_sides, kept_bytes, run_side
+from ...memory.verification.comparison import same_bits
+from ...memory.verification.findings import (
+    NUM_LISTED,
+    Difference,
+    Side,
+    Verification,
+    compare_sides,
+    kept_bytes,
+    run_side,
+)
+from ...memory.verification.recording import Recording, places_of
+from ...memory.verification.reference import read_master
+from ...memory.verification.snapshot import RandomState, Snapshot, go_through
 from ...memory.weights.component import Component, component_from_module
 from ...memory.weights.quantized import leaves_of
 from . import loading

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from highwater.memory import InvalidInput, Managed, manage, recording, reference, snapshot, verify
+from highwater.memory import InvalidInput, Managed, manage, verify
 from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.staging import StagingArea
 from highwater.memory.runtime.weight_group import BlockState
+from highwater.memory.verification import recording, reference, snapshot
 
 VERIFYING = [module.__file__ for module in (recording, reference, snapshot, verify)]
 MODES = {
@@ -637,7 +638,7 @@ def test_quantized_weights_are_equal(toys, machine) -> None:
 
 
 def test_outputs_that_are_not_kept_are_compared_by_digest(toys, machine, monkeypatch) -> None:
-    monkeypatch.setattr("highwater.memory.verification.MAX_KEPT_BYTES", 3000)
+    monkeypatch.setattr("highwater.memory.verification.findings.MAX_KEPT_BYTES", 3000)
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "resident")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import UnsafeState
+from ..errors import UnsafeState
 
 __all__ = ["copy_arguments"]
 

@@ -23,20 +23,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..manager.manager import MemoryManager
+from ..manager.member import Member
+from ..planner.plan import ComponentPlan
+from ..runtime.device_hops import Hops, Visit
+from ..runtime.forward_pass import Hold
+from ..runtime.managed_component import Attachment
+from ..runtime.parameter_slots import Entry, as_held
+from ..runtime.weight_group import Unit
+from ..runtime.weight_store import FileMaster
+from ..weights.fp8 import quantize_fp8
+from ..weights.quantized import leaves_of
 from .comparison import same_bits
-from .manager.manager import MemoryManager
-from .manager.member import Member
-from .planner.plan import ComponentPlan
 from .recording import remove_hooks_of
-from .runtime.device_hops import Hops, Visit
-from .runtime.forward_pass import Hold
-from .runtime.managed_component import Attachment
-from .runtime.parameter_slots import Entry, as_held
-from .runtime.weight_group import Unit
-from .runtime.weight_store import FileMaster
 from .snapshot import go_through
-from .weights.fp8 import quantize_fp8
-from .weights.quantized import leaves_of
 
 __all__ = ["Reference", "find_changed_masters", "read_master"]
 
@@ -306,7 +306,7 @@ def is_engines(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     module = str(getattr(hook, "__module__", ""))
-    package = __name__.rpartition(".")[0]
+    package = __name__.rsplit(".", 2)[0]
     return module.startswith(f"{package}.") and module.rpartition(".")[2] not in (
         "forward_hooks",
         "recording",

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..runtime.parameter_slots import Entry
+from ..weights.quantized import leaves_of
 from .comparison import same_bits
-from .runtime.parameter_slots import Entry
-from .weights.quantized import leaves_of
 
 __all__ = ["RandomState", "Snapshot", "go_through"]
 
@@ -30,7 +30,7 @@ ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, Fu
 # A container with more has a vocabulary, not a cache; it is put back as a whole and not looked into.
 MAX_ITEMS = 4096
 MAX_OBJECTS = 50_000
-PACK = f"{__name__.rsplit('.', 2)[0]}."
+PACK = f"{__name__.rsplit('.', 3)[0]}."
 
 
 def go_through(step: Callable[[], None]) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import torch
 
+from ..errors import DoesNotFit, InvalidInput, UnsafeState
+from ..units import GIB
 from .comparison import Gap, Shown, compare_leaves, leaves_in, show
-from .errors import DoesNotFit, InvalidInput, UnsafeState
 from .recording import Call, Recording
-from .units import GIB
 
 __all__ = ["NUM_LISTED", "Difference", "Side", "Verification", "compare_sides", "kept_bytes", "run_side"]
 

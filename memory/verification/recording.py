@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ..weights.component import Component, is_callable
 from .comparison import Shown, leaves_in, show
 from .snapshot import go_through
-from .weights.component import Component, is_callable
 
 __all__ = ["Call", "Recording", "places_of", "remove_hooks_of"]
 
