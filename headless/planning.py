@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..memory.building import load_model
 from ..memory.errors import InvalidInput, allowed_values
+from ..memory.model_loading import load_model
 from ..memory.options.placement import canonical_device, parse_placement
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Machine, Plan, plan_components

@@ -12,10 +12,10 @@ from .errors import DoesNotFit, InvalidInput
 from .manager.default import default_manager, existing_manager
 
 if TYPE_CHECKING:
-    from .building import load_model, load_weights
-    from .managed import Managed, manage
+    from .api import Managed, manage
     from .manager.manager import MemoryManager
     from .manager.member import Watermark
+    from .model_loading import load_model, load_weights
     from .options.budget import BudgetItem
     from .options.profile import OffloadProfile
     from .verification.findings import Verification
@@ -45,14 +45,14 @@ LAZY = {
     "Verification": "verification.findings",
     "Watermark": "manager.member",
     "discover_components": "weights.discovery",
-    "load_model": "building",
-    "load_weights": "building",
+    "load_model": "model_loading",
+    "load_weights": "model_loading",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{LAZY.get(name, 'managed')}", __name__), name)
+    value = getattr(import_module(f".{LAZY.get(name, 'api')}", __name__), name)
     globals()[name] = value
     return value

@@ -193,8 +193,8 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
     """Load one model of a pipeline. Raises as `load_component`."""
     import torch
 
-    from ..memory.building import bounded_parameters
     from ..memory.errors import InvalidInput
+    from ..memory.model_loading import bounded_parameters
     from ..memory.weights.safetensors_header import read_header
 
     num_stored = sum(len(read_header(path).tensors) for path in place.glob("*.safetensors"))

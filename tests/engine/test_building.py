@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from highwater.memory import InvalidInput, load_model, load_weights, manage
-from highwater.memory.building import bare_parameters
 from highwater.memory.errors import UnsafeState
+from highwater.memory.model_loading import bare_parameters
 
 TIGHT = "0.45MiB"
 TOKENS = torch.arange(1, 9).reshape(1, 8)
@@ -545,7 +545,7 @@ def test_what_a_library_raises_for_its_config_is_one_line(tmp_path, make, change
 
 @pytest.mark.parametrize(("make", "name"), [(t5, "num_layers"), (flux, "num_single_layers")], ids=["t5", "flux"])
 def test_a_config_for_endless_layers_is_refused(tmp_path, monkeypatch, make, name: str) -> None:
-    monkeypatch.setattr("highwater.memory.building.NUM_UNSTORED", 100)
+    monkeypatch.setattr("highwater.memory.model_loading.NUM_UNSTORED", 100)
     model, config, _ = make()
     path = save(model, tmp_path / "m.safetensors")
     with pytest.raises(InvalidInput, match=r"more than \d+ weights, the files have \d+; they do not belong together"):

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .building import source_of
 from .errors import InvalidInput, quoted, require
 from .manager.default import default_manager
 from .manager.manager import MemoryManager
 from .manager.member import Member
+from .model_loading import source_of
 from .options.placement import Placement, parse_placement
 from .options.profile import OffloadProfile, build_profile
-from .parts import Parts
+from .pipeline_parts import Parts
 from .planner.plan import Plan
 from .runtime.other_offloaders import ExecutionMark
 from .transfer.devices import list_devices
