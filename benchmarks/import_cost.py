@@ -33,7 +33,7 @@ HEAVY = (
 )  # fmt: skip
 
 STAND_INS = """
-from highwater.headless import comfy_api
+from highwater.headless.comfy_stub import comfy_api
 comfy_api.install()
 """
 

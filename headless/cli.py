@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..memory.errors import DoesNotFit, InvalidInput, one_line
 
 if TYPE_CHECKING:
-    from .hardware import Hardware
+    from .commands.hardware import Hardware
 
 __all__ = ["main"]
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        from .runner import NodeFailed
+        from .runner.runner import NodeFailed
 
         if not isinstance(error, DoesNotFit | NodeFailed):
             raise
@@ -158,9 +158,9 @@ def build_parser() -> Parser:
 def run_demo(options: argparse.Namespace) -> int:
     import torch
 
-    from .console import Console
-    from .demo import choose_hardware, run_demo
-    from .session import make_runner
+    from .commands.console import Console
+    from .commands.demo import choose_hardware, run_demo
+    from .commands.session import make_runner
 
     console = Console(quiet=options.json)
     hardware = described(options) or choose_hardware()
@@ -175,8 +175,8 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_workflows(options: argparse.Namespace) -> int:
-    from .console import Console
-    from .session import load_workflows, make_runner, run_workflow
+    from .commands.console import Console
+    from .commands.session import load_workflows, make_runner, run_workflow
 
     simulate(options)
     console = Console(quiet=options.json)
@@ -191,8 +191,8 @@ def run_workflows(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    from .console import Console
-    from .verifying import verify_workflow
+    from .commands.console import Console
+    from .commands.verifying import verify_workflow
 
     simulate(options)
     found = verify_workflow(options.workflow, models=models_directory(options))
@@ -213,7 +213,7 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from .planning import plan_files, plan_workflow
+    from .commands.planning import plan_files, plan_workflow
 
     hardware = described(options)
     files = [path for path in options.paths if path.suffix != ".json"]
@@ -235,7 +235,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def run_profiles(options: argparse.Namespace) -> int:
     from ..memory.options.profile import PROFILES
-    from .console import Console
+    from .commands.console import Console
 
     profiles = [profile.to_json() for profile in PROFILES.values()]
     if options.json:
@@ -246,8 +246,8 @@ def run_profiles(options: argparse.Namespace) -> int:
 
 
 def run_devices(options: argparse.Namespace) -> int:
-    from .console import Console
-    from .doctor import HIDING_VARIABLES
+    from .commands.console import Console
+    from .commands.doctor import HIDING_VARIABLES
 
     simulate(options)
     from ..memory import MemoryManager
@@ -264,8 +264,8 @@ def run_devices(options: argparse.Namespace) -> int:
 
 
 def run_needs(options: argparse.Namespace) -> int:
-    from .console import Console
-    from .learned import describe_needs, find_needs_files, forget_needs
+    from .commands.console import Console
+    from .commands.learned import describe_needs, find_needs_files, forget_needs
 
     paths = find_needs_files(options.file, options.comfyui, os.environ)
     is_named = options.file is not None
@@ -278,8 +278,8 @@ def run_needs(options: argparse.Namespace) -> int:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    from .console import Console
-    from .doctor import examine
+    from .commands.console import Console
+    from .commands.doctor import examine
 
     answer = examine(options.comfyui, os.environ)
     if options.json:
@@ -290,8 +290,8 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    from .serve import serve
-    from .session import make_runner
+    from .commands.session import make_runner
+    from .server.app import serve
 
     simulate(options)
     announce = (lambda url: print(json.dumps({"url": url}), flush=True)) if options.json else None
@@ -304,7 +304,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def described(options: argparse.Namespace) -> Hardware | None:
-    from .hardware import parse_hardware
+    from .commands.hardware import parse_hardware
 
     return parse_hardware(options.devices) if options.devices is not None else None
 
@@ -322,7 +322,7 @@ def models_directory(options: argparse.Namespace) -> Path:
         if not options.models.is_dir():
             raise InvalidInput(f"{options.models}: no such folder; --models expects ComfyUI's models folder")
         return Path(options.models)
-    from .tiny import ensure_pipelines
+    from .commands.tiny import ensure_pipelines
 
     named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is ignored
     cache = Path(named if os.path.isabs(named) else Path.home() / ".cache") / "highwater" / "models"

@@ -20,7 +20,7 @@ HELPER_PACK = Path(__file__).with_name("helper_pack")
 # In a process of its own: the tests' own may have simulated devices, which would be offered as placements.
 HEADLESS_SCHEMAS = """
 import json, sys
-from highwater.headless import comfy_api, folder_paths
+from highwater.headless.comfy_stub import comfy_api, folder_paths
 comfy_api.install()
 folder_paths.configure(models=sys.argv[1], output=sys.argv[1])
 from highwater.nodes import extension

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from highwater import BudgetItem, MemoryManager, OffloadProfile, discover_components, load_model, load_weights, manage
-from highwater.headless.hardware import parse_hardware
+from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory import Watermark
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.options.placement import parse_placement

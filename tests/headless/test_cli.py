@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from highwater.headless.cli import main, peers_of
-from highwater.headless.hardware import parse_hardware
+from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import GIB

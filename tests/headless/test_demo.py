@@ -19,9 +19,9 @@ from types import SimpleNamespace
 import torch
 from highwater.headless import simdevice
 from highwater.headless.cli import models_directory
-from highwater.headless.console import Console
-from highwater.headless.demo import choose_hardware, run_demo
-from highwater.headless.session import make_runner
+from highwater.headless.commands.console import Console
+from highwater.headless.commands.demo import choose_hardware, run_demo
+from highwater.headless.commands.session import make_runner
 out = Path(sys.argv[1])
 torch.set_num_threads(1)
 choose_hardware().simulate()

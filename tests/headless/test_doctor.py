@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from highwater.headless import doctor
 from highwater.headless.cli import main
-from highwater.headless.doctor import REQUIRED_COMFYUI
+from highwater.headless.commands import doctor
+from highwater.headless.commands.doctor import REQUIRED_COMFYUI
 from highwater.memory.errors import InvalidInput
 
-PACK = Path(doctor.__file__).parents[1]
+PACK = Path(doctor.__file__).parents[2]
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console as RichConsole
 
-from highwater.headless.console import Console
-from highwater.headless.session import run_workflow
+from highwater.headless.commands.console import Console
+from highwater.headless.commands.session import run_workflow
 from highwater.memory.units import MIB
 
 WORKFLOW = Path(__file__).parents[2] / "headless" / "workflows" / "demo_flux.json"
@@ -59,7 +59,7 @@ SCRIPT = """
 import json, os, signal, sys
 from types import SimpleNamespace
 from highwater.headless.cli import main
-from highwater.headless.demo import choose_hardware
+from highwater.headless.commands.demo import choose_hardware
 from highwater.memory import default_manager
 from highwater.memory.runtime.weight_group import Unit
 

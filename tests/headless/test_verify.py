@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from highwater.headless import comfy_api
 from highwater.headless.cli import main
-from highwater.headless.tiny import ensure_pipelines
-from highwater.headless.verifying import load_for_verifying, verify_workflow
+from highwater.headless.comfy_stub import comfy_api
+from highwater.headless.commands.tiny import ensure_pipelines
+from highwater.headless.commands.verifying import load_for_verifying, verify_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.memory.runtime.weight_group import Unit
@@ -117,7 +117,7 @@ def test_a_node_that_needs_comfyui_is_refused_by_name(kind: str, tmp_path: Path,
 def test_an_output_node_with_effects_outside_is_refused_by_name(models: Path, tmp_path: Path) -> None:
     from comfy_api.latest import io
 
-    from highwater.headless import folder_paths
+    from highwater.headless.comfy_stub import folder_paths
 
     class PostImage(io.ComfyNode):
         @classmethod

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.tiny import ensure_pipelines
+from highwater.headless.commands.tiny import ensure_pipelines
+from highwater.headless.runner.runner import WorkflowRunner
 from highwater.memory import default_manager
 
 

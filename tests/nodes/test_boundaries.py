@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.comfy_api import install as install_stand_ins
+from highwater.headless.comfy_stub.comfy_api import install as install_stand_ins
 from highwater.memory import existing_manager
 from highwater.memory.manager import default
 from highwater.nodes import boundaries

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from highwater.headless.comfy_io import AnyType, ComfyNode, Int, NodeOutput, Schema
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.workflow import parse_workflow
+from highwater.headless.comfy_stub.comfy_io import AnyType, ComfyNode, Int, NodeOutput, Schema
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import MemoryManager
 
 NUM_NODES = 7

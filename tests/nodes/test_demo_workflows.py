@@ -13,8 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.workflow import parse_workflow
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import parse_workflow
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 NAMES = ["demo_flux", "demo_sd", "demo_flux_again", "demo_wan", "demo_flux_two_gpus"]
@@ -24,8 +24,8 @@ SCRIPT = """
 import json, sys
 import torch
 from highwater.headless import simdevice
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.workflow import load_workflow
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import load_workflow
 from highwater.memory import default_manager
 
 torch.set_num_threads(1)
@@ -67,8 +67,8 @@ DISK_SCRIPT = """
 import json, sys
 import torch
 from highwater.headless import simdevice
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.workflow import parse_workflow
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import default_manager
 
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.workflow import parse_workflow
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory.errors import InvalidInput
 from highwater.nodes import pipeline_folders
 from highwater.nodes.diffusers_pipelines import load_pipeline
@@ -549,8 +549,8 @@ def watch(event, arguments):
         raise OSError("no network here")
 sys.addaudithook(watch)
 from pathlib import Path
-from highwater.headless.comfy_api import install
-from highwater.headless import folder_paths
+from highwater.headless.comfy_stub.comfy_api import install
+from highwater.headless.comfy_stub import folder_paths
 install()
 folder_paths.configure(models={models!r}, output={models!r})
 from highwater.nodes.diffusers_pipelines import load_pipeline

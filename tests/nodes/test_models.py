@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from highwater.headless import comfy_api, folder_paths
-from highwater.headless.comfy_io import HiddenHolder, Input, NodeOutput
+from highwater.headless.comfy_stub import comfy_api, folder_paths
+from highwater.headless.comfy_stub.comfy_io import HiddenHolder, Input, NodeOutput
 from highwater.memory.errors import InvalidInput
 
 comfy_api.install()
@@ -390,7 +390,7 @@ def test_importing_the_pack_and_listing_its_nodes_loads_nothing_heavy(run_python
     """Where ComfyUI is: torch is there already, its own modules stay untouched. The import benchmark has the times."""
     script = (
         "import asyncio, importlib.util, sys, types\n"
-        "from highwater.headless import comfy_api; comfy_api.install()\n"
+        "from highwater.headless.comfy_stub import comfy_api; comfy_api.install()\n"
         "sys.modules['comfy'] = comfy = types.ModuleType('comfy')\n"
         "comfy.__spec__ = importlib.util.spec_from_loader('comfy', loader=None)\n"
         "for name in [n for n in sys.modules if n.startswith('highwater') and '.headless' not in n]:\n"

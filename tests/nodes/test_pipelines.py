@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from highwater.headless import output_cache, tiny
-from highwater.headless.runner import InterruptedRun, WorkflowRunner
-from highwater.headless.workflow import InvalidWorkflow, parse_workflow
+from highwater.headless.commands import tiny
+from highwater.headless.runner import output_cache
+from highwater.headless.runner.runner import InterruptedRun, WorkflowRunner
+from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.nodes.diffusers_pipelines import find_sources, load_pipeline

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from highwater.headless.comfy_api import ComfyAPISync
-from highwater.headless.comfy_io import AnyType, ComfyNode, Hidden, Int, NodeOutput, Schema
-from highwater.headless.runner import InterruptedRun, NodeFailed, WorkflowRunner
-from highwater.headless.workflow import InvalidWorkflow, Workflow, parse_workflow
+from highwater.headless.comfy_stub.comfy_api import ComfyAPISync
+from highwater.headless.comfy_stub.comfy_io import AnyType, ComfyNode, Hidden, Int, NodeOutput, Schema
+from highwater.headless.runner.runner import InterruptedRun, NodeFailed, WorkflowRunner
+from highwater.headless.runner.workflow import InvalidWorkflow, Workflow, parse_workflow
 from highwater.memory import MemoryManager, load_model, manage
 from highwater.memory.errors import InvalidInput
 
@@ -187,7 +187,7 @@ def test_progress_outside_of_a_node_is_a_mistake() -> None:
 
 
 def test_in_comfyui_the_cancel_button_ends_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    from highwater.headless.comfy_api import executing_node
+    from highwater.headless.comfy_stub.comfy_api import executing_node
     from highwater.nodes.progress import report_progress
 
     class Cancelled(BaseException):
@@ -241,7 +241,7 @@ def test_in_comfyui_the_cancel_button_ends_a_loading_at_every_step(
     runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also at those that the bar does not show."""
-    from highwater.headless.comfy_api import executing_node
+    from highwater.headless.comfy_stub.comfy_api import executing_node
     from highwater.nodes.progress import showing_loadings
 
     class Cancelled(BaseException):

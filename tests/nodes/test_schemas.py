@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from highwater import comfy_entrypoint
-from highwater.headless import comfy_api
+from highwater.headless.comfy_stub import comfy_api
 
 NAMES = {"LoadPipeline", "SamplePipeline", "SaveImage", "Watermark", "MemoryReport"}
 
@@ -93,7 +93,7 @@ def test_an_option_that_the_stand_in_lacks_is_refused() -> None:
 def test_listing_the_nodes_imports_no_torch(run_python: Callable[[str], None]) -> None:
     script = (
         "import sys\n"
-        "from highwater.headless import comfy_api; comfy_api.install()\n"
+        "from highwater.headless.comfy_stub import comfy_api; comfy_api.install()\n"
         "import highwater.nodes.extension\n"
         "assert not {'torch', 'diffusers', 'transformers', 'PIL'} & set(sys.modules)\n"
     )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from highwater.headless import comfy_api
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.workflow import InvalidWorkflow, parse_workflow
+from highwater.headless.comfy_stub import comfy_api
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import MemoryManager, default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.memory.transfer.devices import CPU
@@ -135,7 +135,7 @@ def test_listing_the_node_does_not_load_torch(tmp_path: Path) -> None:
 
     script = (
         "import sys\n"
-        "from highwater.headless import comfy_api, folder_paths; comfy_api.install()\n"
+        "from highwater.headless.comfy_stub import comfy_api, folder_paths; comfy_api.install()\n"
         "folder_paths.configure(models=sys.argv[1], output=sys.argv[1])\n"
         "assert comfy_api.object_info()['HighwaterWatermark']['input']['required']['device'][1]['options'] == ['*']\n"
         "assert 'torch' not in sys.modules\n"

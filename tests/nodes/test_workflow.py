@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.workflow import InvalidWorkflow, load_workflow, parse_workflow, read_graph
+from highwater.headless.runner.workflow import InvalidWorkflow, load_workflow, parse_workflow, read_graph
 from highwater.memory.errors import InvalidInput
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
@@ -107,7 +107,7 @@ def test_one_line_names_the_place_the_value_and_what_is_allowed(
 
 
 def test_without_any_pipeline_the_line_says_where_it_looked(runner: object, tmp_path: Path) -> None:
-    from highwater.headless import folder_paths
+    from highwater.headless.comfy_stub import folder_paths
 
     folder_paths.configure(models=tmp_path, output=tmp_path)
     with pytest.raises(InvalidInput, match=r"there is none: no folder with model_index\.json; looked below") as caught:

@@ -22,10 +22,10 @@ from aiohttp import ClientWebSocketResponse
 from aiohttp.test_utils import TestClient, TestServer
 from filelock import FileLock
 
-from highwater.headless.comfy_api import install
-from highwater.headless.comfy_io import AnyType, Combo, ComfyNode, Int, NodeOutput, Schema, String
-from highwater.headless.runner import WorkflowRunner
-from highwater.headless.serve import make_app
+from highwater.headless.comfy_stub.comfy_api import install
+from highwater.headless.comfy_stub.comfy_io import AnyType, Combo, ComfyNode, Int, NodeOutput, Schema, String
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.server.app import make_app
 from highwater.memory import DoesNotFit, MemoryManager
 
 HERE = Path(__file__).parent

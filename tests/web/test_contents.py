@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from highwater.headless.comfy_api import install, object_info
-from highwater.headless.page_files import FIRST_TEMPLATE, TEMPLATES, WEB
+from highwater.headless.comfy_stub.comfy_api import install, object_info
+from highwater.headless.server.page_files import FIRST_TEMPLATE, TEMPLATES, WEB
 
 install()
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
@@ -67,8 +67,8 @@ def widget_names(node_id: str) -> list[str]:
 
 
 def test_the_headless_host_offers_the_templates_that_it_can_run(graph_problems):
-    from highwater.headless.comfy_api import list_node_classes
-    from highwater.headless.page_files import FileRoutes
+    from highwater.headless.comfy_stub.comfy_api import list_node_classes
+    from highwater.headless.server.page_files import FileRoutes
 
     routes = FileRoutes(TEMPLATES, None)  # neither the page nor the user's folder is asked
     listed = json.loads(asyncio.run(routes.get_templates(None)).body)["highwater"]

@@ -8,9 +8,10 @@ import contextlib
 import pytest
 from aiohttp import WSServerHandshakeError
 
-from highwater.headless import page_requests, serve
-from highwater.headless.page_guard import ServerNames
-from highwater.headless.runner import WorkflowRunner
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.server import app as serve
+from highwater.headless.server import page_requests
+from highwater.headless.server.page_guard import ServerNames
 from highwater.memory import MemoryManager
 from highwater.memory.errors import InvalidInput
 

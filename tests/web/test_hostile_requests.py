@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
-from highwater.headless import page_requests, prompt_queue
-from highwater.headless.comfy_io import ComfyNode, NodeOutput, Schema, String
+from highwater.headless.comfy_stub.comfy_io import ComfyNode, NodeOutput, Schema, String
+from highwater.headless.server import page_requests, prompt_queue
 
 SHOW_FIVE = {
     "1": {"class_type": "ToyNumber", "inputs": {"value": 5}},
@@ -211,8 +211,8 @@ def test_a_node_does_not_end_the_worker(with_server, toys, monkeypatch: pytest.M
 
 
 def test_the_command_line_tells_of_a_node_that_wants_to_end_it(tmp_path) -> None:
-    from highwater.headless.runner import NodeFailed, WorkflowRunner
-    from highwater.headless.workflow import parse_workflow
+    from highwater.headless.runner.runner import NodeFailed, WorkflowRunner
+    from highwater.headless.runner.workflow import parse_workflow
     from highwater.memory import MemoryManager
 
     runner = WorkflowRunner(MemoryManager(), models_directory=tmp_path, output_directory=tmp_path)
@@ -409,7 +409,7 @@ def test_settings_stay_small_and_readable(with_server) -> None:
 def test_a_prefix_of_images_is_refused_before_any_path_is_made_of_it(tmp_path, prefix: str, monkeypatch) -> None:
     from pathlib import Path
 
-    from highwater.headless.folder_paths import get_save_image_path
+    from highwater.headless.comfy_stub.folder_paths import get_save_image_path
     from highwater.memory.errors import InvalidInput
 
     def fail(*_: Any) -> Any:
@@ -422,7 +422,7 @@ def test_a_prefix_of_images_is_refused_before_any_path_is_made_of_it(tmp_path, p
 
 @pytest.mark.parametrize("prefix", ["Highwater", "a/b", "./a", "a/../b", "v1.", "a-%year%", "模型：二"])
 def test_other_prefixes_of_images_are_taken(tmp_path, prefix: str) -> None:
-    from highwater.headless.folder_paths import get_save_image_path
+    from highwater.headless.comfy_stub.folder_paths import get_save_image_path
 
     folder, name, number, subfolder, _ = get_save_image_path(prefix, str(tmp_path))
     assert number == 1 and name and folder.startswith(str(tmp_path)) and "\\" not in subfolder

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from highwater.headless import serve
-from highwater.headless.runner import WorkflowRunner
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.server import app
 from highwater.memory import MemoryManager
 from highwater.memory.errors import InvalidInput
 
@@ -28,14 +28,14 @@ def test_a_port_in_use_is_named(runner):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(InvalidInput) as error:
-            serve.serve(runner, port=port)
+            app.serve(runner, port=port)
     assert str(error.value) == f"port {port} of 127.0.0.1 is in use; choose another with --port, or 0 for any free one"
 
 
 @pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 0), ("no host", 0), ("127.0.0.1", 70000)])
 def test_an_address_that_cannot_be_used_is_named(runner, host, port):
     with pytest.raises(InvalidInput) as error:
-        serve.serve(runner, host=host, port=port)
+        app.serve(runner, host=host, port=port)
     assert str(error.value).startswith(f"cannot listen at {host} port {port}: ")
     assert "\n" not in str(error.value)
 
@@ -48,7 +48,7 @@ def test_a_missing_page_is_named_with_its_remedy(runner, monkeypatch):
         lambda name, *rest: None if name == "comfyui_frontend_package" else find_spec(name, *rest),
     )
     with pytest.raises(InvalidInput, match="run: pip install comfyui-frontend-package"):
-        serve.serve(runner)
+        app.serve(runner)
 
 
 def serve_command(tmp_path: Path, *options: str) -> subprocess.Popen[str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ..memory.errors import InvalidInput
-from ..memory.manager.member import default_watermark, unlearned_bytes
-from ..memory.options.placement import INTEGER, Scanner
-from ..memory.planner.plan import DeviceCapacity, Machine
-from ..memory.transfer.devices import HostMemory
-from ..memory.transfer.pinned_memory import pin_limit_bytes
-from ..memory.units import GIB, format_bytes, parse_bytes
+from ...memory.errors import InvalidInput
+from ...memory.manager.member import default_watermark, unlearned_bytes
+from ...memory.options.placement import INTEGER, Scanner
+from ...memory.planner.plan import DeviceCapacity, Machine
+from ...memory.transfer.devices import HostMemory
+from ...memory.transfer.pinned_memory import pin_limit_bytes
+from ...memory.units import GIB, format_bytes, parse_bytes
 
 __all__ = ["DescribedDevice", "Hardware", "parse_hardware"]
 
@@ -73,7 +73,7 @@ class Hardware:
         Raises:
             InvalidInput: the simulated devices have to be compiled once, and there is no C++ compiler.
         """
-        from . import simdevice
+        from .. import simdevice
 
         try:
             simdevice.install("sim", num_devices=len(self.devices))

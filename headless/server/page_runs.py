@@ -11,14 +11,14 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from ..memory.errors import InvalidInput, allowed_values
-from .comfy_api import object_info
-from .comfy_io import ComfyNode
+from ...memory.errors import InvalidInput, allowed_values
+from ..comfy_stub.comfy_api import object_info
+from ..comfy_stub.comfy_io import ComfyNode
+from ..runner.runner import WorkflowRunner
+from ..runner.workflow import InvalidWorkflow, parse_workflow
 from .page_requests import Route, answer_json, read_count, read_object, texts, weigh_json
 from .page_sockets import PageSockets
 from .prompt_queue import Job, PromptQueue
-from .runner import WorkflowRunner
-from .workflow import InvalidWorkflow, parse_workflow
 
 __all__ = ["RunRoutes"]
 
@@ -98,7 +98,7 @@ class RunRoutes:
     async def get_system_stats(self, request: web.Request) -> web.StreamResponse:
         import torch
 
-        from .. import __version__
+        from ... import __version__
 
         report = await asyncio.to_thread(self.runner.manager.report)
         memory = psutil.virtual_memory()

@@ -77,7 +77,7 @@ def install() -> None:
 def list_node_classes() -> dict[str, type[comfy_io.ComfyNode]]:
     """Return our nodes by id; imports neither torch nor diffusers."""
     install()
-    from ..nodes.extension import NODE_CLASSES
+    from ...nodes.extension import NODE_CLASSES
 
     return {node_class.GET_SCHEMA().node_id: node_class for node_class in NODE_CLASSES}
 

@@ -9,16 +9,16 @@ from typing import Any
 
 from aiohttp import web
 
-from ..memory.errors import InvalidInput
-from . import folder_paths
-from .comfy_api import list_node_classes
+from ...memory.errors import InvalidInput
+from ..comfy_stub import folder_paths
+from ..comfy_stub.comfy_api import list_node_classes
 from .page_requests import Route, answer_with, read_body, read_json, send_file
 from .user_directory import UserDirectory, below
 
 __all__ = ["FileRoutes"]
 
 PACK = "highwater"
-PACK_ROOT = Path(__file__).parents[1]
+PACK_ROOT = Path(__file__).parents[2]
 WEB, LOCALES, TEMPLATES = PACK_ROOT / "web", PACK_ROOT / "locales", PACK_ROOT / "workflows"
 FIRST_TEMPLATE = "highwater-first-image"
 NOTES = ("MarkdownNote", "Note")  # which the page has of its own

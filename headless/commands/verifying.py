@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..memory import default_manager
-from ..memory.errors import InvalidInput
-from ..memory.transfer.devices import list_devices
-from ..memory.verification.findings import Verification
-from ..memory.verify import verify
-from .comfy_api import list_node_classes
-from .comfy_io import ComfyNode
-from .output_cache import CacheEntry, OutputCache
-from .runner import WorkflowRunner
-from .workflow import InvalidWorkflow, Workflow, parse_workflow, read_graph, visit
+from ...memory import default_manager
+from ...memory.errors import InvalidInput
+from ...memory.transfer.devices import list_devices
+from ...memory.verification.findings import Verification
+from ...memory.verify import verify
+from ..comfy_stub.comfy_api import list_node_classes
+from ..comfy_stub.comfy_io import ComfyNode
+from ..runner.output_cache import CacheEntry, OutputCache
+from ..runner.runner import WorkflowRunner
+from ..runner.workflow import InvalidWorkflow, Workflow, parse_workflow, read_graph, visit
 
 __all__ = ["verify_workflow"]
 
@@ -130,7 +130,7 @@ def compare_runs(runner: WorkflowRunner, cache: RecordingCache, workflow: Workfl
 
 def loaders_of(workflow: Workflow) -> Workflow:
     """Return the part of a workflow that loads pipelines, with the output nodes that set the scene."""
-    from ..nodes.pipeline import PipelineType  # importable only where a host, or its stand-in, is
+    from ...nodes.pipeline import PipelineType  # importable only where a host, or its stand-in, is
 
     loaders = [
         id

@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
-from ..memory.options.budget import exact_size
-from ..memory.units import KIB, format_bytes
+from ...memory.options.budget import exact_size
+from ...memory.units import KIB, format_bytes
 
 __all__ = ["Console"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..memory.errors import InvalidInput, allowed_values
-from .comfy_api import list_node_classes
-from .comfy_io import ComfyNode, Input, Schema
+from ...memory.errors import InvalidInput, allowed_values
+from ..comfy_stub.comfy_api import list_node_classes
+from ..comfy_stub.comfy_io import ComfyNode, Input, Schema
 
 __all__ = [
     "InvalidWorkflow",

@@ -7,24 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..memory.errors import InvalidInput, allowed_values
-from ..memory.model_loading import load_model
-from ..memory.options.placement import canonical_device, parse_placement
-from ..memory.options.profile import parse_profile
-from ..memory.planner.plan import Machine, Plan, plan_components
-from ..memory.weights.component import Component, component_from_files, component_from_module
-from ..memory.weights.fp8 import parse_precision
+from ...memory.errors import InvalidInput, allowed_values
+from ...memory.model_loading import load_model
+from ...memory.options.placement import canonical_device, parse_placement
+from ...memory.options.profile import parse_profile
+from ...memory.planner.plan import Machine, Plan, plan_components
+from ...memory.weights.component import Component, component_from_files, component_from_module
+from ...memory.weights.fp8 import parse_precision
 
 if TYPE_CHECKING:
+    from ..runner.workflow import WorkflowNode
     from .hardware import Hardware
-    from .workflow import WorkflowNode
 
 __all__ = ["plan_files", "plan_workflow"]
 
 
 def machine_for(hardware: Hardware | None) -> Machine:
     """Return the numbers to plan with: the described machine's, or this one's as it is now."""
-    from ..memory import default_manager
+    from ...memory import default_manager
 
     return hardware.machine() if hardware else default_manager().room.machine(None)
 
@@ -76,10 +76,10 @@ def plan_files(
 
 def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[str, Plan]:
     """Plan every pipeline that a workflow loads, with the loader's own settings; keyed by file and node."""
-    from ..nodes.pipeline_folders import check_pipeline, find_pipeline, weights_files
-    from . import folder_paths
-    from .comfy_api import install
-    from .workflow import load_workflow
+    from ...nodes.pipeline_folders import check_pipeline, find_pipeline, weights_files
+    from ..comfy_stub import folder_paths
+    from ..comfy_stub.comfy_api import install
+    from ..runner.workflow import load_workflow
 
     install()
     folder_paths.configure(models=models, output=Path("out"))
@@ -119,7 +119,7 @@ def value_of(path: Path, node: WorkflowNode, name: str) -> str:
 
 def keep_free(machine: Machine, *, device: str, low: str, high: str) -> Machine:
     """Return the machine with the watermark that a workflow sets, in place of the default one."""
-    from ..nodes.watermark import Watermark
+    from ...nodes.watermark import Watermark
 
     mark = Watermark.parse(device, low, high)
     names = [capacity.name for capacity in machine.accelerators]

@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..memory.errors import InvalidInput
-from . import folder_paths
-from .comfy_api import executing_node, install
-from .comfy_io import HiddenHolder, NodeOutput
+from ...memory.errors import InvalidInput
+from ..comfy_stub import folder_paths
+from ..comfy_stub.comfy_api import executing_node, install
+from ..comfy_stub.comfy_io import HiddenHolder, NodeOutput
 from .output_cache import CacheEntry, OutputCache, sign_node
 from .workflow import InvalidWorkflow, Link, Workflow, WorkflowNode
 
 if TYPE_CHECKING:
-    from ..memory import MemoryManager
+    from ...memory import MemoryManager
 
 __all__ = ["InterruptedRun", "NodeFailed", "RunResult", "WorkflowRunner"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from aiohttp import web
 
-from ..memory.errors import InvalidInput
-from .workflow import reject_constant
+from ...memory.errors import InvalidInput
+from ..runner.workflow import reject_constant
 
 __all__ = [
     "MAX_REQUEST_BYTES",

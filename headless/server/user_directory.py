@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..memory.errors import InvalidInput
-from ..nodes.file_names import path_problem, shown
+from ...memory.errors import InvalidInput
+from ...nodes.file_names import path_problem, shown
 from .page_requests import parse_json
 
 __all__ = ["OutsideFolder", "UserDirectory", "below", "default_user_directory"]

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from ..memory.errors import InvalidInput
+from ...memory.errors import InvalidInput
+from ..runner.runner import InterruptedRun, WorkflowRunner
+from ..runner.workflow import Workflow
 from .page_requests import weigh_json
-from .runner import InterruptedRun, WorkflowRunner
-from .workflow import Workflow
 
 __all__ = ["Job", "JobStatus", "PromptQueue", "Publish"]
 

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from ..memory.errors import InvalidInput
-from .comfy_api import list_node_classes
-from .comfy_io import ComfyNode
+from ...memory.errors import InvalidInput
+from ..comfy_stub.comfy_api import list_node_classes
+from ..comfy_stub.comfy_io import ComfyNode
+from ..runner.runner import WorkflowRunner
 from .page_files import FileRoutes
 from .page_guard import ServerNames, add_page_headers, refuse_foreign_requests
 from .page_requests import MAX_REQUEST_BYTES, explain_bad_input
 from .page_runs import RunRoutes
-from .runner import WorkflowRunner
 from .user_directory import UserDirectory, default_user_directory
 
 __all__ = ["make_app", "serve"]

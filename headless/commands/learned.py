@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..memory.manager.needs_file import FILE_NAME, NeedsFile, cache_path, size_text
+from ...memory.manager.needs_file import FILE_NAME, NeedsFile, cache_path, size_text
 from .doctor import find_comfyui
 
 __all__ = ["describe_needs", "find_needs_files", "forget_needs"]

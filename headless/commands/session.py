@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..memory import default_manager
+from ...memory import default_manager
+from ..runner.runner import InterruptedRun, WorkflowRunner
 from .console import Console
-from .runner import InterruptedRun, WorkflowRunner
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from .workflow import Workflow
+    from ..runner.workflow import Workflow
 
 __all__ = ["make_runner", "run_workflow"]
 
@@ -134,6 +134,6 @@ def load_workflows(paths: Sequence[Path]) -> list[tuple[str, Workflow]]:
     Raises:
         InvalidInput: the first that is no good; none has run.
     """
-    from .workflow import load_workflow
+    from ..runner.workflow import load_workflow
 
     return [(path.stem, load_workflow(path)) for path in paths]

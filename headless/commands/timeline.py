@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..memory.units import GIB, MIB
+from ...memory.units import GIB, MIB
 
 __all__ = ["draw_timeline"]
 

@@ -77,8 +77,8 @@ def get_save_image_path(
     Raises:
         InvalidInput: the prefix leads out of the output folder.
     """
-    from ..memory.errors import InvalidInput  # here, as the engine imports torch and listing nodes must not
-    from ..nodes.file_names import path_problem, shown
+    from ...memory.errors import InvalidInput  # here, as the engine imports torch and listing nodes must not
+    from ...nodes.file_names import path_problem, shown
 
     now = time.localtime()
     marks = {"width": image_width, "height": image_height, "year": f"{now.tm_year}"}

@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..memory.errors import InvalidInput
-from ..memory.units import format_bytes
+from ...memory.errors import InvalidInput
+from ...memory.units import format_bytes
 
 __all__ = ["HIDING_VARIABLES", "REQUIRED_COMFYUI", "Finding", "examine", "find_comfyui"]
 
@@ -130,7 +130,7 @@ def find_comfyui(named: Path | None, environment: Mapping[str, str]) -> Path | N
         if not is_comfyui(named):
             raise InvalidInput(f"{source} {str(named)!r}: no ComfyUI is there; expected a folder with main.py")
         return named.resolve()
-    pack = Path(__file__).absolute().parents[1]  # not resolved: custom_nodes may hold a link
+    pack = Path(__file__).absolute().parents[2]  # not resolved: custom_nodes may hold a link
     candidates = (pack.parents[1], Path.home() / "comfy" / "ComfyUI")
     return next((folder for folder in candidates if is_comfyui(folder)), None)
 
@@ -276,7 +276,7 @@ def check_torch(root: Path | None) -> list[Finding]:
 
 def check_devices(environment: Mapping[str, str], flags: Sequence[str] | None) -> list[Finding]:
     """List what torch sees, and what hides the rest."""
-    from ..memory.transfer.devices import list_devices
+    from ...memory.transfer.devices import list_devices
 
     devices = list_devices()
     shown = ", ".join(f"{device.name} {format_bytes(device.total_bytes())}" for device in devices)
@@ -316,8 +316,8 @@ def check_pinning() -> list[Finding]:
     """Say how much host memory there is to pin, and try to pin some where that is of use."""
     import torch
 
-    from ..memory.transfer.devices import HostMemory
-    from ..memory.transfer.pinned_memory import pin_limit_bytes
+    from ...memory.transfer.devices import HostMemory
+    from ...memory.transfer.pinned_memory import pin_limit_bytes
 
     memory = HostMemory.now()
     limit_bytes = format_bytes(pin_limit_bytes(memory))

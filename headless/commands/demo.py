@@ -7,22 +7,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..memory import MemoryManager
-from ..memory.transfer.devices import list_devices
-from ..memory.units import MIB
-from ..nodes.diffusers_pipelines import import_diffusers
+from ...memory import MemoryManager
+from ...memory.transfer.devices import list_devices
+from ...memory.units import MIB
+from ...nodes.diffusers_pipelines import import_diffusers
+from ..runner.workflow import Workflow, load_workflow, parse_workflow
 from .console import Console
 from .hardware import Hardware, parse_hardware
 from .session import run_workflow
 from .timeline import draw_timeline
-from .workflow import Workflow, load_workflow, parse_workflow
 
 if TYPE_CHECKING:
-    from .runner import WorkflowRunner
+    from ..runner.runner import WorkflowRunner
 
 __all__ = ["choose_hardware", "run_demo"]
 
-WORKFLOWS = Path(__file__).resolve().parent / "workflows"
+WORKFLOWS = Path(__file__).resolve().parents[1] / "workflows"
 # Room for one tiny pipeline beside the watermark that the workflows set, not for two.
 DEMO_HARDWARE = "gpu:0=64MiB@25GB/s,gpu:1=48MiB@12GB/s,host=8GiB"
 ONE_PIPELINE_BYTES = 45 * MIB

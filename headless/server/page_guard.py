@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from ..memory.errors import InvalidInput
+from ...memory.errors import InvalidInput
 from .page_requests import Handler
 
 __all__ = ["ServerNames", "add_page_headers", "refuse_foreign_requests"]

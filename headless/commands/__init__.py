@@ -1,0 +1,1 @@
+"""What each command of ``highwater`` does, and what it prints and draws."""

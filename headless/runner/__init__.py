@@ -1,0 +1,1 @@
+"""Workflow files, the order in which their nodes run, and what is kept of their results."""
