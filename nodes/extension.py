@@ -8,9 +8,8 @@ from importlib.util import find_spec
 
 from comfy_api.latest import ComfyExtension, io
 
-from .image import HighwaterSaveImage
-from .manage import HighwaterManageCLIP, HighwaterManageModel, HighwaterManageVAE
-from .models import (
+from .comfy_models.manage import HighwaterManageCLIP, HighwaterManageModel, HighwaterManageVAE
+from .comfy_models.models import (
     HighwaterLoadCheckpoint,
     HighwaterLoadCLIPVision,
     HighwaterLoadControlNet,
@@ -18,9 +17,10 @@ from .models import (
     HighwaterLoadTextEncoder,
     HighwaterLoadVAE,
 )
-from .pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
+from .comfy_models.verify import HighwaterVerify
+from .image import HighwaterSaveImage
+from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .report import HighwaterMemoryReport
-from .verify import HighwaterVerify
 from .watermark import HighwaterWatermark
 
 __all__ = ["MODEL_NODES", "NODE_CLASSES", "HighwaterExtension"]

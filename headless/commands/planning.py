@@ -76,7 +76,7 @@ def plan_files(
 
 def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[str, Plan]:
     """Plan every pipeline that a workflow loads, with the loader's own settings; keyed by file and node."""
-    from ...nodes.pipeline_folders import check_pipeline, find_pipeline, weights_files
+    from ...nodes.pipelines.pipeline_folders import check_pipeline, find_pipeline, weights_files
     from ..comfy_stub import folder_paths
     from ..comfy_stub.comfy_api import install
     from ..runner.workflow import load_workflow

@@ -54,7 +54,7 @@ def current_stamp() -> dict[str, Any]:
     """Tokenizer files differ between the major versions of transformers, so these belong to the recipe."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from ...nodes.diffusers_pipelines import import_diffusers
+    from ...nodes.pipelines.diffusers_pipelines import import_diffusers
 
     try:
         majors = {package: version(package).split(".")[0] for package in ("diffusers", "transformers")}
@@ -81,7 +81,7 @@ def build_pipeline(name: str, folder: Path, scratch: Path) -> None:
     """Build one pipeline with seeded weights and save it; leaves torch's random state as it was."""
     import torch
 
-    from ...nodes.diffusers_pipelines import import_diffusers, quiet_libraries
+    from ...nodes.pipelines.diffusers_pipelines import import_diffusers, quiet_libraries
 
     import_diffusers()
     seed = 1 + list(RECIPES).index(name)

@@ -16,11 +16,11 @@ import pytest
 from highwater.headless.runner.runner import WorkflowRunner
 from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory.errors import InvalidInput
-from highwater.nodes import pipeline_folders
-from highwater.nodes.diffusers_pipelines import load_pipeline
+from highwater.nodes.comfy_models.model_files import find_model_file
 from highwater.nodes.file_names import name_problem
-from highwater.nodes.model_files import find_model_file
-from highwater.nodes.pipeline_folders import check_pipeline, find_pipeline, weights_fingerprint
+from highwater.nodes.pipelines import pipeline_folders
+from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
+from highwater.nodes.pipelines.pipeline_folders import check_pipeline, find_pipeline, weights_fingerprint
 
 INDEX = "model_index.json"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -450,7 +450,7 @@ def test_a_config_for_endless_layers_is_refused(
 
 
 def test_more_files_than_a_model_has_are_not_walked(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("highwater.nodes.pipeline_files.MAX_FILES", 5)
+    monkeypatch.setattr("highwater.nodes.pipelines.pipeline_files.MAX_FILES", 5)
     refuse(hostile, "holds more than 5 files")
 
 
@@ -532,7 +532,7 @@ def test_a_diffusers_that_runs_what_a_folder_holds_is_refused(
 
 
 def test_the_optional_requirements_have_the_same_floor() -> None:
-    from highwater.nodes.diffusers_pipelines import OLDEST_DIFFUSERS
+    from highwater.nodes.pipelines.diffusers_pipelines import OLDEST_DIFFUSERS
 
     project = Path(__file__).parents[2] / "pyproject.toml"
     floor = ".".join(map(str, OLDEST_DIFFUSERS))
@@ -553,7 +553,7 @@ from highwater.headless.comfy_stub.comfy_api import install
 from highwater.headless.comfy_stub import folder_paths
 install()
 folder_paths.configure(models={models!r}, output={models!r})
-from highwater.nodes.diffusers_pipelines import load_pipeline
+from highwater.nodes.pipelines.diffusers_pipelines import load_pipeline
 for name in ("tiny-sd", "tiny-flux"):
     load_pipeline(Path({models!r}, "diffusers", name))
 assert not asked, asked

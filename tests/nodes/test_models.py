@@ -19,9 +19,10 @@ from highwater.headless.comfy_stub.comfy_io import HiddenHolder, Input, NodeOutp
 from highwater.memory.errors import InvalidInput
 
 comfy_api.install()
-from highwater.nodes import device_choices, model_files, model_request  # noqa: E402
+from highwater.nodes import device_choices  # noqa: E402
+from highwater.nodes.comfy_models import model_files, model_request  # noqa: E402
+from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
-from highwater.nodes.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.watermark import Watermark  # noqa: E402
 
 # Those that load or manage a model; the one that verifies asks for none of what these ask for.

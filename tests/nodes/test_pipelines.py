@@ -20,8 +20,8 @@ from highwater.headless.runner.runner import InterruptedRun, WorkflowRunner
 from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
-from highwater.nodes.diffusers_pipelines import find_sources, load_pipeline
-from highwater.nodes.pipeline_folders import check_pipeline, weights_files
+from highwater.nodes.pipelines.diffusers_pipelines import find_sources, load_pipeline
+from highwater.nodes.pipelines.pipeline_folders import check_pipeline, weights_files
 
 
 def make_graph(pipeline: str, *, sampled: dict[str, Any] | None = None, **loaded: Any) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def find_model_file(folder: str, name: str) -> str:
     """
     import folder_paths
 
-    from ..memory.errors import InvalidInput, allowed_values
+    from ...memory.errors import InvalidInput, allowed_values
 
     names = list_model_files(folder)
     path = folder_paths.get_full_path(folder, name) if name in names else None
@@ -57,8 +57,8 @@ def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:
     Raises:
         InvalidInput: naming the file.
     """
-    from ..memory.errors import InvalidInput
-    from ..memory.weights.safetensors_header import read_header
+    from ...memory.errors import InvalidInput
+    from ...memory.weights.safetensors_header import read_header
 
     without = [
         path
@@ -75,7 +75,7 @@ def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:
 @contextmanager
 def named_as(path: str, kind: str) -> Iterator[None]:
     """Name the file and what it should hold where core says only that it cannot use it. Raises `InvalidInput`."""
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     try:
         yield

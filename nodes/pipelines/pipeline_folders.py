@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .file_names import check_file_name, check_relative_path, name_problem, shown
+from ..file_names import check_file_name, check_relative_path, name_problem, shown
 from .pipeline_files import PICKLE_SUFFIXES, FolderFile, check_configs, homes_of, list_files
 
 __all__ = [
@@ -61,7 +61,7 @@ def find_pipeline(name: str) -> Path:
     Raises:
         InvalidInput: no such pipeline; a shared workflow may name one that this machine lacks.
     """
-    from ..memory.errors import InvalidInput, allowed_values
+    from ...memory.errors import InvalidInput, allowed_values
 
     check_relative_path(name, "pipeline ")
     parts = name.split("/")
@@ -111,7 +111,7 @@ def check_pipeline(folder: Path) -> dict[str, str]:
         InvalidInput: naming the file that is missing, truncated, malformed, a pickle, or a program
             ([Note: downloaded folders] in `pipeline_files.py`).
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     if not folder.is_dir():
         raise InvalidInput(f"{folder}: no such folder; expected a diffusers pipeline")
@@ -132,7 +132,7 @@ def files_of(folder: Path) -> list[FolderFile]:
 @lru_cache(maxsize=MAX_REMEMBERED)
 def check_once(folder: Path, files: tuple[FolderFile, ...]) -> tuple[tuple[tuple[str, str], ...], str | None]:
     """Check a folder as it is now; return its dtypes, or the line that refuses it. A prompt may name it many times."""
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     try:
         return tuple(check_components(folder, files).items()), None
@@ -141,7 +141,7 @@ def check_once(folder: Path, files: tuple[FolderFile, ...]) -> tuple[tuple[tuple
 
 
 def check_components(folder: Path, files: Sequence[FolderFile]) -> dict[str, str]:
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     index = read_json(folder / MODEL_INDEX)
     class_name = index.get("_class_name")
@@ -173,7 +173,7 @@ def component_origins(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple
     Raises:
         InvalidInput: a name that is a path, or the name of a module that no pipeline may choose.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     origins = {}
     for component, origin in index.items():
@@ -195,7 +195,7 @@ def component_origins(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple
 
 
 def refuse_pickles(paths: Iterable[Path]) -> None:
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     for path in paths:
         if path.suffix.lower() in PICKLE_SUFFIXES:
@@ -207,8 +207,8 @@ def check_weights(place: Path) -> str:
 
     Pickles beside them are no matter: they are not read.
     """
-    from ..memory.errors import InvalidInput
-    from ..memory.weights.safetensors_header import read_header
+    from ...memory.errors import InvalidInput
+    from ...memory.weights.safetensors_header import read_header
 
     read_json(place / MODEL_CONFIG)
     shards = set(place.glob("*.safetensors"))
@@ -230,7 +230,7 @@ def read_shards(index: Path) -> list[Path]:
     Raises:
         InvalidInput: it lists none, or one elsewhere.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -265,7 +265,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         InvalidInput: no such file, not JSON, or not an object.
     """
-    from ..memory.weights.untrusted_config import read_config_file
+    from ...memory.weights.untrusted_config import read_config_file
 
     return read_config_file(path)
 

@@ -28,8 +28,8 @@ def find_pipeline_class(diffusers: Any, class_name: str, named_by: Path) -> Any:
     Raises:
         InvalidInput: the installed library has no such class, it is not a pipeline, or one that loads others by name.
     """
-    from ..memory.errors import InvalidInput
-    from .file_names import shown
+    from ...memory.errors import InvalidInput
+    from ..file_names import shown
 
     pipeline_class = getattr(diffusers, class_name, None) if class_name.isidentifier() else None
     if not (inspect.isclass(pipeline_class) and issubclass(pipeline_class, diffusers.DiffusionPipeline)):
@@ -50,7 +50,7 @@ def find_component_class(origin: Sequence[str], named_by: Path, component: str) 
     Raises:
         InvalidInput: no such class, or one that is no component.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     library, class_name = origin
     module = find_module(library)

@@ -9,8 +9,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..schema import make_schema
 from .model_request import ModelNode, answer, read_request, request_inputs
-from .schema import make_schema
 
 __all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
 
@@ -39,7 +39,7 @@ class HighwaterManageModel(ModelNode):
 
     @classmethod
     def execute(cls, model: Any, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         return answer(host.manage_model(model, request), notes=notes)
@@ -66,7 +66,7 @@ class HighwaterManageCLIP(ModelNode):
 
     @classmethod
     def execute(cls, clip: Any, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         return answer(host.manage_clip(clip, request), notes=notes)
@@ -91,7 +91,7 @@ class HighwaterManageVAE(ModelNode):
 
     @classmethod
     def execute(cls, vae: Any, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         return answer(host.manage_vae(vae, request), notes=notes)

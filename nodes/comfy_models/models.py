@@ -6,9 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..schema import make_schema
 from .model_files import check_text_encoders, find_model_file, list_model_files, named_as
 from .model_request import ModelNode, answer, read_request, request_inputs
-from .schema import make_schema
 
 __all__ = [
     "HighwaterLoadCLIPVision",
@@ -56,7 +56,7 @@ class HighwaterLoadDiffusionModel(ModelNode):
 
     @classmethod
     def execute(cls, unet_name: str, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         path = find_model_file("diffusion_models", unet_name)
@@ -112,7 +112,7 @@ class HighwaterLoadTextEncoder(ModelNode):
         clip_name4: str = NO_FILE,
         **asked: Any,
     ) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         names = [clip_name1, *(name for name in (clip_name2, clip_name3, clip_name4) if name != NO_FILE)]
@@ -140,7 +140,7 @@ class HighwaterLoadVAE(ModelNode):
 
     @classmethod
     def execute(cls, vae_name: str, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         path = find_model_file("vae", vae_name)
@@ -173,7 +173,7 @@ class HighwaterLoadCheckpoint(ModelNode):
 
     @classmethod
     def execute(cls, ckpt_name: str, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         path = find_model_file("checkpoints", ckpt_name)
@@ -212,7 +212,7 @@ class HighwaterLoadControlNet(ModelNode):
 
     @classmethod
     def execute(cls, control_net_name: str, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         return answer(host.load_controlnet(find_model_file("controlnet", control_net_name), request), notes=notes)
@@ -243,7 +243,7 @@ class HighwaterLoadCLIPVision(ModelNode):
 
     @classmethod
     def execute(cls, clip_name: str, **asked: Any) -> io.NodeOutput:
-        from . import host
+        from .. import host
 
         request, notes = read_request(cls, **asked)
         return answer(host.load_clip_vision(find_model_file("clip_vision", clip_name), request), notes=notes)

@@ -22,9 +22,9 @@ from .pipeline_folders import MODEL_CONFIG, MODEL_INDEX, check_pipeline, compone
 if TYPE_CHECKING:
     import torch
 
-    from ..memory import Managed
-    from ..memory.weights.source import WeightsSource
-    from .watermark import Watermark
+    from ...memory import Managed
+    from ...memory.weights.source import WeightsSource
+    from ..watermark import Watermark
 
 __all__ = [
     "LoadedPipeline",
@@ -95,7 +95,7 @@ def load_pipeline(folder: Path) -> Any:
     Raises:
         InvalidInput: diffusers is not installed or too old, or the folder is not one that it can load in full.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
     from .component_classes import find_component_class, find_pipeline_class
 
     dtypes = check_pipeline(folder)
@@ -135,7 +135,7 @@ def find_sources(pipe: Any, folder: Path) -> dict[str, WeightsSource]:
 
 
 def find_source(model: Any, paths: Sequence[Path]) -> WeightsSource:
-    from ..memory.weights.source import WeightsSource
+    from ...memory.weights.source import WeightsSource
 
     source = WeightsSource(paths)
     if any(name in source.files for name, _ in model.named_parameters()):
@@ -151,7 +151,7 @@ def taken_components(pipeline_class: Any, folder: Path, index: dict[str, Any]) -
     Raises:
         InvalidInput: a component is neither a library and a class nor null.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     origins = component_origins(folder, index)
     parameters = inspect.signature(pipeline_class).parameters.values()
@@ -174,7 +174,7 @@ def load_component(place: Path, component_class: Any, dtype: str | None) -> Any:
     from torch import nn
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     if issubclass(component_class, nn.Module):
         if dtype is None:
@@ -193,9 +193,9 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
     """Load one model of a pipeline. Raises as `load_component`."""
     import torch
 
-    from ..memory.errors import InvalidInput
-    from ..memory.model_loading import bounded_parameters
-    from ..memory.weights.safetensors_header import read_header
+    from ...memory.errors import InvalidInput
+    from ...memory.model_loading import bounded_parameters
+    from ...memory.weights.safetensors_header import read_header
 
     num_stored = sum(len(read_header(path).tensors) for path in place.glob("*.safetensors"))
     with bounded_parameters(num_stored, place):
@@ -221,7 +221,7 @@ def import_diffusers() -> Any:
     Raises:
         InvalidInput: diffusers or transformers is not installed, or diffusers is older than what is tested.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     # transformers holds the text encoders; without accelerate a model is initialised twice over in RAM, and
     # those that keep some layers in fp32 (Wan) cannot be loaded at all.
@@ -308,7 +308,7 @@ def longest_prompt(pipe: Any) -> int:
 
 def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None:
     """Refuse what the library would round or quietly ignore."""
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     for name in ("width", "height"):
         pixels = getattr(sampling, name)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .file_names import path_problem, shown
+from ..file_names import path_problem, shown
 
 __all__ = ["PICKLE_SUFFIXES", "FolderFile", "check_configs", "homes_of", "list_files"]
 
@@ -63,7 +63,7 @@ def list_files(folder: Path, homes: Sequence[Path]) -> list[FolderFile]:
     Raises:
         InvalidInput: a file that has no place in a model, or more files than any model has.
     """
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     found: list[FolderFile] = []
     for path in walk(folder, homes, depth=0):
@@ -78,7 +78,7 @@ def list_files(folder: Path, homes: Sequence[Path]) -> list[FolderFile]:
 
 
 def describe(path: Path) -> FolderFile:
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     try:
         status = path.stat()
@@ -91,7 +91,7 @@ def describe(path: Path) -> FolderFile:
 
 def walk(folder: Path, homes: Sequence[Path], *, depth: int) -> Iterator[Path]:
     """Give all that is below a folder and is no folder; links are followed as far as they lead home."""
-    from ..memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput
 
     if depth > MAX_DEPTH:
         raise InvalidInput(f"{folder}: lies more than {MAX_DEPTH} folders deep; expected a diffusers pipeline")
@@ -123,8 +123,8 @@ def check_configs(files: Sequence[FolderFile]) -> None:
     Raises:
         InvalidInput: naming the file and the key.
     """
-    from ..memory.errors import InvalidInput
-    from ..memory.weights.untrusted_config import check_config, read_config_file, walk_items
+    from ...memory.errors import InvalidInput
+    from ...memory.weights.untrusted_config import check_config, read_config_file, walk_items
 
     for file in files:
         path = file.path

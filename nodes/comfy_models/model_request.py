@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .device_choices import DEFAULT, device_names, placement_choices, resolve_placement
-from .pipeline import PRECISION_TOOLTIP, PRECISIONS, PROFILE_TOOLTIP
-from .watermark import Watermark, WatermarkType
+from ..device_choices import DEFAULT, device_names, placement_choices, resolve_placement
+from ..pipelines.pipeline import PRECISION_TOOLTIP, PRECISIONS, PROFILE_TOOLTIP
+from ..watermark import Watermark, WatermarkType
 
 if TYPE_CHECKING:
-    from .host import Request
+    from ..host import Request
 
 __all__ = ["ModelNode", "answer", "read_request", "request_inputs"]
 
@@ -62,7 +62,7 @@ class ModelNode(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, profile: str | None = None) -> bool | str:
-        from ..memory.errors import InvalidInput
+        from ...memory.errors import InvalidInput
 
         try:
             check_profile(profile)
@@ -77,7 +77,7 @@ def check_profile(profile: str | None) -> None:
     Raises:
         InvalidInput: naming the column and what is allowed there.
     """
-    from ..memory.options.profile import parse_profile
+    from ...memory.options.profile import parse_profile
 
     if profile is not None:
         parse_profile(str(profile), devices=device_names())
@@ -98,7 +98,7 @@ def read_request(
     Raises:
         InvalidInput: a linked widget gave what the check before the run would have refused.
     """
-    from .host import Request
+    from ..host import Request
 
     check_profile(profile)
     resolved, notes = resolve_placement(placement)
@@ -112,7 +112,7 @@ def answer(*models: Any, notes: list[str]) -> io.NodeOutput:
 
     The text is sent when it is empty, too: it takes away what an earlier run said.
     """
-    from .host import notes_for
+    from ..host import notes_for
 
     told = [*notes, *(note for model in models if model is not None for note in notes_for(model))]
     return io.NodeOutput(*models, ui={"text": list(dict.fromkeys(told))})

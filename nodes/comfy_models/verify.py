@@ -6,7 +6,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .schema import make_schema
+from ..schema import make_schema
 
 __all__ = ["HighwaterVerify"]
 
@@ -76,8 +76,8 @@ class HighwaterVerify(io.ComfyNode):
         vae: Any = None,
         image: Any = None,
     ) -> io.NodeOutput:
-        from ..memory.errors import InvalidInput
-        from .host import verify_clip, verify_model, verify_vae
+        from ...memory.errors import InvalidInput
+        from ..host import verify_clip, verify_model, verify_vae
 
         decoded = None if model is not None else latent_image
         if model is not None and (positive is None or latent_image is None):

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from .schema import make_schema
-from .watermark import Watermark, WatermarkType
+from ..schema import make_schema
+from ..watermark import Watermark, WatermarkType
 
 if TYPE_CHECKING:
     from .diffusers_pipelines import LoadedPipeline
@@ -85,7 +85,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
         cls, pipeline: str | None = None, profile: str | None = None, placement: str | None = None
     ) -> bool | str:
         """Check what a shared workflow may name wrongly, before anything is loaded."""
-        from ..memory.errors import InvalidInput
+        from ...memory.errors import InvalidInput
 
         try:
             check_request(pipeline, profile, placement)
@@ -104,10 +104,10 @@ class HighwaterLoadPipeline(io.ComfyNode):
     def execute(
         cls, pipeline: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
     ) -> io.NodeOutput:
-        from ..memory import manage
+        from ...memory import manage
+        from ..progress import showing_loadings
         from .diffusers_pipelines import LoadedPipeline, find_sources, load_pipeline
         from .pipeline_folders import find_pipeline
-        from .progress import showing_loadings
 
         folder = find_pipeline(pipeline)
         pipe = load_pipeline(folder)
@@ -130,9 +130,9 @@ def check_request(pipeline: str | None, profile: str | None, placement: str | No
     Raises:
         InvalidInput: naming the value, or the file of the pipeline that is no good.
     """
-    from ..memory.options.placement import parse_placement
-    from ..memory.options.profile import parse_profile
-    from ..memory.transfer.devices import list_devices
+    from ...memory.options.placement import parse_placement
+    from ...memory.options.profile import parse_profile
+    from ...memory.transfer.devices import list_devices
     from .pipeline_folders import check_pipeline, find_pipeline
 
     if pipeline is None:
@@ -209,8 +209,8 @@ class HighwaterSamplePipeline(io.ComfyNode):
         guidance: float,
         seed: int,
     ) -> io.NodeOutput:
+        from ..progress import report_progress, showing_loadings
         from .diffusers_pipelines import Sampling
-        from .progress import report_progress, showing_loadings
 
         sampling = Sampling(
             prompt=prompt,

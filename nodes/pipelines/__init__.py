@@ -1,0 +1,1 @@
+"""Nodes for pipeline folders of diffusers: finding, checking, loading and sampling them."""
