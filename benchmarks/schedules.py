@@ -2,8 +2,9 @@
 
 All are written against one cost model (`Clock`): a host that launches for nothing, a compute stream, a copy stream
 and one link. The engine's own run on a simulated device, whose launches and latencies are set to nothing, takes the
-same time as `run_places` says (`tests/engine/test_schedules.py`). That nothing is charged for launches flatters those
-who copy tensor by tensor or let the host wait. What a run starts with is on the device, nothing is on its way.
+same time as `run_places` says (`tests/engine/planner/test_other_schedules.py`). That nothing is charged for launches
+flatters those who copy tensor by tensor or let the host wait. What a run starts with is on the device, nothing is on
+its way.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from highwater.benchmarks.block_table import SIZES, comfyui_rows
 from highwater.tests.comfyui.host_process import HostFiles
 from highwater.tests.comfyui.sweep.names import CLASSES
-from highwater.tests.engine.test_block_table import ROWS
+from highwater.tests.engine.weights.test_block_table import ROWS
 
 
 @pytest.mark.slow

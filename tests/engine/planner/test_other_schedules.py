@@ -116,7 +116,7 @@ def test_no_choice_is_faster_than_the_best_found(seed: int, share: float) -> Non
 
 
 def test_what_a_split_is_said_to_cost_is_what_was_measured() -> None:
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     lines = (root / "benchmarks/results/hops.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
     costs = {link: (cut, split) for card, link, *_, cut, split, _ in rows if card == "RTX 4090"}

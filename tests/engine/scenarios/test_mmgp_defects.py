@@ -1,7 +1,7 @@
 """Defects that were found in mmgp 3.8.2, by number: each test fails if ours did the same.
 
-1 to 4: test_profiles.py. 7 to 9 are of its LoRAs: here those that Python programs make of modules and weights, in
-tests/comfyui/test_lora.py those of ComfyUI.
+1 to 4: options/test_profiles.py. 7 to 9 are of its LoRAs: here those that Python programs make of modules and weights,
+in tests/comfyui/test_lora.py those of ComfyUI.
 """
 
 from __future__ import annotations
