@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from collections.abc import Iterable
 
@@ -15,6 +16,9 @@ GIB = 1 << 30
 
 # Tensors inside a slab begin at multiples of this, as an allocator would place them: kernels see no difference.
 SLAB_ALIGNMENT = 256
+
+LIMIT_BYTES = 2 * GIB
+PAGE_BYTES = mmap.PAGESIZE
 
 UNITS = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "MB": 10**6}
 # As people write them, in any case: a G is a GiB.

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from ..errors import InvalidInput, allowed_values
 from ..options.placement import PlacementItem
 from ..options.profile import OffloadProfile, covers
-from ..transfer.pinned_memory import LIMIT_BYTES
-from ..units import format_bytes
+from ..units import LIMIT_BYTES, format_bytes
 from ..weights.component import Component
 from .capacity import Machine
 from .device_plan import SharePlan

@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ..transfer.pinned_memory import PAGE_BYTES
-from ..units import MIB, align_up, format_bytes, slab_offsets
+from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
 from ..weights.blocks import LARGEST_REST_SHARE
 from ..weights.component import Block, Component, TensorSpec
 from ..weights.fp8 import stored_bytes

@@ -10,7 +10,7 @@ from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.copy_stream import allocate_slabs
-from ..transfer.pinned_memory import PAGE_BYTES
+from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .added_layers import bring_home

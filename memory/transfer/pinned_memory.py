@@ -22,7 +22,6 @@ that allocates passes a function that waits for those copies, which runs first.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..units import GIB, SLAB_ALIGNMENT, align_up
+from ..units import GIB, LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
 from .devices import HostMemory
 
 __all__ = ["ARENA_BYTES", "Arena", "Slabs", "lay_out", "pin_limit_bytes", "pinned_used_bytes"]
@@ -39,8 +38,6 @@ __all__ = ["ARENA_BYTES", "Arena", "Slabs", "lay_out", "pin_limit_bytes", "pinne
 # The largest arena of several slabs. While a module is packed its weights are copied arena by arena, so this is the
 # RAM that packing takes beside the weights; and it is the largest power of two below the limit of one call.
 ARENA_BYTES = GIB
-LIMIT_BYTES = 2 * GIB
-PAGE_BYTES = mmap.PAGESIZE
 
 # cudaHostRegisterPortable: pinned for every device, not only for the current one.
 PORTABLE = 1

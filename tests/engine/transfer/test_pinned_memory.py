@@ -21,10 +21,10 @@ from highwater.memory.transfer import pinned_memory
 from highwater.memory.transfer.devices import HostMemory
 from highwater.memory.transfer.link_speed import link_bytes_per_s
 from highwater.memory.transfer.pinned_memory import ARENA_BYTES, Slabs, lay_out, pin_limit_bytes, pinned_used_bytes
-from highwater.memory.units import GIB, KIB, MIB, SLAB_ALIGNMENT, align_up
+from highwater.memory.units import GIB, KIB, MIB, PAGE_BYTES, SLAB_ALIGNMENT, align_up
 
 UNLIMITED = 1 << 50
-PAGE = pinned_memory.PAGE_BYTES
+PAGE = PAGE_BYTES
 
 # Bytes of each block in bf16, as diffusers builds the published models; SDXL by the modules in its blocks.
 MODELS = {
