@@ -18,6 +18,7 @@ from .manager.manager import MemoryManager
 from .manager.member import Member
 from .model_loading import source_of
 from .options.placement import Placement, parse_placement
+from .options.precision import Precision, parse_precision
 from .options.profile import OffloadProfile, build_profile
 from .pipeline_parts import Parts
 from .planner.plan import Plan
@@ -26,7 +27,6 @@ from .transfer.devices import list_devices
 from .verification.findings import Verification
 from .verify import verify
 from .weights.discovery import components_of, discover_components, holds_pipeline
-from .weights.fp8 import Precision, parse_precision
 from .weights.source import WeightsSource
 
 __all__ = ["Managed", "manage"]

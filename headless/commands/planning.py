@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from ...memory.errors import InvalidInput, allowed_values
 from ...memory.model_loading import load_model
 from ...memory.options.placement import canonical_device, parse_placement
+from ...memory.options.precision import parse_precision
 from ...memory.options.profile import parse_profile
 from ...memory.planner.plan import Machine, Plan, plan_components
 from ...memory.weights.component import Component, component_from_files, component_from_module
-from ...memory.weights.fp8 import parse_precision
 
 if TYPE_CHECKING:
     from ..runner.workflow import WorkflowNode

@@ -13,12 +13,12 @@ from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput
 from ..options.placement import Placement
+from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan, plan_components
 from ..planner.sizes import least_bytes
 from ..weights.component import Component, component_from_module, guess_kind
-from ..weights.fp8 import Precision
 from ..weights.quantized import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource

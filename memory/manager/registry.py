@@ -11,13 +11,13 @@ from torch import nn
 
 from ..errors import InvalidInput, UnsafeState, allowed_values, quoted
 from ..options.placement import DeviceShare, Placement, PlacementItem
+from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.forward_pass import Pass
 from ..runtime.managed_component import Attachment, Phase
 from ..runtime.packing import Ending
 from ..weights.component import Component, guess_kind
-from ..weights.fp8 import Precision
 from ..weights.sharing import NOTHING_SHARED, Shared, find_shared
 from ..weights.source import WeightsSource
 from .admission import Room

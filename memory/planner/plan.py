@@ -10,11 +10,12 @@ from typing import Any
 from ..errors import DoesNotFit
 from ..options.budget import BudgetItem
 from ..options.placement import DeviceShare, Placement, PlacementItem, names_device
+from ..options.precision import Precision
 from ..options.profile import LANGUAGE, TITLES, OffloadProfile, covers
 from ..units import format_bytes
 from ..weights.component import Component
-from ..weights.fp8 import Precision, cast_tensors, explain_wide
 from .capacity import DeviceCapacity, Machine
+from .cast_choice import cast_tensors, explain_wide
 from .device_plan import SharePlan, plan_share
 from .host_tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
 from ..weights.blocks import LARGEST_REST_SHARE
 from ..weights.component import Block, Component, TensorSpec
-from ..weights.fp8 import stored_bytes
+from .cast_choice import stored_bytes
 
 __all__ = [
     "NUM_BOUNCE_BUFFERS",

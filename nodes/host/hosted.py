@@ -17,12 +17,12 @@ from ...memory.errors import DoesNotFit
 from ...memory.manager.member import Member
 from ...memory.manager.module_plans import plan_modules
 from ...memory.options.placement import parse_placement
+from ...memory.options.precision import parse_precision
 from ...memory.options.profile import parse_profile
 from ...memory.runtime.parameter_slots import Entry
 from ...memory.runtime.weight_group import Unit
 from ...memory.transfer.devices import list_devices
 from ...memory.weights.component import component_from_module
-from ...memory.weights.fp8 import parse_precision
 
 __all__ = ["Hosted", "Request", "Weight", "is_cpu", "name_of"]
 

@@ -19,9 +19,9 @@ from comfy.model_patcher import ModelPatcher
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...memory.errors import InvalidInput
+from ...memory.options.precision import Precision, parse_precision
 from ...memory.options.profile import covers, parse_profile
 from ...memory.transfer.devices import list_devices
-from ...memory.weights.fp8 import Precision, parse_precision
 from ...memory.weights.safetensors_header import read_header
 from .guides import bring_guides
 from .hosted import Hosted, Request, is_cpu

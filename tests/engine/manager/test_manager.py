@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from highwater.memory import DoesNotFit, InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import MIB
-from highwater.memory.weights.fp8 import parse_precision
 
 X = torch.ones(1, 3, 64)
 

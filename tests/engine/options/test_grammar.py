@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.budget import BudgetItem, exact_size
 from highwater.memory.options.placement import KINDS, TIERS, DeviceShare, PlacementItem, parse_placement
+from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
-from highwater.memory.weights.fp8 import parse_precision
 
 DEVICES = ["cpu", "gpu:0", "gpu:1", "gpu:2"]
 PARTS = ["text_encoder", "text_encoder_2"]

@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.options.budget import BudgetItem
 from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import OffloadProfile, parse_profile
+from highwater.memory.planner.cast_choice import cast_tensors
 from highwater.memory.planner.plan import DeviceCapacity, Machine, Plan, plan_components, replan
 from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
@@ -27,7 +29,6 @@ from highwater.memory.weights.component import (
     component_from_module,
     group_tensors,
 )
-from highwater.memory.weights.fp8 import Precision, cast_tensors
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 

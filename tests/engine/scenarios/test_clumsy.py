@@ -16,9 +16,9 @@ from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory import Watermark
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import build_profile, parse_profile
 from highwater.memory.units import parse_bytes
-from highwater.memory.weights.fp8 import parse_precision
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 PARTS = ["transformer", "text_encoder", "text_encoder_2", "vae"]

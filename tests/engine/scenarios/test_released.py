@@ -12,8 +12,8 @@ import torch
 
 from highwater.memory.errors import DoesNotFit
 from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.weights.fp8 import parse_precision
 
 X = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
 TIGHT = "0.45MiB"

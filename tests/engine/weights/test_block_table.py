@@ -22,8 +22,9 @@ from highwater.benchmarks.block_table import (
     row_of,
     transformers_models,
 )
+from highwater.memory.options.precision import Precision
+from highwater.memory.planner.cast_choice import cast_tensors
 from highwater.memory.weights.component import component_from_module
-from highwater.memory.weights.fp8 import Precision, cast_tensors
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.weights.fp8 import explain_wide
+from highwater.memory.planner.cast_choice import explain_wide
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -1,0 +1,36 @@
+"""The precision in which weights rest, as the user names it."""
+
+from __future__ import annotations
+
+import enum
+
+from ..errors import InvalidInput, allowed_values, require
+
+__all__ = ["BY_PROFILE", "Precision", "parse_precision"]
+
+# The word for no precision of one's own.
+BY_PROFILE = "by profile"
+
+
+class Precision(enum.Enum):
+    """In which form the weights rest; they always compute in the form in which they were stored."""
+
+    AS_STORED = "as stored"
+    """Nothing is cast."""
+    FP8_SCALED = "fp8 scaled"
+    """Block weights as float8_e4m3fn with one power-of-two scale each: half the bytes of bf16."""
+
+
+def parse_precision(text: str | None) -> Precision | None:
+    """Return the precision that a text names; None, for `BY_PROFILE` and for no text, is what the profile says.
+
+    Raises:
+        InvalidInput: an unknown precision; lists the known ones.
+    """
+    if text is None:
+        return None
+    names = [*(precision.value for precision in Precision), BY_PROFILE]
+    require(text, str, what="precision", allowed=f"a text, one of {', '.join(names)}")
+    if text not in names:
+        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}")
+    return None if text == BY_PROFILE else Precision(text)
