@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from highwater.memory.planner.sizes import explain_rest
-from highwater.memory.weights.component import Component, component_from_module
+from highwater.memory.weights.component import Component
+from highwater.memory.weights.module_component import component_from_module
 
 __all__ = [
     "FAMILIES",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from highwater.memory.weights.component import component_from_module
+from highwater.memory.weights.module_component import component_from_module
 
 __all__ = ["SHAPES", "Layer", "Shape", "Stretch", "child_of_stack", "outermost_number", "record_shape"]
 

@@ -13,7 +13,8 @@ from ...memory.options.placement import canonical_device, parse_placement
 from ...memory.options.precision import parse_precision
 from ...memory.options.profile import parse_profile
 from ...memory.planner.plan import Machine, Plan, plan_components
-from ...memory.weights.component import Component, component_from_files, component_from_module
+from ...memory.weights.component import Component, component_from_files
+from ...memory.weights.module_component import component_from_module
 
 if TYPE_CHECKING:
     from ..runner.workflow import WorkflowNode

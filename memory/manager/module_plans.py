@@ -18,7 +18,8 @@ from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan, plan_components
 from ..planner.sizes import least_bytes
-from ..weights.component import Component, component_from_module, guess_kind
+from ..weights.component import Component, guess_kind
+from ..weights.module_component import component_from_module
 from ..weights.quantized import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource

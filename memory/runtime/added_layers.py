@@ -18,7 +18,8 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ..weights.component import SAFETENSORS_NAMES, TensorSpec, leaf_bytes
+from ..weights.component import TensorSpec
+from ..weights.module_component import SAFETENSORS_NAMES, leaf_bytes
 from ..weights.quantized import Wrapper, leaves_of
 from .eight_bit_weight import EightBitWeight
 from .parameter_slots import Entry, repoint

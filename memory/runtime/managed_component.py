@@ -18,7 +18,8 @@ from ..errors import InvalidInput, UnsafeState
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import fixed_tensors
 from ..transfer.devices import Device
-from ..weights.component import SAFETENSORS_NAMES, Component, is_callable
+from ..weights.component import Component
+from ..weights.module_component import SAFETENSORS_NAMES, is_callable
 from ..weights.source import WeightsSource
 from .added_layers import Structure, Tree, bring_home, walk
 from .bundle import Bundle

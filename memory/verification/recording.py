@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ..weights.component import Component, is_callable
+from ..weights.component import Component
+from ..weights.module_component import is_callable
 from .comparison import Shown, leaves_in, show
 from .snapshot import go_through
 

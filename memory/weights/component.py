@@ -1,28 +1,19 @@
-"""Components and their blocks in numbers, from a file's header or from a module, without moving either."""
+"""Components and their blocks in numbers; from a file's header, without reading its weights."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from ..options.placement import KINDS
 from .blocks import find_blocks
-from .class_declarations import Declarations
-from .quantized import leaves_of
-from .safetensors_header import DTYPE_BITS, TORCH_NAMES, TensorHeader, read_header
-from .sharing import NOTHING_SHARED, Shared
+from .safetensors_header import DTYPE_BITS, TensorHeader, read_header
 
-__all__ = ["Block", "Component", "TensorSpec", "component_from_files", "component_from_module", "guess_kind"]
+__all__ = ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"]
 
-CASTABLE_CLASSES = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
-SAFETENSORS_NAMES = {f"torch.{name}": word for word, name in TORCH_NAMES.items()} | {"torch.complex128": "C128"}
 
 # Files that are called t5xxl, umt5_xxl or ae: words too short to be looked for inside of others.
 SHORT_NAMES = {"text": re.compile(r"(?<![a-z])u?m?t5"), "vae": re.compile(r"(?<![a-z])ae(?![a-z])")}
@@ -114,160 +105,6 @@ def spec_from_header(tensor: TensorHeader) -> TensorSpec:
     # A header knows no layer classes; matrices named "weight" are what the castable layers hold.
     castable = len(tensor.shape) >= 2 and tensor.name.endswith(".weight")
     return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, castable=castable)
-
-
-def component_from_module(
-    module: nn.Module,
-    *,
-    name: str,
-    kind: str | None = None,
-    largest_bytes: int | None = None,
-    cuts_whole: bool = False,
-    pattern: str | None = None,
-    shared: Shared = NOTHING_SHARED,
-) -> Component:
-    """Describe a module's parameters and buffers; weights tied across blocks count once, in the rest.
-
-    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. Borrowed tensors are left to their owner.
-    """
-    modules = dict(module.named_modules())
-    declared = Declarations(module)
-    specs, places = describe_parameters(module, modules, declared, shared)
-    paths = dict(module.named_modules(remove_duplicate=False))
-    kept_in_rest: set[str] = set()
-    while True:  # which weights are shared by two blocks shows only when the blocks are known, which are others then
-        component = group_tensors(
-            name,
-            kind or guess_kind(name),
-            specs,
-            lambda path: is_callable(modules.get(path)),
-            whole=declared.whole,
-            kept_in_rest=kept_in_rest,
-            largest_bytes=largest_bytes,
-            cuts_whole=cuts_whole,
-            pattern=pattern,
-        )
-        apart = find_apart(component, specs, paths, places)
-        if apart <= kept_in_rest:
-            break
-        kept_in_rest |= apart
-    return replace(component, buffers=describe_buffers(module, shared), shares=shared.texts)
-
-
-def describe_parameters(
-    module: nn.Module, modules: Mapping[str, nn.Module], declared: Declarations, shared: Shared
-) -> tuple[list[TensorSpec], dict[str, tuple[frozenset[nn.Module], ...]]]:
-    """Return the parameters that are not borrowed, each once, and the places in borrowers of those that are lent."""
-    names: dict[int, list[str]] = defaultdict(list)
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for tensor_name, parameter in parameters.items():
-        if id(parameter) not in shared.borrowed:
-            names[id(parameter)].append(tensor_name)
-    specs = []
-    for aliases in names.values():
-        parameter = parameters[aliases[0]]
-        owner = modules[aliases[0].rpartition(".")[0]]
-        leaves = leaf_bytes(parameter)
-        specs.append(
-            TensorSpec(
-                name=aliases[0],
-                dtype=SAFETENSORS_NAMES[str(parameter.dtype)],
-                shape=tuple(parameter.shape),
-                leaves=leaves,
-                other_names=tuple(aliases[1:]),
-                castable=(
-                    len(aliases) == 1
-                    and id(parameter) not in shared.lent
-                    and not leaves
-                    and is_castable(owner, aliases[0].rpartition(".")[2])
-                    and not is_adapters(modules, aliases[0])
-                ),
-                kept_by=declared.why_wide(aliases[0]),
-            )
-        )
-    places = {spec.name: shared.lent[number] for spec in specs if (number := id(parameters[spec.name])) in shared.lent}
-    return specs, places
-
-
-def describe_buffers(module: nn.Module, shared: Shared) -> tuple[TensorSpec, ...]:
-    """Return the buffers that are not borrowed, each once."""
-    aliases_of: dict[int, list[str]] = defaultdict(list)
-    for buffer_name, buffer in module.named_buffers(remove_duplicate=False):
-        aliases_of[id(buffer)].append(buffer_name)
-    return tuple(
-        TensorSpec(
-            name=name,
-            dtype=SAFETENSORS_NAMES[str(buffer.dtype)],
-            shape=tuple(buffer.shape),
-            leaves=leaf_bytes(buffer),
-            other_names=tuple(aliases_of[id(buffer)][1:]),
-        )
-        for name, buffer in module.named_buffers()
-        if id(buffer) not in shared.borrowed
-    )
-
-
-def find_apart(
-    component: Component,
-    specs: Sequence[TensorSpec],
-    paths: Mapping[str, nn.Module],
-    places: Mapping[str, Sequence[frozenset[nn.Module]]],
-) -> frozenset[str]:
-    """Return the weights of blocks that are used elsewhere too: one block may leave while another computes with them.
-
-    Args:
-        paths: every module by each of its paths: a block that stands in two places is one block.
-        places: the modules around each place of a weight in other components.
-    """
-    blocks = {paths[block.name] for block in component.blocks}
-
-    def home(name: str) -> nn.Module | None:
-        parts = name.split(".")
-        above = (paths[".".join(parts[:end])] for end in range(len(parts)))
-        return next((part for part in above if part in blocks), None)
-
-    def homes(spec: TensorSpec) -> set[nn.Module | None]:
-        others = (next(iter(blocks & above), None) for above in places.get(spec.name, ()))
-        return {*map(home, (spec.name, *spec.other_names)), *others}
-
-    tied = (spec for spec in specs if spec.other_names or spec.name in places)
-    return frozenset(spec.name for spec in tied if len(homes(spec)) > 1)
-
-
-def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the bytes of each tensor inside a quantized weight; nothing for a plain one."""
-    if getattr(tensor, "rests_narrower", False):  # eight bits of ours, described as the plain weight
-        return ()
-    leaves = leaves_of(tensor)
-    return () if leaves[0] is tensor else tuple(leaf.numel() * leaf.element_size() for leaf in leaves)
-
-
-def is_castable(owner: nn.Module, parameter_name: str) -> bool:
-    return parameter_name == "weight" and isinstance(owner, CASTABLE_CLASSES)
-
-
-def is_adapters(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether a weight is one of a layer that adapts another, such as a LoRA's, which holds that as ``base_layer``.
-
-    peft's convention. Such weights are small, and what they add would be lost in eight bits.
-    """
-    parts = name.split(".")
-    return any(
-        parts[depth] != "base_layer" and "base_layer" in getattr(modules.get(".".join(parts[:depth])), "_modules", ())
-        for depth in range(len(parts))
-    )
-
-
-def is_callable(module: nn.Module | None) -> bool:
-    """Whether calling the module may be what runs its weights: lists, dicts and bare modules have no forward to hook.
-
-    Subclasses of ``Sequential`` are passed by, too: ComfyUI's UNet calls the children of its own from outside.
-    """
-    if isinstance(module, nn.Sequential) and type(module) is not nn.Sequential:
-        return False
-    if module is None or isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
-        return False
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def group_tensors(

@@ -22,7 +22,7 @@ from ...memory.options.profile import parse_profile
 from ...memory.runtime.parameter_slots import Entry
 from ...memory.runtime.weight_group import Unit
 from ...memory.transfer.devices import list_devices
-from ...memory.weights.component import component_from_module
+from ...memory.weights.module_component import component_from_module
 
 __all__ = ["Hosted", "Request", "Weight", "is_cpu", "name_of"]
 

@@ -32,7 +32,8 @@ from ...memory.verification.findings import (
 from ...memory.verification.recording import Recording, places_of
 from ...memory.verification.reference import read_master
 from ...memory.verification.snapshot import RandomState, Snapshot, go_through
-from ...memory.weights.component import Component, component_from_module
+from ...memory.weights.component import Component
+from ...memory.weights.module_component import component_from_module
 from ...memory.weights.quantized import leaves_of
 from . import loading
 from .guides import KEY as GUIDES_KEY

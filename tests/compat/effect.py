@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from highwater.memory.weights.component import component_from_module
+from highwater.memory.weights.module_component import component_from_module
 from highwater.tests.compat.modes import EQUAL, Recipe, build, compare, modules_of, run
 
 __all__ = ["parts_without_effect"]

@@ -189,7 +189,7 @@ def shard(path: Path) -> None:
     ids=["as it is", "names with a prefix", "two variants", "shards"],
 )
 def test_the_files_of_a_pipeline_are_those_that_its_weights_came_from(copied: Path, change: Any) -> None:
-    from highwater.memory.weights.component import component_from_module
+    from highwater.memory.weights.module_component import component_from_module
 
     change(copied)
     pipe = load_pipeline(copied)

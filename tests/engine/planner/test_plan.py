@@ -21,14 +21,8 @@ from highwater.memory.planner.cast_choice import cast_tensors
 from highwater.memory.planner.plan import DeviceCapacity, Machine, Plan, plan_components, replan
 from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
-from highwater.memory.weights.component import (
-    Block,
-    Component,
-    TensorSpec,
-    component_from_files,
-    component_from_module,
-    group_tensors,
-)
+from highwater.memory.weights.component import Block, Component, TensorSpec, component_from_files, group_tensors
+from highwater.memory.weights.module_component import component_from_module
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 

@@ -17,8 +17,8 @@ from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.cast_choice import cast_tensors
-from highwater.memory.weights.component import component_from_module
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8
+from highwater.memory.weights.module_component import component_from_module
 
 DIM = 64
 X = torch.randn(2, DIM, generator=torch.Generator().manual_seed(0))

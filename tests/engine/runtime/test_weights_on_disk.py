@@ -17,7 +17,7 @@ from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.ledger import Kind
 from highwater.memory.runtime.managed_component import Attachment
 from highwater.memory.transfer.copy_stream import Bounce
-from highwater.memory.weights.component import component_from_module
+from highwater.memory.weights.module_component import component_from_module
 from highwater.memory.weights.source import WeightsSource
 
 TIGHT = "0.45MiB"

@@ -24,7 +24,7 @@ from highwater.benchmarks.block_table import (
 )
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.cast_choice import cast_tensors
-from highwater.memory.weights.component import component_from_module
+from highwater.memory.weights.module_component import component_from_module
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -15,7 +15,7 @@ from highwater.memory.errors import InvalidInput
 from highwater.memory.planner.sizes import explain_rest, least_bytes
 from highwater.memory.units import format_bytes
 from highwater.memory.weights.blocks import find_blocks
-from highwater.memory.weights.component import component_from_module
+from highwater.memory.weights.module_component import component_from_module
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.cast_choice import cast_tensors, explain_wide
-from highwater.memory.weights.component import component_from_module
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
+from highwater.memory.weights.module_component import component_from_module
 
 
 @given(st.integers(0, 2**31), st.floats(1e-6, 1e4), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
