@@ -10,8 +10,11 @@ import torch
 from ..errors import UnsafeState
 from ..planner.plan import SharePlan
 from ..planner.staging_layout import Places
-from ..transfer.copy_stream import Bounce, CopyStream, Stopwatch, allocate_device
+from ..transfer.bounce_buffers import Bounce
+from ..transfer.copy_stream import CopyStream
 from ..transfer.devices import Device
+from ..transfer.slabs import allocate_device
+from ..transfer.timing import Stopwatch
 from .bundle import Bundle
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
-from ..transfer.copy_stream import allocate_slabs
+from ..transfer.bounce_buffers import allocate_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, UnsafeState
-from ..transfer.copy_stream import Bounce, CopyStream, Form, SlabLayout
+from ..transfer.bounce_buffers import Bounce
+from ..transfer.copy_stream import CopyStream
+from ..transfer.slabs import Form, SlabLayout
 from ..weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
 from ..weights.quantized import leaves_of
 from ..weights.source import WeightsSource

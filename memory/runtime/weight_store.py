@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..transfer.copy_stream import Bounce, CopyStream, SlabLayout
+from ..transfer.bounce_buffers import Bounce
+from ..transfer.copy_stream import CopyStream
+from ..transfer.slabs import SlabLayout
 from ..weights.file_reader import Target
 from ..weights.source import WeightsSource
 

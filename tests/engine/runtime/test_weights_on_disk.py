@@ -16,7 +16,7 @@ from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.ledger import Kind
 from highwater.memory.runtime.managed_component import Attachment
-from highwater.memory.transfer.copy_stream import Bounce
+from highwater.memory.transfer.bounce_buffers import Bounce
 from highwater.memory.weights.module_component import component_from_module
 from highwater.memory.weights.source import WeightsSource
 

@@ -23,7 +23,8 @@ from highwater.memory.runtime.packing import Packing
 from highwater.memory.runtime.prefetch import Streamer
 from highwater.memory.runtime.staging import StagingArea
 from highwater.memory.runtime.weight_group import Unit
-from highwater.memory.transfer.copy_stream import Bounce, CopyStream
+from highwater.memory.transfer.bounce_buffers import Bounce
+from highwater.memory.transfer.copy_stream import CopyStream
 
 CASES = {
     "streamed": ("0.45MiB", "gpu:0"),
