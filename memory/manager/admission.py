@@ -20,6 +20,7 @@ from ..options.placement import canonical_device
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from ..planner.plan import ComponentPlan, replan
 from ..planner.sizes import least_bytes
+from ..runtime.input_size import Size
 from ..runtime.ledger import Ledger
 from ..transfer.devices import Device, HostMemory
 from ..transfer.link_speed import known_link
@@ -29,7 +30,7 @@ from ..weights.component import Component
 from .event_log import Recorder
 from .eviction import EvictionPolicy, Victim
 from .member import Member, Watermark, default_watermark, unlearned_bytes
-from .needs import Key, Needs, Size, digest_component, digest_device
+from .needs import Key, Needs, digest_component, digest_device
 
 __all__ = ["Room", "computable"]
 

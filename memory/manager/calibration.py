@@ -10,12 +10,12 @@ from ..errors import DoesNotFit, InvalidInput
 from ..planner.plan import ComponentPlan, SharePlan
 from ..planner.sizes import least_bytes
 from ..runtime.forward_pass import Pass
+from ..runtime.input_size import Size
 from ..transfer.devices import Device
 from ..transfer.link_speed import link_bytes_per_s
 from ..units import format_bytes
 from .admission import Room
 from .member import Member
-from .needs import Size
 from .oom_message import Shortage, add_line, read_shortage
 
 __all__ = ["learn_failed_load", "learn_needs", "learn_times"]

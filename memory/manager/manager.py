@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
 from ..planner.plan import Plan
 from ..runtime.forward_pass import Guest, Pass
+from ..runtime.input_size import Size
 from ..runtime.ledger import Ledger
 from ..runtime.managed_component import Attachment
 from ..transfer.devices import Device, list_devices
@@ -28,7 +29,7 @@ from .calibration import learn_failed_load, learn_needs, learn_times
 from .event_log import Recorder
 from .eviction import EvictionPolicy, LeastRecentlyUsed
 from .member import Member, Watermark, default_watermark
-from .needs import Needs, Size
+from .needs import Needs
 from .needs_file import NeedsFile
 from .registry import Roster
 from .report import DeviceReport, Report

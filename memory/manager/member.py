@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ..errors import InvalidInput, quoted, require
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan
+from ..runtime.input_size import Size
 from ..runtime.leftovers import address_of, computed_weights
 from ..runtime.managed_component import Attachment, attached
 from ..runtime.other_offloaders import find_rival, is_scripted
@@ -23,7 +24,6 @@ from ..units import GIB, LARGEST_SIZE, MIB, format_bytes
 from ..weights.component import Component
 from ..weights.sharing import Shared, named_tensors
 from ..weights.source import WeightsSource
-from .needs import Size
 
 __all__ = [
     "Member",

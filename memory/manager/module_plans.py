@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -18,16 +17,14 @@ from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan, plan_components
 from ..planner.sizes import least_bytes
+from ..runtime.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
 from ..weights.module_component import component_from_module
 from ..weights.quantized import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource
 
-__all__ = ["bytes_in_ram", "plan_modules", "remember_order"]
-
-execution_orders: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
-"""The blocks of split modules in the order in which they were seen to run."""
+__all__ = ["bytes_in_ram", "plan_modules"]
 
 
 def plan_modules(
@@ -125,19 +122,6 @@ def take_least(refusals: list[tuple[int, DoesNotFit | InvalidInput]]) -> DoesNot
 def least_alone(component: Component) -> int:
     """Return the fewest bytes of one device with which a component can compute as it is stored."""
     return least_bytes(component, range(len(component.blocks)), frozenset(), first=True)
-
-
-def remember_order(module: nn.Module, blocks: Sequence[str]) -> None:
-    """Remember the order in which blocks ran: the next plan that splits the module cuts them in it."""
-    execution_orders[module] = tuple(blocks)
-
-
-def in_execution_order(component: Component, module: nn.Module) -> Component:
-    """Return a component with its blocks in the order in which they ran, where all of them were seen."""
-    places = {name: place for place, name in enumerate(execution_orders.get(module, ()))}
-    if places.keys() != {block.name for block in component.blocks}:
-        return component
-    return replace(component, blocks=tuple(sorted(component.blocks, key=lambda block: places[block.name])))
 
 
 def is_tight(plan: Plan) -> bool:

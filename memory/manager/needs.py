@@ -11,28 +11,19 @@ can be had would only evict others in vain, until more can be had.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
 
 from ..planner.capacity import EVERYTHING, KeptFree
+from ..runtime.input_size import Size
 from ..transfer.devices import Device
 from ..weights.component import Component
 
-__all__ = ["Key", "Need", "Needs", "Size", "digest_component", "digest_device", "input_size"]
+__all__ = ["Key", "Need", "Needs", "digest_component", "digest_device"]
 
-Size = tuple[int, ...]
-"""Through which module a forward came, the bytes of its elements, and how many elements each input has."""
 
-# Inputs count as equal in size where they differ by less than a twelfth.
-STEPS_PER_DOUBLING = 8
 DIGEST_LENGTH = 32
-MAX_INPUTS = 64
-MAX_DEPTH = 4
 # What is kept beyond a peak after a failure, as a part of it: no two forwards allocate quite alike.
 SLACK = 16
 # What a run that needed less takes off, as a part of the difference; of what was free at a failure, as a part of that.
@@ -41,17 +32,6 @@ FAILURE_DECAY = 32
 # Failures of what is futile until it is tried again.
 PATIENCE = 4
 MAX_SIZES = 256
-
-
-def input_size(inputs: Any) -> Size:
-    """Return how large what a forward was called with is; reads shapes only."""
-    found: list[torch.Tensor] = []
-    collect_tensors(inputs, found, MAX_DEPTH)
-    if not found:
-        return ()
-    item_bytes = next((tensor.element_size() for tensor in found if tensor.is_floating_point()), 0)
-    numels = (tensor.numel() for tensor in found)
-    return (item_bytes, *(math.ceil(STEPS_PER_DOUBLING * math.log2(numel)) for numel in numels if numel > 1))
 
 
 def digest_component(component: Component) -> str:
@@ -69,15 +49,6 @@ def digest_device(device: Device) -> str:
     """Return a digest of a device's name and size; equal cards have equal ones."""
     name = "" if device.is_cpu else str(device.module.get_device_properties(device.torch_device).name)
     return hashlib.sha256(f"{name} {device.total_bytes()}".encode()).hexdigest()[:DIGEST_LENGTH]
-
-
-def collect_tensors(value: Any, found: list[torch.Tensor], depth: int) -> None:
-    if isinstance(value, torch.Tensor):
-        if len(found) < MAX_INPUTS:
-            found.append(value)
-    elif depth and isinstance(value, tuple | list | dict):
-        for item in value.values() if isinstance(value, dict) else value:
-            collect_tensors(item, found, depth - 1)
 
 
 def is_within(size: Size, other: Size) -> bool:

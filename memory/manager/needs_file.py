@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInput
-from .needs import Key, Need, Size
+from ..runtime.input_size import Size
+from .needs import Key, Need
 
 __all__ = ["NeedsFile", "cache_path"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..manager.module_plans import remember_order
 from ..weights.component import Component
 from .backward import SavedWeights
 from .device_hops import Hops, Visit
 from .device_mismatch import explain_mismatch
 from .device_share import Share
+from .execution_order import remember_order
 from .forward_hooks import Hooks
 from .forward_pass import Pass, Passes
 from .recomputing import in_backward

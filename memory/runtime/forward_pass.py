@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsafeState
-from ..manager.needs import input_size
+from .input_size import input_size
 
 __all__ = ["Guest", "Pass", "Passes"]
 
