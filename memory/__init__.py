@@ -14,7 +14,7 @@ from .manager.default import default_manager, existing_manager
 if TYPE_CHECKING:
     from .api import Managed, manage
     from .manager.manager import MemoryManager
-    from .manager.member import Watermark
+    from .manager.watermark import Watermark
     from .model_loading import load_model, load_weights
     from .options.budget import BudgetItem
     from .options.profile import OffloadProfile
@@ -43,7 +43,7 @@ LAZY = {
     "MemoryManager": "manager.manager",
     "OffloadProfile": "options.profile",
     "Verification": "verification.findings",
-    "Watermark": "manager.member",
+    "Watermark": "manager.watermark",
     "discover_components": "weights.discovery",
     "load_model": "model_loading",
     "load_weights": "model_loading",

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from ...memory.errors import InvalidInput
-from ...memory.manager.member import default_watermark, unlearned_bytes
+from ...memory.manager.watermark import default_watermark, unlearned_bytes
 from ...memory.options.placement import INTEGER, Scanner
 from ...memory.planner.plan import DeviceCapacity, Machine
 from ...memory.transfer.devices import HostMemory

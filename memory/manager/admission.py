@@ -29,8 +29,9 @@ from ..units import format_bytes
 from ..weights.component import Component
 from .event_log import Recorder
 from .eviction import EvictionPolicy, Victim
-from .member import Member, Watermark, default_watermark, unlearned_bytes
+from .member import Member
 from .needs import Key, Needs, digest_component, digest_device
+from .watermark import Watermark, default_watermark, unlearned_bytes
 
 __all__ = ["Room", "computable"]
 

@@ -28,12 +28,12 @@ from .admission import Room, computable
 from .calibration import learn_failed_load, learn_needs, learn_times
 from .event_log import Recorder
 from .eviction import EvictionPolicy, LeastRecentlyUsed
-from .member import Member, Watermark, default_watermark
+from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
 from .registry import Roster
-from .report import DeviceReport, Report
-from .reporting import component_report, device_report
+from .report import DeviceReport, Report, component_report, device_report
+from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 

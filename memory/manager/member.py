@@ -1,10 +1,9 @@
-"""Members of the manager: components under its care, what is kept free for others, and who cannot join."""
+"""Members of the manager: components under its care, and which modules cannot join."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import InvalidInput, quoted, require
+from ..errors import InvalidInput
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan
 from ..runtime.input_size import Size
@@ -20,54 +19,11 @@ from ..runtime.leftovers import address_of, computed_weights
 from ..runtime.managed_component import Attachment, attached
 from ..runtime.other_offloaders import find_rival, is_scripted
 from ..runtime.parameter_slots import split_owner
-from ..units import GIB, LARGEST_SIZE, MIB, format_bytes
 from ..weights.component import Component
 from ..weights.sharing import Shared, named_tensors
 from ..weights.source import WeightsSource
 
-__all__ = [
-    "Member",
-    "Watermark",
-    "default_watermark",
-    "refuse_apart",
-    "refuse_shared_split",
-    "refuse_unsuitable",
-    "unlearned_bytes",
-]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Watermark:
-    """When less than ``low_bytes`` of a device would stay free, evict until ``high_bytes`` are."""
-
-    low_bytes: int = 512 * MIB
-    high_bytes: int = 768 * MIB
-
-    def __post_init__(self) -> None:
-        for name in ("low_bytes", "high_bytes"):
-            require(getattr(self, name), int, what=f"watermark {name}", allowed="a whole number of bytes")
-            if not 0 <= getattr(self, name) <= LARGEST_SIZE:
-                raise InvalidInput(f"watermark {name} {quoted(getattr(self, name))}: allowed is 0 to 2**63 - 1")
-        if self.low_bytes > self.high_bytes:
-            low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
-            raise InvalidInput(f"watermark low={low} high={high}: allowed is low <= high")
-
-
-def unlearned_bytes(total_bytes: int) -> int:
-    """Return what is kept free on a device for forwards whose needs are unknown: 15% of it, 512 MiB to 4 GiB.
-
-    Below 1 GiB, as on simulated devices, it is 15% without a minimum: half a GiB would leave nothing for weights.
-    """
-    least_bytes = GIB // 2 if total_bytes >= GIB else 0
-    return min(max(total_bytes * 3 // 20, least_bytes), 4 * GIB)
-
-
-def default_watermark(total_bytes: int) -> Watermark:
-    """Return 512 and 768 MiB, but at most 10 and 15% of a small device."""
-    default = Watermark()
-    return Watermark(
-        low_bytes=min(default.low_bytes, total_bytes // 10), high_bytes=min(default.high_bytes, total_bytes * 3 // 20)
-    )
+__all__ = ["Member", "refuse_apart", "refuse_shared_split", "refuse_unsuitable"]
 
 
 class Member:

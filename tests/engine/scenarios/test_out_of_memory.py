@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from highwater.memory import manage
-from highwater.memory.manager.member import unlearned_bytes
+from highwater.memory.manager.watermark import unlearned_bytes
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner.sizes import least_bytes
