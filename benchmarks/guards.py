@@ -27,10 +27,10 @@ import torch
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
 from highwater.memory.runtime.bundle import Bundle
-from highwater.memory.runtime.device_share import Share
-from highwater.memory.runtime.managed_component import Attachment
+from highwater.memory.runtime.device_share import DeviceShare
+from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.move_guard import MoveGuard
-from highwater.memory.runtime.weight_group import Unit
+from highwater.memory.runtime.weight_group import WeightGroup
 from highwater.memory.transfer.devices import find_device
 from highwater.memory.transfer.link_speed import link_bytes_per_s
 
@@ -50,10 +50,10 @@ NUM_WARM_UPS = 8
 LAYERS, OBJECTS, VERSIONS = "look: layers and addresses", "look: objects of a block", "look: versions of a block"
 ALL = "all looks"
 LOOKS: tuple[tuple[str, type, str], ...] = (
-    (LAYERS, Attachment, "take_changes"),
-    (LAYERS, Attachment, "refuse_rivals"),
+    (LAYERS, ManagedComponent, "take_changes"),
+    (LAYERS, ManagedComponent, "refuse_rivals"),
     (LAYERS, MoveGuard, "tell_undone"),
-    (OBJECTS, Unit, "is_as_placed"),
+    (OBJECTS, WeightGroup, "is_as_placed"),
     (VERSIONS, Bundle, "version"),
 )
 
@@ -178,7 +178,7 @@ def measure_run(work: Work, block_names: list[str], *, tags: bool, evicts: bool)
         stack.enter_context(simdevice.cluster([spec]))
         stack.enter_context(torch.no_grad())
         if not tags:
-            stack.enter_context(unittest.mock.patch.object(Share, "tag_copies", lambda share: None))
+            stack.enter_context(unittest.mock.patch.object(DeviceShare, "tag_copies", lambda share: None))
         link_bytes_per_s(find_device("gpu:0"), lambda: spec.h2d_bytes_per_s)
         manager = MemoryManager()
         manager.set_watermark("*", 0, 0)

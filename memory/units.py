@@ -17,7 +17,7 @@ GIB = 1 << 30
 # Tensors inside a slab begin at multiples of this, as an allocator would place them: kernels see no difference.
 SLAB_ALIGNMENT = 256
 
-LIMIT_BYTES = 2 * GIB
+LOCK_LIMIT_BYTES = 2 * GIB
 PAGE_BYTES = mmap.PAGESIZE
 
 UNITS = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "MB": 10**6}

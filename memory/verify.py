@@ -18,8 +18,8 @@ from torch import nn
 from .errors import InvalidInput, UnsafeState
 from .manager.manager import MemoryManager
 from .manager.member import Member
-from .runtime.weight_group import Unit
-from .runtime.weight_store import HostMaster
+from .runtime.weight_group import WeightGroup
+from .runtime.weight_store import HostStore
 from .verification.argument_copies import copy_arguments
 from .verification.comparison import leaves_in, show
 from .verification.findings import Difference, Side, Verification, compare_sides, kept_bytes, run_side
@@ -141,9 +141,9 @@ def find_places(members: Sequence[Member]) -> dict[nn.Module, str]:
 # -- weights
 
 
-def checksum(unit: Unit) -> int:
+def checksum(unit: WeightGroup) -> int:
     """Return a sum over a unit's weights in host memory, in one quick pass; 0 for those that rest elsewhere."""
-    if not isinstance(unit.master, HostMaster):
+    if not isinstance(unit.master, HostStore):
         return 0
     slab = unit.master.slab
     whole = slab.numel() // 8 * 8
@@ -151,7 +151,7 @@ def checksum(unit: Unit) -> int:
         return int(slab[:whole].view(torch.int64).sum()) + int(slab[whole:].sum())
 
 
-def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int]) -> list[Unit]:
+def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int]) -> list[WeightGroup]:
     """Return the units whose masters have become others, after what was written on a device is saved."""
     attachment = member.attachment
     with attachment.passes.held(), manager.exclusive():

@@ -27,16 +27,16 @@ from ..transfer.link_speed import known_link
 from ..transfer.pinned_memory import pin_limit_bytes
 from ..units import format_bytes
 from ..weights.component import Component
-from .event_log import Recorder
+from .event_log import EventLog
 from .eviction import EvictionPolicy, Victim
 from .member import Member
 from .needs import Key, Needs, digest_component, digest_device
 from .watermark import Watermark, default_watermark, unlearned_bytes
 
-__all__ = ["Room", "computable"]
+__all__ = ["Admission", "computable"]
 
 
-class Room:
+class Admission:
     """Live memory as plans see it, and the eviction that makes more of it. The caller holds the manager's lock.
 
     Args:
@@ -49,7 +49,7 @@ class Room:
         members: dict[str, Member],
         policy: EvictionPolicy,
         ledger: Ledger,
-        recorder: Recorder,
+        recorder: EventLog,
     ) -> None:
         self.devices = devices
         self.members = members

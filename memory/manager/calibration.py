@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..errors import DoesNotFit, InvalidInput
-from ..planner.plan import ComponentPlan, SharePlan
+from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.sizes import least_bytes
 from ..runtime.forward_pass import Pass
 from ..runtime.input_size import Size
 from ..transfer.devices import Device
 from ..transfer.link_speed import link_bytes_per_s
 from ..units import format_bytes
-from .admission import Room
+from .admission import Admission
 from .member import Member
 from .oom_message import Shortage, add_line, read_shortage
 
@@ -26,7 +26,7 @@ PASSES_OF_A_RUN = 64
 NOTICEABLE = 256
 
 
-def learn_times(member: Member, room: Room) -> None:
+def learn_times(member: Member, room: Admission) -> None:
     """Take what was timed of a component's passes; a streamed one is planned again when it has all."""
     shares = member.attachment.shares
     for share in shares:
@@ -45,7 +45,7 @@ def learn_times(member: Member, room: Room) -> None:
         member.planned_in_epoch = -1
 
 
-def learn_needs(member: Member, room: Room, current: Pass, needed: Mapping[str, int]) -> None:
+def learn_needs(member: Member, room: Admission, current: Pass, needed: Mapping[str, int]) -> None:
     """Take what a pass needed beside the weights, or that it ran out of memory, for plans to come.
 
     Args:
@@ -59,7 +59,7 @@ def learn_needs(member: Member, room: Room, current: Pass, needed: Mapping[str, 
         learn_success(member, room, current.size, needed)
 
 
-def learn_success(member: Member, room: Room, size: Size, needed: Mapping[str, int]) -> None:
+def learn_success(member: Member, room: Admission, size: Size, needed: Mapping[str, int]) -> None:
     was_short = False
     for share in member.attachment.shares:
         if share.device.is_cpu:
@@ -78,7 +78,7 @@ def learn_success(member: Member, room: Room, size: Size, needed: Mapping[str, i
             member.planned_in_epoch = -1
 
 
-def learn_shortage(member: Member, room: Room, size: Size, needed: Mapping[str, int], shortage: Shortage) -> None:
+def learn_shortage(member: Member, room: Admission, size: Size, needed: Mapping[str, int], shortage: Shortage) -> None:
     """Take what a failed allocation tells, plan the next pass anew, and say in the error what that will keep free."""
     share = find_short(member.attachment.plan, room, shortage)
     if share is None:
@@ -109,7 +109,7 @@ def learn_shortage(member: Member, room: Room, size: Size, needed: Mapping[str, 
     add_line(shortage.error, f"Highwater: {line}")
 
 
-def learn_failed_load(member: Member, room: Room, plan: ComponentPlan, error: BaseException) -> None:
+def learn_failed_load(member: Member, room: Admission, plan: ComponentPlan, error: BaseException) -> None:
     """Load as little as can compute the next time: the device had less memory in one piece than it said."""
     shortage = read_shortage(error)
     share = find_short(plan, room, shortage) if shortage is not None else None
@@ -122,7 +122,7 @@ def learn_failed_load(member: Member, room: Room, plan: ComponentPlan, error: Ba
         add_line(error, f"Highwater: {line}")
 
 
-def find_short(plan: ComponentPlan, room: Room, shortage: Shortage) -> SharePlan | None:
+def find_short(plan: ComponentPlan, room: Admission, shortage: Shortage) -> DevicePlan | None:
     """Return the share whose device ran out of memory; None if that is none of the component's."""
     shares = [share for share in plan.shares if not room.devices[share.device].is_cpu]
     if shortage.device_index is None:
@@ -131,7 +131,7 @@ def find_short(plan: ComponentPlan, room: Room, shortage: Shortage) -> SharePlan
     return next(found, None)
 
 
-def taken_by_others(member: Member, room: Room, device: Device, shortage: Shortage) -> int:
+def taken_by_others(member: Member, room: Admission, device: Device, shortage: Shortage) -> int:
     """Return what others took of a device since it was planned, if the allocation would have fitted without that."""
     foreign = room.foreign_bytes(device)
     free_bytes = device.free_bytes()
@@ -143,27 +143,27 @@ def taken_by_others(member: Member, room: Room, device: Device, shortage: Shorta
     return taken if taken >= max(missing, device.total_bytes() // NOTICEABLE) else 0
 
 
-def free_at_entry(member: Member, room: Room, device: Device) -> int:
+def free_at_entry(member: Member, room: Admission, device: Device) -> int:
     """Return what was free beside all weights when the component was entered."""
     foreign = room.foreign_bytes(device)
     foreign = max(foreign, member.foreign_at_plan.get(device.name, foreign))
     return max(0, device.total_bytes() - foreign - member.allocated_at_entry.get(device.name, 0))
 
 
-def is_least(member: Member, share: SharePlan) -> bool:
+def is_least(member: Member, share: DevicePlan) -> bool:
     """Whether a share holds no more than it takes to compute at all."""
     attachment = member.attachment
     is_first = share.device == attachment.plan.shares[0].device
     return share.device_bytes <= least_bytes(attachment.component, share.blocks, attachment.plan.cast, first=is_first)
 
 
-def most_free(member: Member, room: Room, share: SharePlan) -> int:
+def most_free(member: Member, room: Admission, share: DevicePlan) -> int:
     """Return what would be free of a share's device beside what it holds, if all left that may."""
     capacity = room.machine(member, in_pass=True).device(share.device)
     return capacity.available_bytes + capacity.kept_free_bytes - capacity.lasting_bytes - share.device_bytes
 
 
-def promise(member: Member, room: Room, device: str, size: Size) -> str:
+def promise(member: Member, room: Admission, device: str, size: Size) -> str:
     """Return what the next run does about a failure."""
     try:
         plan = room.replan(member, size=size, in_pass=True)

@@ -12,7 +12,7 @@ from ..runtime.ledger import Ledger
 from ..transfer.devices import Device
 from .report import Event, NodeReport, RunReport, Sample
 
-__all__ = ["Recorder"]
+__all__ = ["EventLog"]
 
 # Enough for hours of work; older entries leave first.
 MAX_ENTRIES = 10_000
@@ -41,7 +41,7 @@ class Interval:
     most: Counter[str] = field(default_factory=Counter)
 
 
-class Recorder:
+class EventLog:
     """Keeps the event log and the timeline, and measures peaks between their points.
 
     Peaks come from the allocator, which keeps one per device: every point reads it and starts it anew. So a point

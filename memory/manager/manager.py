@@ -22,16 +22,16 @@ from ..planner.plan import Plan
 from ..runtime.forward_pass import Guest, Pass
 from ..runtime.input_size import Size
 from ..runtime.ledger import Ledger
-from ..runtime.managed_component import Attachment
+from ..runtime.managed_component import ManagedComponent
 from ..transfer.devices import Device, list_devices
-from .admission import Room, computable
+from .admission import Admission, computable
 from .calibration import learn_failed_load, learn_needs, learn_times
-from .event_log import Recorder
+from .event_log import EventLog
 from .eviction import EvictionPolicy, LeastRecentlyUsed
 from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
-from .registry import Roster
+from .registry import Registry
 from .report import DeviceReport, Report, component_report, device_report
 from .watermark import Watermark, default_watermark
 
@@ -60,9 +60,9 @@ class MemoryManager:
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
         self.members: dict[str, Member] = {}
         self.watchers: list[Callable[[str, int, int], None]] = []
-        self.recorder = Recorder(list(self.devices.values()), self.ledger, self.bytes_moved)
-        self.room = Room(self.devices, self.members, policy or LeastRecentlyUsed(), self.ledger, self.recorder)
-        self.roster = Roster(
+        self.recorder = EventLog(list(self.devices.values()), self.ledger, self.bytes_moved)
+        self.room = Admission(self.devices, self.members, policy or LeastRecentlyUsed(), self.ledger, self.recorder)
+        self.roster = Registry(
             self.room,
             exclusive=self.exclusive,
             enter=self.enter,
@@ -120,12 +120,12 @@ class MemoryManager:
     # -- members
 
     def add(self, modules: dict[str, nn.Module], **choices: Any) -> tuple[list[Member], Plan]:
-        """Take modules under management: plan, pack in host memory, hook; all of them or none (`Roster.add`)."""
+        """Take modules under management: plan, pack in host memory, hook; all of them or none (`Registry.add`)."""
         with self.exclusive():
             return self.roster.add(modules, **choices)
 
     def replace(self, members: Sequence[Member], **choices: Any) -> Plan:
-        """Give components another profile, placement or precision, where they are (`Roster.replace`)."""
+        """Give components another profile, placement or precision, where they are (`Registry.replace`)."""
         with self.exclusive():
             self.heal_abandoned(None)
             return self.roster.replace(members, **choices)
@@ -156,7 +156,7 @@ class MemoryManager:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
 
     def refuse_lending(self, members: Collection[Member]) -> None:
-        """Refuse to release components while others borrow their weights (`Roster.refuse_lending`)."""
+        """Refuse to release components while others borrow their weights (`Registry.refuse_lending`)."""
         self.roster.refuse_lending(members)
 
     def is_lent(self, member: Member) -> bool:
@@ -244,7 +244,7 @@ class MemoryManager:
             member.attachment.moves.swaps.begin()
         member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
-    def enter(self, member: Member, attachment: Attachment, current: Pass) -> bool:
+    def enter(self, member: Member, attachment: ManagedComponent, current: Pass) -> bool:
         """Acquire a component for a pass; False if another attachment has it now, or none."""
         with self.exclusive():
             if self.members.get(member.id) is not member or member.attachment is not attachment:
@@ -253,7 +253,7 @@ class MemoryManager:
             self.acquire_lenders(member, attachment)
             return True
 
-    def acquire_lenders(self, member: Member, attachment: Attachment) -> None:
+    def acquire_lenders(self, member: Member, attachment: ManagedComponent) -> None:
         """Load the components that a pass of this one borrows from, after this one was loaded. Raises as `acquire`."""
         for lender in member.lenders:
             if self.members.get(lender.id) is not lender:
@@ -407,7 +407,7 @@ class MemoryManager:
     def give_up(
         self, device: str, num_bytes: int, reason: str, *, spare: Collection[Member] = (), whole: bool = True
     ) -> int:
-        """Evict idle components until so many bytes of a device are free again, as `Room.give_up`."""
+        """Evict idle components until so many bytes of a device are free again, as `Admission.give_up`."""
         with self.exclusive():
             return self.room.give_up(device, num_bytes, reason, spare=spare, whole=whole)
 

@@ -16,7 +16,7 @@ from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan
 from ..runtime.input_size import Size
 from ..runtime.leftovers import address_of, computed_weights
-from ..runtime.managed_component import Attachment, attached
+from ..runtime.managed_component import ManagedComponent, attached
 from ..runtime.other_offloaders import find_rival, is_scripted
 from ..runtime.parameter_slots import split_owner
 from ..weights.component import Component
@@ -37,11 +37,11 @@ class Member:
         self.node_id = node_id
         self.workflow_id = workflow_id
         self.profile = profile
-        self.attachment: Attachment
+        self.attachment: ManagedComponent
         self.is_hosted = False
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
         self.call: object = self
-        """The call of `Roster.add` that it came with; those of one call share a profile's budget for a device."""
+        """The call of `Registry.add` that it came with; those of one call share a profile's budget for a device."""
         self.look: Callable[[], None] | None = None
         """Called before it computes; raises if the pipeline that it is a part of has an unmanaged part now."""
         self.patterns: Mapping[str, str] | None = None
@@ -50,7 +50,7 @@ class Member:
         self.rank = 0
         """Of the members that hold a weight, the one with the lowest rank owns it."""
         self.num_holders = 1
-        """The number of calls of `Roster.add` that returned it and have not released it."""
+        """The number of calls of `Registry.add` that returned it and have not released it."""
         self.choices: tuple[object, ...] = ()
         """Placement, profile and precision that the first of those calls chose for it."""
         self.is_kept = False

@@ -10,24 +10,24 @@ from functools import partial
 from torch import nn
 
 from ..errors import InvalidInput, UnsafeState, allowed_values, quoted
-from ..options.placement import DeviceShare, Placement, PlacementItem
+from ..options.placement import Placement, PlacementItem, SplitRatio
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.forward_pass import Pass
-from ..runtime.managed_component import Attachment, Phase
+from ..runtime.managed_component import ManagedComponent, Phase
 from ..runtime.packing import Ending
 from ..weights.component import Component, guess_kind
 from ..weights.sharing import NOTHING_SHARED, Shared, find_shared
 from ..weights.source import WeightsSource
-from .admission import Room
+from .admission import Admission
 from .member import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
 from .module_plans import bytes_in_ram, plan_modules
 
-__all__ = ["Roster"]
+__all__ = ["Registry"]
 
 
-class Roster:
+class Registry:
     """Adds members to the room and takes them out of it. The caller holds the manager's lock.
 
     Args:
@@ -38,10 +38,10 @@ class Roster:
 
     def __init__(
         self,
-        room: Room,
+        room: Admission,
         *,
         exclusive: Callable[[], AbstractContextManager[None]],
-        enter: Callable[[Member, Attachment, Pass], bool],
+        enter: Callable[[Member, ManagedComponent, Pass], bool],
         give_back: Callable[[Member, Pass], None],
         show_progress: Callable[[Member, int], Callable[[int], None]],
     ) -> None:
@@ -219,7 +219,7 @@ class Roster:
             device = next((device for device in homes if device is not None), None)
             if device is not None:
                 items = [other for other in items if other.component != name]
-                items.append(PlacementItem(component=name, devices=(DeviceShare(device=device),), tier=item.tier))
+                items.append(PlacementItem(component=name, devices=(SplitRatio(device=device),), tier=item.tier))
         return Placement(items=tuple(items))
 
     def refuse_apart(
@@ -317,7 +317,7 @@ class Roster:
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
 
-    def put_back(self, member: Member, attachment: Attachment, profile: OffloadProfile) -> None:
+    def put_back(self, member: Member, attachment: ManagedComponent, profile: OffloadProfile) -> None:
         """Give a component the form again that it had in an earlier attachment; released if that fails."""
         self.detach(member, Ending.HANDED_OVER)
         self.give(member, profile)
@@ -341,11 +341,11 @@ class Roster:
         plan: ComponentPlan,
         source: WeightsSource | None,
         *,
-        after: Attachment | None = None,
+        after: ManagedComponent | None = None,
     ) -> None:
         """Build a component's attachment, in place of another, and refuse what cannot be attached; changes nothing."""
         refuse_shared_split(module, component, plan)
-        attachment = Attachment(
+        attachment = ManagedComponent(
             member.id,
             module,
             component,
@@ -445,7 +445,7 @@ def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str,
         raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
 
 
-def refuse_use_elsewhere(name: str, attachment: Attachment, common: Shared) -> None:
+def refuse_use_elsewhere(name: str, attachment: ManagedComponent, common: Shared) -> None:
     """Refuse to lend a weight of a block to a component that uses it outside of that block. Raises `InvalidInput`."""
     for unit in attachment.units if common.lent else ():
         if not unit.name:

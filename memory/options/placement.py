@@ -22,10 +22,10 @@ from ..errors import InvalidInput, allowed_values, quoted
 __all__ = [
     "AUTO",
     "KINDS",
-    "DeviceShare",
     "Placement",
     "PlacementItem",
     "Scanner",
+    "SplitRatio",
     "parse_placement",
     "resolve_kind",
 ]
@@ -46,7 +46,7 @@ RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceShare:
+class SplitRatio:
     """A device and the share of the blocks' bytes asked for it; None shares what the others leave."""
 
     device: str
@@ -58,7 +58,7 @@ class PlacementItem:
     """Where one component goes; no devices means ``auto``, no tier means that the plan chooses one."""
 
     component: str
-    devices: tuple[DeviceShare, ...] = ()
+    devices: tuple[SplitRatio, ...] = ()
     tier: str | None = None
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int
     scanner.fail(f"component {word!r} is unknown; {allowed_values(word, ['*', *KINDS, *components, *others])}", at=at)
 
 
-def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[DeviceShare, ...]:
+def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[SplitRatio, ...]:
     begin = scanner.position
     match = scanner.match(WORD)
     if match and match[0] == AUTO:
@@ -206,14 +206,14 @@ def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[DeviceShare
             scanner.fail("'auto' chooses the devices itself; name every device of a split")
         return ()
     scanner.position = begin
-    shares = [DeviceShare(device=parse_device_name(scanner, devices))]
+    shares = [SplitRatio(device=parse_device_name(scanner, devices))]
     while scanner.take("&"):
         scanner.skip_blanks()
         begin = scanner.position
         device = parse_device_name(scanner, devices)
         if device in {share.device for share in shares}:
             scanner.fail(f"device {device!r} is named twice in one split", at=begin)
-        shares.append(DeviceShare(device=device, ratio=parse_ratio(scanner) if scanner.take("@") else None))
+        shares.append(SplitRatio(device=device, ratio=parse_ratio(scanner) if scanner.take("@") else None))
         if "cpu" in {share.device for share in shares}:
             scanner.fail("'cpu' cannot share a split with another device; use a tier such as ':host'", at=begin)
     if sum(share.ratio or 0.0 for share in shares) >= 1.0:

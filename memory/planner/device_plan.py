@@ -2,7 +2,7 @@
 
 [Note: budgets] A device holds, for one component: the *fixed* tensors (the rest, and the buffers of the blocks
 there), the *resident* blocks, the *staging* memory through which the other blocks stream, and the *scratch* into
-which eight-bit weights are widened. The four sum to `SharePlan.device_bytes`, and the engine allocates exactly
+which eight-bit weights are widened. The four sum to `DevicePlan.device_bytes`, and the engine allocates exactly
 that. Residents are spread through the execution order, so that every copy has compute to hide behind: at 25%
 streamed and copies twice as slow as compute that runs like all-resident, a leading prefix 1.21x slower.
 """
@@ -23,7 +23,7 @@ from .residents import BLOCKING_COPIES, Schedule, balanced_workload, choose_sche
 from .sizes import block_bytes, fixed_tensors, resting_bytes, wide_bytes
 from .staging_layout import Places, Workload, pass_seconds
 
-__all__ = ["SharePlan", "find_limit", "plan_share"]
+__all__ = ["DevicePlan", "find_limit", "plan_share"]
 
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02
@@ -36,7 +36,7 @@ LARGE_ACTIVATIONS = ("diffusion", "vae")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharePlan:
+class DevicePlan:
     """One device's part of a component; block numbers are positions in `Component.blocks`."""
 
     device: str
@@ -114,9 +114,9 @@ def plan_share(
     from_disk: bool = False,
     pinned: frozenset[str] | None = None,
     block_seconds: Mapping[int, float] | None = None,
-    current: SharePlan | None = None,
+    current: DevicePlan | None = None,
     keeps_free: bool = True,
-) -> SharePlan:
+) -> DevicePlan:
     """Decide what of these blocks is resident on one device and what streams; arithmetic, moves nothing.
 
     Args:
@@ -137,7 +137,7 @@ def plan_share(
     ours = frozenset(blocks)
     in_order = [number for number in block_seconds or blocks if number in ours]
     sizes = {number: block_bytes(component.blocks[number], cast) for number in in_order}
-    whole = SharePlan(
+    whole = DevicePlan(
         device=device,
         blocks=blocks,
         resident=frozenset(blocks),
@@ -301,7 +301,7 @@ def find_workload(
     )
 
 
-def stream(whole: SharePlan, sizes: Mapping[int, int], schedule: Schedule) -> SharePlan:
+def stream(whole: DevicePlan, sizes: Mapping[int, int], schedule: Schedule) -> DevicePlan:
     """Return the share with what a schedule keeps; the schedule's positions are those of the sizes."""
     numbers = list(sizes)
     resident = frozenset(numbers[position] for position in schedule.resident)
@@ -316,7 +316,7 @@ def stream(whole: SharePlan, sizes: Mapping[int, int], schedule: Schedule) -> Sh
 
 
 def keep_residents(
-    current: SharePlan, sizes: Mapping[int, int], work: Workload, room_bytes: int, prefetch_blocks: int
+    current: DevicePlan, sizes: Mapping[int, int], work: Workload, room_bytes: int, prefetch_blocks: int
 ) -> Schedule | None:
     """Return the schedule in which the blocks that are in place stay so; None if they leave too much room or little.
 
@@ -338,13 +338,13 @@ def keep_residents(
     return Schedule(resident, current.staging_bytes, places, pass_s)
 
 
-def is_settled(current: SharePlan, in_place: Schedule, are_known: bool) -> bool:
+def is_settled(current: DevicePlan, in_place: Schedule, are_known: bool) -> bool:
     """Whether what is in place was chosen with the same times, so that a search would find nothing better."""
     is_moved = in_place.staging_bytes != current.staging_bytes
     return not is_moved and current.pass_s == (in_place.pass_s if are_known else None)
 
 
-def explain_staging(share: SharePlan, profile: OffloadProfile, are_known: bool) -> list[str]:
+def explain_staging(share: DevicePlan, profile: OffloadProfile, are_known: bool) -> list[str]:
     ahead = share.prefetch_blocks
     if profile.prefetch_blocks is not None:
         if ahead < min(profile.prefetch_blocks, len(share.streamed) - 1):
@@ -367,7 +367,7 @@ def refuse(
     capacity: DeviceCapacity,
     profile: OffloadProfile,
     limit: int,
-    whole: SharePlan,
+    whole: DevicePlan,
     largest: int,
 ) -> NoReturn:
     """Raise the error of a component whose least form does not fit: the user's budget or reserve, or the device."""

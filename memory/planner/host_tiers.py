@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from ..errors import InvalidInput, allowed_values
 from ..options.placement import PlacementItem
 from ..options.profile import OffloadProfile, covers
-from ..units import LIMIT_BYTES, format_bytes
+from ..units import LOCK_LIMIT_BYTES, format_bytes
 from ..weights.component import Component
 from .capacity import Machine
-from .device_plan import SharePlan
+from .device_plan import DevicePlan
 from .sizes import (
     NUM_BOUNCE_BUFFERS,
     all_resident_bytes,
@@ -50,7 +50,7 @@ class Masters:
     cast_by_profile: bool
     num_devices: int
     on_cpu: bool
-    shares: tuple[SharePlan, ...] = ()
+    shares: tuple[DevicePlan, ...] = ()
     tier: str | None = None
     pinned: frozenset[str] = frozenset()
     pinned_bytes: int = 0
@@ -179,7 +179,7 @@ def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadPro
         for index, part in enumerate(masters)
         if part.tier != "disk" and may_be_pinned(part, profile)
         for name, num_bytes, streams in part.units()
-        if 0 < num_bytes < LIMIT_BYTES  # no call locks more at once
+        if 0 < num_bytes < LOCK_LIMIT_BYTES  # no call locks more at once
     ]
     for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
         if num_bytes <= left:
@@ -202,7 +202,7 @@ def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: Off
     if part.tier is not None and part.tier != "pinned":
         return part
     if may_be_pinned(part, profile):
-        part = replace(part, oversize_bytes=sum(size for _, size, _ in part.units() if size >= LIMIT_BYTES))
+        part = replace(part, oversize_bytes=sum(size for _, size, _ in part.units() if size >= LOCK_LIMIT_BYTES))
     return replace(
         part,
         tier=part.tier or ("pinned" if pinned else "host"),

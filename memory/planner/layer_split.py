@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ..options.placement import DeviceShare
+from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import Machine
@@ -18,7 +18,7 @@ __all__ = ["split_blocks"]
 
 def split_blocks(
     component: Component,
-    devices: Sequence[DeviceShare],
+    devices: Sequence[SplitRatio],
     machine: Machine,
     profile: OffloadProfile,
     cast: frozenset[str],

@@ -9,14 +9,14 @@ from typing import Any
 
 from ..errors import DoesNotFit
 from ..options.budget import BudgetItem
-from ..options.placement import DeviceShare, Placement, PlacementItem, names_device
+from ..options.placement import Placement, PlacementItem, SplitRatio, names_device
 from ..options.precision import Precision
 from ..options.profile import LANGUAGE, TITLES, OffloadProfile, covers
 from ..units import format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, Machine
 from .cast_choice import cast_tensors, explain_wide
-from .device_plan import SharePlan, plan_share
+from .device_plan import DevicePlan, plan_share
 from .host_tiers import Masters, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
 from .sizes import all_resident_bytes, explain_rest
@@ -24,9 +24,9 @@ from .sizes import all_resident_bytes, explain_rest
 __all__ = [
     "ComponentPlan",
     "DeviceCapacity",
+    "DevicePlan",
     "Machine",
     "Plan",
-    "SharePlan",
     "plan_components",
     "replan",
 ]
@@ -45,7 +45,7 @@ class ComponentPlan:
     component: str
     kind: str
     weight_bytes: int
-    shares: tuple[SharePlan, ...]
+    shares: tuple[DevicePlan, ...]
     tier: str
     precision: Precision
     cast: frozenset[str]
@@ -252,7 +252,7 @@ def plan_components(
 
 def draft(
     component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
-) -> tuple[Masters, Sequence[DeviceShare], list[str]]:
+) -> tuple[Masters, Sequence[SplitRatio], list[str]]:
     """Return what is known before tiers and shares are: form and devices, with their reasons."""
     reasons: list[str] = [*component.shares]
     item = placement.item_for(component.name, component.kind)
@@ -280,8 +280,8 @@ def draft(
 
 
 def only_for_blocks(
-    component: Component, devices: tuple[DeviceShare, ...], reasons: list[str]
-) -> tuple[DeviceShare, ...]:
+    component: Component, devices: tuple[SplitRatio, ...], reasons: list[str]
+) -> tuple[SplitRatio, ...]:
     """Return the first devices of a split, as many as there are blocks, and at least one."""
     used = devices[: max(1, len(component.blocks))]
     if len(used) < len(devices):
@@ -327,7 +327,7 @@ def replan(
 
 
 def refuse_streaming_at_tier_device(
-    component: Component, tier: str | None, shares: Sequence[SharePlan], cast: frozenset[str]
+    component: Component, tier: str | None, shares: Sequence[DevicePlan], cast: frozenset[str]
 ) -> None:
     if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
@@ -336,12 +336,12 @@ def refuse_streaming_at_tier_device(
         )
 
 
-def choose_device(machine: Machine, reasons: list[str]) -> tuple[DeviceShare, ...]:
+def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...]:
     """Return where ``auto`` computes: the accelerator that can give most, of equals the fastest to reach."""
     if not machine.accelerators:
         reasons.append("auto: no accelerator here, computes on the CPU")
-        return (DeviceShare(device="cpu"),)
+        return (SplitRatio(device="cpu"),)
     best = max(machine.accelerators, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
     if len(machine.accelerators) > 1:
         reasons.append(f"auto: {best.name} can give most, {format_bytes(best.available_bytes)}")
-    return (DeviceShare(device=best.name),)
+    return (SplitRatio(device=best.name),)

@@ -22,7 +22,7 @@ from ..weights.component import TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES, leaf_bytes
 from ..weights.quantized import Wrapper, leaves_of
 from .eight_bit_weight import EightBitWeight
-from .parameter_slots import Entry, repoint
+from .parameter_slots import ParameterSlot, repoint
 
 __all__ = ["Structure", "Tree", "bring_home", "walk"]
 
@@ -70,20 +70,20 @@ class Tree:
     def __init__(
         self,
         root: nn.Module,
-        own: Iterable[Entry],
+        own: Iterable[ParameterSlot],
         blocks: Mapping[nn.Module, int],
         known: Collection[nn.Module],
         *,
-        lent: Mapping[tuple[nn.Module, str], Entry],
+        lent: Mapping[tuple[nn.Module, str], ParameterSlot],
     ) -> None:
         own = list(own)
         self.names: dict[int, list[str]] = defaultdict(list)
         """Those of each weight now, by the id of its entry."""
-        self.added: list[tuple[int | None, Entry]] = []
+        self.added: list[tuple[int | None, ParameterSlot]] = []
         """What is not ours, each with the number of its block; None for what is beside the blocks."""
         entry_at = {(module, name): entry for entry in own for module, name in entry.owners} | dict(lent)
         entry_of = {id(entry.held): entry for entry in own if entry.owners}
-        added: dict[int, tuple[int | None, Entry]] = {}
+        added: dict[int, tuple[int | None, ParameterSlot]] = {}
         for path, module, home in walk(root, blocks):
             for slots, is_buffer in ((module._parameters, False), (module._buffers, True)):
                 for name, tensor in slots.items():
@@ -94,7 +94,7 @@ class Tree:
                         tensor = tensor.plain()
                         slots[name] = tensor  # type: ignore[assignment]
                     if entry is None:
-                        entry = Entry(describe(tensor), [], is_buffer, wrapper=Wrapper.of(tensor))
+                        entry = ParameterSlot(describe(tensor), [], is_buffer, wrapper=Wrapper.of(tensor))
                         entry.is_inference = tensor.is_inference()
                         entry_of[id(tensor)] = entry
                         added[id(entry)] = home, entry
@@ -131,7 +131,7 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name="", dtype=dtype, shape=shape, leaves=leaf_bytes(tensor))
 
 
-def bring_home(entries: Iterable[Entry]) -> None:
+def bring_home(entries: Iterable[ParameterSlot]) -> None:
     """Move weights that are on a device to host memory; their objects stay where torch allows that."""
     for entry in entries:
         if entry.held.device.type not in ("cpu", "meta"):

@@ -20,8 +20,8 @@ import torch
 from ..errors import UnsafeState
 from ..weights.quantized import leaves_of
 from .parameter_slots import read_weights
-from .weight_group import Unit
-from .weight_store import FileMaster
+from .weight_group import WeightGroup
+from .weight_store import FileStore
 
 __all__ = ["SavedWeights"]
 
@@ -38,7 +38,7 @@ class SavedTensor:
 class SavedWeight:
     """A weight that autograd saved, or a view of one, without its memory."""
 
-    unit: Unit
+    unit: WeightGroup
     index: int
     version: int
     is_whole: bool
@@ -50,7 +50,7 @@ class SavedWeight:
     """Of the view's first element from the weight's, in elements."""
 
 
-Place: TypeAlias = tuple[int, int, Unit, int]
+Place: TypeAlias = tuple[int, int, WeightGroup, int]
 """The first byte of a weight in its storage, the end, the unit and the index there."""
 
 
@@ -65,7 +65,7 @@ class SavedWeights:
         units: those of the block.
     """
 
-    def __init__(self, block: str, units: Iterable[Unit], device: torch.device) -> None:
+    def __init__(self, block: str, units: Iterable[WeightGroup], device: torch.device) -> None:
         self.block = block
         self.units = list(units)
         self.device = device
@@ -124,7 +124,7 @@ class SavedWeights:
             )
         return weight.as_strided(saved.size, saved.stride, saved.offset)
 
-    def find(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
+    def find(self, tensor: torch.Tensor) -> tuple[WeightGroup, int] | None:
         """Return the weight whose memory a tensor views."""
         if self.places is None:
             self.places = locate_weights(self.units)
@@ -136,7 +136,7 @@ class SavedWeights:
         return next(((unit, index) for first, last, unit, index in found if first <= begin and end <= last), None)
 
 
-def locate_weights(units: Iterable[Unit]) -> dict[int, list[Place]]:
+def locate_weights(units: Iterable[WeightGroup]) -> dict[int, list[Place]]:
     """Return where the weights of units lie now, by storage."""
     places: dict[int, list[Place]] = {}
     for unit in units:
@@ -158,12 +158,12 @@ def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
     return begin * leaf.itemsize, end * leaf.itemsize
 
 
-def weight_on(unit: Unit, index: int, device: torch.device) -> torch.Tensor:
+def weight_on(unit: WeightGroup, index: int, device: torch.device) -> torch.Tensor:
     """Return a copy of a weight on a device, widened; reads the file if the weight rests there."""
     entry = unit.entries[index]
     if unit.host_slab is not None:
         return unit.wide(entry.spec.name, device)
-    assert isinstance(unit.master, FileMaster)
+    assert isinstance(unit.master, FileStore)
     if entry.held.is_meta:
         (weight,) = read_weights([entry], unit.master.source, drop_pages=True)
         return weight.to(device)

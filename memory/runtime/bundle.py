@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..transfer.copy_stream import CopyStream
-from .weight_group import BlockState, Unit
+from .weight_group import BlockState, WeightGroup
 
 __all__ = ["Bundle"]
 
@@ -17,9 +17,9 @@ class Bundle:
     block comes as one.
     """
 
-    def __init__(self, own: Unit) -> None:
+    def __init__(self, own: WeightGroup) -> None:
         self.own = own
-        self.added: Unit | None = None
+        self.added: WeightGroup | None = None
         """The weights of layers that others added to the block, such as a LoRA's."""
         self.pieces: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """Slabs of staging memory and each unit's part of them, by the slab's id."""
@@ -29,7 +29,7 @@ class Bundle:
         return self.own.name
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WeightGroup]:
         return [self.own] if self.added is None else [self.own, self.added]
 
     @property

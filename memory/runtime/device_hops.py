@@ -27,7 +27,7 @@ from .nested_tensors import Lent, find_tensors, replace_tensors
 from .shared_states import exchange, tensors_of
 from .watched_data import device_of
 
-__all__ = ["Hops", "Visit"]
+__all__ = ["DeviceHops", "Visit"]
 
 
 class Twin:
@@ -64,7 +64,7 @@ class Twin:
         )
 
 
-class Hops:
+class DeviceHops:
     """Copies tensors between devices, once per tensor, device and pass."""
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class Visit:
 
     def __init__(
         self,
-        hops: Hops,
+        hops: DeviceHops,
         value: Any,
         device: torch.device,
         target: torch.device | None,

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ..errors import UnsafeState
-from ..planner.plan import SharePlan
+from ..planner.plan import DevicePlan
 from ..planner.staging_layout import Places
-from ..transfer.bounce_buffers import Bounce
+from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.devices import Device
 from ..transfer.slabs import allocate_device
@@ -19,10 +19,10 @@ from .bundle import Bundle
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
 from .prefetch import Streamer
-from .staging import StagingArea, Stay
-from .weight_group import BlockState, Unit
+from .staging import StagingArea, StagingSlot
+from .weight_group import BlockState, WeightGroup
 
-__all__ = ["Share"]
+__all__ = ["DeviceShare"]
 
 TIMED_PASS = 2
 # After so many passes that left blocks out nothing is timed any more.
@@ -33,7 +33,7 @@ def ignore(num_bytes: int) -> None:
     """Watch no loading."""
 
 
-class Share:
+class DeviceShare:
     """The units of one component on one device; every allocation is entered in the ledger as it happens.
 
     On the CPU the masters compute in place: nothing is loaded, only cast weights need scratch.
@@ -47,8 +47,8 @@ class Share:
         self,
         owner: str,
         device: Device,
-        fixed: Unit,
-        blocks: Mapping[int, Unit],
+        fixed: WeightGroup,
+        blocks: Mapping[int, WeightGroup],
         ledger: Ledger,
         *,
         host_replaces: bool = False,
@@ -60,7 +60,7 @@ class Share:
         self.blocks = {number: Bundle(unit) for number, unit in blocks.items()}
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
-        self.bounce = None if self.copies is None else Bounce(self.copies)
+        self.bounce = None if self.copies is None else BounceBuffers(self.copies)
         self.passes = self.num_partial = 0
         self.computes: Stopwatch[int] | None = None
         self.bounce_bytes = 0
@@ -71,7 +71,7 @@ class Share:
         self.streamer: Streamer | None = None
         self.staging: tuple[int, Places] = (0, ())
         """The bytes and places of the staging memory."""
-        self.computing: dict[int, Stay | None] = {}
+        self.computing: dict[int, StagingSlot | None] = {}
         self.entered: set[int] = set()
         """The blocks that have come here to compute, in any pass."""
         self.trace: list[int] = []
@@ -83,7 +83,7 @@ class Share:
         self.past_streamed_bytes = 0
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WeightGroup]:
         return [unit for bundle in self.bundles for unit in bundle.units]
 
     @property
@@ -127,14 +127,14 @@ class Share:
 
     # -- being brought to a plan
 
-    def to_load(self, plan: SharePlan) -> int:
+    def to_load(self, plan: DevicePlan) -> int:
         """Return the bytes that `load` would queue copies of."""
         if self.copies is None:
             return 0
         bundles = [self.fixed, *(self.blocks[number] for number in plan.resident)]
         return sum(unit.slab_bytes for bundle in bundles for unit in bundle.units if unit.copy is None)
 
-    def load(self, plan: SharePlan, progress: Callable[[int], None] | None = None) -> int:
+    def load(self, plan: DevicePlan, progress: Callable[[int], None] | None = None) -> int:
         """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
 
         Raises:
@@ -224,7 +224,7 @@ class Share:
             for place in before.keys() | now.keys():
                 self.ledger.change(place, self.owner, kind, now.get(place, 0) - before.get(place, 0))
 
-    def weights_booked(self, unit: Unit) -> AbstractContextManager[None]:
+    def weights_booked(self, unit: WeightGroup) -> AbstractContextManager[None]:
         return self.booked(Kind.WEIGHTS, lambda: {self.device.name: unit.slab_bytes} if unit.copy is not None else {})
 
     def open_bounce(self) -> None:
@@ -249,7 +249,7 @@ class Share:
                         self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
                     )
 
-    def fit_staging(self, plan: SharePlan) -> None:
+    def fit_staging(self, plan: DevicePlan) -> None:
         wanted = plan.staging_bytes, plan.places
         if self.streamer is not None and self.staging != wanted:
             self.free_staging()
@@ -301,7 +301,7 @@ class Share:
             if unit.copy is not None:
                 self.drop_unit(unit)
 
-    def drop_unit(self, unit: Unit) -> None:
+    def drop_unit(self, unit: WeightGroup) -> None:
         assert self.copies is not None
         self.copies.drain()
         with self.copies.home, self.weights_booked(unit):  # what was written is saved behind what wrote it

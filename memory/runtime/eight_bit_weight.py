@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import InvalidInput
 from ..weights.fp8 import find_scale, quantize_fp8, upcast_into
 from .deep_copies import Copied
-from .parameter_slots import Entry
+from .parameter_slots import ParameterSlot
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
 from .watched_data import LEFT_ALONE, answer_device, device_in_backward, device_of
 
@@ -46,7 +46,7 @@ class EightBits:
     written: weakref.ref[EightBits] | None = None
     """The one that was written to last, of all."""
 
-    def __init__(self, leaf: torch.Tensor, entry: Entry, dtype: torch.dtype, opened: list[EightBits]) -> None:
+    def __init__(self, leaf: torch.Tensor, entry: ParameterSlot, dtype: torch.dtype, opened: list[EightBits]) -> None:
         self.leaf = leaf
         self.entry = entry
         self.dtype = dtype

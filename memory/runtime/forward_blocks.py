@@ -13,9 +13,9 @@ from torch import nn
 
 from ..weights.component import Component
 from .backward import SavedWeights
-from .device_hops import Hops, Visit
+from .device_hops import DeviceHops, Visit
 from .device_mismatch import explain_mismatch
-from .device_share import Share
+from .device_share import DeviceShare
 from .execution_order import remember_order
 from .forward_hooks import Hooks
 from .forward_pass import Pass, Passes
@@ -57,7 +57,7 @@ class Forwards:
         owner: str,
         module: nn.Module,
         component: Component,
-        shares: Sequence[Share],
+        shares: Sequence[DeviceShare],
         hooks: Hooks,
         *,
         exclusive: Callable[[], AbstractContextManager[None]],
@@ -81,7 +81,7 @@ class Forwards:
         self.give_back = give_back
         self.passes = Passes(module, self.finish_pass, exclusive)
         self.places_inputs = places_inputs
-        self.hops = Hops()
+        self.hops = DeviceHops()
         self.calls: list[Call] = []
         """Those under way in which tensors have other devices than outside, the outermost first."""
         self.saving: list[tuple[nn.Module, SavedWeights]] = []
@@ -254,7 +254,7 @@ class Forwards:
         """Enter a call that computes on another device; returns its arguments there, None if they are as they were.
 
         Args:
-            source, target: as in `Hops.visit`.
+            source, target: as in `DeviceHops.visit`.
         """
         shared = self.shared_states.get(module, ()) if target is not None else ()
         visit = self.hops.visit(given, device, source=source, target=target, shared=shared)

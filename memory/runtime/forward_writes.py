@@ -14,19 +14,19 @@ from ..errors import InvalidInput
 from ..weights.fp8 import upcast_into
 from .computing_parameter import DATA, ComputingWeight
 from .eight_bit_weight import stored_leaf
-from .parameter_slots import Entry
-from .weight_group import Unit
+from .parameter_slots import ParameterSlot
+from .weight_group import WeightGroup
 from .weight_swaps import Swaps, foreign_tensors
 
 __all__ = ["keep_writes"]
 
 
-def keep_writes(unit: Unit, wait: Callable[[], None], *, host_replaces: bool) -> str | None:
+def keep_writes(unit: WeightGroup, wait: Callable[[], None], *, host_replaces: bool) -> str | None:
     """Save what was written to a unit while it computed to where it rests; returns what cannot be kept.
 
     Args:
         wait: waits for the copies that are under way.
-        host_replaces: as in `Share`.
+        host_replaces: as in `DeviceShare`.
     """
     is_written, refused = take_looked(unit)
     if not host_replaces:
@@ -44,7 +44,7 @@ def keep_writes(unit: Unit, wait: Callable[[], None], *, host_replaces: bool) ->
     return refused
 
 
-def take_looked(unit: Unit) -> tuple[bool, str | None]:
+def take_looked(unit: WeightGroup) -> tuple[bool, str | None]:
     """Check the weights whose ``.data`` was accessed; returns whether any was written to, and what cannot be kept.
 
     Holds no reference to them when it returns: what else holds them is checked next.
@@ -60,12 +60,12 @@ def take_looked(unit: Unit) -> tuple[bool, str | None]:
     return is_written, refused
 
 
-def take_replaced(unit: Unit) -> str | None:
+def take_replaced(unit: WeightGroup) -> str | None:
     """Copy what a forward assigned in place of weights into the weights; returns what cannot be kept."""
     refused = None
     for index, (module, name), held in list(foreign_tensors(unit)):
         entry = unit.entries[index]
-        if entry.is_buffer:  # `Unit.put` takes it over
+        if entry.is_buffer:  # `WeightGroup.put` takes it over
             continue
         if Swaps(()).is_kept_by_others(unit, index, unit.placed[index]):
             refused = f"{entry.spec.name!r} was replaced for a while"
@@ -75,7 +75,7 @@ def take_replaced(unit: Unit) -> str | None:
     return refused
 
 
-def write_over(entry: Entry, ours: torch.Tensor, given: torch.Tensor | None) -> str | None:
+def write_over(entry: ParameterSlot, ours: torch.Tensor, given: torch.Tensor | None) -> str | None:
     name = entry.spec.name
     if given is None:
         return f"{name!r} was removed"
@@ -86,11 +86,11 @@ def write_over(entry: Entry, ours: torch.Tensor, given: torch.Tensor | None) -> 
     return None
 
 
-def place_of(unit: Unit, weight: ComputingWeight) -> int | None:
+def place_of(unit: WeightGroup, weight: ComputingWeight) -> int | None:
     return next((index for index, placed in enumerate(unit.placed) if placed is weight), None)
 
 
-def own_memory(unit: Unit, index: int) -> torch.Tensor:
+def own_memory(unit: WeightGroup, index: int) -> torch.Tensor:
     """Return the memory from which a plain weight computes."""
     assert unit.origin is not None
     slab, _, scratch, _ = unit.origin
@@ -101,12 +101,12 @@ def own_memory(unit: Unit, index: int) -> torch.Tensor:
     return unit.wide_layout.views(scratch)[number]
 
 
-def is_pointed_elsewhere(unit: Unit, weight: ComputingWeight) -> bool:
+def is_pointed_elsewhere(unit: WeightGroup, weight: ComputingWeight) -> bool:
     index = place_of(unit, weight)
     return index is not None and weight.data_ptr() != own_memory(unit, index).data_ptr()
 
 
-def take_data(unit: Unit, weight: ComputingWeight) -> str | None:
+def take_data(unit: WeightGroup, weight: ComputingWeight) -> str | None:
     """Copy what a weight's ``.data`` was pointed to into its own memory, and point it there again."""
     index = place_of(unit, weight)
     assert index is not None
@@ -117,7 +117,7 @@ def take_data(unit: Unit, weight: ComputingWeight) -> str | None:
     return refused
 
 
-def save_wide(unit: Unit) -> str | None:
+def save_wide(unit: WeightGroup) -> str | None:
     """Quantize wide weights that a forward changed to eight bits again; returns what cannot be kept."""
     refused = None
     slab = unit.resting_slab

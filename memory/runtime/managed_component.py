@@ -26,7 +26,7 @@ from .bundle import Bundle
 from .compiled_blocks import CompiledBlocks
 from .deep_copies import OwnHook
 from .device_answers import DeviceAnswers
-from .device_share import Share
+from .device_share import DeviceShare
 from .eight_bit_weight import EightBitWeight
 from .forward_blocks import Forwards
 from .forward_hooks import Hooks, remove_hooks_of
@@ -36,16 +36,16 @@ from .leftovers import Leftovers
 from .move_guard import MoveGuard
 from .other_offloaders import find_rival
 from .packing import Ending, Packing
-from .parameter_slots import Entry, find_entries
+from .parameter_slots import ParameterSlot, find_entries
 from .recomputing import in_backward
 from .state_dict_guard import StateGuard
 from .watched_data import Asked
-from .weight_group import Unit
-from .weight_store import FileMaster
+from .weight_group import WeightGroup
+from .weight_store import FileStore
 
-__all__ = ["Attachment", "Phase", "refuse_managed"]
+__all__ = ["ManagedComponent", "Phase", "refuse_managed"]
 
-attached: WeakSet[Attachment] = WeakSet()
+attached: WeakSet[ManagedComponent] = WeakSet()
 """All that have hooks in place, of every manager."""
 
 
@@ -56,10 +56,10 @@ class Phase(enum.Enum):
     """Not yet attached, or no more: nothing of the module is its."""
     ATTACHED = "attached"
     ENDING = "ending"
-    """Being detached, or interrupted in that: `Attachment.detach` goes through with it."""
+    """Being detached, or interrupted in that: `ManagedComponent.detach` goes through with it."""
 
 
-class Attachment:
+class ManagedComponent:
     """One component attached to its module: packed in host memory, hooked, and loadable by plan.
 
     Args:
@@ -85,11 +85,11 @@ class Attachment:
         exclusive: Callable[[], AbstractContextManager[None]],
         acquire: Callable[[Pass], bool],
         give_back: Callable[[Pass], None],
-        lenders: Callable[[], Sequence[Attachment]] = tuple,
+        lenders: Callable[[], Sequence[ManagedComponent]] = tuple,
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
-        after: Attachment | None = None,
+        after: ManagedComponent | None = None,
         tell_read: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.owner = owner
@@ -160,7 +160,7 @@ class Attachment:
         return self.forwards.is_loaded
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WeightGroup]:
         return [unit for share in self.shares for unit in share.units]
 
     @property
@@ -168,14 +168,14 @@ class Attachment:
         """Bytes of weights copied to devices so far."""
         return sum(share.bytes_moved for share in self.shares)
 
-    def build_shares(self, devices: dict[str, Device], *, host_replaces: bool) -> list[Share]:
+    def build_shares(self, devices: dict[str, Device], *, host_replaces: bool) -> list[DeviceShare]:
         specs = [tensor for block in [*self.component.blocks, self.component.rest] for tensor in block.tensors]
         entries = find_entries(self.module, [*specs, *self.component.buffers])
         shares = []
         for index, part in enumerate(self.plan.shares):
             fixed = fixed_tensors(self.component, part.blocks, first=index == 0)
             units = {
-                number: Unit(
+                number: WeightGroup(
                     self.component.blocks[number].name,
                     [entries[tensor.name] for tensor in self.component.blocks[number].tensors],
                     cast=self.plan.cast,
@@ -183,9 +183,11 @@ class Attachment:
                 )
                 for number in part.blocks
             }
-            fixed_unit = Unit("", [entries[tensor.name] for tensor in fixed], cast=frozenset())
+            fixed_unit = WeightGroup("", [entries[tensor.name] for tensor in fixed], cast=frozenset())
             shares.append(
-                Share(self.owner, devices[part.device], fixed_unit, units, self.ledger, host_replaces=host_replaces)
+                DeviceShare(
+                    self.owner, devices[part.device], fixed_unit, units, self.ledger, host_replaces=host_replaces
+                )
             )
         return shares
 
@@ -439,7 +441,7 @@ class Attachment:
         units = [(unit, share.device.torch_device) for share in self.shares for unit in share.units]
         return MoveGuard(self.owner, units, wait=self.finish_copies, after=after)
 
-    def lent_places(self) -> dict[tuple[nn.Module, str], Entry]:
+    def lent_places(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places in the module that hold other components' weights, or temporary replacements of ours."""
         loans = self.moves.swaps.loans if self.moves is not None else []
         return self.find_lent() | {loan.owner: loan.entry for loan in loans}
@@ -450,7 +452,7 @@ class Attachment:
         """Return the parts of the module that other components own: the owners' hooks see their calls."""
         return {part for lender in self.lenders() for part in lender.module.modules()}
 
-    def find_lent(self) -> dict[tuple[nn.Module, str], Entry]:
+    def find_lent(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places of weights that other components own."""
         lenders = self.lenders()
         return {place: e for lender in lenders for unit in lender.units for e in unit.entries for place in e.owners}
@@ -527,7 +529,7 @@ class Attachment:
         """Whether a weight of an added layer has a new shape or dtype, as after hot-swapping a LoRA."""
         return any(map(has_other_form, self.added_entries()))
 
-    def added_entries(self) -> list[Entry]:
+    def added_entries(self) -> list[ParameterSlot]:
         added = [bundle.added for share in self.shares for bundle in share.bundles if bundle.added is not None]
         return [entry for unit in added for entry in unit.entries]
 
@@ -553,7 +555,7 @@ class Attachment:
                 raise UnsafeState(f"{what}: release it before you change that") from None
         return blocks
 
-    def join(self, share: Share, bundle: Bundle, tree: Tree) -> bool:
+    def join(self, share: DeviceShare, bundle: Bundle, tree: Tree) -> bool:
         """Give a bundle the added weights that belong to it; returns whether they differ from those it had."""
         is_first = share is self.shares[0]
         wanted = []
@@ -573,7 +575,7 @@ class Attachment:
         self.packing.add(share, bundle, wanted)
         return True
 
-    def rename(self, own: Sequence[Entry], tree: Tree) -> None:
+    def rename(self, own: Sequence[ParameterSlot], tree: Tree) -> None:
         """Rename our own weights to the names that the module gives them now; what is gone leaves its own to others."""
         names = {}
         for entry in own:
@@ -638,7 +640,7 @@ class Attachment:
             if share.streamer is not None:
                 share.streamer.area.forget()
 
-    def bring(self, unit: Unit) -> None:
+    def bring(self, unit: WeightGroup) -> None:
         """Read a unit that rests in its file into RAM, for other code to use. Raises as `Bringer`."""
         with self.exclusive():
             if self.passes.is_busy():
@@ -647,7 +649,7 @@ class Attachment:
                     "use its weights before or after the forward, or choose another placement"
                 )
             self.settle()
-            if isinstance(unit.master, FileMaster):
+            if isinstance(unit.master, FileStore):
                 unit.read_into_memory()
                 self.tell_read(unit.slab_bytes)
 
@@ -713,7 +715,7 @@ def refuse_managed(module: nn.Module) -> None:
             raise UnsafeState(f"{attachment.owner} is managed: release it before loading other weights into it")
 
 
-def has_other_form(entry: Entry) -> bool:
+def has_other_form(entry: ParameterSlot) -> bool:
     """Whether a plain parameter has another shape or dtype than it had when it was described."""
     if entry.is_buffer or entry.wrapper is not None or not entry.owners:
         return False

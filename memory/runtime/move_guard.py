@@ -24,8 +24,8 @@ from ..weights.quantized import Wrapper, leaves_of
 from .eight_bit_weight import EightBitWeight
 from .parameter_slots import as_held, repoint
 from .watched_data import plainly, watch
-from .weight_group import BlockState, Unit
-from .weight_store import FileMaster
+from .weight_group import BlockState, WeightGroup
+from .weight_store import FileStore
 from .weight_swaps import Swaps, foreign_tensors
 
 __all__ = ["MoveGuard"]
@@ -47,7 +47,7 @@ class MoveGuard:
     def __init__(
         self,
         owner: str,
-        units: Sequence[tuple[Unit, torch.device]],
+        units: Sequence[tuple[WeightGroup, torch.device]],
         *,
         wait: Callable[[], None],
         after: MoveGuard | None = None,
@@ -97,13 +97,13 @@ class MoveGuard:
                 if undone is not None:
                     self.undone = undone
 
-    def take_over(self, unit: Unit) -> bool:
+    def take_over(self, unit: WeightGroup) -> bool:
         """Make what was assigned for good the new version of its weight, or undo it; returns whether there was any."""
         found = False
         for index, (module, name), held in list(foreign_tensors(unit)):
             entry = unit.entries[index]
             slots = entry.slots_of(module)
-            if entry.is_buffer:  # the next `Unit.put` takes over what a forward made
+            if entry.is_buffer:  # the next `WeightGroup.put` takes over what a forward made
                 if held is not None and not held.is_meta and held.device.type == "cpu":
                     self.take_buffer(unit, index, (module, name), held)
                 continue
@@ -117,7 +117,7 @@ class MoveGuard:
             slots[name] = unit.placed[index]
         return found
 
-    def take_buffer(self, unit: Unit, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
+    def take_buffer(self, unit: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
         """Copy a buffer that was assigned in host memory into its unit's; of another form, move it to the device."""
         placed, slots = unit.placed[index], unit.entries[index].slots_of(place[0])
         if placed.device.type in ("cpu", "meta"):
@@ -147,7 +147,7 @@ class Witness:
     unit whose masters are in place.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: WeightGroup) -> None:
         self.unit = unit
         order = sorted(
             (entry.wrapper is not None, entry.is_buffer, not entry.held.is_floating_point(), index)
@@ -175,7 +175,7 @@ class Witness:
         if slab is not None:
             address = slab.data_ptr() + unit.layout.offsets[self.leaf]
         else:
-            assert isinstance(unit.master, FileMaster)
+            assert isinstance(unit.master, FileStore)
             address = unit.master.address_of(self.leaf)
         leaf = leaves_of(held)[0]
         is_moved = leaf.data_ptr() != address or leaf.dtype is not unit.layout.forms[self.leaf].dtype
@@ -203,7 +203,7 @@ class Witness:
         if slab is not None:
             begin, offsets = slab.data_ptr(), unit.layout.offsets
             return [0 if unit.shows(unit.entries[number]) else begin + offsets[leaf] for number, leaf in self.plain]
-        assert isinstance(unit.master, FileMaster)
+        assert isinstance(unit.master, FileStore)
         return [unit.master.address_of(leaf) for _, leaf in self.plain]
 
     def put_back(self) -> str | None:
@@ -279,7 +279,7 @@ class Witness:
                         own.copy_(given)
 
 
-def why_not_adopted(unit: Unit, index: int, given: torch.Tensor | None) -> str | None:
+def why_not_adopted(unit: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:
     """Write a tensor that was assigned to the module over the weight where it rests, or return why that cannot be."""
     entry, slab = unit.entries[index], unit.resting_slab
     name = entry.spec.name
@@ -323,19 +323,19 @@ def bits_of(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.reshape(-1).view(torch.uint8)
 
 
-def resting_form(unit: Unit, index: int) -> str:
+def resting_form(unit: WeightGroup, index: int) -> str:
     """Return, for people, where a weight rests that others cannot replace where it is."""
     if unit.entries[index].scale is not None:
         return ", which rests in eight bits,"
     return ", which rests in its file," if unit.placed[index].is_meta else ""
 
 
-def renewed_masters(unit: Unit) -> list[torch.Tensor]:
+def renewed_masters(unit: WeightGroup) -> list[torch.Tensor]:
     """Return masters that show what they are made of, as the objects that they are where torch allows that."""
     if unit.host_slab is not None:
         leaves = iter(unit.layout.views(unit.host_slab))
     else:
-        assert isinstance(unit.master, FileMaster)
+        assert isinstance(unit.master, FileStore)
         leaves = iter(unit.master.resting_leaves())
     masters = []
     for entry, master, count in zip(unit.entries, unit.masters, unit.num_leaves, strict=True):

@@ -15,11 +15,11 @@ from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .added_layers import bring_home
 from .bundle import Bundle
-from .device_share import Share
+from .device_share import DeviceShare
 from .ledger import Kind, Ledger
-from .parameter_slots import Entry
-from .weight_group import Unit
-from .weight_store import FileMaster
+from .parameter_slots import ParameterSlot
+from .weight_group import WeightGroup
+from .weight_store import FileStore
 
 __all__ = ["Ending", "Packing"]
 
@@ -50,7 +50,7 @@ class Packing:
         owner: str,
         component: Component,
         plan: ComponentPlan,
-        shares: Sequence[Share],
+        shares: Sequence[DeviceShare],
         ledger: Ledger,
         source: WeightsSource | None,
         *,
@@ -66,7 +66,7 @@ class Packing:
         """What the masters take of host memory, by tier."""
         self.charged = Counter[str]()
         """What of that is in the ledger."""
-        self.added_bytes: dict[Unit, Counter[str]] = {}
+        self.added_bytes: dict[WeightGroup, Counter[str]] = {}
         """The part of that of layers which were added, by their unit."""
         self.was_refused = False
         """Whether the driver would not page-lock all the masters that the plan wanted to be."""
@@ -83,7 +83,7 @@ class Packing:
             self.came_bare, self.written = after.came_bare, after.written
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WeightGroup]:
         return [unit for share in self.shares for unit in share.units]
 
     def tell_refusal(self) -> bool:
@@ -136,7 +136,7 @@ class Packing:
             if unit.master is not None:
                 self.packed_versions[id(unit)] = unit.version
 
-    def pack_share(self, share: Share, progress: Callable[[int], None] | None) -> None:
+    def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
         """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
         if share.copies is None:  # others compute in place, in the memory they came in
             units = [unit for unit in share.units if unit.cast_names]
@@ -161,7 +161,7 @@ class Packing:
         self.host_bytes["pinned"] += slabs.locked_bytes
         self.was_refused = self.was_refused or slabs.was_refused
 
-    def add(self, share: Share, bundle: Bundle, entries: Sequence[Entry]) -> None:
+    def add(self, share: DeviceShare, bundle: Bundle, entries: Sequence[ParameterSlot]) -> None:
         """Pack the weights of layers that were added to a block, in the place of what was added before.
 
         They rest where the block does, except that what rests in its file has no place for them: they are in RAM.
@@ -170,7 +170,7 @@ class Packing:
         if not entries:
             return
         bring_home(entries)
-        unit = Unit(bundle.name, entries, cast=frozenset())
+        unit = WeightGroup(bundle.name, entries, cast=frozenset())
         unit.asked, unit.notes_data = bundle.own.asked, bundle.own.notes_data
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in
@@ -190,7 +190,7 @@ class Packing:
             self.host_bytes[tier] += num_bytes
             self.charge(tier, num_bytes)
 
-    def remove_added(self, share: Share, bundle: Bundle) -> None:
+    def remove_added(self, share: DeviceShare, bundle: Bundle) -> None:
         """Give plain memory to the weights of layers that were added to a block; they are no part of it any more."""
         unit = bundle.added
         if unit is None:
@@ -207,7 +207,7 @@ class Packing:
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
         if self.source is not None:
-            masters = [unit.master for unit in self.units if isinstance(unit.master, FileMaster)]
+            masters = [unit.master for unit in self.units if isinstance(unit.master, FileStore)]
             stored = {name for master in masters for name in master.names if name is not None}
             self.source.rename({old: new for old, new in names.items() if old in stored})
         for unit in self.units:
@@ -215,12 +215,12 @@ class Packing:
         self.came_bare = frozenset(names.get(name, name) for name in self.came_bare)
         self.written = frozenset(names.get(name, name) for name in self.written)
 
-    def leave_in_file(self, share: Share) -> None:
+    def leave_in_file(self, share: DeviceShare) -> None:
         """Leave a share's masters in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for unit in share.units:
             unit.rest_in_file(self.source, share.bounce, written=self.written)
-            assert isinstance(unit.master, FileMaster)
+            assert isinstance(unit.master, FileStore)
             self.host_bytes["host"] += unit.master.kept_bytes
         share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.locks_bounce = bool(self.plan.pinned_bytes)
@@ -268,7 +268,7 @@ class Packing:
             elif unit.master is not None:
                 unit.forget_masters()
 
-    def end_unit(self, unit: Unit, ending: Ending) -> None:
+    def end_unit(self, unit: WeightGroup, ending: Ending) -> None:
         if ending is Ending.DISCARDED:
             unit.discard()
         elif ending is Ending.TAKEN_BACK:

@@ -16,7 +16,7 @@ from ..weights.source import WeightsSource
 from .watched_data import unwatch
 
 __all__ = [
-    "Entry",
+    "ParameterSlot",
     "add_up",
     "as_held",
     "assemble",
@@ -36,7 +36,7 @@ OWN_DICTS = frozenset(vars(nn.Module()))
 
 
 @dataclass(slots=True)
-class Entry:
+class ParameterSlot:
     """One weight and every place in the module tree that holds it (tied weights have several)."""
 
     spec: TensorSpec
@@ -84,7 +84,7 @@ class Entry:
             put_in_list(place, tensor)
 
 
-def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Entry]:
+def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, ParameterSlot]:
     """Return an entry per described weight of a module, by name."""
     by_identity: dict[int, list[str]] = {}
     tensors: dict[str, tuple[torch.Tensor, bool]] = {}
@@ -99,7 +99,7 @@ def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, En
     for spec in specs:
         tensor, is_buffer = tensors[spec.name]
         owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
-        entries[spec.name] = Entry(
+        entries[spec.name] = ParameterSlot(
             spec,
             owners,
             is_buffer,
@@ -146,7 +146,7 @@ def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-def as_held(leaves: Iterator[torch.Tensor], entry: Entry, *, lasting: bool = False) -> torch.Tensor:
+def as_held(leaves: Iterator[torch.Tensor], entry: ParameterSlot, *, lasting: bool = False) -> torch.Tensor:
     """Return what the module holds for a weight whose next leaves these are; ``lasting``: as it came."""
     # A wrapper made outside of inference mode cannot be used inside it, one made inside can compute in both.
     with torch.inference_mode(entry.wrapper is not None and (entry.is_inference or not lasting)):
@@ -172,7 +172,7 @@ def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
 
 
 def read_weights(
-    entries: Sequence[Entry],
+    entries: Sequence[ParameterSlot],
     source: WeightsSource | None,
     *,
     progress: Callable[[int], None] | None = None,
@@ -189,7 +189,7 @@ def read_weights(
 
 
 def fill_entries(
-    entries: Sequence[Entry], source: WeightsSource | None, progress: Callable[[int], None] | None = None
+    entries: Sequence[ParameterSlot], source: WeightsSource | None, progress: Callable[[int], None] | None = None
 ) -> None:
     """Give memory to those that the module has on the meta device, with what the files have of them."""
     bare = [entry for entry in entries if entry.held.is_meta]
@@ -197,7 +197,7 @@ def fill_entries(
         repoint(entry, [weight])
 
 
-def repoint(entry: Entry, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
+def repoint(entry: ParameterSlot, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
     """Point the held tensor object to other memory, and return it.
 
     The object stays the same for all who refer to it. Inference tensors cannot be repointed outside

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ..errors import InvalidInput
 from .bundle import Bundle
-from .staging import StagingArea, Stay
+from .staging import StagingArea, StagingSlot
 
 __all__ = ["Streamer"]
 
@@ -38,7 +38,7 @@ class Streamer:
         self.pass_number = 0
         self.trace: list[int] = []
         self.last_trace: list[int] = []
-        self.latest: Stay | None = None
+        self.latest: StagingSlot | None = None
         """Where the last block computed, perhaps still does."""
         self.versions: dict[int, int] = {}
         """By block, the version of its masters when the pass began or the block was last entered."""
@@ -66,7 +66,7 @@ class Streamer:
         if completed:
             self.prefetch(began_with)
 
-    def acquire(self, block: int) -> Stay:
+    def acquire(self, block: int) -> StagingSlot:
         """Return where the block is, queuing its copy if no prefetch did; `StagingArea.use` is for the caller."""
         self.trace.append(block)
         self.position = self.find_after(block)
@@ -76,7 +76,7 @@ class Streamer:
         assert is_there, "a block computes: blocks cannot nest"
         return stay
 
-    def give_back(self, stay: Stay) -> None:
+    def give_back(self, stay: StagingSlot) -> None:
         """The block has computed: its memory may be overwritten once the compute stream gets there."""
         self.area.give_back(stay)
         self.latest = stay
@@ -87,7 +87,7 @@ class Streamer:
         Args:
             next_to_run: the block that no other one runs before.
         """
-        nearer: set[Stay] = set()
+        nearer: set[StagingSlot] = set()
         for block, pass_number in self.upcoming():
             stay = self.find(block, pass_number)
             blocks_host = self.units[block].blocks_host and not self.is_there(stay)
@@ -119,11 +119,11 @@ class Streamer:
             return self.position + coming.index(block) + 1
         return gone.index(block) + 1 if block in gone else self.position
 
-    def is_there(self, stay: Stay) -> bool:
+    def is_there(self, stay: StagingSlot) -> bool:
         return stay.holds(self.versions[stay.block])
 
-    def find(self, block: int, pass_number: int) -> Stay:
+    def find(self, block: int, pass_number: int) -> StagingSlot:
         return self.area.find(block, pass_number, self.versions[block])
 
-    def fill(self, stay: Stay, keep: Collection[Stay] = ()) -> bool:
+    def fill(self, stay: StagingSlot, keep: Collection[StagingSlot] = ()) -> bool:
         return self.area.fill(stay, self.units[stay.block], self.versions[stay.block], keep)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..transfer.copy_stream import CopyStream
-from .parameter_slots import Entry
+from .parameter_slots import ParameterSlot
 
 __all__ = ["DeviceCopy", "Known", "content_tag"]
 
@@ -31,7 +31,7 @@ class DeviceCopy:
     def __init__(
         self,
         slab: torch.Tensor,
-        entries: Sequence[Entry],
+        entries: Sequence[ParameterSlot],
         views: Sequence[torch.Tensor],
         ready: torch.Event,
         *,

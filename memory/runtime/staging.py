@@ -10,9 +10,9 @@ import torch
 from ..planner.staging_layout import Occupancy, Places
 from ..transfer.copy_stream import CopyStream
 
-__all__ = ["StagingArea", "Stay"]
+__all__ = ["StagingArea", "StagingSlot"]
 
-Piece: TypeAlias = tuple[int, int, int, "Stay | None"]
+Piece: TypeAlias = tuple[int, int, int, "StagingSlot | None"]
 """Which use must be over before it is overwritten, 0 if the copy stream has waited for it; begin, end and owner."""
 
 
@@ -24,7 +24,7 @@ class Master(Protocol):
         ...
 
 
-class Stay:
+class StagingSlot:
     """A block at one of its places in the staging memory, whether its bytes are there or not."""
 
     def __init__(self, block: int, begin: int, slab: torch.Tensor, copies: CopyStream) -> None:
@@ -69,9 +69,9 @@ class StagingArea:
         self.copies = copies
         self.num_bytes = num_bytes
         slab = copies.allocate(num_bytes)
-        self.occupancy = Occupancy[Stay](num_bytes)
+        self.occupancy = Occupancy[StagingSlot](num_bytes)
         stays = {
-            (block, begin): Stay(block, begin, slab[begin : begin + sizes[block]], copies)
+            (block, begin): StagingSlot(block, begin, slab[begin : begin + sizes[block]], copies)
             for here in places
             for block, begin in here.items()
         }
@@ -82,13 +82,13 @@ class StagingArea:
         """The latest use that the copy stream waits for: those before it are over as well."""
         self.bytes_moved = 0
 
-    def find(self, block: int, round_number: int, version: int) -> Stay:
+    def find(self, block: int, round_number: int, version: int) -> StagingSlot:
         """Return where a block is; if it is nowhere, where it comes to be in this round."""
         stays = self.stays[block]
         preferred = stays[round_number % len(stays)]
         return next((stay for stay in (preferred, *stays) if stay.holds(version)), preferred)
 
-    def fill(self, stay: Stay, master: Master, version: int, keep: Collection[Stay] = ()) -> bool:
+    def fill(self, stay: StagingSlot, master: Master, version: int, keep: Collection[StagingSlot] = ()) -> bool:
         """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
 
         ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.
@@ -119,7 +119,7 @@ class StagingArea:
         stay.version = version
         return not left_bytes
 
-    def claim(self, begin: int, end: int, owner: Stay | None, stay: Stay) -> None:
+    def claim(self, begin: int, end: int, owner: StagingSlot | None, stay: StagingSlot) -> None:
         """Give bytes to the next copy, which overwrites them after their last use; their owner has them no more."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
@@ -129,13 +129,13 @@ class StagingArea:
                 owner.missing_bytes += end - begin
         self.occupancy.take(begin, end, stay)
 
-    def use(self, stay: Stay) -> None:
+    def use(self, stay: StagingSlot) -> None:
         """A block is about to compute from here: the compute stream waits for its bytes."""
         stay.in_use = True
         stay.stream = self.copies.compute_stream
         self.copies.await_on_compute(stay.ready)
 
-    def give_back(self, stay: Stay) -> None:
+    def give_back(self, stay: StagingSlot) -> None:
         """A block has computed from here: once the compute stream gets there, its bytes may be overwritten."""
         self.copies.mark_free(stay.free, stay.stream)
         stay.in_use = False
@@ -148,7 +148,7 @@ class StagingArea:
             assert not stay.in_use
             stay.version = None
 
-    def __iter__(self) -> Iterator[Stay]:
+    def __iter__(self) -> Iterator[StagingSlot]:
         for stays in self.stays.values():
             yield from dict.fromkeys(stays)
 

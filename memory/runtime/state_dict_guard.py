@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsafeState
 from ..weights.source import WeightsSource
 from .deep_copies import OwnHook
-from .parameter_slots import Entry, read_weights
-from .weight_group import Unit
+from .parameter_slots import ParameterSlot, read_weights
+from .weight_group import WeightGroup
 
 __all__ = ["StateGuard"]
 
@@ -28,7 +28,7 @@ class StateGuard:
     """
 
     def __init__(
-        self, owner: str, module: nn.Module, units: Sequence[Unit], source: WeightsSource | None, *, rests: str
+        self, owner: str, module: nn.Module, units: Sequence[WeightGroup], source: WeightsSource | None, *, rests: str
     ) -> None:
         self.owner = owner
         self.module = module
@@ -68,7 +68,7 @@ class StateGuard:
         """
         if module is not self.module and prefix:
             return  # called for a module around this one, which completes the whole dict
-        bare: dict[str, tuple[Entry, list[str]]] = {}
+        bare: dict[str, tuple[ParameterSlot, list[str]]] = {}
         for unit in self.units:
             for entry in unit.entries:
                 names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]

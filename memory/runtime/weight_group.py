@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import InvalidInput, UnsafeState
-from ..transfer.bounce_buffers import Bounce
+from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.slabs import Form, SlabLayout
 from ..weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
@@ -22,12 +22,22 @@ from ..weights.quantized import leaves_of
 from ..weights.source import WeightsSource
 from .computing_parameter import ComputingWeight, note_data
 from .eight_bit_weight import EightBits, EightBitWeight, stored_leaf
-from .parameter_slots import Entry, add_up, as_held, assemble, become, copy_leaves, fill_entries, read_weights, repoint
+from .parameter_slots import (
+    ParameterSlot,
+    add_up,
+    as_held,
+    assemble,
+    become,
+    copy_leaves,
+    fill_entries,
+    read_weights,
+    repoint,
+)
 from .resident_copy import DeviceCopy, Known
 from .watched_data import Asked, device_of, plainly, unwatch, watch
-from .weight_store import FileMaster, HostMaster
+from .weight_store import FileStore, HostStore
 
-__all__ = ["BlockState", "Unit"]
+__all__ = ["BlockState", "WeightGroup"]
 
 
 Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
@@ -45,7 +55,7 @@ class BlockState(enum.Enum):
     """Views that its forward can use: its own slab or staging memory, cast weights in the shared scratch."""
 
 
-class Unit:
+class WeightGroup:
     """A block, or the fixed tensors of a device: moves as one slab and is in one `BlockState`.
 
     Args:
@@ -54,7 +64,9 @@ class Unit:
             writes single weights by itself gets the eight bits.
     """
 
-    def __init__(self, name: str, entries: Sequence[Entry], *, cast: frozenset[str], shows_wide: bool = False) -> None:
+    def __init__(
+        self, name: str, entries: Sequence[ParameterSlot], *, cast: frozenset[str], shows_wide: bool = False
+    ) -> None:
         self.name = name
         self.entries = list(entries)
         self.cast_names = cast & {entry.spec.name for entry in entries}
@@ -73,9 +85,9 @@ class Unit:
         self.masters: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
-        self.bring: Callable[[Unit], None] | None = None
+        self.bring: Callable[[WeightGroup], None] | None = None
         """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
-        self.master: HostMaster | FileMaster | None = None
+        self.master: HostStore | FileStore | None = None
         self.copy: DeviceCopy | None = None
         """While it is resident."""
         self.aliases: list[torch.Tensor] = []
@@ -86,7 +98,7 @@ class Unit:
         """What the wide tensors show that the module holds, or held, for weights in eight bits."""
         self.bringers: weakref.WeakSet[Bringer] = weakref.WeakSet()
         """What weights without memory, and their ``.data``, call to be read."""
-        self.given: list[tuple[Entry, weakref.ref[torch.Tensor]]] = []
+        self.given: list[tuple[ParameterSlot, weakref.ref[torch.Tensor]]] = []
         """What the module held for a weight before, and other code keeps."""
         self.bare: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
@@ -109,7 +121,7 @@ class Unit:
         """Return the layout of a slab for what the module holds now."""
         return SlabLayout.of([form for entry in self.entries for form in self.stored_forms(entry)])
 
-    def stored_forms(self, entry: Entry) -> list[Form]:
+    def stored_forms(self, entry: ParameterSlot) -> list[Form]:
         if entry.spec.name in self.cast_names:
             return [Form.of(entry.held, FP8)]
         return [Form.of(leaf) for leaf in leaves_of(entry.held)]
@@ -151,7 +163,7 @@ class Unit:
     @property
     def host_slab(self) -> torch.Tensor | None:
         """The masters in host memory, if they are there."""
-        return self.master.slab if isinstance(self.master, HostMaster) else None
+        return self.master.slab if isinstance(self.master, HostStore) else None
 
     @property
     def blocks_host(self) -> bool:
@@ -211,7 +223,7 @@ class Unit:
         on the meta device is read from the source, straight into the slab where it is not cast; ``progress`` is called
         with the bytes packed or read since it was called last, and what it raises ends that.
         """
-        self.master = HostMaster(slab)
+        self.master = HostStore(slab)
         to_read = []
         copied_bytes = 0
         self.remember_bare()
@@ -239,11 +251,11 @@ class Unit:
             source.read_into(to_read, progress=add_up(progress))
         self.placed = list(self.masters)
 
-    def shows(self, entry: Entry) -> bool:
+    def shows(self, entry: ParameterSlot) -> bool:
         """Whether the module holds a wide tensor at rest for a weight in eight bits."""
         return self.shows_wide and entry.scale is not None
 
-    def show(self, entry: Entry, leaf: torch.Tensor) -> EightBitWeight:
+    def show(self, entry: ParameterSlot, leaf: torch.Tensor) -> EightBitWeight:
         """Return what the module holds at rest for eight-bit values."""
         bits = EightBits(leaf, entry, self.wide_dtypes[entry.spec.name], self.opened)
         self.shown.add(bits)
@@ -269,7 +281,7 @@ class Unit:
         self.remember_bare()
         fill_entries(self.entries, source, add_up(progress))
 
-    def rest_in_file(self, source: WeightsSource, bounce: Bounce, *, written: Collection[str] = ()) -> None:
+    def rest_in_file(self, source: WeightsSource, bounce: BounceBuffers, *, written: Collection[str] = ()) -> None:
         """Leave the weights in their file, and what it lacks where it is; the module holds shapes without memory.
 
         Buffers are read into memory of their own: a forward may change them.
@@ -293,10 +305,10 @@ class Unit:
                     names.append(None)
             self.masters.append(self.watch(entry, entry.held))
         self.layout = self.lay_out()  # files have contiguous weights
-        self.master = FileMaster(self.layout, names, kept, source, bounce)
+        self.master = FileStore(self.layout, names, kept, source, bounce)
         self.placed = list(self.masters)
 
-    def watch(self, entry: Entry, master: torch.Tensor) -> torch.Tensor:
+    def watch(self, entry: ParameterSlot, master: torch.Tensor) -> torch.Tensor:
         """Watch the tensor that the module holds at rest for a weight; returns the same tensor."""
         bring = Bringer(self, entry, master) if master.is_meta else None
         if bring is not None:
@@ -309,7 +321,7 @@ class Unit:
         Raises:
             InvalidInput: the file has changed. The unit is as before.
         """
-        assert isinstance(self.master, FileMaster)
+        assert isinstance(self.master, FileStore)
         with torch.inference_mode(False), torch.no_grad():
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
             self.master.read_whole(slab)
@@ -331,11 +343,11 @@ class Unit:
 
     def rest_in(self, slab: torch.Tensor) -> None:
         """Make a slab of host memory the master in place of the file."""
-        assert isinstance(self.master, FileMaster)
+        assert isinstance(self.master, FileStore)
         kept_bytes = self.master.kept_bytes
         with torch.inference_mode(False):
             views = self.resting_views(slab)
-            self.master = HostMaster(slab)
+            self.master = HostStore(slab)
             self.masters = [watch(view, self.asked, aliases=self.aliases) for view in views]
         self.charge_host(self.slab_bytes - kept_bytes)
 
@@ -394,17 +406,17 @@ class Unit:
         self.wide_dtypes = {names.get(name, name): dtype for name, dtype in self.wide_dtypes.items()}
         self.bare = {names.get(name, name): held for name, held in self.bare.items()}
         self.originals = {names.get(name, name): held for name, held in self.originals.items()}
-        if isinstance(self.master, FileMaster):
+        if isinstance(self.master, FileStore):
             self.master.rename(names)
 
-    def keeps_apart(self, entry: Entry) -> bool:
+    def keeps_apart(self, entry: ParameterSlot) -> bool:
         """Whether a weight rests in another form, or at another place, than the one in which it computes."""
         return entry.scale is not None or entry.spec.name in self.names_in_file
 
     @property
     def names_in_file(self) -> frozenset[str]:
         """The weights that rest in their file."""
-        names = self.master.names if isinstance(self.master, FileMaster) else []
+        names = self.master.names if isinstance(self.master, FileStore) else []
         return frozenset(name for name in names if name is not None)
 
     def unpack(self, bare: Collection[str] = ()) -> None:
@@ -420,7 +432,7 @@ class Unit:
         """
         names = self.names_in_file.difference(bare)
         to_read = [entry for entry in self.entries if entry.spec.name in names and entry.owners]
-        source = self.master.source if isinstance(self.master, FileMaster) else None
+        source = self.master.source if isinstance(self.master, FileStore) else None
         stored = {
             entry.spec.name: weight
             for entry, weight in zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
@@ -457,7 +469,7 @@ class Unit:
         """
         homes: dict[int, torch.Tensor] = {}
 
-        def find_home(entry: Entry, form: torch.Tensor) -> torch.Tensor:
+        def find_home(entry: ParameterSlot, form: torch.Tensor) -> torch.Tensor:
             if id(entry) not in homes:
                 held = entry.held if entry.owners else None
                 if held is not None and not held.is_meta and device_of(held).type == "cpu":
@@ -540,13 +552,13 @@ class Unit:
         with torch.no_grad():
             if self.host_slab is not None:
                 self.host_slab.copy_(copy.slab)
-            elif isinstance(self.master, FileMaster) and not (is_written and self.leave_file(self.master, copy)):
+            elif isinstance(self.master, FileStore) and not (is_written and self.leave_file(self.master, copy)):
                 views = self.layout.views(copy.slab)
                 for place, leaf in self.master.kept.items():
                     with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
                         leaf.copy_(views[place])
 
-    def leave_file(self, master: FileMaster, copy: DeviceCopy) -> bool:
+    def leave_file(self, master: FileStore, copy: DeviceCopy) -> bool:
         """Take what is on the device for the master if it is not what the file has; returns whether that was so."""
         with torch.inference_mode(False):
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
@@ -592,7 +604,7 @@ class Unit:
 
     def save_slab(self, slab: torch.Tensor) -> None:
         """Make the content of staging memory the new version of the weights. The caller has waited for copies."""
-        if isinstance(self.master, FileMaster):
+        if isinstance(self.master, FileStore):
             before = self.version
             with torch.inference_mode(False), torch.no_grad():
                 host = torch.empty(self.slab_bytes, dtype=torch.uint8)
@@ -672,7 +684,7 @@ class Unit:
         for tensors in (held, self.masters, self.placed, views):
             yield from ((index, tensor) for index, tensor in enumerate(tensors) if tensor is not None)
 
-    def take_replaced(self, entry: Entry, tensor: torch.Tensor) -> None:
+    def take_replaced(self, entry: ParameterSlot, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
         replaced = entry.held
         if replaced.shape == tensor.shape and replaced.dtype == tensor.dtype:
@@ -685,7 +697,7 @@ class Unit:
 class Bringer:
     """Brings a weight that rests in its file into host memory, for code that uses more than its form."""
 
-    def __init__(self, unit: Unit, entry: Entry, form: torch.Tensor) -> None:
+    def __init__(self, unit: WeightGroup, entry: ParameterSlot, form: torch.Tensor) -> None:
         self.unit = weakref.ref(unit)
         self.entry = entry
         self.form = torch.empty(form.shape, dtype=form.dtype, device="meta")
@@ -709,7 +721,7 @@ class Bringer:
     def read_on(self, device: torch.device) -> torch.Tensor:
         """Return a copy on a device; raises `InvalidInput` if the file has changed."""
         unit, entry = self.unit(), self.entry
-        if unit is None or not isinstance(unit.master, FileMaster) or not entry.held.is_meta:
+        if unit is None or not isinstance(unit.master, FileStore) or not entry.held.is_meta:
             return self().detach().to(device, copy=True)
         (weight,) = read_weights([entry], unit.master.source, drop_pages=True)
         return weight.to(device)

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ..transfer.bounce_buffers import Bounce
+from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.slabs import SlabLayout
 from ..weights.file_reader import Target
 from ..weights.source import WeightsSource
 
-__all__ = ["FileMaster", "HostMaster"]
+__all__ = ["FileStore", "HostStore"]
 
 
-class HostMaster:
+class HostStore:
     """Weights in a slab of host memory, page-locked or not."""
 
     def __init__(self, slab: torch.Tensor) -> None:
@@ -38,7 +38,7 @@ class HostMaster:
         copies.copy(target, self.slab[begin : begin + target.numel()])
 
 
-class FileMaster:
+class FileStore:
     """Weights that rest in their file, by the leaves of a unit's slab.
 
     Args:
@@ -56,7 +56,7 @@ class FileMaster:
         names: Sequence[str | None],
         kept: Mapping[int, torch.Tensor],
         source: WeightsSource,
-        bounce: Bounce,
+        bounce: BounceBuffers,
     ) -> None:
         self.layout = layout
         self.names = list(names)

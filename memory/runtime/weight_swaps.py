@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .parameter_slots import Entry, in_list
-from .weight_group import Unit
+from .parameter_slots import ParameterSlot, in_list
+from .weight_group import WeightGroup
 
 __all__ = ["Swaps"]
 
@@ -27,7 +27,7 @@ __all__ = ["Swaps"]
 class Loan:
     """A place in the module that holds another's tensor, and is not written to by us meanwhile."""
 
-    unit: Unit
+    unit: WeightGroup
     index: int
     owner: tuple[nn.Module, str]
     given: torch.Tensor
@@ -39,7 +39,7 @@ class Loan:
     """That on the device, while a pass is under way."""
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ParameterSlot:
         return self.unit.entries[self.index]
 
 
@@ -50,11 +50,11 @@ class Swaps:
         units: with the device on which each computes.
     """
 
-    def __init__(self, units: Sequence[tuple[Unit, torch.device]]) -> None:
+    def __init__(self, units: Sequence[tuple[WeightGroup, torch.device]]) -> None:
         self.devices = dict(units)
         self.loans: list[Loan] = []
 
-    def take_back(self) -> list[tuple[Unit, int, torch.Tensor]]:
+    def take_back(self) -> list[tuple[WeightGroup, int, torch.Tensor]]:
         """End the loans of places that hold what they were lent for no more.
 
         Returns the weights that were given back after their unit had been loaded, by place: what was written to them
@@ -77,7 +77,7 @@ class Swaps:
                     returned.append((loan.unit, loan.index, held))
         return returned
 
-    def lend(self, changed: Sequence[Unit]) -> None:
+    def lend(self, changed: Sequence[WeightGroup]) -> None:
         """Lend the places where others put their tensors for a while.
 
         Args:
@@ -104,7 +104,7 @@ class Swaps:
                 slots[loan.owner[1]] = loan.given
             loan.computing = None
 
-    def is_kept_by_others(self, unit: Unit, index: int, ours: torch.Tensor) -> bool:
+    def is_kept_by_others(self, unit: WeightGroup, index: int, ours: torch.Tensor) -> bool:
         """Whether anyone but us holds what the unit gave the module for a weight."""
         entry = unit.entries[index]
         own: list[Any] = [unit.masters, unit.placed, unit.known[0], unit.known[1][0], *unit.view_cache.values()]
@@ -124,7 +124,7 @@ class Swaps:
         return frozenset(loan.entry.spec.name for loan in self.loans)
 
 
-def foreign_tensors(unit: Unit) -> Iterator[tuple[int, tuple[nn.Module, str], torch.Tensor | None]]:
+def foreign_tensors(unit: WeightGroup) -> Iterator[tuple[int, tuple[nn.Module, str], torch.Tensor | None]]:
     """Yield the places where the module does not hold what the unit gave it, and what it holds."""
     for index, (entry, placed) in enumerate(zip(unit.entries, unit.placed, strict=False)):
         for module, name in entry.owners:

@@ -9,10 +9,10 @@ import torch
 from .copy_stream import CopyStream
 from .pinned_memory import Slabs
 
-__all__ = ["Bounce", "allocate_slabs"]
+__all__ = ["BounceBuffers", "allocate_slabs"]
 
 
-class Bounce:
+class BounceBuffers:
     """Two buffers of host memory through which what is read from a file reaches one device; open while that is loaded.
 
     One is filled by the host while the other is copied, if they are page-locked.

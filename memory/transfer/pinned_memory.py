@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ..units import GIB, LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
+from ..units import GIB, LOCK_LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
 from .devices import HostMemory
 
 __all__ = ["ARENA_BYTES", "Arena", "Slabs", "lay_out", "pin_limit_bytes", "pinned_used_bytes"]
@@ -81,7 +81,7 @@ def lay_out(
 
     Earlier slabs come first, whole ones only, and together the arenas lock at most ``pinned_bytes``; one that does
     not fit any more is passed over for a later one that does. Slabs in no arena are to be pageable: those, empty
-    ones, and one that `LIMIT_BYTES` cannot hold. Neighbours share an arena up to `ARENA_BYTES`, a larger one is
+    ones, and one that `LOCK_LIMIT_BYTES` cannot hold. Neighbours share an arena up to `ARENA_BYTES`, a larger one is
     alone. Rounded to pages, an arena wastes less than a page and the alignment of its slabs, which is nothing if
     they are multiples of it. Rounded to powers of two, slabs share an arena only if that locks no more than two
     would, so that it wastes at most what torch would waste on them, which is up to as much again.
@@ -104,7 +104,7 @@ def lay_out(
     for number, size in enumerate(sizes):
         slab_bytes = align_up(size, SLAB_ALIGNMENT)
         alone = rounding(slab_bytes)
-        if not size or alone >= LIMIT_BYTES:
+        if not size or alone >= LOCK_LIMIT_BYTES:
             continue
         together = rounding(end + slab_bytes)
         joins = together <= min(ARENA_BYTES, rounding(end) + alone)

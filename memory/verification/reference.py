@@ -3,8 +3,9 @@
 [Note: reference] Managed results are compared with these, so none of it uses units, staging memory, copy streams or our
 forward hooks. Weights are copied one by one from where they rest, each copy is synchronous, and everything computes on
 one device. It shares three things with the engine: the masters, because nothing else has the weights; the record of
-which module holds which weight; and the moving of an outermost call's arguments to one device and back (`Hops.visit`),
-so that both sides see the same containers. Its `Hops` object is its own and has no copies that a split made.
+which module holds which weight; and the moving of an outermost call's arguments to one device and back
+(`DeviceHops.visit`), so that both sides see the same containers. Its `DeviceHops` object is its own and has no copies
+that a split made.
 
 Eight-bit weights are widened as they are stored, so their reference is exact as well. Masters that a file has are
 checked against it apart from that (`find_changed_masters`).
@@ -26,12 +27,12 @@ from torch import nn
 from ..manager.manager import MemoryManager
 from ..manager.member import Member
 from ..planner.plan import ComponentPlan
-from ..runtime.device_hops import Hops, Visit
+from ..runtime.device_hops import DeviceHops, Visit
 from ..runtime.forward_pass import Hold
-from ..runtime.managed_component import Attachment
-from ..runtime.parameter_slots import Entry, as_held
-from ..runtime.weight_group import Unit
-from ..runtime.weight_store import FileMaster
+from ..runtime.managed_component import ManagedComponent
+from ..runtime.parameter_slots import ParameterSlot, as_held
+from ..runtime.weight_group import WeightGroup
+from ..runtime.weight_store import FileStore
 from ..weights.fp8 import quantize_fp8
 from ..weights.quantized import leaves_of
 from .comparison import same_bits
@@ -50,7 +51,7 @@ class Reference:
     def __init__(self, manager: MemoryManager, member: Member, *, by_blocks: bool = False) -> None:
         self.manager = manager
         self.member = member
-        self.attachment: Attachment = member.attachment
+        self.attachment: ManagedComponent = member.attachment
         self.module = self.attachment.module
         self.device = self.attachment.primary
         self.thread_id = threading.get_ident()
@@ -62,7 +63,7 @@ class Reference:
         """What the module held where a weight was put, to be put back."""
         self.up: set[int] = set()
         """The blocks that are there, one by one."""
-        self.hops = Hops()
+        self.hops = DeviceHops()
         self.visit: Visit | None = None
         """The move of the outermost call's arguments, if any were on another device."""
         self.handled: BaseException | None = None
@@ -206,7 +207,7 @@ class Reference:
         margin = self.member.activation_bytes[self.device.name]
         return bool(weights + margin <= self.device.free_bytes())
 
-    def put(self, unit: Unit) -> None:
+    def put(self, unit: WeightGroup) -> None:
         for index, entry in enumerate(unit.entries):
             if not entry.owners:  # a buffer that the module made its own
                 continue
@@ -216,7 +217,7 @@ class Reference:
                 self.held.append((slots, name, slots[name]))
                 slots[name] = weight
 
-    def plain(self, unit: Unit, index: int, entry: Entry) -> torch.Tensor:
+    def plain(self, unit: WeightGroup, index: int, entry: ParameterSlot) -> torch.Tensor:
         """Return a weight for the module to hold: a copy on the device, in the form in which it computes."""
         target = self.device.torch_device
         leaves = leaves_of(entry.held) if entry.is_buffer else read_master(unit, index)
@@ -314,11 +315,11 @@ def is_engines(hook: Any) -> bool:
     )
 
 
-def read_master(unit: Unit, index: int) -> list[torch.Tensor]:
+def read_master(unit: WeightGroup, index: int) -> list[torch.Tensor]:
     """Return the leaves of a weight as it rests, in host memory; reads it where it rests in its file."""
     entry = unit.entries[index]
     master = unit.master
-    if isinstance(master, FileMaster):
+    if isinstance(master, FileStore):
         first = sum(unit.num_leaves[:index])
         name = master.names[first]
         if name is not None:
@@ -332,14 +333,14 @@ def read_master(unit: Unit, index: int) -> list[torch.Tensor]:
     return unit.leaf_views(unit.host_slab)[index]
 
 
-def wide_bytes(unit: Unit, entry: Entry) -> int:
+def wide_bytes(unit: WeightGroup, entry: ParameterSlot) -> int:
     """Return the bytes of a weight in the form in which it computes."""
     if entry.scale is not None:
         return entry.spec.num_elements * unit.wide_dtypes[entry.spec.name].itemsize
     return entry.spec.weight_bytes
 
 
-def find_changed_masters(attachment: Attachment) -> list[tuple[str, str]]:
+def find_changed_masters(attachment: ManagedComponent) -> list[tuple[str, str]]:
     """Return the weights in host memory that are not what their file has, with the block of each.
 
     Reads the whole of the component's files. Weights that are known to have been written to since are left out, and so
@@ -353,7 +354,7 @@ def find_changed_masters(attachment: Attachment) -> list[tuple[str, str]]:
         return []
     changed = []
     for unit in attachment.units:
-        if isinstance(unit.master, FileMaster) or (unit.master is not None and is_written(attachment, unit)):
+        if isinstance(unit.master, FileStore) or (unit.master is not None and is_written(attachment, unit)):
             continue
         for index, entry in enumerate(unit.entries):
             if entry.is_buffer or not entry.owners or not source.holds(entry.spec):
@@ -372,7 +373,7 @@ def find_changed_masters(attachment: Attachment) -> list[tuple[str, str]]:
     return changed
 
 
-def is_written(attachment: Attachment, unit: Unit) -> bool:
+def is_written(attachment: ManagedComponent, unit: WeightGroup) -> bool:
     """Whether a program is known to have written to a unit's weights since they were packed."""
     packing = attachment.packing
     by_name = any(entry.spec.name in packing.written for entry in unit.entries)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.parameter_slots import Entry
+from ..runtime.parameter_slots import ParameterSlot
 from ..weights.quantized import leaves_of
 from .comparison import same_bits
 
@@ -76,7 +76,7 @@ class Snapshot:
     def __init__(
         self,
         modules: Iterable[nn.Module],
-        entries: Iterable[Entry],
+        entries: Iterable[ParameterSlot],
         objects: Iterable[Any] = (),
         *,
         left_out: frozenset[str] = frozenset(),

@@ -19,8 +19,8 @@ from ...memory.manager.module_plans import plan_modules
 from ...memory.options.placement import parse_placement
 from ...memory.options.precision import parse_precision
 from ...memory.options.profile import parse_profile
-from ...memory.runtime.parameter_slots import Entry
-from ...memory.runtime.weight_group import Unit
+from ...memory.runtime.parameter_slots import ParameterSlot
+from ...memory.runtime.weight_group import WeightGroup
 from ...memory.transfer.devices import list_devices
 from ...memory.weights.module_component import component_from_module
 
@@ -41,8 +41,8 @@ class Request:
 class Weight:
     """One weight of a model under management: where it moves, and who holds it."""
 
-    unit: Unit
-    entry: Entry
+    unit: WeightGroup
+    entry: ParameterSlot
 
     @contextmanager
     def held_on(self, device: torch.device) -> Iterator[None]:
@@ -104,7 +104,7 @@ class Hosted:
             default_manager().remove(member)
 
     @property
-    def units(self) -> list[Unit]:
+    def units(self) -> list[WeightGroup]:
         return [unit for share in self.member.attachment.shares for unit in share.units] if self.member else []
 
     @property

@@ -61,7 +61,7 @@ from types import SimpleNamespace
 from highwater.headless.cli import main
 from highwater.headless.commands.demo import choose_hardware
 from highwater.memory import default_manager
-from highwater.memory.runtime.weight_group import Unit
+from highwater.memory.runtime.weight_group import WeightGroup
 
 where, out, workflow = sys.argv[1:]
 choose_hardware().simulate()
@@ -76,8 +76,8 @@ def interrupt(*_):
 if where == "between blocks":
     manager.watch_loading(interrupt)
 else:
-    load = Unit.load
-    Unit.load = lambda self, *args: (load(self, *args), interrupt())[0]
+    load = WeightGroup.load
+    WeightGroup.load = lambda self, *args: (load(self, *args), interrupt())[0]
 code = main(["run", workflow, "--out", out])
 manager.ledger.check()
 print(json.dumps({"code": code, "blocks": len(blocks), "used": manager.ledger.used("gpu:0")}))

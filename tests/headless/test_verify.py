@@ -16,7 +16,7 @@ from highwater.headless.commands.tiny import ensure_pipelines
 from highwater.headless.commands.verifying import load_for_verifying, verify_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
-from highwater.memory.runtime.weight_group import Unit
+from highwater.memory.runtime.weight_group import WeightGroup
 
 comfy_api.install()
 MIB = 1 << 20
@@ -80,9 +80,9 @@ def test_a_workflow_is_equal(choices: dict[str, str], devices, models: Path, tmp
 
 def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, monkeypatch) -> None:
     """One block computes with weights that are not its own."""
-    compute_from = Unit.compute_from
+    compute_from = WeightGroup.compute_from
 
-    def corrupt(unit: Unit, *args: object) -> None:
+    def corrupt(unit: WeightGroup, *args: object) -> None:
         compute_from(unit, *args)
         if unit.name.startswith("up_blocks.1"):
             seen.append(unit.name)
@@ -91,7 +91,7 @@ def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, monke
                     entry.hold(torch.nn.Parameter(entry.held * 1.5, requires_grad=False))
 
     seen: list[str] = []
-    monkeypatch.setattr(Unit, "compute_from", corrupt)
+    monkeypatch.setattr(WeightGroup, "compute_from", corrupt)
     found = verify_workflow(write(graph(), tmp_path), models=models)
     assert seen and not found.is_equal
     assert found.first.place in {f"unet.{name}" for name in seen}, found.text()

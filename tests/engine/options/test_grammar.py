@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.budget import BudgetItem, exact_size
-from highwater.memory.options.placement import KINDS, TIERS, DeviceShare, PlacementItem, parse_placement
+from highwater.memory.options.placement import KINDS, TIERS, PlacementItem, SplitRatio, parse_placement
 from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
@@ -59,7 +59,7 @@ shares = st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=3, unique=T
     lambda names: st.tuples(
         *[
             st.builds(
-                DeviceShare,
+                SplitRatio,
                 device=st.just(name),
                 ratio=st.one_of(st.none(), st.sampled_from([0.1, 0.25, 0.3])) if index else st.none(),
             )
@@ -67,7 +67,7 @@ shares = st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=3, unique=T
         ]
     )
 )
-places = st.one_of(st.just(()), st.just((DeviceShare(device="cpu"),)), shares)
+places = st.one_of(st.just(()), st.just((SplitRatio(device="cpu"),)), shares)
 items = st.builds(
     PlacementItem,
     component=st.sampled_from(["*", *KINDS, *PARTS]),

@@ -109,19 +109,19 @@ def test_a_copy_that_holds_the_host_is_made_ahead_only_where_nothing_runs_before
 
 def test_unequal_blocks_are_copied_in_few_pieces(machine, monkeypatch) -> None:
     """Two or three blocks lie where one comes to be; what of them is free already is overwritten in one copy."""
-    from highwater.memory.runtime.weight_store import HostMaster
+    from highwater.memory.runtime.weight_store import HostStore
 
     widths = random.Random(3).choices(range(16, 2000, 8), k=40)
     net = Layers(widths)
     order, x = list(range(len(widths))), torch.ones(1, WIDTH)
     budget_bytes = sum(weight.nbytes for weight in net.parameters()) // 2
-    copy_to, copied = HostMaster.copy_to, []
+    copy_to, copied = HostStore.copy_to, []
 
     def count(self, target, *args) -> None:
         copied.append(target.numel())
         copy_to(self, target, *args)
 
-    monkeypatch.setattr(HostMaster, "copy_to", count)
+    monkeypatch.setattr(HostStore, "copy_to", count)
     profile, blocks = f"{budget_bytes / 1e6:.6f}MB", {"model": "layers.*"}
     with (
         machine(4) as manager,
@@ -167,19 +167,19 @@ def test_a_block_without_bytes_takes_its_turn(machine, position: int) -> None:
 
 
 def test_a_copy_that_fails_is_made_anew(machine, monkeypatch) -> None:
-    from highwater.memory.runtime.weight_store import HostMaster
+    from highwater.memory.runtime.weight_store import HostStore
 
     net, twin = Layers([64] * 6), Layers([64] * 6)
     x, order = torch.randn(2, WIDTH), list(range(6))
     want = twin(x, order)
-    copy_to, failing = HostMaster.copy_to, []
+    copy_to, failing = HostStore.copy_to, []
 
     def fail_sometimes(self, *args) -> None:
         if failing and failing.pop() == "now":
             raise OSError("the bus is gone")
         copy_to(self, *args)
 
-    monkeypatch.setattr(HostMaster, "copy_to", fail_sometimes)
+    monkeypatch.setattr(HostStore, "copy_to", fail_sometimes)
     with machine(4) as manager, torch.no_grad(), manage(net, profile="0.025MB", placement="gpu:0", manager=manager):
         assert torch.allclose(net(x, order).cpu(), want, atol=1e-5)
         for number in range(8):

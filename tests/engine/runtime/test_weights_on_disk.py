@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file, save_model
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.ledger import Kind
-from highwater.memory.runtime.managed_component import Attachment
-from highwater.memory.transfer.bounce_buffers import Bounce
+from highwater.memory.runtime.managed_component import ManagedComponent
+from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.weights.module_component import component_from_module
 from highwater.memory.weights.source import WeightsSource
 
@@ -341,7 +341,7 @@ def test_what_was_written_survives_another_profile(
         for module in (net, want):
             module.doubles[1].up.weight.mul_(2.0)
         if fails:
-            hook, calls = Attachment.hook, itertools.count(1)
+            hook, calls = ManagedComponent.hook, itertools.count(1)
 
             def fail_first(self) -> None:
                 if next(calls) == 1:
@@ -349,7 +349,7 @@ def test_what_was_written_survives_another_profile(
                 hook(self)
 
             with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no hooks"):
-                patch.setattr(Attachment, "hook", fail_first)
+                patch.setattr(ManagedComponent, "hook", fail_first)
                 managed.reprofile(TIGHT, placement=placement)
         else:
             managed.reprofile(TIGHT, placement=placement)
@@ -574,7 +574,7 @@ def test_nothing_is_locked_where_nothing_is_read(toys, machine, files, monkeypat
         net = managed.members[0].attachment.module
         net(torch.randn(2, 5, 64))
         opened = []
-        monkeypatch.setattr(Bounce, "open", lambda *_, **__: opened.append(1))
+        monkeypatch.setattr(BounceBuffers, "open", lambda *_, **__: opened.append(1))
         manager.begin_run("again", "again")
         net(torch.randn(2, 5, 64))
         assert not opened

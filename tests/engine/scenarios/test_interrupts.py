@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import save_model
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.manager.registry import Roster
+from highwater.memory.manager.registry import Registry
 from highwater.memory.planner.staging_layout import Occupancy
-from highwater.memory.runtime.device_hops import Hops
-from highwater.memory.runtime.device_share import Share
+from highwater.memory.runtime.device_hops import DeviceHops
+from highwater.memory.runtime.device_share import DeviceShare
 from highwater.memory.runtime.forward_blocks import Forwards
 from highwater.memory.runtime.forward_pass import Passes
 from highwater.memory.runtime.ledger import Ledger
-from highwater.memory.runtime.managed_component import Attachment
+from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.packing import Packing
 from highwater.memory.runtime.prefetch import Streamer
 from highwater.memory.runtime.staging import StagingArea
-from highwater.memory.runtime.weight_group import Unit
-from highwater.memory.transfer.bounce_buffers import Bounce
+from highwater.memory.runtime.weight_group import WeightGroup
+from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.transfer.copy_stream import CopyStream
 
 CASES = {
@@ -34,26 +34,26 @@ CASES = {
 STEPS = [
     (MemoryManager, "acquire"),
     (MemoryManager, "enter"),
-    (Share, "take_times"),
+    (DeviceShare, "take_times"),
     (Forwards, "finish_pass"),
     (Passes, "begin"),
     (Passes, "end"),
     (Passes, "leave"),
-    (Share, "begin_pass"),
-    (Share, "end_pass"),
-    (Share, "enter"),
-    (Share, "leave"),
+    (DeviceShare, "begin_pass"),
+    (DeviceShare, "end_pass"),
+    (DeviceShare, "enter"),
+    (DeviceShare, "leave"),
     (Streamer, "acquire"),
     (Streamer, "prefetch"),
     (StagingArea, "claim"),
     (StagingArea, "fill"),
     (StagingArea, "give_back"),
     (StagingArea, "use"),
-    (Unit, "compute_from"),
-    (Unit, "rest"),
+    (WeightGroup, "compute_from"),
+    (WeightGroup, "rest"),
     (Occupancy, "take"),
-    (Hops, "visit"),
-    (Hops, "copy"),
+    (DeviceHops, "visit"),
+    (DeviceHops, "copy"),
 ]
 
 
@@ -115,17 +115,17 @@ def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: typ
 
 
 COMING_AND_GOING = [
-    (Bounce, "close"),
-    (Bounce, "open"),
+    (BounceBuffers, "close"),
+    (BounceBuffers, "open"),
     (CopyStream, "allocate"),
     (CopyStream, "drain"),
     (Ledger, "change"),
-    (Share, "fit_staging"),
-    (Share, "free_staging"),
-    (Share, "load"),
-    (Unit, "drop"),
-    (Unit, "load"),
-    (Unit, "put"),
+    (DeviceShare, "fit_staging"),
+    (DeviceShare, "free_staging"),
+    (DeviceShare, "load"),
+    (WeightGroup, "drop"),
+    (WeightGroup, "load"),
+    (WeightGroup, "put"),
 ]
 
 
@@ -166,19 +166,19 @@ def test_the_books_say_what_is_there(
             assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0") > 0
         managed.release()
         assert not manager.ledger.entries
-    assert num_interrupted or nth > 1 or (kind is Bounce and placement == "gpu:0:host")
+    assert num_interrupted or nth > 1 or (kind is BounceBuffers and placement == "gpu:0:host")
 
 
 JOINING = [
-    (Attachment, "attach"),
-    (Attachment, "hook"),
-    (Attachment, "find_parts"),
+    (ManagedComponent, "attach"),
+    (ManagedComponent, "hook"),
+    (ManagedComponent, "find_parts"),
     (Ledger, "charge"),
     (Packing, "measure"),
     (Packing, "pack"),
-    (Roster, "attach"),
-    (Roster, "prepare"),
-    (Unit, "pack"),
+    (Registry, "attach"),
+    (Registry, "prepare"),
+    (WeightGroup, "pack"),
 ]
 
 
@@ -204,10 +204,10 @@ LEAVING = [
     (Ledger, "credit"),
     (Packing, "end"),
     (Packing, "end_unit"),
-    (Share, "free_staging"),
-    (Unit, "drop"),
-    (Unit, "put"),
-    (Unit, "unpack"),
+    (DeviceShare, "free_staging"),
+    (WeightGroup, "drop"),
+    (WeightGroup, "put"),
+    (WeightGroup, "unpack"),
 ]
 
 

@@ -15,9 +15,9 @@ import torch
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.runtime.device_hops import Hops
+from highwater.memory.runtime.device_hops import DeviceHops
 from highwater.memory.runtime.forward_pass import LOOK_EVERY_S
-from highwater.memory.runtime.weight_group import Unit
+from highwater.memory.runtime.weight_group import WeightGroup
 
 TIGHT = "0.45MiB"
 X = torch.randn(2, 4, 64)
@@ -132,15 +132,15 @@ COPIES_IN_A_PASS = 8
 @pytest.mark.parametrize("nth", range(1, COPIES_IN_A_PASS + 1))
 def test_out_of_memory_in_a_hop_leaves_no_pass_open(toys, machine, monkeypatch, nth: int) -> None:
     """Also in the last one, which brings the result back when all blocks have computed."""
-    net, copy, left = toys.build_net(), Hops.copy, [0]
+    net, copy, left = toys.build_net(), DeviceHops.copy, [0]
 
-    def fail_nth(self: Hops, *args: object) -> object:
+    def fail_nth(self: DeviceHops, *args: object) -> object:
         left[0] -= 1
         if not left[0]:
             raise torch.OutOfMemoryError("no room for a hidden state")
         return copy(self, *args)
 
-    monkeypatch.setattr(Hops, "copy", fail_nth)
+    monkeypatch.setattr(DeviceHops, "copy", fail_nth)
     with machine(8, 8) as manager, ThreadPoolExecutor(1) as pool:
         manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
         want = compute(net)
@@ -305,7 +305,7 @@ def test_not_all_is_released_while_some_computes(toys, machine) -> None:
 
 
 def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monkeypatch) -> None:
-    net, pack = toys.build_net(), Unit.pack
+    net, pack = toys.build_net(), WeightGroup.pack
 
     def pack_slowly(*args: object) -> None:
         time.sleep(0.01)
@@ -318,7 +318,7 @@ def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monk
     with machine(8) as manager, ThreadPoolExecutor(1) as pool:
         managed = manage(net, placement="gpu:0", manager=manager)
         want = compute(net)
-        monkeypatch.setattr(Unit, "pack", pack_slowly)
+        monkeypatch.setattr(WeightGroup, "pack", pack_slowly)
         end = manager.watch_loading(cancel)
         passes = pool.submit(lambda: [compute(net) for _ in range(20)])
         while not passes.done():

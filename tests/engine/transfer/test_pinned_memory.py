@@ -139,7 +139,7 @@ def hardware(sim: ModuleType) -> Iterator[ModuleType]:
 @pytest.fixture
 def small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned_memory, "ARENA_BYTES", 64 * KIB)
-    monkeypatch.setattr(pinned_memory, "LIMIT_BYTES", 128 * KIB)
+    monkeypatch.setattr(pinned_memory, "LOCK_LIMIT_BYTES", 128 * KIB)
 
 
 def allocate(sizes: list[int], pinned_bytes: int = UNLIMITED) -> tuple[list[torch.Tensor], Slabs]:
