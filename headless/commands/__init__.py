@@ -1,1 +1,18 @@
 """What each command of ``highwater`` does, and what it prints and draws."""
+
+from ...memory.lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "console": ["Console"],
+        "demo": ["choose_hardware", "run_demo"],
+        "doctor": ["HIDING_VARIABLES", "examine"],
+        "hardware": ["Hardware", "parse_hardware"],
+        "learned": ["describe_needs", "find_needs_files", "forget_needs"],
+        "planning": ["plan_files", "plan_workflow"],
+        "session": ["load_workflows", "make_runner", "run_workflow"],
+        "tiny": ["ensure_pipelines"],
+        "verifying": ["verify_workflow"],
+    },
+)

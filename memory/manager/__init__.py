@@ -1,3 +1,18 @@
 """Which components may stay on a device: registration, admission, watermarks, eviction, what was learned of needs and
 speeds, the event log and the report.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
+        "module_plans": ["plan_modules"],
+        "watermark": ["Watermark", "default_watermark", "unlearned_bytes"],
+        "member": ["Member"],
+        "report": ["Report"],
+        "manager": ["MemoryManager"],
+        "default": ["default_manager", "existing_manager", "keep_out_of_user_cache", "remember_needs_in"],
+    },
+)

@@ -1,3 +1,25 @@
 """What the user asks for: which device computes, how many bytes the weights may take, in which precision they rest.
 Texts are read into frozen values here, once, and errors give the column. No torch.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "placement": [
+            "INTEGER",
+            "KINDS",
+            "Placement",
+            "PlacementItem",
+            "Scanner",
+            "SplitRatio",
+            "canonical_device",
+            "names_device",
+            "parse_placement",
+        ],
+        "budget": ["BudgetItem", "exact_size"],
+        "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "build_profile", "covers", "parse_profile"],
+        "precision": ["Precision", "parse_precision"],
+    },
+)

@@ -1,3 +1,15 @@
 """Integers in, plan out: which blocks of which component rest where, through how much staging memory the others
 stream, and why. Neither torch nor a device is needed to compute a plan.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "sizes": ["bounce_buffer_bytes", "explain_rest", "fixed_tensors", "least_bytes"],
+        "staging_layout": ["Occupancy", "Places"],
+        "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine"],
+        "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan", "plan_components", "replan"],
+    },
+)

@@ -1,3 +1,26 @@
 """One component on its devices: its weights at rest and resident, staging and prefetching, the forward hooks that
 bring its blocks, what guards it against changes from outside, and the ledger of its bytes.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "ledger": ["Ledger"],
+        "other_offloaders": ["ExecutionMark", "find_rival", "is_scripted"],
+        "parameter_slots": ["ParameterSlot", "as_held", "split_owner"],
+        "weight_store": ["FileStore", "HostStore"],
+        "weight_group": ["WeightGroup"],
+        "bundle": ["Bundle"],
+        "move_guard": ["MoveGuard"],
+        "device_hops": ["DeviceHops", "Visit"],
+        "device_share": ["DeviceShare"],
+        "packing": ["Ending"],
+        "input_size": ["Size"],
+        "forward_pass": ["Guest", "Hold", "Pass"],
+        "leftovers": ["address_of", "computed_weights"],
+        "execution_order": ["in_execution_order"],
+        "managed_component": ["ManagedComponent", "Phase", "attached", "refuse_managed"],
+    },
+)

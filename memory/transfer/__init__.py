@@ -1,3 +1,18 @@
 """Devices and copies to them: page-locked host memory, slabs, bounce buffers, link speeds, and the copy stream. The
 only folder that touches a device's stream or event.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "devices": ["Device", "HostMemory", "find_device", "list_devices"],
+        "pinned_memory": ["pin_limit_bytes"],
+        "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in"],
+        "slabs": ["Form", "SlabLayout", "allocate_device"],
+        "timing": ["Stopwatch"],
+        "copy_stream": ["CopyStream"],
+        "bounce_buffers": ["BounceBuffers", "allocate_slabs"],
+    },
+)

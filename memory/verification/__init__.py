@@ -1,3 +1,17 @@
 """What `verify` is made from: results side by side, what a call may change and putting it back, a recording of what
 each part returned, and a component that computes without the engine.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "comparison": ["leaves_in", "same_bits", "show"],
+        "snapshot": ["RandomState", "Snapshot", "go_through"],
+        "argument_copies": ["copy_arguments"],
+        "recording": ["Recording", "places_of"],
+        "reference": ["Reference", "find_changed_masters", "read_master"],
+        "findings": ["Difference", "NUM_LISTED", "Side", "Verification", "compare_sides", "kept_bytes", "run_side"],
+    },
+)

@@ -1,3 +1,22 @@
 """What is there: the headers of safetensors files and their bytes, the blocks of a component in numbers, and the forms
 in which weights are stored. Nothing here decides where a weight goes.
 """
+
+from ..lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "safetensors_header": ["TensorHeader", "read_header"],
+        "untrusted_config": ["check_config", "declared_items", "parse_config", "read_config_file", "walk_items"],
+        "file_reader": ["Target", "WeightsFile", "torch_dtype"],
+        "blocks": ["LARGEST_REST_SHARE"],
+        "sharing": ["NOTHING_SHARED", "Shared", "find_shared", "named_tensors"],
+        "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],
+        "quantized": ["Wrapper", "leaves_of"],
+        "module_component": ["SAFETENSORS_NAMES", "component_from_module", "is_callable", "leaf_bytes"],
+        "source": ["WeightsSource"],
+        "fp8": ["FP8", "find_scale", "quantize_fp8", "upcast_into"],
+        "discovery": ["components_of", "discover_components", "holds_pipeline"],
+    },
+)

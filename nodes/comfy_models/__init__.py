@@ -1,1 +1,19 @@
 """Nodes for ComfyUI's own models: loading them managed, managing those that other loaders made, and verifying them."""
+
+from ...memory.lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "manage": ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"],
+        "models": [
+            "HighwaterLoadCLIPVision",
+            "HighwaterLoadCheckpoint",
+            "HighwaterLoadControlNet",
+            "HighwaterLoadDiffusionModel",
+            "HighwaterLoadTextEncoder",
+            "HighwaterLoadVAE",
+        ],
+        "verify": ["HighwaterVerify"],
+    },
+)

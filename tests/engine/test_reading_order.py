@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import highwater.memory
+from highwater.headless.comfy_stub.comfy_api import install
 
 MEMORY = Path(highwater.memory.__file__).parent
 FILES = sorted(path for path in MEMORY.rglob("*.py") if path.name != "__init__.py")
+
+PACK = MEMORY.parent
+ROOMS = [
+    PACK / room
+    for room in (
+        "memory/options",
+        "memory/weights",
+        "memory/planner",
+        "memory/transfer",
+        "memory/runtime",
+        "memory/manager",
+        "memory/verification",
+        "headless/commands",
+        "headless/runner",
+        "headless/server",
+        "headless/comfy_stub",
+        "nodes/comfy_models",
+        "nodes/pipelines",
+    )
+]
+PACK_FILES = sorted(path for area in ("memory", "nodes", "headless") for path in (PACK / area).rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
@@ -59,3 +83,48 @@ def test_streams_are_touched_in_one_file_and_cuda_in_none(path: Path) -> None:
     if "transfer" not in name_of(path).split("/"):
         for made in ("torch.Stream(", "torch.Event(", "wait_event", "wait_stream", "synchronize("):
             assert made not in code
+
+
+def room_of(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def test_a_room_imports_only_from_rooms_above_it() -> None:
+    """Follows from the order of files where the files of a room stand together."""
+    rooms = [room for room, _ in itertools.groupby(map(room_of, reading_order()))]
+    inner = [room for room in rooms if room]
+    assert len(inner) == len(set(inner))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_options_and_planner_know_no_torch_and_no_device(path: Path) -> None:
+    if room_of(name_of(path)) in ("options", "planner"):
+        assert not [name for name in imports_of(path) if name.partition(".")[0] == "torch" or "/transfer" in name]
+
+
+def test_planning_loads_no_torch(run_python: Callable[[str], None]) -> None:
+    run_python("import sys, highwater.memory.planner.plan\nassert 'torch' not in sys.modules")
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(PACK).as_posix())
+def test_a_room_gives_what_its_init_names(room: Path) -> None:
+    package = importlib.import_module(f"highwater.{room.relative_to(PACK).as_posix().replace('/', '.')}")
+    assert package.__doc__
+    assert not {path.stem for path in room.glob("*.py")} & set(package.__all__)
+    if room.is_relative_to(PACK / "nodes"):
+        install()
+    for name in package.__all__:
+        getattr(package, name)
+
+
+@pytest.mark.parametrize("path", PACK_FILES, ids=lambda path: path.relative_to(PACK).as_posix())
+def test_a_room_is_asked_only_for_what_it_gives(path: Path) -> None:
+    """What stands in no ``__init__`` is private to its folder."""
+    folder = path.parent.relative_to(PACK).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        target = PACK.joinpath(*folder[: len(folder) + 1 - node.level], *(node.module or "").split("."))
+        if target.parent in ROOMS and target.parent != path.parent and target.with_suffix(".py").is_file():
+            given = importlib.import_module(f"highwater.{'.'.join(target.parent.relative_to(PACK).parts)}").__all__
+            assert {alias.name for alias in node.names} <= set(given)
