@@ -88,7 +88,7 @@ def row_of(name: str, component: Component) -> Row:
         weight_bytes=component.weight_bytes,
         num_blocks=len(component.blocks),
         largest_bytes=max((block.weight_bytes for block in component.blocks), default=0),
-        rest_bytes=component.rest.weight_bytes,
+        rest_bytes=component.non_block.weight_bytes,
         why=explain_rest(component),
     )
 

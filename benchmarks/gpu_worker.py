@@ -321,7 +321,7 @@ def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
                 manager.end_run()
                 manager.begin_run("measured", "benchmark")  # now with what the first has shown
                 measure(lambda: model(**inputs), meter, row)
-                shares = member.attachment.plan.shares
+                shares = member.managed.plan.shares
                 held_bytes = sum(share.device_bytes for share in shares)
                 beside_bytes = max(beside_bytes, (row.peak_bytes or 0) - held_bytes)
                 row.pinned_bytes = manager.ledger.used("pinned")

@@ -128,7 +128,7 @@ def measure_looks() -> list[dict[str, Any]]:
         manager.set_watermark("*", 0, 0)
         profile = f"{weight_bytes / 2e6:.6f}MB"
         with manage(model, profile=profile, placement="gpu:0", manager=manager) as managed, watched_looks() as watch:
-            share = managed.members[0].attachment.plan.shares[0]
+            share = managed.members[0].managed.plan.shares[0]
             num_blocks, num_streamed = len(share.blocks), len(share.streamed)
             for number in range(NUM_WARM_UPS + NUM_PASSES):
                 watch.seconds.clear()
@@ -185,24 +185,24 @@ def measure_run(work: Work, block_names: list[str], *, tags: bool, evicts: bool)
         model = StandIn(work, block_names)
         profile = f"{(int(BUDGET * work.weight_bytes) // SCALE + 0.5) / 1e6:.7f}MB"
         managed = stack.enter_context(manage(model, profile=profile, placement="gpu:0", manager=manager))
-        attachment = managed.members[0].attachment
+        managed_component = managed.members[0].managed
         x = torch.ones(1, dtype=torch.bfloat16).to(f"{simdevice.name()}:0")
         for _ in range(NUM_WARM_UPS):  # what the engine learns about order and times, it has learned then
             model(x)
             torch.accelerator.synchronize(0)
-        share = attachment.shares[0]
-        resident = attachment.plan.shares[0].resident
-        largest = max(resident, key=lambda number: attachment.component.blocks[number].weight_bytes)
-        attachment.unload()
+        share = managed_component.shares[0]
+        resident = managed_component.plan.shares[0].resident
+        largest = max(resident, key=lambda number: managed_component.component.blocks[number].weight_bytes)
+        managed_component.unload()
         torch.accelerator.synchronize(0)
         begin_s = simdevice.clock_s()
-        attachment.load(attachment.plan)
+        managed_component.load(managed_component.plan)
         for _ in range(NUM_STEPS):
             model(x)
             if evicts:
                 share.drop_blocks([largest])
-                attachment.load(attachment.plan)
-        attachment.unload()
+                managed_component.load(managed_component.plan)
+        managed_component.unload()
         torch.accelerator.synchronize(0)
         seconds = simdevice.clock_s() - begin_s
         del x

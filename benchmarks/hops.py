@@ -122,13 +122,13 @@ def run_passes(model: StandIn) -> dict[str, Any]:
     with manage(model, placement="gpu:0", manager=manager):
         one_s = seconds_of(lambda: model(*inputs))
     with manage(model, placement=SPLIT, manager=manager) as managed:
-        attachment = managed.members[0].attachment
-        hops = attachment.forwards.hops
+        managed_component = managed.members[0].managed
+        hops = managed_component.forwards.hops
         split_s = seconds_of(lambda: model(*inputs))
         before = hops.num_hops, hops.bytes_moved
         model(*inputs)
         num_hops, moved_bytes = hops.num_hops - before[0], hops.bytes_moved - before[1]
-        away = {attachment.component.blocks[number].name for number in attachment.plan.shares[1].blocks}
+        away = {managed_component.component.blocks[number].name for number in managed_component.plan.shares[1].blocks}
     names = [path for path, module in model.named_modules() if isinstance(module, TimedBlock)]
     cut = len(names) - len(away)
     assert away == set(names[cut:]), "the second device does not have the last blocks"

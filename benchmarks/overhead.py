@@ -283,13 +283,13 @@ def measure() -> Result:
     rows: list[dict[str, str | float]] = []
 
     def add_row(
-        what: str, ours: float, peer: str, theirs: float | str, target: str, unit: str = "us per block"
+        what: str, ours: float, peer: str, theirs: float | str, target: str, group: str = "us per block"
     ) -> float:
         ratio = ours / theirs if isinstance(theirs, float) else ours
         rows.append(
             {
                 "what": what,
-                "unit": unit,
+                "unit": group,
                 "Highwater": ours,
                 "beside": peer,
                 "theirs": theirs,

@@ -73,11 +73,11 @@ def measure_engine(num_streamed: int, compute_s: float, tier: str = "pinned") ->
         save_file(model.state_dict(), path)
         choices: dict[str, Any] = {"profile": f"{budget_mb:.6f}MB{pinned}", "placement": placement}
         with manage({"model": model}, files={"model": [path]}, manager=manager, **choices) as managed:
-            attachment = managed.members[0].attachment
+            managed_component = managed.members[0].managed
             x = torch.ones(1).to("sim:0")
             model(x)
-            attachment.shares[0].free_staging()
-            attachment.load(attachment.plan)
+            managed_component.shares[0].free_staging()
+            managed_component.load(managed_component.plan)
             torch.accelerator.synchronize(0)
             simdevice.reset_clock()
             for _ in range(NUM_STEPS):

@@ -117,20 +117,20 @@ def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int, *,
         model = StandIn(work, block_names)
         profile = f"{(budget_bytes // SCALE + 0.5) / 1e6:.7f}MB,pinned={pinned}"
         with manage(model, profile=profile, placement="gpu:0", manager=manager) as managed:
-            attachment = managed.members[0].attachment
+            managed_component = managed.members[0].managed
             x = torch.ones(1, dtype=torch.bfloat16).to(f"{simdevice.name()}:0")
             for _ in range(NUM_WARM_UPS):  # what the engine learns about order and times, it has learned then
                 model(x)
                 torch.accelerator.synchronize(0)
-            attachment.settle()
+            managed_component.settle()
             torch.accelerator.synchronize(0)
             begin_s = simdevice.clock_s()
             for _ in range(NUM_STEPS):
                 model(x)
             seconds = simdevice.stream_time_s(torch.accelerator.current_stream(0)) - begin_s
-            share = attachment.plan.shares[0]
-            begun = attachment.shares[0].streamer.pass_number % len(share.places) if share.places else 0
-            numbers = [int(block.name.rpartition(".")[2]) for block in attachment.component.blocks]
+            share = managed_component.plan.shares[0]
+            begun = managed_component.shares[0].streamer.pass_number % len(share.places) if share.places else 0
+            numbers = [int(block.name.rpartition(".")[2]) for block in managed_component.component.blocks]
             del x
     index_of = {part.name: index for index, part in enumerate(work.parts) if part.weight_bytes}
     names = [block_names[number] for number in numbers]

@@ -59,12 +59,12 @@ class Managed:
     @property
     def device(self) -> torch.device:
         """Where inputs and latents should live: the device of the diffusion model, else of the first component."""
-        diffusion = (m for m in self.members if m.attachment.component.kind == "diffusion")
-        return next(diffusion, self.members[0]).attachment.primary.torch_device
+        diffusion = (m for m in self.members if m.managed.component.kind == "diffusion")
+        return next(diffusion, self.members[0]).managed.primary.torch_device
 
     def has_devices(self) -> bool:
         """Whether any component computes elsewhere than in host memory."""
-        return any(not member.attachment.primary.is_cpu for member in self.members)
+        return any(not member.managed.primary.is_cpu for member in self.members)
 
     def mark_execution_device(self) -> None:
         # A diffusers pipeline whose weights rest on the host asks its modules' `_hf_hook.execution_device` where to
@@ -72,17 +72,17 @@ class Managed:
         if self.pipeline is not None:
             inner = self.find_inner_components()
             for member in self.members:
-                mark = ExecutionMark(member.id, self.device, partial(self.manager.bring_up_now, member))
-                for module in (member.attachment.module, *inner.get(member, ())):
+                mark = ExecutionMark(member.id, self.device, partial(self.manager.load_now, member))
+                for module in (member.managed.module, *inner.get(member, ())):
                     module._hf_hook = mark
                 member.look = self.parts.refuse_new if self.parts is not None else None
-                if member.attachment.answers is not None:
-                    member.attachment.answers.outside = self.device
+                if member.managed.answers is not None:
+                    member.managed.answers.outside = self.device
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""
         leaving, inner = [m for m in self.members if m not in self.left_to_others], self.find_inner_components()
-        modules = [module for member in leaving for module in (member.attachment.module, *inner.get(member, ()))]
+        modules = [module for member in leaving for module in (member.managed.module, *inner.get(member, ()))]
         marked = [module for module in modules if isinstance(vars(module).get("_hf_hook"), ExecutionMark)]
         if self.pipeline is None or not marked:
             return False
@@ -93,11 +93,11 @@ class Managed:
     def find_inner_components(self) -> dict[Member, list[nn.Module]]:
         """Return the pipeline's components that are parts of managed modules, by the member that contains them."""
         components = (components_of(self.pipeline) or {}).values()
-        roots = {member.attachment.module for member in self.members}
+        roots = {member.managed.module for member in self.members}
         others = [part for part in components if isinstance(part, nn.Module) and part not in roots]
         if not others:
             return {}
-        trees = {member: set(member.attachment.module.modules()) for member in self.members}
+        trees = {member: set(member.managed.module.modules()) for member in self.members}
         return {member: [part for part in others if part in tree] for member, tree in trees.items()}
 
     def report(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Managed:
     def keep(self, kept: bool = True) -> Managed:
         """Keep these components on their devices until nothing else is left to evict; returns the handle."""
         for member in self.members:
-            member.is_kept = kept
+            member.evict_last = kept
         return self
 
     def reprofile(
@@ -170,7 +170,7 @@ class Managed:
         except BaseException:
             for member in added:
                 self.manager.remove(member)
-            former = self.join({member.name: member.attachment.module for member in old}, self.choices)
+            former = self.join({member.name: member.managed.module for member in old}, self.choices)
             again = {member.name: member for member in former}
             self.members = [again.get(member.name, member) for member in before]
             raise
@@ -213,7 +213,7 @@ class Managed:
                 f"verify: there are {len(self.members)} modules ({', '.join(self.components)}); "
                 "give the function that calls them first, as in managed.verify(vae.decode, latents)"
             )
-        return self.members[0].attachment.module, args
+        return self.members[0].managed.module, args
 
     def is_others(self, member: Member) -> bool:
         """Whether another handle manages a component, too, and keeps it when this one releases it."""

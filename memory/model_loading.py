@@ -106,10 +106,10 @@ def load_model(
         for name in weight.names:
             source.alias(name, weight.stored_name)
     source.read_into(to_read)
-    bare = [name for name, buffer in module.named_buffers() if buffer.is_meta]
-    if bare:
+    on_meta = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if on_meta:
         raise InvalidInput(
-            f"{type(module).__name__}: its buffer {bare[0]!r} is computed from weights, which are not there yet; "
+            f"{type(module).__name__}: its buffer {on_meta[0]!r} is computed from weights, which are not there yet; "
             "build the module yourself, then use load_weights"
         )
     sources[module] = source
@@ -305,14 +305,14 @@ def bare_parameters() -> Iterator[None]:
     torch knows the hook for all threads; in others it does nothing.
     """
     thread_id = threading.get_ident()
-    bare = WeakTensorKeyDictionary()
+    on_meta = WeakTensorKeyDictionary()
 
     def strip(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or threading.get_ident() != thread_id:
             return None
-        if parameter not in bare:
-            bare[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        stripped: nn.Parameter = bare[parameter]
+        if parameter not in on_meta:
+            on_meta[parameter] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        stripped: nn.Parameter = on_meta[parameter]
         return stripped
 
     handle = register_module_parameter_registration_hook(strip)  # type: ignore[arg-type]  # what it returns counts

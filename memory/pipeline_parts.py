@@ -50,7 +50,7 @@ class Parts:
         changed = {name for name, before in self.known.items() if attributes.get(name) is not before}
         if not changed:
             return {}
-        managed = {part for attachment in list(attached) for part in attachment.module.modules()}
+        managed = {part for managed_component in list(attached) for part in managed_component.module.modules()}
         try:
             found = discover_components({name: attributes[name] for name in changed if name in attributes})
         except InvalidInput:  # no module at all

@@ -54,12 +54,12 @@ def verify(
     """
     members = list(dict.fromkeys([*members, *(lender for member in members for lender in member.lenders)]))
     refuse_unfit(members)
-    modules = [member.attachment.module for member in members]
+    modules = [member.managed.module for member in members]
     places = find_places(members)
-    entries = [entry for member in members for unit in member.attachment.units for entry in unit.entries]
+    slots = [slot for member in members for group in member.managed.groups for slot in group.slots]
     room_bytes = kept_bytes()
-    tags = {id(unit): checksum(unit) for member in members for unit in member.attachment.units}
-    snapshot = Snapshot(modules, entries, objects)
+    tags = {id(group): checksum(group) for member in members for group in member.managed.groups}
+    snapshot = Snapshot(modules, slots, objects)
 
     def run(recording: Recording | None) -> Side:
         arguments = copy_arguments((args, kwargs), [*modules, *objects])
@@ -75,8 +75,8 @@ def verify(
 
     def clean_up() -> None:
         """Undo all once more: an interrupt that comes just where something is undone leaves it out."""
-        for recorder in recorders:
-            recorder.unhook()
+        for event_log in recorders:
+            event_log.unhook()
         for one in references:
             one.end()
         snapshot.put_back()
@@ -85,9 +85,9 @@ def verify(
         managed = run(recorders[0])
         unwatched = run(None)
         changed = [
-            f"{member.name}: {unit.name or 'what is outside the blocks'}"
+            f"{member.name}: {group.name or 'what is outside the blocks'}"
             for member in members
-            for unit in written_since(manager, member, tags)
+            for group in written_since(manager, member, tags)
         ]
         for by_blocks in (False, True):
             references[:] = [Reference(manager, member, by_blocks=by_blocks) for member in members]
@@ -122,9 +122,9 @@ def refuse_unfit(members: Sequence[Member]) -> None:
     if not members:
         raise InvalidInput("nothing to verify: no component is managed")
     for member in members:
-        if member.attachment.hooks.target is not member.attachment.forwards:
+        if member.managed.hooks.target is not member.managed.forwards:
             raise InvalidInput(f"{member.name} is not managed any more: it was released, or is being verified")
-        if member.attachment.passes.here is not None and member.attachment.passes.is_busy():
+        if member.managed.passes.here is not None and member.managed.passes.is_busy():
             raise UnsafeState(f"{member.id} computes now, in this very thread: verify it after that")
         if member.is_hosted:
             raise InvalidInput(f"{member.id} is ComfyUI's model: use the Verify node")
@@ -134,34 +134,36 @@ def find_places(members: Sequence[Member]) -> dict[nn.Module, str]:
     places: dict[nn.Module, str] = {}
     for member in members:
         prefix = f"{member.name}." if len(members) > 1 else ""
-        places |= places_of(member.attachment.module, member.attachment.component, prefix)
+        places |= places_of(member.managed.module, member.managed.component, prefix)
     return places
 
 
 # -- weights
 
 
-def checksum(unit: WeightGroup) -> int:
-    """Return a sum over a unit's weights in host memory, in one quick pass; 0 for those that rest elsewhere."""
-    if not isinstance(unit.master, HostStore):
+def checksum(group: WeightGroup) -> int:
+    """Return a sum over a group's weights in host memory, in one quick pass; 0 for those that rest elsewhere."""
+    if not isinstance(group.store, HostStore):
         return 0
-    slab = unit.master.slab
+    slab = group.store.slab
     whole = slab.numel() // 8 * 8
     with torch.no_grad(), torch.inference_mode(False):
         return int(slab[:whole].view(torch.int64).sum()) + int(slab[whole:].sum())
 
 
 def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int]) -> list[WeightGroup]:
-    """Return the units whose masters have become others, after what was written on a device is saved."""
-    attachment = member.attachment
-    with attachment.passes.held(), manager.exclusive():
-        plan = attachment.plan if attachment.is_loaded else None
-        attachment.unload()
-        attachment.finish_copies()
-        found = [unit for unit in attachment.units if unit.name and checksum(unit) != tags.get(id(unit), 0)]
+    """Return the groups whose weight stores have become others, after what was written on a device is saved."""
+    managed_component = member.managed
+    with managed_component.passes.held(), manager.exclusive():
+        plan = managed_component.plan if managed_component.is_loaded else None
+        managed_component.unload()
+        managed_component.finish_copies()
+        found = [
+            group for group in managed_component.groups if group.name and checksum(group) != tags.get(id(group), 0)
+        ]
         if plan is not None:
-            attachment.load(plan)
-            attachment.finish_copies()
+            managed_component.load(plan)
+            managed_component.finish_copies()
     return found
 
 
@@ -174,7 +176,7 @@ def find_lost_weights(members: Sequence[Member]) -> list[Difference]:
             text=f"{weight} in host memory is not what its file has; no fault if a program changed it on purpose",
         )
         for member in members
-        for block, weight in find_changed_masters(member.attachment)
+        for block, weight in find_changed_masters(member.managed)
     ]
 
 
@@ -189,18 +191,18 @@ def describe_reference(references: Sequence[Reference]) -> str:
 
 def describe_notes(members: Sequence[Member], changed: Sequence[str]) -> list[str]:
     notes = []
-    cast = [member.name for member in members if member.attachment.plan.cast]
+    cast = [member.name for member in members if member.managed.plan.cast]
     if cast:
         notes.append(f"{', '.join(cast)}: eight-bit weights, widened in the reference as they are stored")
-    compiled = [member.name for member in members if member.attachment.compiles]
+    compiled = [member.name for member in members if member.managed.compiles]
     if compiled:
         notes.append(f"{', '.join(compiled)}: compiled on both sides")
     if changed:
         notes.append(f"written to on a device; the reference has what was written: {', '.join(changed)}")
-    unknown = [member.name for member in members if member.attachment.source is None]
+    unknown = [member.name for member in members if member.managed.source is None]
     if unknown:
         notes.append(f"no file is known of {', '.join(unknown)}: the weights in host memory are taken as they are")
-    split = [member.name for member in members if len(member.attachment.shares) > 1]
+    split = [member.name for member in members if len(member.managed.shares) > 1]
     if split:
         notes.append(f"{', '.join(split)}: split over devices; the reference is on the first, so both must be alike")
     return notes

@@ -53,7 +53,7 @@ def make_report(only: str | None = None) -> dict[str, Any]:
 
     manager = existing_manager()
     empty = Report(devices=[], components=[], nodes=[], runs=[], events=[], samples=[])
-    report = (empty.to_json() if manager is None else manager.report()) | {"in_effect": features()}
+    report = (empty.to_json() if manager is None else manager.report()) | {"host_features": features()}
     if only is None:
         return report
     wanted = only.split(",")
@@ -68,6 +68,6 @@ def free_idle(manager: MemoryManager) -> dict[str, int]:
     freed = {}
     for device in manager.devices.values():
         if not device.is_cpu:
-            freed[device.name] = manager.give_up(device.name, device.total_bytes(), "asked for in the page")
+            freed[device.name] = manager.free_memory(device.name, device.total_bytes(), "asked for in the page")
             device.module.empty_cache()
     return freed

@@ -27,7 +27,7 @@ def machine_for(hardware: Hardware | None) -> Machine:
     """Return the numbers to plan with: the described machine's, or this one's as it is now."""
     from ...memory import default_manager
 
-    return hardware.machine() if hardware else default_manager().room.machine(None)
+    return hardware.machine() if hardware else default_manager().admission.machine(None)
 
 
 def plan_parts(

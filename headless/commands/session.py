@@ -40,7 +40,7 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
         for member in list(manager.members.values()):
             if message["type"] == "node" and member.id not in planned:
                 planned.add(member.id)
-                console.say(member.attachment.plan.text())
+                console.say(member.managed.plan.text())
 
     with console.progress() as progress:
         bars = Bars(progress, console)

@@ -40,7 +40,7 @@ class Admission:
     """Live memory as plans see it, and the eviction that makes more of it. The caller holds the manager's lock.
 
     Args:
-        members: those under management, by id; the roster adds and removes them.
+        members: those under management, by id; the registry adds and removes them.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Admission:
         members: dict[str, Member],
         policy: EvictionPolicy,
         ledger: Ledger,
-        recorder: EventLog,
+        event_log: EventLog,
     ) -> None:
         self.devices = devices
         self.members = members
         self.policy = policy
         self.ledger = ledger
-        self.recorder = recorder
+        self.event_log = event_log
         self.watermarks: dict[str, Watermark] = {}
         self.needs = Needs()
         self.device_digests: dict[str, str] = {}
@@ -97,7 +97,7 @@ class Admission:
                 continue
             self.watermarks[target] = mark
             reason = f"keep free: low {format_bytes(low_bytes)}, high {format_bytes(high_bytes)}"
-            self.recorder.note("watermark", "", low_bytes, target, reason)
+            self.event_log.note("watermark", "", low_bytes, target, reason)
             self.make_room(self.devices[target], 0, None)
             self.epoch += 1
 
@@ -128,7 +128,7 @@ class Admission:
         num_bytes = sum(computable(lender, {device: 0})[device] for lender in member.lenders if not lender.leases)
         for other in self.members.values():
             if member in other.lenders and other.leases:
-                shares = other.attachment.plan.shares
+                shares = other.managed.plan.shares
                 num_bytes += sum(max(0, share.keeps_bytes) for share in shares if share.device == device)
         return num_bytes
 
@@ -136,7 +136,7 @@ class Admission:
         """Return what is known of the needs of a member's forwards, of one size or of those that it had last."""
         if device in member.short_on:
             return KeptFree(num_bytes=EVERYTHING, why="loading it ran out of memory")
-        component = member.attachment.component
+        component = member.managed.component
         # A host that catches the failure of a VAE goes on in tiles: until they come, that tells nothing.
         fears = size is not None or not member.is_hosted or component.kind != "vae"
         kept = self.needs.kept(self.key_of(component, device, member), size, fears=fears)
@@ -158,7 +158,7 @@ class Admission:
 
     def leaves_enough(self, member: Member, size: Size) -> bool:
         """Whether so much is free now as forwards of a size are known to need, or may need. Asks the driver."""
-        for share in member.attachment.plan.shares:
+        for share in member.managed.plan.shares:
             device = self.devices[share.device]
             if device.is_cpu:
                 continue
@@ -173,7 +173,7 @@ class Admission:
     def lasting_bytes(self, device: str, victim: Victim) -> int:
         """Return what an idle component keeps of a device to be able to compute, where its host believes it loaded."""
         member = self.members[victim.component]
-        if not (member.is_hosted and member.attachment.is_loaded):
+        if not (member.is_hosted and member.managed.is_loaded):
             return 0
         return min(victim.device_bytes, computable(member, {device: 0})[device])
 
@@ -252,9 +252,9 @@ class Admission:
         Raises:
             InvalidInput, DoesNotFit: as `plan_components`.
         """
-        attachment = member.attachment
+        managed = member.managed
         machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass)
-        return replan(attachment.component, attachment.plan, machine, member.profile, member.block_seconds)
+        return replan(managed.component, managed.plan, machine, member.profile, member.block_seconds)
 
     def turn(self, member: Member) -> None:
         """A run of a member is over: what an older, larger one needed is no reason any more to keep that."""
@@ -262,8 +262,8 @@ class Admission:
             member.activation_before, member.activation_bytes = member.activation_bytes, Counter()
             member.short_on.clear()
             member.is_wary = False
-            shares = member.attachment.plan.shares
-            self.needs.decay(self.key_of(member.attachment.component, share.device, member) for share in shares)
+            shares = member.managed.plan.shares
+            self.needs.decay(self.key_of(member.managed.component, share.device, member) for share in shares)
 
     # -- who leaves
 
@@ -274,7 +274,7 @@ class Admission:
     def victims(self, device: Device, member: Member | None) -> list[Victim]:
         """Return the idle components with bytes on a device, other than the member."""
         return [
-            Victim(component=other.id, device_bytes=held, last_use=other.last_use, is_kept=other.is_kept)
+            Victim(component=other.id, device_bytes=held, last_use=other.last_use, evict_last=other.evict_last)
             for other in self.members.values()
             if other is not member and not other.leases and (held := self.ledger.held(other.id, device.name))
         ]
@@ -288,10 +288,17 @@ class Admission:
         mark, asked = self.watermark(device.name), self.left_free(device, member)
         self.clear(device, need_bytes, member, max(mark.low_bytes, asked), max(mark.high_bytes, asked))
         if keeps_bytes > 0 and member is not None:
-            self.clear(device, need_bytes, member, keeps_bytes, keeps_bytes, whole=not member.is_hosted)
+            self.clear(device, need_bytes, member, keeps_bytes, keeps_bytes, allow_unrunnable=not member.is_hosted)
 
     def clear(
-        self, device: Device, need_bytes: int, member: Member | None, low: int, high: int, *, whole: bool = True
+        self,
+        device: Device,
+        need_bytes: int,
+        member: Member | None,
+        low: int,
+        high: int,
+        *,
+        allow_unrunnable: bool = True,
     ) -> None:
         """Evict idle components if the need would leave less than the one free, until the other is; as `evict`."""
         left = device.free_bytes() - need_bytes
@@ -302,25 +309,25 @@ class Admission:
             if left >= high:
                 return
             other = self.members[victim.component]
-            idle_s = self.recorder.now_s - (other.last_use_s or 0.0)
+            idle_s = self.event_log.now_s - (other.last_use_s or 0.0)
             reason = (
                 f"{need}, {format_bytes(device.free_bytes())} are free of which {format_bytes(low)} are kept; "
                 f"idle longest, {idle_s:.1f} s"
             )
-            if other.is_kept:
+            if other.evict_last:
                 reason += "; it was to be kept, but nothing else is left"
-            left += self.evict(other, device, high - left, reason, whole=whole)
+            left += self.evict(other, device, high - left, reason, allow_unrunnable=allow_unrunnable)
 
     def left_free(self, device: Device, member: Member | None) -> int:
         """Return the bytes of a device that the member's profile leaves free."""
         if member is None:
             return 0
-        component = member.attachment.component
+        component = member.managed.component
         return member.profile.left_free(device.name, component.name, component.kind, device.total_bytes())
 
     def clear_left_free(self, member: Member) -> None:
         """Evict what idle components took of the bytes that a loaded member's profile leaves free."""
-        for share in member.attachment.shares:
+        for share in member.managed.shares:
             if not share.device.is_cpu and self.left_free(share.device, member):
                 self.make_room(share.device, 0, member)
 
@@ -329,7 +336,7 @@ class Admission:
 
         Others give up what they can compute without, then it streams more itself; its host is told of both.
         """
-        if not member.attachment.is_loaded:
+        if not member.managed.is_loaded:
             return
         try:
             wanted = self.replan(member, size=size)
@@ -339,23 +346,23 @@ class Admission:
             missing = share.keeps_bytes - self.devices[share.device].free_bytes()
             if missing > 0 and share.device != "cpu":
                 reason = f"{member.id} needs more beside its weights, {format_bytes(share.keeps_bytes)}"
-                self.give_up(share.device, missing, reason, spare=[member], whole=False)
-        held = {share.device: self.ledger.held(member.id, share.device) for share in member.attachment.plan.shares}
+                self.free_memory(share.device, missing, reason, exclude=[member], allow_unrunnable=False)
+        held = {share.device: self.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
         try:
             plan = self.replan(member, computable(member, held), size=size, evicts=False)
         except (DoesNotFit, InvalidInput):
             return
-        member.attachment.load(plan)
+        member.managed.load(plan)
         for share in plan.shares:
             freed = held[share.device] - self.ledger.held(member.id, share.device)
             if freed > 0:
                 reason = next((reason for reason in share.reasons if reason.startswith("keeps ")), "needs more room")
-                self.recorder.note("evict", member.id, freed, share.device, reason)
-        self.recorder.sample()
+                self.event_log.note("evict", member.id, freed, share.device, reason)
+        self.event_log.sample()
 
     def keep_budget(self, device: Device, device_bytes: int, member: Member) -> None:
         """Evict idle siblings if with so many bytes of the member they held more than its budget for the device."""
-        component = member.attachment.component
+        component = member.managed.component
         for budget in member.profile.budgets_for(device.name, component.name, component.kind):
             most = budget.most(device.total_bytes())
             if budget.target != device.name or most is None:
@@ -371,14 +378,20 @@ class Admission:
                     )
                     held -= self.evict(self.members[victim.component], device, excess, reason)
 
-    def give_up(
-        self, device_name: str, num_bytes: int, reason: str, *, spare: Collection[Member] = (), whole: bool = True
+    def free_memory(
+        self,
+        device_name: str,
+        num_bytes: int,
+        reason: str,
+        *,
+        exclude: Collection[Member] = (),
+        allow_unrunnable: bool = True,
     ) -> int:
         """Evict idle components until so many bytes of a device are free again; returns what really was freed.
 
         Args:
-            spare: components that their host is about to load. The room is for them; they may be idle longest.
-            whole: whether hosted components may lose the form in which they can compute.
+            exclude: components that their host is about to load. The room is for them; they may be idle longest.
+            allow_unrunnable: whether hosted components may lose the form in which they can compute.
         """
         freed = 0
         device = self.devices[device_name]
@@ -386,46 +399,51 @@ class Admission:
             if freed >= num_bytes:
                 break
             member = self.members[victim.component]
-            if member not in spare:
-                freed += self.evict(member, device, num_bytes - freed, reason, whole=whole)
+            if member not in exclude:
+                freed += self.evict(member, device, num_bytes - freed, reason, allow_unrunnable=allow_unrunnable)
         return freed
 
-    def evict(self, member: Member, device: Device, num_bytes: int, reason: str, *, whole: bool = True) -> int:
+    def evict(
+        self, member: Member, device: Device, num_bytes: int, reason: str, *, allow_unrunnable: bool = True
+    ) -> int:
         """Drop at least so many bytes of an idle component if it has them; returns the bytes freed.
 
         Args:
-            whole: whether it may lose the form in which it can compute.
+            allow_unrunnable: whether it may lose the form in which it can compute.
         """
         if member.leases:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
         held = self.ledger.held(member.id, device.name)
-        if not (member.is_hosted and self.stream_more(member, device, held - num_bytes, whole=whole)):
-            member.attachment.shrink(device.name, num_bytes)
+        if not (
+            member.is_hosted and self.stream_more(member, device, held - num_bytes, allow_unrunnable=allow_unrunnable)
+        ):
+            member.managed.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
         freed = held - left
         rest = f"{format_bytes(left)} of it stay" if left else "nothing of it stays"
-        self.recorder.note("evict", member.id, freed, device.name, f"{reason}; {rest}")
-        self.recorder.sample()
+        self.event_log.note("evict", member.id, freed, device.name, f"{reason}; {rest}")
+        self.event_log.sample()
         self.epoch += 1
         return freed
 
-    def stream_more(self, member: Member, device: Device, ceiling: int, *, whole: bool) -> bool:
+    def stream_more(self, member: Member, device: Device, ceiling: int, *, allow_unrunnable: bool) -> bool:
         """Bring a component down to so many bytes in a form that can compute; False if it has none so small.
 
-        Its host believes it loaded and may enter it without loading it again. Not ``whole``: its least form will do.
+        Its host believes it loaded and may enter it without loading it again. Not ``allow_unrunnable``: its least form
+        will do.
         """
         ceilings = {device.name: ceiling}
         try:
-            plan = self.replan(member, ceilings if whole else computable(member, ceilings))
+            plan = self.replan(member, ceilings if allow_unrunnable else computable(member, ceilings))
         except (DoesNotFit, InvalidInput):
-            return not whole
-        member.attachment.load(plan)
+            return not allow_unrunnable
+        member.managed.load(plan)
         return True
 
 
 def computable(member: Member, ceilings: Mapping[str, int]) -> dict[str, int]:
     """Return a host's ceilings, none of them under what the component needs to compute at all."""
-    component, plan = member.attachment.component, member.attachment.plan
+    component, plan = member.managed.component, member.managed.plan
     least = {
         share.device: least_bytes(component, share.blocks, plan.cast, first=index == 0)
         for index, share in enumerate(plan.shares)

@@ -16,7 +16,7 @@ class Victim:
     component: str
     device_bytes: int
     last_use: int
-    is_kept: bool = False
+    evict_last: bool = False
     """Its program asked to keep it: it leaves only when nothing else is left."""
 
 
@@ -32,4 +32,4 @@ class LeastRecentlyUsed:
     """The component that computed longest ago leaves first; of two never used, the larger. Kept ones are last."""
 
     def order(self, victims: Iterable[Victim]) -> list[Victim]:
-        return sorted(victims, key=lambda victim: (victim.is_kept, victim.last_use, -victim.device_bytes))
+        return sorted(victims, key=lambda victim: (victim.evict_last, victim.last_use, -victim.device_bytes))

@@ -60,10 +60,12 @@ class MemoryManager:
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
         self.members: dict[str, Member] = {}
         self.watchers: list[Callable[[str, int, int], None]] = []
-        self.recorder = EventLog(list(self.devices.values()), self.ledger, self.bytes_moved)
-        self.room = Admission(self.devices, self.members, policy or LeastRecentlyUsed(), self.ledger, self.recorder)
-        self.roster = Registry(
-            self.room,
+        self.event_log = EventLog(list(self.devices.values()), self.ledger, self.bytes_moved)
+        self.admission = Admission(
+            self.devices, self.members, policy or LeastRecentlyUsed(), self.ledger, self.event_log
+        )
+        self.registry = Registry(
+            self.admission,
             exclusive=self.exclusive,
             enter=self.enter,
             give_back=self.give_back,
@@ -72,8 +74,8 @@ class MemoryManager:
         self.uses = itertools.count(1)
         self.needs_file = needs_file
         if needs_file is not None:
-            self.room.needs.restore(needs_file.read())
-            weakref.finalize(self, write_needs, self.room.needs, needs_file)  # also as the process ends
+            self.admission.needs.restore(needs_file.read())
+            weakref.finalize(self, write_needs, self.admission.needs, needs_file)  # also as the process ends
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -97,7 +99,7 @@ class MemoryManager:
         errors = []
         while not self.inside and self.released:
             try:
-                self.roster.detach(self.released.pop())
+                self.registry.detach(self.released.pop())
             except InvalidInput as error:
                 errors.append(error)
         if errors:
@@ -106,7 +108,7 @@ class MemoryManager:
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
         members = list(self.members.values())  # in one step: another thread may add or remove some
-        return self.roster.moved_by_released + sum(member.attachment.bytes_moved for member in members)
+        return self.registry.moved_by_released + sum(member.managed.bytes_moved for member in members)
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
@@ -115,20 +117,20 @@ class MemoryManager:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
         """
         with self.exclusive():
-            self.room.set_watermark(device, low_bytes, high_bytes)
+            self.admission.set_watermark(device, low_bytes, high_bytes)
 
     # -- members
 
     def add(self, modules: dict[str, nn.Module], **choices: Any) -> tuple[list[Member], Plan]:
         """Take modules under management: plan, pack in host memory, hook; all of them or none (`Registry.add`)."""
         with self.exclusive():
-            return self.roster.add(modules, **choices)
+            return self.registry.add(modules, **choices)
 
     def replace(self, members: Sequence[Member], **choices: Any) -> Plan:
         """Give components another profile, placement or precision, where they are (`Registry.replace`)."""
         with self.exclusive():
-            self.heal_abandoned(None)
-            return self.roster.replace(members, **choices)
+            self.recover_abandoned(None)
+            return self.registry.replace(members, **choices)
 
     def remove(self, member: Member) -> None:
         """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent.
@@ -151,13 +153,13 @@ class MemoryManager:
 
     def refuse_computing(self, members: Iterable[Member]) -> None:
         """Raise `UnsafeState` if any of these computes now; the caller holds the lock."""
-        busy = [member.id for member in members if member.attachment.passes.is_busy()]
+        busy = [member.id for member in members if member.managed.passes.is_busy()]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
 
     def refuse_lending(self, members: Collection[Member]) -> None:
         """Refuse to release components while others borrow their weights (`Registry.refuse_lending`)."""
-        self.roster.refuse_lending(members)
+        self.registry.refuse_lending(members)
 
     def is_lent(self, member: Member) -> bool:
         """Whether other components borrow weights of this one."""
@@ -194,25 +196,25 @@ class MemoryManager:
         with self.exclusive():
             try:
                 member.leases.add(holder)
-                member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
-                self.recorder.sample()
-                self.heal_abandoned(member)
+                member.last_use, member.last_use_s = next(self.uses), self.event_log.now_s
+                self.event_log.sample()
+                self.recover_abandoned(member)
                 if self.is_at_rest(member, holder):
-                    self.bring_up(member, holder.size if is_own_pass(holder) else None)
-                self.recorder.begin_interval(holder)
-                self.recorder.used_by_node(member.id)
+                    self.load_for(member, holder.size if is_own_pass(holder) else None)
+                self.event_log.begin_interval(holder)
+                self.event_log.used_by_node(member.id)
             except BaseException:
                 member.leases.discard(holder)
                 raise
 
     def is_at_rest(self, member: Member, holder: object) -> bool:
         """Whether no pass of a component is under way but the holder; ends one that an interrupt left open."""
-        passes = member.attachment.passes
+        passes = member.managed.passes
         if passes.open is not holder:
-            passes.heal_abandoned()
+            passes.recover_abandoned()
         return passes.open is None or passes.open is holder
 
-    def bring_up(self, member: Member, size: Size | None) -> None:
+    def load_for(self, member: Member, size: Size | None) -> None:
         """Load what a component at rest will compute with, and keep free what it needs. Raises as `acquire`.
 
         Args:
@@ -220,63 +222,63 @@ class MemoryManager:
         """
         if member.look is not None:
             member.look()
-        if member.attachment.moves is not None:
-            member.attachment.refuse_rivals()
+        if member.managed.moves is not None:
+            member.managed.refuse_rivals()
         for lender in member.lenders:  # first: layers that were added to shared parts belong to them
             is_here = self.members.get(lender.id) is lender
-            if is_here and not lender.leases and lender.attachment.take_changes():
-                self.room.epoch += 1
-        if member.attachment.take_changes():
-            self.room.epoch += 1
-        if member.attachment.moves is not None:
-            member.attachment.moves.tell_undone()
-        is_settled = size is None or size in member.settled or self.room.leaves_enough(member, size)
+            if is_here and not lender.leases and lender.managed.take_changes():
+                self.admission.epoch += 1
+        if member.managed.take_changes():
+            self.admission.epoch += 1
+        if member.managed.moves is not None:
+            member.managed.moves.tell_undone()
+        is_settled = size is None or size in member.settled or self.admission.leaves_enough(member, size)
         if member.is_hosted:
             if size is not None and not is_settled:
-                self.room.give_headroom(member, size)
-        elif not member.attachment.is_loaded or member.planned_in_epoch != self.room.epoch or not is_settled:
+                self.admission.give_headroom(member, size)
+        elif not member.managed.is_loaded or member.planned_in_epoch != self.admission.epoch or not is_settled:
             self.admit(member, size=size)
         else:
-            self.room.clear_left_free(member)
+            self.admission.clear_left_free(member)
         if size is not None:
             member.settled.add(size)
-        if member.attachment.moves is not None:
-            member.attachment.moves.swaps.begin()
+        if member.managed.moves is not None:
+            member.managed.moves.swaps.begin()
         member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
-    def enter(self, member: Member, attachment: ManagedComponent, current: Pass) -> bool:
-        """Acquire a component for a pass; False if another attachment has it now, or none."""
+    def enter(self, member: Member, managed: ManagedComponent, current: Pass) -> bool:
+        """Acquire a component for a pass; False if another managed component has it now, or none."""
         with self.exclusive():
-            if self.members.get(member.id) is not member or member.attachment is not attachment:
+            if self.members.get(member.id) is not member or member.managed is not managed:
                 return False
             self.acquire(member, current)
-            self.acquire_lenders(member, attachment)
+            self.acquire_lenders(member, managed)
             return True
 
-    def acquire_lenders(self, member: Member, attachment: ManagedComponent) -> None:
+    def acquire_lenders(self, member: Member, managed: ManagedComponent) -> None:
         """Load the components that a pass of this one borrows from, after this one was loaded. Raises as `acquire`."""
         for lender in member.lenders:
             if self.members.get(lender.id) is not lender:
                 raise UnsafeState(f"{member.id} has weights of {lender.id}, which was released: release it, too")
-            forwards = lender.attachment.forwards
-            for guest in (guest for host, guest in attachment.forwards.guests if host is forwards):
+            forwards = lender.managed.forwards
+            for guest in (guest for host, guest in managed.forwards.guests if host is forwards):
                 self.acquire(lender, guest)
                 member.allocated_at_entry = lender.allocated_at_entry  # the lender takes some of what was free
             if not lender.leases:
                 raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
 
-    def heal_abandoned(self, newcomer: Member | None) -> None:
+    def recover_abandoned(self, newcomer: Member | None) -> None:
         """End passes that interrupts left open: their leases would keep memory that is no longer used."""
         for member in self.members.values():
             if member is not newcomer and member.leases:
-                member.attachment.passes.heal_abandoned()
+                member.managed.passes.recover_abandoned()
 
     def give_back(self, member: Member, holder: object) -> None:
         """Return the lease and learn what the forward needed beside the weights. Idempotent."""
         self.learn_and_give_back(member, holder)
         # In a run at its end; but a process whose forward failed may end here.
         failed = isinstance(holder, Pass) and holder.error is not None
-        if failed or not self.recorder.is_running:
+        if failed or not self.event_log.is_running:
             self.remember()
 
     def learn_and_give_back(self, member: Member, holder: object) -> None:
@@ -284,18 +286,18 @@ class MemoryManager:
             if holder not in member.leases:
                 return
             member.leases.discard(holder)
-            if member.attachment.moves is not None:
-                member.attachment.moves.swaps.end()
-            needed = self.recorder.end_interval(holder)
+            if member.managed.moves is not None:
+                member.managed.moves.swaps.end()
+            needed = self.event_log.end_interval(holder)
             if isinstance(holder, Guest):  # another component needed that memory
                 needed = {}
             for device, num_bytes in needed.items():
                 member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
-                self.recorder.needed_by_node(device, num_bytes)
+                self.event_log.needed_by_node(device, num_bytes)
             if is_own_pass(holder):
-                learn_needs(member, self.room, holder, needed)
+                learn_needs(member, self.admission, holder, needed)
             if not member.leases:
-                learn_times(member, self.room)
+                learn_times(member, self.admission)
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
@@ -305,15 +307,15 @@ class MemoryManager:
             self.acquire(member, holder)
             yield
         finally:
-            member.attachment.passes.heal_abandoned()
+            member.managed.passes.recover_abandoned()
             self.give_back(member, holder)
 
-    def bring_up_now(self, member: Member) -> None:
+    def load_now(self, member: Member) -> None:
         """Load a component for a method that uses its weights, unless this thread has a pass open; keeps no lease.
 
         Raises as `acquire`; does nothing where it was released.
         """
-        if self.members.get(member.id) is member and not member.attachment.forwards.is_entered():
+        if self.members.get(member.id) is member and not member.managed.forwards.is_entered():
             with self.lease(member):
                 pass
 
@@ -325,32 +327,32 @@ class MemoryManager:
                 if it could not compute otherwise.
             size: that of the input that it comes for, where it is known.
         """
-        attachment = member.attachment
-        plan = self.room.replan(member, computable(member, ceilings or {}), size=size)
+        managed = member.managed
+        plan = self.admission.replan(member, computable(member, ceilings or {}), size=size)
         member.settled.clear()
         for share in plan.shares:
             if share.device != "cpu":
                 device = self.devices[share.device]
-                self.room.keep_budget(device, share.device_bytes, member)
+                self.admission.keep_budget(device, share.device_bytes, member)
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
-                self.room.make_room(device, need_bytes, member, keeps_bytes=share.keeps_bytes)
-                member.foreign_at_plan[share.device] = self.room.foreign_bytes(device)
+                self.admission.make_room(device, need_bytes, member, keeps_bytes=share.keeps_bytes)
+                member.foreign_at_plan[share.device] = self.admission.foreign_bytes(device)
         try:
-            to_load = sum(share.to_load(part) for share, part in zip(attachment.shares, plan.shares, strict=True))
-            queued = attachment.load(plan, self.show_progress(member, to_load))
+            to_load = sum(share.to_load(part) for share, part in zip(managed.shares, plan.shares, strict=True))
+            queued = managed.load(plan, self.show_progress(member, to_load))
         except torch.OutOfMemoryError as error:
-            self.recorder.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
-            learn_failed_load(member, self.room, plan, error)
+            self.event_log.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
+            learn_failed_load(member, self.admission, plan, error)
             raise
         finally:
-            self.roster.note_refusal(member)
-            self.recorder.sample()
-        member.planned_in_epoch = self.room.epoch
+            self.registry.note_refusal(member)
+            self.event_log.sample()
+        member.planned_in_epoch = self.admission.epoch
         if queued:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
             reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}"
-            self.recorder.note("load", member.id, queued, where, reason)
+            self.event_log.note("load", member.id, queued, where, reason)
 
     def watch_loading(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
         """Call the watcher with component, bytes done and bytes in all, and return what ends that.
@@ -376,77 +378,85 @@ class MemoryManager:
 
         return show
 
-    def bring(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
+    def load(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
         """Load a hosted component now, within the ceilings that its host gives.
 
         Raises as `acquire`.
         """
         with self.exclusive():
-            member.last_use, member.last_use_s = next(self.uses), self.recorder.now_s
+            member.last_use, member.last_use_s = next(self.uses), self.event_log.now_s
             self.admit(member, ceilings)
 
     def planned_bytes(self, member: Member, device: str) -> int:
         """Return the bytes that a component would take of a device now: of the free, its own and the idle ones."""
         with self.exclusive():
             try:
-                return self.room.replan(member).device_bytes.get(device, 0)
+                return self.admission.replan(member).device_bytes.get(device, 0)
             except (DoesNotFit, InvalidInput):
-                return member.attachment.component.weight_bytes
+                return member.managed.component.weight_bytes
 
-    def leave(self, member: Member) -> None:
+    def unload(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""
         with self.exclusive():
             held = self.ledger.places(member.id)
-            if member.attachment.unload():
-                for share in member.attachment.shares:
+            if member.managed.unload():
+                for share in member.managed.shares:
                     name = share.device.name
-                    self.recorder.note("evict", member.id, held.get(name, 0), name, "its host took it off the device")
-            self.room.epoch += 1
-            self.recorder.sample()
+                    self.event_log.note("evict", member.id, held.get(name, 0), name, "its host took it off the device")
+            self.admission.epoch += 1
+            self.event_log.sample()
 
-    def give_up(
-        self, device: str, num_bytes: int, reason: str, *, spare: Collection[Member] = (), whole: bool = True
+    def free_memory(
+        self,
+        device: str,
+        num_bytes: int,
+        reason: str,
+        *,
+        exclude: Collection[Member] = (),
+        allow_unrunnable: bool = True,
     ) -> int:
-        """Evict idle components until so many bytes of a device are free again, as `Admission.give_up`."""
+        """Evict idle components until so many bytes of a device are free again, as `Admission.free_memory`."""
         with self.exclusive():
-            return self.room.give_up(device, num_bytes, reason, spare=spare, whole=whole)
+            return self.admission.free_memory(
+                device, num_bytes, reason, exclude=exclude, allow_unrunnable=allow_unrunnable
+            )
 
     # -- runs, nodes, report
 
     def begin_run(self, run_id: str, name: str) -> None:
         """A prompt execution begins; plans are looked at again with the memory there is now."""
         with self.exclusive():
-            self.heal()
-            self.room.epoch += 1
+            self.recover()
+            self.admission.epoch += 1
             for member in self.members.values():
-                self.room.turn(member)
-            self.recorder.begin_run(run_id, name)
+                self.admission.turn(member)
+            self.event_log.begin_run(run_id, name)
 
     def end_run(self) -> None:
         with self.exclusive():
-            self.heal()
-            self.recorder.end_run()
+            self.recover()
+            self.event_log.end_run()
             self.ledger.check()
         self.remember()
 
     def remember(self) -> None:
         """Write down what was learned of the needs of forwards; where that is not possible now, the next time."""
-        if self.needs_file is not None and self.room.needs.changed:
-            write_needs(self.room.needs, self.needs_file)
+        if self.needs_file is not None and self.admission.needs.changed:
+            write_needs(self.admission.needs, self.needs_file)
 
-    def heal(self) -> None:
+    def recover(self) -> None:
         """End what interrupts left open; called where nothing can be computing."""
         for member in self.members.values():
-            member.attachment.passes.heal_for(None)
+            member.managed.passes.recover_for(None)
 
     def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
         with self.exclusive():
-            self.recorder.begin_node(node_id, title, workflow_id)
+            self.event_log.begin_node(node_id, title, workflow_id)
 
     def end_node(self) -> dict[str, Any]:
         """Close the open node; returns its report and sends it to the listeners."""
         with self.exclusive():
-            node = self.recorder.node
+            node = self.event_log.node
             if node is None:
                 return {}
             tiers: Counter[str] = Counter()
@@ -454,24 +464,27 @@ class MemoryManager:
                 # Equal node ids in two workflows are two nodes.
                 if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
                     tiers.update(self.ledger.places(member.id))
-            report = self.recorder.end_node(node, dict(tiers))
+            report = self.event_log.end_node(node, dict(tiers))
             told = asdict(report)
             devices = [asdict(device) for device in self.device_reports()]
-            self.recorder.tell({"type": "node", **told, "devices": devices})
+            self.event_log.tell({"type": "node", **told, "devices": devices})
             return told
 
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call the listener with every node's report and every eviction; returns what ends that."""
         require(listener, Callable, what="listener", allowed="a function of one dict")  # type: ignore[arg-type]
-        self.recorder.listeners.append(listener)
-        return partial(discard, self.recorder.listeners, listener)
+        self.event_log.listeners.append(listener)
+        return partial(discard, self.event_log.listeners, listener)
 
     def device_reports(self) -> list[DeviceReport]:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
         none = Watermark(low_bytes=0, high_bytes=0)
         return [
             device_report(
-                device, none if device.is_cpu else self.room.watermark(name), self.ledger, self.recorder.peaks[name]
+                device,
+                none if device.is_cpu else self.admission.watermark(name),
+                self.ledger,
+                self.event_log.peaks[name],
             )
             for name, device in self.devices.items()
         ]
@@ -480,14 +493,14 @@ class MemoryManager:
         """Return the versioned report of everything so far, JSON-able."""
         with self.exclusive():
             components = [component_report(member, self.ledger) for member in self.members.values()]
-            recorder = self.recorder
+            event_log = self.event_log
             return Report(
                 devices=self.device_reports(),
                 components=components,
-                nodes=list(recorder.nodes),
-                runs=list(recorder.runs),
-                events=list(recorder.events),
-                samples=list(recorder.samples),
+                nodes=list(event_log.nodes),
+                runs=list(event_log.runs),
+                events=list(event_log.events),
+                samples=list(event_log.samples),
             ).to_json()
 
 

@@ -27,7 +27,7 @@ __all__ = ["Member", "refuse_apart", "refuse_shared_split", "refuse_unsuitable"]
 
 
 class Member:
-    """One component under the manager: its attachment, how it was asked for, and when it was used."""
+    """One component under the manager: its managed component, how it was asked for, and when it was used."""
 
     def __init__(
         self, member_id: str, name: str, node_id: str | None, workflow_id: str | None, profile: OffloadProfile
@@ -37,7 +37,7 @@ class Member:
         self.node_id = node_id
         self.workflow_id = workflow_id
         self.profile = profile
-        self.attachment: ManagedComponent
+        self.managed: ManagedComponent
         self.is_hosted = False
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
         self.call: object = self
@@ -53,7 +53,7 @@ class Member:
         """The number of calls of `Registry.add` that returned it and have not released it."""
         self.choices: tuple[object, ...] = ()
         """Placement, profile and precision that the first of those calls chose for it."""
-        self.is_kept = False
+        self.evict_last = False
         """It leaves a device only when nothing else is left to leave."""
         self.restores = True
         """Its module gets ordinary weights when it is released; not if the module is no longer used."""
@@ -126,12 +126,12 @@ def refuse_unsuitable(
 
 def find_managed(members: Collection[Member], borrowers: Collection[Member]) -> dict[int, str]:
     """Return by what each parameter is managed, by id, except by borrowers; of all managers in this process."""
-    ours = {id(other.attachment) for other in members}
+    ours = {id(other.managed) for other in members}
     owners = {
         id(parameter): f"by {other.id!r}"
         for other in members
         if other not in borrowers
-        for parameter in other.attachment.module.parameters()
+        for parameter in other.managed.module.parameters()
     }
     elsewhere = {
         id(parameter): f"as {other.owner!r} of another MemoryManager"

@@ -80,8 +80,8 @@ def plan_modules(
                 raise InvalidInput(f"blocks {pattern!r}: {name} has no such parts; allowed: paths such as layers.*")
             # Weights that are in RAM may differ from the file's by now: those rest there only where the user says so.
             asked = placement.item_for(name, kind).tier == "disk" or covers(profile.on_demand, name, kind)
-            bare = name in in_file or any(parameter.is_meta for parameter in module.parameters())
-            has_file = name in sources and (asked or bare) and sources[name].covers(component)
+            on_meta = name in in_file or any(parameter.is_meta for parameter in module.parameters())
+            has_file = name in sources and (asked or on_meta) and sources[name].covers(component)
             if name in sources:
                 sources[name].alias_tied(component)
             components.append(replace(component, has_file=has_file))

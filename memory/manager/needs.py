@@ -38,7 +38,7 @@ def digest_component(component: Component) -> str:
     """Return a digest of what a component consists of: names, dtypes and shapes; equal files have equal ones."""
     content = hashlib.sha256()
     for tensor in sorted(
-        (tensor for block in (*component.blocks, component.rest) for tensor in block.tensors),
+        (tensor for block in (*component.blocks, component.non_block) for tensor in block.tensors),
         key=lambda tensor: tensor.name,
     ):
         content.update(f"{tensor.name} {tensor.dtype} {tensor.shape}\n".encode())

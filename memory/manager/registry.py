@@ -38,17 +38,17 @@ class Registry:
 
     def __init__(
         self,
-        room: Admission,
+        admission: Admission,
         *,
         exclusive: Callable[[], AbstractContextManager[None]],
         enter: Callable[[Member, ManagedComponent, Pass], bool],
         give_back: Callable[[Member, Pass], None],
         show_progress: Callable[[Member, int], Callable[[int], None]],
     ) -> None:
-        self.room = room
-        self.members = room.members
-        self.ledger = room.ledger
-        self.recorder = room.recorder
+        self.admission = admission
+        self.members = admission.members
+        self.ledger = admission.ledger
+        self.event_log = admission.event_log
         self.exclusive = exclusive
         self.enter = enter
         self.give_back = give_back
@@ -77,7 +77,7 @@ class Registry:
             kinds: component kinds by name, where they are known; names suggest the others.
             sources: the files of components by name: those may rest on disk.
             patterns: what a block is, by component (`find_blocks`), where structure does not tell.
-            is_hosted: a host decides when they come (`bring`) and go (`leave`).
+            is_hosted: a host decides when they come (`load`) and go (`unload`).
         """
         refuse_unknown("files of", sources or {}, modules)
         refuse_unknown("blocks of", patterns or {}, modules)
@@ -98,7 +98,7 @@ class Registry:
         common = {component: shared[ids[component]] for component in new if ids[component] in shared}
         components, plan = plan_modules(
             new,
-            self.room.machine(None, freed_bytes=bytes_in_ram(new.values()), is_hosted=is_hosted),
+            self.admission.machine(None, freed_bytes=bytes_in_ram(new.values()), is_hosted=is_hosted),
             placement=self.keep_together(placement, kinds, ids, shared),
             profile=profile,
             precision=precision,
@@ -108,7 +108,7 @@ class Registry:
             shared=common,
         )
         self.refuse_apart(shared, {ids[part.name]: (new[part.name], part, plan[part.name]) for part in components})
-        workflow_id = self.recorder.node.workflow_id if self.recorder.node else None
+        workflow_id = self.event_log.node.workflow_id if self.event_log.node else None
         members: dict[str, Member] = {}
         call = object()
         for component in ranked:
@@ -127,9 +127,9 @@ class Registry:
         )
         for member in found.values():
             member.num_holders += 1
-        self.room.epoch += 1
+        self.admission.epoch += 1
         everyone = {**found, **members}
-        plans = [found[c].attachment.plan if c in found else plan[c] for c in modules]
+        plans = [found[c].managed.plan if c in found else plan[c] for c in modules]
         return [everyone[component] for component in modules], Plan(components=tuple(plans), profile=profile)
 
     def join(
@@ -159,7 +159,7 @@ class Registry:
         Raises:
             InvalidInput: other choices were made for one of them.
         """
-        by_module = {id(m.attachment.module): m for m in self.members.values() if not m.is_hosted}
+        by_module = {id(m.managed.module): m for m in self.members.values() if not m.is_hosted}
         found = {name: by_module[id(module)] for name, module in modules.items() if id(module) in by_module}
         for name, member in found.items():
             if member.choices != choices[name]:
@@ -173,15 +173,15 @@ class Registry:
         """Return what present and new components share, by id; a present one owns what a new one shares with it."""
         known = sorted((m for m in self.members.values() if not m.is_hosted), key=lambda member: member.rank)
         same = {
-            id(tensor): id(entry.held)
+            id(tensor): id(slot.held)
             for member in known
-            for unit in member.attachment.units
-            for tensors in (unit.masters, unit.placed)
-            for entry, tensor in zip(unit.entries, tensors, strict=False)
-            if entry.owners
+            for group in member.managed.groups
+            for tensors in (group.resting, group.placed)
+            for slot, tensor in zip(group.slots, tensors, strict=False)
+            if slot.owners
         }
-        found = find_shared({m.id: m.attachment.module for m in known if m.id not in new} | dict(new), same)
-        inside = {id(part): m for m in known for part in m.attachment.module.modules() if m.id not in new}
+        found = find_shared({m.id: m.managed.module for m in known if m.id not in new} | dict(new), same)
+        inside = {id(part): m for m in known for part in m.managed.module.modules() if m.id not in new}
         for name, module in new.items():
             owner = inside.get(id(module))
             if owner is not None:
@@ -204,7 +204,7 @@ class Registry:
 
         def home(component_id: str) -> str | None:
             if component_id not in named:
-                return self.members[component_id].attachment.plan.shares[0].device
+                return self.members[component_id].managed.plan.shares[0].device
             name = named[component_id]
             devices = placement.item_for(name, kinds[name]).devices
             return devices[0].device if devices else None
@@ -232,16 +232,16 @@ class Registry:
             if name in new:
                 modules[name], parts[name] = new[name][0], new[name][1:]
                 continue
-            attachment = self.members[name].attachment
-            modules[name], parts[name] = attachment.module, (attachment.component, attachment.plan)
-            refuse_use_elsewhere(name, attachment, common)
+            managed = self.members[name].managed
+            modules[name], parts[name] = managed.module, (managed.component, managed.plan)
+            refuse_use_elsewhere(name, managed, common)
         refuse_apart(modules, parts, shared)
 
     def take_back(self, member: Member, module: nn.Module) -> None:
         """Stop updating a borrower's module: it keeps the shared weights at rest."""
         for lender in member.lenders:
             if self.members.get(lender.id) is lender:
-                lender.attachment.take_back_from(module)
+                lender.managed.take_back_from(module)
 
     def refuse_lending(self, members: Collection[Member]) -> None:
         """Refuse to release components while others borrow their weights. Raises `UnsafeState`."""
@@ -266,30 +266,30 @@ class Registry:
         self.refuse_unready(members)
         members = sorted(members, key=lambda member: member.rank)
         ids = {member.name: member.id for member in members}
-        modules = {member.name: member.attachment.module for member in members}
+        modules = {member.name: member.managed.module for member in members}
         hosted = any(member.is_hosted for member in members)
         shared = {} if hosted else self.find_shared({})
-        sources = {m.name: m.attachment.source for m in members if m.attachment.source is not None}
-        kinds = {member.name: member.attachment.component.kind for member in members}
+        sources = {m.name: m.managed.source for m in members if m.managed.source is not None}
+        kinds = {member.name: member.managed.component.kind for member in members}
         asked, placement = placement, self.keep_together(placement, kinds, ids, shared)
-        locked = sum(member.attachment.packing.host_bytes["pinned"] for member in members)
+        locked = sum(member.managed.packing.host_bytes["pinned"] for member in members)
         components, plan = plan_modules(
             modules,
-            self.room.machine(None, freed_bytes=locked),
+            self.admission.machine(None, freed_bytes=locked),
             placement=placement,
             profile=profile,
             precision=precision,
             kinds=kinds,
             sources=sources,
             patterns=next((member.patterns for member in members), None),
-            in_file=[member.name for member in members if member.attachment.plan.tier == "disk"],
+            in_file=[member.name for member in members if member.managed.plan.tier == "disk"],
             shared={member.name: shared[member.id] for member in members if member.id in shared},
         )
         if shared:
             self.refuse_apart(
                 shared, {ids[part.name]: (modules[part.name], part, plan[part.name]) for part in components}
             )
-        before = [(member, member.attachment, member.profile) for member in members]
+        before = [(member, member.managed, member.profile) for member in members]
         try:
             for member, component in zip(members, components, strict=True):
                 self.detach(member, Ending.HANDED_OVER)
@@ -297,15 +297,15 @@ class Registry:
                 item = asked.item_for(member.name, kinds[member.name])
                 member.choices = choices_of(item, profile, precision)
                 new = component, plan[component.name], sources.get(component.name)
-                self.prepare(member, modules[member.name], *new, after=member.attachment)
+                self.prepare(member, modules[member.name], *new, after=member.managed)
                 self.attach(member)
         except BaseException:
-            for member, attachment, old_profile in before:
-                changed = member.attachment is not attachment or member.id not in self.members
-                if changed or attachment.phase is Phase.ENDING:
-                    self.put_back(member, attachment, old_profile)
+            for member, managed, old_profile in before:
+                changed = member.managed is not managed or member.id not in self.members
+                if changed or managed.phase is Phase.ENDING:
+                    self.put_back(member, managed, old_profile)
             raise
-        self.room.epoch += 1
+        self.admission.epoch += 1
         return plan
 
     def refuse_unready(self, members: Sequence[Member]) -> None:
@@ -317,16 +317,16 @@ class Registry:
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
 
-    def put_back(self, member: Member, attachment: ManagedComponent, profile: OffloadProfile) -> None:
-        """Give a component the form again that it had in an earlier attachment; released if that fails."""
+    def put_back(self, member: Member, managed: ManagedComponent, profile: OffloadProfile) -> None:
+        """Give a component the form again that it had in an earlier managed component; released if that fails."""
         self.detach(member, Ending.HANDED_OVER)
         self.give(member, profile)
         try:
-            former = attachment.component, attachment.plan, attachment.source
-            self.prepare(member, attachment.module, *former, after=member.attachment)
+            former = managed.component, managed.plan, managed.source
+            self.prepare(member, managed.module, *former, after=member.managed)
             self.attach(member, tells=False)  # who cancelled would cancel this, too
         except BaseException:
-            attachment.hooks.remove()
+            managed.hooks.remove()
             raise
 
     def give(self, member: Member, profile: OffloadProfile) -> None:
@@ -343,19 +343,20 @@ class Registry:
         *,
         after: ManagedComponent | None = None,
     ) -> None:
-        """Build a component's attachment, in place of another, and refuse what cannot be attached; changes nothing."""
+        """Build a component's managed component, in place of another, and refuse what cannot be attached; changes
+        nothing."""
         refuse_shared_split(module, component, plan)
-        attachment = ManagedComponent(
+        managed = ManagedComponent(
             member.id,
             module,
             component,
             plan,
-            self.room.devices,
+            self.admission.devices,
             self.ledger,
             exclusive=self.exclusive,
-            acquire=lambda current: self.enter(member, attachment, current),
+            acquire=lambda current: self.enter(member, managed, current),
             give_back=lambda current: self.give_back(member, current),
-            lenders=lambda: [other.attachment for other in member.lenders if self.members.get(other.id) is other],
+            lenders=lambda: [other.managed for other in member.lenders if self.members.get(other.id) is other],
             guards_state=not member.is_hosted,
             source=source,
             compiles=member.profile.compile,
@@ -364,50 +365,50 @@ class Registry:
         )
         try:
             for lender in member.lenders:
-                lender.attachment.lend_to(module)
+                lender.managed.lend_to(module)
             for other in self.members.values():
                 if member in other.lenders:
-                    attachment.lend_to(other.attachment.module)
+                    managed.lend_to(other.managed.module)
             if not member.is_hosted:
                 self.refuse_unsuitable(member, module, component, source)
         except BaseException:
             self.take_back(member, module)
             raise
-        member.attachment = attachment
-        attachment.packing.measure()
+        member.managed = managed
+        managed.packing.measure()
 
     def refuse_unsuitable(
         self, member: Member, module: nn.Module, component: Component, source: WeightsSource | None
     ) -> None:
-        units = [unit for lender in member.lenders for unit in lender.attachment.units]
-        lent = {place for unit in units for entry in unit.entries for place in entry.owners}
+        groups = [group for lender in member.lenders for group in lender.managed.groups]
+        lent = {place for group in groups for slot in group.slots for place in slot.owners}
         borrowers = [other for other in self.members.values() if member in other.lenders]
         refuse_unsuitable(module, component, self.members.values(), source, lent=lent, borrowers=borrowers)
 
     def attach(self, member: Member, *, tells: bool = True) -> None:
         """Pack and hook a component that was prepared; ``tells`` those who watch loadings."""
-        attachment, plan = member.attachment, member.attachment.plan
+        managed, plan = member.managed, member.managed.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
-            self.refuse_unsuitable(member, attachment.module, attachment.component, attachment.source)
+            self.refuse_unsuitable(member, managed.module, managed.component, managed.source)
         try:
-            attachment.attach(self.show_progress(member, attachment.packing.to_pack()) if tells else None)
+            managed.attach(self.show_progress(member, managed.packing.to_pack()) if tells else None)
             self.members[member.id] = member
         except BaseException:
             if member.id not in self.members:
-                attachment.detach(Ending.TAKEN_BACK)
+                managed.detach(Ending.TAKEN_BACK)
             raise
         for reason in plan.reasons:
-            self.recorder.note("plan", member.id, 0, plan.shares[0].device, reason)
+            self.event_log.note("plan", member.id, 0, plan.shares[0].device, reason)
         self.note_refusal(member)
 
     def note_refusal(self, member: Member) -> None:
-        if member.attachment.packing.tell_refusal():
+        if member.managed.packing.tell_refusal():
             reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
-            self.recorder.note("plan", member.id, 0, "host", reason)
+            self.event_log.note("plan", member.id, 0, "host", reason)
 
     def note_read(self, owner: str, num_bytes: int) -> None:
         reason = "a block that rested in its file was read into RAM and stays there: other code uses its weights"
-        self.recorder.note("plan", owner, num_bytes, "host", reason)
+        self.event_log.note("plan", owner, num_bytes, "host", reason)
 
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""
@@ -417,22 +418,22 @@ class Registry:
 
     def detach(self, member: Member, ending: Ending | None = None) -> None:
         if self.members.get(member.id) is not member:
-            if not any(other.attachment.module is member.attachment.module for other in self.members.values()):
-                member.attachment.packing.read_left(Ending.RESTORED if member.restores else Ending.DISCARDED)
+            if not any(other.managed.module is member.managed.module for other in self.members.values()):
+                member.managed.packing.read_left(Ending.RESTORED if member.restores else Ending.DISCARDED)
             return
         freed = self.ledger.places(member.id)
-        self.room.epoch += 1
+        self.admission.epoch += 1
         error: InvalidInput | None = None
         try:
-            member.attachment.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
+            member.managed.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
         except InvalidInput as problem:  # of a file: all else is done
             error = problem
-        self.take_back(member, member.attachment.module)
+        self.take_back(member, member.managed.module)
         del self.members[member.id]  # last: interrupted before, it can be released again
-        self.moved_by_released += member.attachment.bytes_moved
+        self.moved_by_released += member.managed.bytes_moved
         for place, num_bytes in freed.items():
-            self.recorder.note("release", member.id, num_bytes, place, "released")
-        self.recorder.sample()
+            self.event_log.note("release", member.id, num_bytes, place, "released")
+        self.event_log.sample()
         if error is not None:
             raise error
         assert not self.ledger.places(member.id), self.ledger.places(member.id)
@@ -445,16 +446,16 @@ def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str,
         raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
 
 
-def refuse_use_elsewhere(name: str, attachment: ManagedComponent, common: Shared) -> None:
+def refuse_use_elsewhere(name: str, managed: ManagedComponent, common: Shared) -> None:
     """Refuse to lend a weight of a block to a component that uses it outside of that block. Raises `InvalidInput`."""
-    for unit in attachment.units if common.lent else ():
-        if not unit.name:
+    for group in managed.groups if common.lent else ():
+        if not group.name:
             continue
-        block = attachment.module.get_submodule(unit.name)
-        for entry in unit.entries:
-            if any(block not in above for above in common.lent.get(id(entry.held), ())):
+        block = managed.module.get_submodule(group.name)
+        for slot in group.slots:
+            if any(block not in above for above in common.lent.get(id(slot.held), ())):
                 raise InvalidInput(
-                    f"{name} lends {entry.spec.name!r}, which is in its block {unit.name}, to a component that "
+                    f"{name} lends {slot.spec.name!r}, which is in its block {group.name}, to a component that "
                     "uses it elsewhere: release it, and manage both in one call"
                 )
 

@@ -152,22 +152,22 @@ def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: i
 
 
 def component_report(member: Member, ledger: Ledger) -> ComponentReport:
-    attachment = member.attachment
-    planned = {share.device: share.device_bytes for share in attachment.plan.shares if share.device != "cpu"}
-    held = {share.device: ledger.held(member.id, share.device) for share in attachment.plan.shares}
+    managed = member.managed
+    planned = {share.device: share.device_bytes for share in managed.plan.shares if share.device != "cpu"}
+    held = {share.device: ledger.held(member.id, share.device) for share in managed.plan.shares}
     return ComponentReport(
         id=member.id,
         name=member.name,
-        kind=attachment.component.kind,
+        kind=managed.component.kind,
         node_id=member.node_id,
         workflow_id=member.workflow_id,
         tiers=ledger.places(member.id),
-        precision=attachment.plan.precision.value,
+        precision=managed.plan.precision.value,
         in_effect=all(held[device] == num_bytes for device, num_bytes in planned.items()),
         leased=bool(member.leases),
         last_use_s=member.last_use_s,
-        bytes_moved=attachment.bytes_moved,
-        plan=attachment.plan.to_json(),
-        num_compiles=attachment.compiled.num_compiles if attachment.compiled is not None else None,
-        uncompiled_blocks=attachment.compiled.why_uncompiled() if attachment.compiled is not None else None,
+        bytes_moved=managed.bytes_moved,
+        plan=managed.plan.to_json(),
+        num_compiles=managed.compiled.num_compiles if managed.compiled is not None else None,
+        uncompiled_blocks=managed.compiled.why_uncompiled() if managed.compiled is not None else None,
     )

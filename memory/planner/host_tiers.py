@@ -2,7 +2,7 @@
 
 [Note: host memory] Unlike the bytes of a device, which components take in turns, those of the host are taken by all
 components at once. So one decision is made for all of them: who is in RAM, the diffusion model first, because it is
-read in every step; and which units are page-locked, streamed blocks first, because those are copied in every pass.
+read in every step; and which groups are page-locked, streamed blocks first, because those are copied in every pass.
 A component at tier ``disk`` costs two bounce buffers per device, through which its file is read. Every copy of it
 passes through them, so they are page-locked before all else, if its profile page-locks it at all.
 """
@@ -28,7 +28,7 @@ from .sizes import (
     resting_bytes,
 )
 
-__all__ = ["Masters", "choose_tiers", "lock_pages", "may_be_pinned"]
+__all__ = ["StoreSpec", "choose_tiers", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
@@ -37,10 +37,10 @@ NOT_AHEAD = "copies block the host, each is made when its block is entered"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Masters:
+class StoreSpec:
     """What one component keeps off its devices, filled in as it is decided.
 
-    ``tier`` None is RAM, of which sort is still open. ``pinned`` has the names of the blocks whose masters are
+    ``tier`` None is RAM, of which sort is still open. ``pinned`` has the names of the blocks whose weight stores are
     page-locked, and ``""`` for the rest and the buffers.
     """
 
@@ -69,7 +69,7 @@ class Masters:
 
     @property
     def ram_bytes(self) -> int:
-        """The bytes of all masters."""
+        """The bytes of all weight stores."""
         return all_resident_bytes(self.component, self.cast)
 
     @property
@@ -93,7 +93,7 @@ class Masters:
         kind = self.component.kind
         return KINDS_BY_USE.index(kind) if kind in KINDS_BY_USE else 0
 
-    def units(self) -> list[tuple[str, int, bool]]:
+    def groups(self) -> list[tuple[str, int, bool]]:
         """Return what can be page-locked by itself: its name, its bytes, and whether it streams."""
         streamed = {number for share in self.shares for number in share.streamed}
         fixed = [fixed_tensors(self.component, s.blocks, first=index == 0) for index, s in enumerate(self.shares)]
@@ -104,13 +104,13 @@ class Masters:
         ]
 
 
-def choose_tiers(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:
-    """Return the masters with the tier that was asked for, or ``disk`` where that was asked for or RAM is short.
+def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
+    """Return the weight stores with the tier that was asked for, or ``disk`` where that was asked for or RAM is short.
 
     Raises:
         InvalidInput: a tier that cannot be had; lists those that can.
     """
-    decided = [replace(part, tier=asked_tier(part)) for part in masters]
+    decided = [replace(part, tier=asked_tier(part)) for part in stores]
     # What has no file is in RAM already, and the bytes that are free do not count it.
     open_parts = [index for index, part in enumerate(decided) if part.can_rest_on_disk]
     left = machine.host_bytes - sum(
@@ -140,7 +140,7 @@ def choose_tiers(masters: Sequence[Masters], machine: Machine, profile: OffloadP
     ]
 
 
-def asked_tier(part: Masters) -> str | None:
+def asked_tier(part: StoreSpec) -> str | None:
     allowed = ["host"] if part.on_cpu else ["device", "pinned", "host"]
     if part.can_rest_on_disk:
         allowed.append("disk")
@@ -152,7 +152,7 @@ def asked_tier(part: Masters) -> str | None:
     return part.item.tier
 
 
-def why_unavailable(part: Masters) -> str:
+def why_unavailable(part: StoreSpec) -> str:
     """Return why a part cannot rest in the tier that was asked for."""
     if part.on_cpu:
         return "which computes on the CPU"
@@ -161,48 +161,49 @@ def why_unavailable(part: Masters) -> str:
     return "which was asked for in eight bits, which no file holds"
 
 
-def lock_pages(masters: Sequence[Masters], machine: Machine, profile: OffloadProfile) -> list[Masters]:
-    """Return the masters with what is page-locked of them: as many units as may be, streamed blocks first.
+def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
+    """Return the weight stores with what is page-locked of them: as many groups as may be, streamed blocks first.
 
     The buffers through which files are read come before them, and what the user placed in page-locked memory before
     what others get.
     """
     left = machine.pinned_bytes
-    masters = list(masters)
-    for index, part in sorted(enumerate(masters), key=lambda numbered: numbered[1].rank):
+    stores = list(stores)
+    for index, part in sorted(enumerate(stores), key=lambda numbered: numbered[1].rank):
         if part.tier == "disk" and may_be_pinned(part, profile) and part.bounce_bytes <= left:
-            masters[index] = replace(part, pinned_bytes=part.bounce_bytes)
+            stores[index] = replace(part, pinned_bytes=part.bounce_bytes)
             left -= part.bounce_bytes
-    pinned: list[dict[str, int]] = [{} for _ in masters]
+    pinned: list[dict[str, int]] = [{} for _ in stores]
     candidates = [
         (part.tier is None, not streams, part.rank, index, name, num_bytes)
-        for index, part in enumerate(masters)
+        for index, part in enumerate(stores)
         if part.tier != "disk" and may_be_pinned(part, profile)
-        for name, num_bytes, streams in part.units()
+        for name, num_bytes, streams in part.groups()
         if 0 < num_bytes < LOCK_LIMIT_BYTES  # no call locks more at once
     ]
     for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
         if num_bytes <= left:
             pinned[index][name] = num_bytes
             left -= num_bytes
-    return [finish(part, names, machine, profile) for part, names in zip(masters, pinned, strict=True)]
+    return [finish(part, names, machine, profile) for part, names in zip(stores, pinned, strict=True)]
 
 
-def may_be_pinned(part: Masters, profile: OffloadProfile) -> bool:
-    """Whether the masters, or the buffers of their file, are to be page-locked as far as the machine allows it."""
+def may_be_pinned(part: StoreSpec, profile: OffloadProfile) -> bool:
+    """Whether the weight stores, or the buffers of their file, are to be page-locked as far as the machine allows
+    it."""
     if part.tier in (None, "disk"):
         return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
     return part.tier == "pinned"
 
 
-def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> Masters:
-    """Return the masters with their tier settled, and why it is not page-locked RAM for all of them."""
+def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> StoreSpec:
+    """Return the weight stores with their tier settled, and why it is not page-locked RAM for all of them."""
     if part.tier == "disk":
         return part if part.pinned_bytes else replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier is not None and part.tier != "pinned":
         return part
     if may_be_pinned(part, profile):
-        part = replace(part, oversize_bytes=sum(size for _, size, _ in part.units() if size >= LOCK_LIMIT_BYTES))
+        part = replace(part, oversize_bytes=sum(size for _, size, _ in part.groups() if size >= LOCK_LIMIT_BYTES))
     return replace(
         part,
         tier=part.tier or ("pinned" if pinned else "host"),
@@ -212,7 +213,7 @@ def finish(part: Masters, pinned: dict[str, int], machine: Machine, profile: Off
     )
 
 
-def explain_pageable(part: Masters, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> list[str]:
+def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> list[str]:
     """Return why not all that rests in RAM is page-locked."""
     pinned_bytes = sum(pinned.values())
     if part.on_cpu or pinned_bytes == part.ram_bytes:
@@ -233,7 +234,7 @@ def explain_pageable(part: Masters, pinned: dict[str, int], machine: Machine, pr
             f"{format_bytes(part.ram_bytes)} would be needed; {NOT_AHEAD}"
         )
         return reasons
-    streamed = [name for name, _, streams in part.units() if streams]
+    streamed = [name for name, _, streams in part.groups() if streams]
     first = f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
     reasons.append(
         f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
@@ -242,7 +243,7 @@ def explain_pageable(part: Masters, pinned: dict[str, int], machine: Machine, pr
     return reasons
 
 
-def explain(part: Masters, machine: Machine, profile: OffloadProfile) -> str:
+def explain(part: StoreSpec, machine: Machine, profile: OffloadProfile) -> str:
     """Return why the buffers are pageable through which a file is read."""
     buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
     if not may_be_pinned(part, profile):

@@ -17,7 +17,7 @@ from ..weights.component import Component
 from .capacity import DeviceCapacity, Machine
 from .cast_choice import cast_tensors, explain_wide
 from .device_plan import DevicePlan, plan_share
-from .host_tiers import Masters, choose_tiers, lock_pages, may_be_pinned
+from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
 from .sizes import all_resident_bytes, explain_rest
 
@@ -51,9 +51,10 @@ class ComponentPlan:
     cast: frozenset[str]
     placement: PlacementItem
     pinned: frozenset[str] = frozenset()
-    """The blocks whose masters are page-locked, by name, and ``""`` for the rest and the buffers."""
+    """The blocks whose weight stores are page-locked, by name, and ``""`` for the rest and the buffers."""
     host_bytes: int = 0
-    """The bytes of RAM, page-locked or not: the masters', or those of the buffers through which a file is read."""
+    """The bytes of RAM, page-locked or not: the weight stores', or those of the buffers through which a file is
+    read."""
     pinned_bytes: int = 0
     oversize_bytes: int = 0
     """What is pageable only because it is in pieces that no slab of page-locked memory holds."""
@@ -199,7 +200,7 @@ def plan_components(
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory side by side.
 
-    On a device they compute one after another and evict each other; their masters rest all at once.
+    On a device they compute one after another and evict each other; their weight stores rest all at once.
 
     Args:
         precision: None is what the profile says.
@@ -210,9 +211,9 @@ def plan_components(
         DoesNotFit: a component whose least form exceeds what its device can have.
     """
     drafts = [draft(component, machine, placement, profile, precision) for component in components]
-    masters = choose_tiers([masters for masters, _, _ in drafts], machine, profile)
+    stores = choose_tiers([stores for stores, _, _ in drafts], machine, profile)
     shared = []
-    for part, (_, devices, reasons) in zip(masters, drafts, strict=True):
+    for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
         seconds = (block_seconds or {}).get(part.component.name)
         groups = split_blocks(part.component, devices, machine, profile, part.cast, reasons)
         shares = tuple(
@@ -252,7 +253,7 @@ def plan_components(
 
 def draft(
     component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
-) -> tuple[Masters, Sequence[SplitRatio], list[str]]:
+) -> tuple[StoreSpec, Sequence[SplitRatio], list[str]]:
     """Return what is known before tiers and shares are: form and devices, with their reasons."""
     reasons: list[str] = [*component.shares]
     item = placement.item_for(component.name, component.kind)
@@ -266,9 +267,9 @@ def draft(
             reasons.append(kept)
         if cast and component.from_header:
             reasons.append("planned from a header: what its class keeps out of eight bits, if anything, is not known")
-    if component.rest.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
+    if component.non_block.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
         reasons.append(rest)
-    masters = Masters(
+    stores = StoreSpec(
         component=component,
         item=item,
         cast=cast,
@@ -276,7 +277,7 @@ def draft(
         num_devices=len(devices),
         on_cpu=devices[0].device == "cpu",
     )
-    return masters, devices, reasons
+    return stores, devices, reasons
 
 
 def only_for_blocks(

@@ -99,7 +99,7 @@ def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozen
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What stays, and where in the staging memory the rest lies; ``pass_s`` is predicted, in the unit of its times."""
+    """What stays, and where in the staging memory the rest lies; ``pass_s`` is predicted, in the group of its times."""
 
     resident: frozenset[int]
     staging_bytes: int

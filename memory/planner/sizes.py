@@ -44,7 +44,7 @@ def fixed_tensors(component: Component, blocks: Sequence[int], *, first: bool) -
     buffers = [
         buffer for buffer in component.buffers if lives_in(buffer, own) or (first and not lives_in(buffer, foreign))
     ]
-    return [*(component.rest.tensors if first else ()), *buffers]
+    return [*(component.non_block.tensors if first else ()), *buffers]
 
 
 def slab_bytes(sizes: Iterable[int]) -> int:
@@ -93,11 +93,11 @@ def all_resident_bytes(component: Component, cast: frozenset[str]) -> int:
 
 def explain_rest(component: Component) -> str:
     """Return why more than a twentieth of a component never streams: the largest of what is in no block; else empty."""
-    total_bytes, rest_bytes = component.weight_bytes, component.rest.weight_bytes
+    total_bytes, rest_bytes = component.weight_bytes, component.non_block.weight_bytes
     if rest_bytes <= LARGEST_REST_SHARE * total_bytes:
         return ""
     layers: dict[str, int] = {}
-    for tensor in component.rest.tensors:
+    for tensor in component.non_block.tensors:
         layer = NUMBER.sub("*", tensor.name.rpartition(".")[0] or tensor.name)
         layers[layer] = layers.get(layer, 0) + tensor.weight_bytes
     named = sorted(

@@ -81,32 +81,32 @@ class Tree:
         """Those of each weight now, by the id of its entry."""
         self.added: list[tuple[int | None, ParameterSlot]] = []
         """What is not ours, each with the number of its block; None for what is beside the blocks."""
-        entry_at = {(module, name): entry for entry in own for module, name in entry.owners} | dict(lent)
-        entry_of = {id(entry.held): entry for entry in own if entry.owners}
+        entry_at = {(module, name): slot for slot in own for module, name in slot.owners} | dict(lent)
+        entry_of = {id(slot.held): slot for slot in own if slot.owners}
         added: dict[int, tuple[int | None, ParameterSlot]] = {}
         for path, module, home in walk(root, blocks):
-            for slots, is_buffer in ((module._parameters, False), (module._buffers, True)):
-                for name, tensor in slots.items():
+            for places, is_buffer in ((module._parameters, False), (module._buffers, True)):
+                for name, tensor in places.items():
                     if tensor is None or (is_buffer and module in known and (module, name) not in entry_at):
                         continue
-                    entry = entry_at.get((module, name)) or entry_of.get(id(tensor))
-                    if entry is None and isinstance(tensor, EightBitWeight):  # another parameter made of one of ours
+                    slot = entry_at.get((module, name)) or entry_of.get(id(tensor))
+                    if slot is None and isinstance(tensor, EightBitWeight):  # another parameter made of one of ours
                         tensor = tensor.plain()
-                        slots[name] = tensor  # type: ignore[assignment]
-                    if entry is None:
-                        entry = ParameterSlot(describe(tensor), [], is_buffer, wrapper=Wrapper.of(tensor))
-                        entry.is_inference = tensor.is_inference()
-                        entry_of[id(tensor)] = entry
-                        added[id(entry)] = home, entry
-                    if (module, name) not in entry.owners and (module, name) not in lent:
-                        entry.owners.append((module, name))
-                    if id(entry) in added and added[id(entry)][0] != home:
-                        added[id(entry)] = None, entry  # of several blocks: it stays beside them
-                    self.names[id(entry)].append(f"{path}.{name}" if path else name)
-        for home, entry in added.values():
-            first, *others = self.names[id(entry)]
-            entry.spec = replace(entry.spec, name=first, other_names=tuple(others))
-            self.added.append((home, entry))
+                        places[name] = tensor  # type: ignore[assignment]
+                    if slot is None:
+                        slot = ParameterSlot(describe(tensor), [], is_buffer, wrapper=Wrapper.of(tensor))
+                        slot.is_inference = tensor.is_inference()
+                        entry_of[id(tensor)] = slot
+                        added[id(slot)] = home, slot
+                    if (module, name) not in slot.owners and (module, name) not in lent:
+                        slot.owners.append((module, name))
+                    if id(slot) in added and added[id(slot)][0] != home:
+                        added[id(slot)] = None, slot  # of several blocks: it stays beside them
+                    self.names[id(slot)].append(f"{path}.{name}" if path else name)
+        for home, slot in added.values():
+            first, *others = self.names[id(slot)]
+            slot.spec = replace(slot.spec, name=first, other_names=tuple(others))
+            self.added.append((home, slot))
 
 
 def walk(root: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple[str, nn.Module, int | None]]:
@@ -131,8 +131,8 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name="", dtype=dtype, shape=shape, leaves=leaf_bytes(tensor))
 
 
-def bring_home(entries: Iterable[ParameterSlot]) -> None:
+def bring_home(slots: Iterable[ParameterSlot]) -> None:
     """Move weights that are on a device to host memory; their objects stay where torch allows that."""
-    for entry in entries:
-        if entry.held.device.type not in ("cpu", "meta"):
-            repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
+    for slot in slots:
+        if slot.held.device.type not in ("cpu", "meta"):
+            repoint(slot, [leaf.detach().to("cpu") for leaf in leaves_of(slot.held)], lasting=True)

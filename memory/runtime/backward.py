@@ -6,7 +6,7 @@ autograd saves a reference to the weight in place of its memory. The backward pa
 rests when it reads it, and frees the copy afterwards. All other tensors are saved as usual.
 
 Torch keeps a stack of such hooks for each thread. An interrupt that skips our exit leaves our hooks on it, where they
-change nothing. They are removed when the block is healed, if they are on top of the stack then.
+change nothing. They are removed when the block is recovered, if they are on top of the stack then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SavedTensor:
 class SavedWeight:
     """A weight that autograd saved, or a view of one, without its memory."""
 
-    unit: WeightGroup
+    group: WeightGroup
     index: int
     version: int
     is_whole: bool
@@ -51,7 +51,7 @@ class SavedWeight:
 
 
 Place: TypeAlias = tuple[int, int, WeightGroup, int]
-"""The first byte of a weight in its storage, the end, the unit and the index there."""
+"""The first byte of a weight in its storage, the end, the group and the index there."""
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -62,12 +62,12 @@ class SavedWeights:
 
     Args:
         block: its name for messages.
-        units: those of the block.
+        groups: those of the block.
     """
 
-    def __init__(self, block: str, units: Iterable[WeightGroup], device: torch.device) -> None:
+    def __init__(self, block: str, groups: Iterable[WeightGroup], device: torch.device) -> None:
         self.block = block
-        self.units = list(units)
+        self.groups = list(groups)
         self.device = device
         self.places: dict[int, list[Place]] | None = None
         """By storage, the weights there."""
@@ -94,13 +94,15 @@ class SavedWeights:
             # Nor may it be an object that the module holds: those become plain when the component is released.
             plain = tensor.detach() if tensor.requires_grad or type(tensor) in PLAIN else tensor
             return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
-        unit, index = found
-        placed = unit.placed[index]
+        group, index = found
+        placed = group.placed[index]
         is_whole = tensor.shape == placed.shape and tensor.stride() == placed.stride()
         offset = 0 if is_whole else int(tensor.storage_offset() - placed.storage_offset())
         if not is_whole and tensor.dtype != placed.dtype:
             raise UnsafeState(f"{self.block} computes with a view of a weight as {tensor.dtype}: detach its inputs")
-        return SavedWeight(unit, index, unit.version, is_whole, placed.stride(), tensor.size(), tensor.stride(), offset)
+        return SavedWeight(
+            group, index, group.version, is_whole, placed.stride(), tensor.size(), tensor.stride(), offset
+        )
 
     def unpack(self, saved: SavedTensor | SavedWeight) -> torch.Tensor:
         if isinstance(saved, SavedTensor):
@@ -111,11 +113,11 @@ class SavedWeights:
                     f"expected version {saved.version} instead"
                 )
             return saved.tensor
-        if saved.unit.master is None:
+        if saved.group.store is None:
             raise UnsafeState(f"{self.block} was released before its backward pass: release it after that")
-        if saved.unit.version != saved.version:
+        if saved.group.version != saved.version:
             raise UnsafeState(f"a weight of {self.block} was changed before its backward pass: change it after that")
-        weight = weight_on(saved.unit, saved.index, self.device)
+        weight = weight_on(saved.group, saved.index, self.device)
         if saved.is_whole:
             return weight
         if weight.stride() != saved.own_stride:
@@ -127,22 +129,22 @@ class SavedWeights:
     def find(self, tensor: torch.Tensor) -> tuple[WeightGroup, int] | None:
         """Return the weight whose memory a tensor views."""
         if self.places is None:
-            self.places = locate_weights(self.units)
+            self.places = locate_weights(self.groups)
         leaf = next(iter(leaves_of(tensor)), None)
         if leaf is None or leaf.layout is not torch.strided or not leaf.numel() or leaf.is_meta:
             return None
         begin, end = bytes_of(leaf)
         found = self.places.get(storage_of(leaf), ())
-        return next(((unit, index) for first, last, unit, index in found if first <= begin and end <= last), None)
+        return next(((group, index) for first, last, group, index in found if first <= begin and end <= last), None)
 
 
-def locate_weights(units: Iterable[WeightGroup]) -> dict[int, list[Place]]:
-    """Return where the weights of units lie now, by storage."""
+def locate_weights(groups: Iterable[WeightGroup]) -> dict[int, list[Place]]:
+    """Return where the weights of groups lie now, by storage."""
     places: dict[int, list[Place]] = {}
-    for unit in units:
-        for index, (entry, placed) in enumerate(zip(unit.entries, unit.placed, strict=True)):
-            for leaf in leaves_of(placed) if not entry.is_buffer else ():
-                places.setdefault(storage_of(leaf), []).append((*bytes_of(leaf), unit, index))
+    for group in groups:
+        for index, (slot, placed) in enumerate(zip(group.slots, group.placed, strict=True)):
+            for leaf in leaves_of(placed) if not slot.is_buffer else ():
+                places.setdefault(storage_of(leaf), []).append((*bytes_of(leaf), group, index))
     return places
 
 
@@ -158,14 +160,14 @@ def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
     return begin * leaf.itemsize, end * leaf.itemsize
 
 
-def weight_on(unit: WeightGroup, index: int, device: torch.device) -> torch.Tensor:
+def weight_on(group: WeightGroup, index: int, device: torch.device) -> torch.Tensor:
     """Return a copy of a weight on a device, widened; reads the file if the weight rests there."""
-    entry = unit.entries[index]
-    if unit.host_slab is not None:
-        return unit.wide(entry.spec.name, device)
-    assert isinstance(unit.master, FileStore)
-    if entry.held.is_meta:
-        (weight,) = read_weights([entry], unit.master.source, drop_pages=True)
+    slot = group.slots[index]
+    if group.host_slab is not None:
+        return group.wide(slot.spec.name, device)
+    assert isinstance(group.store, FileStore)
+    if slot.held.is_meta:
+        (weight,) = read_weights([slot], group.store.source, drop_pages=True)
         return weight.to(device)
     with torch.no_grad():
-        return entry.held.detach().to(device, copy=True)
+        return slot.held.detach().to(device, copy=True)

@@ -11,9 +11,9 @@ __all__ = ["Bundle"]
 
 
 class Bundle:
-    """The units of a block, or of what stays beside the blocks: its own, and one for layers that were added.
+    """The groups of a block, or of what stays beside the blocks: its own, and one for layers that were added.
 
-    On a device each resident unit has a slab of its own. In staging memory they lie one behind the other, so that the
+    On a device each resident group has a slab of its own. In staging memory they lie one behind the other, so that the
     block comes as one.
     """
 
@@ -22,19 +22,19 @@ class Bundle:
         self.added: WeightGroup | None = None
         """The weights of layers that others added to the block, such as a LoRA's."""
         self.pieces: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """Slabs of staging memory and each unit's part of them, by the slab's id."""
+        """Slabs of staging memory and each group's part of them, by the slab's id."""
 
     @property
     def name(self) -> str:
         return self.own.name
 
     @property
-    def units(self) -> list[WeightGroup]:
+    def groups(self) -> list[WeightGroup]:
         return [self.own] if self.added is None else [self.own, self.added]
 
     @property
     def slab_bytes(self) -> int:
-        return sum(unit.slab_bytes for unit in self.units)
+        return sum(group.slab_bytes for group in self.groups)
 
     @property
     def is_resident(self) -> bool:
@@ -46,58 +46,60 @@ class Bundle:
 
     @property
     def state(self) -> BlockState:
-        """That of any unit which computes, else of its own."""
-        return next((unit.state for unit in self.units if unit.state is BlockState.COMPUTING), self.own.state)
+        """That of any group which computes, else of its own."""
+        return next((group.state for group in self.groups if group.state is BlockState.COMPUTING), self.own.state)
 
     @property
     def version(self) -> int:
-        """That of the masters; grows when any is written to."""
-        return sum(unit.version for unit in self.units)
+        """That of the weight stores; grows when any is written to."""
+        return sum(group.version for group in self.groups)
 
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        return any(unit.blocks_host for unit in self.units)
+        return any(group.blocks_host for group in self.groups)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
-        """Queue the copy of a part of the masters, one behind the other, to as many bytes on a device."""
+        """Queue the copy of a part of the weight stores, one behind the other, to as many bytes on a device."""
         offset = 0
-        for unit in self.units:
-            first, last = max(begin, offset), min(begin + target.numel(), offset + unit.slab_bytes)
+        for group in self.groups:
+            first, last = max(begin, offset), min(begin + target.numel(), offset + group.slab_bytes)
             if first < last:
-                assert unit.master is not None
-                unit.master.copy_to(target[first - begin : last - begin], first - offset, copies)
-            offset += unit.slab_bytes
+                assert group.store is not None
+                group.store.copy_to(target[first - begin : last - begin], first - offset, copies)
+            offset += group.slab_bytes
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
         """Give the module its weights in staging memory, or the resident copies; widens what is cast."""
         parts = (
-            self.parts(slab) if slab is not None else [unit.copy.slab for unit in self.units if unit.copy is not None]
+            self.parts(slab)
+            if slab is not None
+            else [group.copy.slab for group in self.groups if group.copy is not None]
         )
-        for unit, part in zip(self.units, parts, strict=True):
-            unit.compute_from(part, scratch)
+        for group, part in zip(self.groups, parts, strict=True):
+            group.compute_from(part, scratch)
 
     def compute_in_place(self, scratch: torch.Tensor | None) -> None:
-        """Give the module the masters to compute from, which are in host memory."""
-        for unit in self.units:
-            if unit.host_slab is not None:
-                unit.compute_from(unit.host_slab, scratch)
+        """Give the module the weight stores to compute from, which are in host memory."""
+        for group in self.groups:
+            if group.host_slab is not None:
+                group.compute_from(group.host_slab, scratch)
 
     def parts(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Return each unit's part of a slab, the same objects every time."""
+        """Return each group's part of a slab, the same objects every time."""
         if self.added is None:
             return [slab]
         if id(slab) not in self.pieces:
-            self.pieces[id(slab)] = slab, list(torch.split(slab, [unit.slab_bytes for unit in self.units]))
+            self.pieces[id(slab)] = slab, list(torch.split(slab, [group.slab_bytes for group in self.groups]))
         return self.pieces[id(slab)][1]
 
     def rest(self) -> None:
         """Give the module what it holds between computes."""
-        for unit in self.units:
-            unit.rest()
+        for group in self.groups:
+            group.rest()
 
     def forget_views(self) -> None:
         """Drop what is known of staging memory and scratch: it would keep freed slabs alive."""
         self.pieces.clear()
-        for unit in self.units:
-            unit.forget_views()
+        for group in self.groups:
+            group.forget_views()

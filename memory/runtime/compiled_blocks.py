@@ -4,7 +4,7 @@
 they do without: no graph break. Dynamo takes parameters as inputs, so weights that show other memory of the same
 shape and dtype do not compile again. What else differs between blocks does (an ``int`` attribute, say), and dynamo
 compiles one function only so many times: the other blocks run as they are, and the report says how many. The compiled
-function stands in the block's instance dictionary before the class's own and is deleted with the attachment.
+function stands in the block's instance dictionary before the class's own and is deleted with the managed component.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class ComputingWeight(nn.Parameter):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     looked: list[ComputingWeight]
-    """The list of its unit to which it adds itself when its ``.data`` is read or assigned."""
+    """The list of its group to which it adds itself when its ``.data`` is read or assigned."""
     alias: torch.Tensor | None
     """Shares its version counter with every tensor that ``.data`` returned."""
 

@@ -34,13 +34,13 @@ def ignore(num_bytes: int) -> None:
 
 
 class DeviceShare:
-    """The units of one component on one device; every allocation is entered in the ledger as it happens.
+    """The groups of one component on one device; every allocation is entered in the ledger as it happens.
 
-    On the CPU the masters compute in place: nothing is loaded, only cast weights need scratch.
+    On the CPU the weight stores compute in place: nothing is loaded, only cast weights need scratch.
 
     Args:
         host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's
-            quantized layers do whenever they are moved; it writes weights through their unit.
+            quantized layers do whenever they are moved; it writes weights through their group.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DeviceShare:
         self.host_replaces = host_replaces
         self.device = device
         self.fixed = Bundle(fixed)
-        self.blocks = {number: Bundle(unit) for number, unit in blocks.items()}
+        self.blocks = {number: Bundle(group) for number, group in blocks.items()}
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
         self.bounce = None if self.copies is None else BounceBuffers(self.copies)
@@ -83,8 +83,8 @@ class DeviceShare:
         self.past_streamed_bytes = 0
 
     @property
-    def units(self) -> list[WeightGroup]:
-        return [unit for bundle in self.bundles for unit in bundle.units]
+    def groups(self) -> list[WeightGroup]:
+        return [group for bundle in self.bundles for group in bundle.groups]
 
     @property
     def bundles(self) -> list[Bundle]:
@@ -132,7 +132,7 @@ class DeviceShare:
         if self.copies is None:
             return 0
         bundles = [self.fixed, *(self.blocks[number] for number in plan.resident)]
-        return sum(unit.slab_bytes for bundle in bundles for unit in bundle.units if unit.copy is None)
+        return sum(group.slab_bytes for bundle in bundles for group in bundle.groups if group.copy is None)
 
     def load(self, plan: DevicePlan, progress: Callable[[int], None] | None = None) -> int:
         """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
@@ -140,12 +140,12 @@ class DeviceShare:
         Raises:
             torch.OutOfMemoryError: or whatever ``progress`` raises: the share was unloaded, its books are at zero.
         """
-        self.heal()
+        self.recover()
         self.settle()
         before = self.loaded_bytes
         self.progress = progress or ignore
         try:
-            self.drop_blocks(number for number, unit in self.blocks.items() if number not in plan.resident)
+            self.drop_blocks(number for number, group in self.blocks.items() if number not in plan.resident)
             self.fit_scratch(plan.scratch_bytes)
             if self.copies is None:
                 return 0
@@ -158,9 +158,9 @@ class DeviceShare:
             if not plan.staging_bytes:
                 self.close_bounce()
             # A host may read buffers (noise schedules) before any entry of ours; a pass waits for the rest.
-            for unit in self.fixed.units:
-                if unit.copy is not None:
-                    unit.copy.await_copy(self.copies)
+            for group in self.fixed.groups:
+                if group.copy is not None:
+                    group.copy.await_copy(self.copies)
             if self.loaded_bytes > before:
                 self.tag_copies()
         except BaseException:  # no memory, a file that has changed, or the loading was cancelled
@@ -171,18 +171,18 @@ class DeviceShare:
         return self.loaded_bytes - before
 
     def load_bundle(self, bundle: Bundle) -> None:
-        for unit in bundle.units:
-            if unit.copy is None:
+        for group in bundle.groups:
+            if group.copy is None:
                 assert self.copies is not None
-                with self.weights_booked(unit):
-                    unit.load(self.copies)
-                self.loaded_bytes += unit.slab_bytes
-                self.progress(unit.slab_bytes)
+                with self.weights_booked(group):
+                    group.load(self.copies)
+                self.loaded_bytes += group.slab_bytes
+                self.progress(group.slab_bytes)
 
     def tag_copies(self) -> None:
         """Find the tags of the copies that have come, by which writes are seen when they leave. Waits for them."""
         assert self.copies is not None
-        new = [unit.copy for unit in self.units if unit.copy is not None and unit.copy.tags is None]
+        new = [group.copy for group in self.groups if group.copy is not None and group.copy.tags is None]
         try:
             self.copies.drain()
             with self.copies.home:
@@ -198,7 +198,7 @@ class DeviceShare:
         """Enter in the ledger what is there: an interrupt may have come between a step and its entry."""
         name = self.device.name
         self.ledger.settle(
-            name, self.owner, Kind.WEIGHTS, sum(unit.slab_bytes for unit in self.units if unit.copy is not None)
+            name, self.owner, Kind.WEIGHTS, sum(group.slab_bytes for group in self.groups if group.copy is not None)
         )
         for kind, held in ((Kind.SCRATCH, self.held_scratch()), (Kind.STAGING, self.held_staging())):
             self.ledger.settle(name, self.owner, kind, held.get(name, 0))
@@ -224,8 +224,8 @@ class DeviceShare:
             for place in before.keys() | now.keys():
                 self.ledger.change(place, self.owner, kind, now.get(place, 0) - before.get(place, 0))
 
-    def weights_booked(self, unit: WeightGroup) -> AbstractContextManager[None]:
-        return self.booked(Kind.WEIGHTS, lambda: {self.device.name: unit.slab_bytes} if unit.copy is not None else {})
+    def weights_booked(self, group: WeightGroup) -> AbstractContextManager[None]:
+        return self.booked(Kind.WEIGHTS, lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {})
 
     def open_bounce(self) -> None:
         bounce = self.bounce
@@ -256,7 +256,7 @@ class DeviceShare:
         if plan.staging_bytes and self.streamer is None:
             assert self.copies is not None
             streamed = {number: self.blocks[number] for number in plan.streamed}
-            sizes = {number: unit.slab_bytes for number, unit in streamed.items()}
+            sizes = {number: group.slab_bytes for number, group in streamed.items()}
             with self.booked(Kind.STAGING, self.held_staging):
                 area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
                 order = [number for number in self.order if number in streamed]
@@ -269,7 +269,7 @@ class DeviceShare:
 
     def shrink(self, num_bytes: int) -> int:
         """Give back at least so many bytes if they are there: blocks from the end, then all else; returns them."""
-        self.heal()
+        self.recover()
         self.settle()
         before = self.held_bytes()
         for number in sorted(self.blocks, reverse=True):
@@ -282,7 +282,7 @@ class DeviceShare:
 
     def unload(self) -> int:
         """Leave the device; returns the bytes freed, after which the ledger holds none of this share."""
-        self.heal()
+        self.recover()
         self.settle()
         before = self.held_bytes()
         self.drop_blocks(list(self.blocks))
@@ -297,15 +297,15 @@ class DeviceShare:
             self.drop_bundle(self.blocks[number])
 
     def drop_bundle(self, bundle: Bundle) -> None:
-        for unit in reversed(bundle.units):  # its own last: by that it is resident
-            if unit.copy is not None:
-                self.drop_unit(unit)
+        for group in reversed(bundle.groups):  # its own last: by that it is resident
+            if group.copy is not None:
+                self.drop_group(group)
 
-    def drop_unit(self, unit: WeightGroup) -> None:
+    def drop_group(self, group: WeightGroup) -> None:
         assert self.copies is not None
         self.copies.drain()
-        with self.copies.home, self.weights_booked(unit):  # what was written is saved behind what wrote it
-            unit.drop()
+        with self.copies.home, self.weights_booked(group):  # what was written is saved behind what wrote it
+            group.drop()
 
     def free_staging(self) -> None:
         if self.streamer is not None:
@@ -332,21 +332,21 @@ class DeviceShare:
 
     def begin_pass(self, *, is_timed: bool) -> None:
         """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
-        self.heal()
+        self.recover()
         self.trace = []
         if is_timed:
             self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
-            for unit in self.units:  # all: other code may use the weights of a block without calling it
-                if unit.copy is not None:
-                    unit.copy.await_copy(self.copies)
+            for group in self.groups:  # all: other code may use the weights of a block without calling it
+                if group.copy is not None:
+                    group.copy.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
 
     def end_pass(self, *, completed: bool) -> None:
         """A forward has ended, by its return or by an exception."""
-        self.heal()
+        self.recover()
         ran, self.trace = self.trace, []
         if completed and set(ran) == self.blocks.keys():
             self.order = ran
@@ -356,9 +356,9 @@ class DeviceShare:
 
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
-        self.heal()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
+        self.recover()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
         bundle = self.blocks[number]
-        if not self.host_replaces and not all(unit.is_as_placed() for unit in bundle.units):
+        if not self.host_replaces and not all(group.is_as_placed() for group in bundle.groups):
             raise UnsafeState(
                 f"{self.owner}: a weight of {bundle.name} was replaced while its model computes; do that before it does"
             )
@@ -366,9 +366,9 @@ class DeviceShare:
         self.trace.append(number)
         if bundle.is_resident:
             assert self.copies is not None
-            for unit in bundle.units:
-                assert unit.copy is not None
-                unit.copy.await_copy(self.copies)
+            for group in bundle.groups:
+                assert group.copy is not None
+                group.copy.await_copy(self.copies)
             self.computing[number] = None
             self.start_watch(number)
             bundle.compute_from(None, self.scratch)
@@ -377,11 +377,11 @@ class DeviceShare:
             bundle.compute_in_place(self.scratch)
         else:
             assert self.streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
-            stay = self.streamer.acquire(number)
-            self.computing[number] = stay  # first: after an interrupt only what is noted here is given back
-            self.streamer.area.use(stay)
+            staging_slot = self.streamer.acquire(number)
+            self.computing[number] = staging_slot  # first: after an interrupt only what is noted here is given back
+            self.streamer.area.use(staging_slot)
             self.start_watch(number)
-            bundle.compute_from(stay.slab, self.scratch)
+            bundle.compute_from(staging_slot.slab, self.scratch)
 
     def start_watch(self, number: int) -> None:
         """Time a block from here on, widening included: it waits for no copy any more."""
@@ -392,21 +392,21 @@ class DeviceShare:
         """The block has computed, or failed: its module holds what it rests on, its staging memory is free."""
         if number not in self.computing:
             return
-        stay = self.computing[number]
+        staging_slot = self.computing[number]
         bundle = self.blocks[number]
         if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
             self.computes.stop(number, self.copies.compute_stream)
         refused = None
         if bundle.state is BlockState.COMPUTING:
-            for unit in bundle.units:
-                if unit.is_written() or (not self.host_replaces and not unit.is_as_placed()):
-                    refused = keep_writes(unit, self.wait_for_copies, host_replaces=self.host_replaces) or refused
+            for group in bundle.groups:
+                if group.is_written() or (not self.host_replaces and not group.is_as_placed()):
+                    refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
             bundle.rest()
-        if stay is not None:
+        if staging_slot is not None:
             assert self.streamer is not None
-            self.streamer.give_back(stay)
+            self.streamer.give_back(staging_slot)
         self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
-        if stay is not None and prefetches and self.streamer is not None:
+        if staging_slot is not None and prefetches and self.streamer is not None:
             self.streamer.prefetch()
         if refused is not None:
             raise UnsafeState(
@@ -422,7 +422,7 @@ class DeviceShare:
         """Whether the memory that a block computes from now is used for other weights after it."""
         return self.computing.get(number) is not None or self.blocks[number].is_cast
 
-    def heal(self) -> None:
+    def recover(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""
         for number in list(self.computing):
             self.leave(number, prefetches=False)

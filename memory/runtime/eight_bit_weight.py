@@ -39,16 +39,16 @@ class EightBits:
     """The eight-bit values of one weight where they rest, for all tensors that show them.
 
     Args:
-        leaf: float8_e4m3fn, in the unit's slab.
+        leaf: float8_e4m3fn, in the group's slab.
         opened: takes this when a window is opened, for `settle` to be called.
     """
 
     written: weakref.ref[EightBits] | None = None
     """The one that was written to last, of all."""
 
-    def __init__(self, leaf: torch.Tensor, entry: ParameterSlot, dtype: torch.dtype, opened: list[EightBits]) -> None:
+    def __init__(self, leaf: torch.Tensor, slot: ParameterSlot, dtype: torch.dtype, opened: list[EightBits]) -> None:
         self.leaf = leaf
-        self.entry = entry
+        self.slot = slot
         self.dtype = dtype
         self.opened = opened
         self.window: torch.Tensor | None = None
@@ -66,11 +66,11 @@ class EightBits:
 
     def widened(self, device: torch.device | None = None) -> torch.Tensor:
         """Return a wide copy, where the values are or on another device."""
-        assert self.entry.scale is not None
+        assert self.slot.scale is not None
         with torch.no_grad():
             leaf = self.leaf if device is None else self.leaf.to(device)
             wide = torch.empty_like(leaf, dtype=self.dtype)
-            upcast_into(wide, leaf, self.entry.scale)
+            upcast_into(wide, leaf, self.slot.scale)
         return wide
 
     def current(self) -> torch.Tensor:
@@ -94,12 +94,12 @@ class EightBits:
     def store(self, weight: torch.Tensor) -> None:
         """Bring a wide weight into eight bits. Raises `InvalidInput` for NaN and infinity; nothing has changed then."""
         with torch.no_grad():
-            scale = find_scale(weight, name=self.entry.spec.name)
+            scale = find_scale(weight, name=self.slot.spec.name)
             before = self.leaf._version
             self.leaf.copy_(quantize_fp8(weight, scale))
             if self.leaf._version == before:  # below the layer of torch that counts writes
                 increment_version(self.leaf)
-        self.entry.scale = scale
+        self.slot.scale = scale
 
     def settle(self) -> None:
         """Take over what was written to the window. Raises as `store`."""
@@ -201,7 +201,7 @@ class EightBitWeight(RestingWeight, torch.Tensor):
         if isinstance(value, EightBitWeight) and value.bits is self.bits:
             return  # what was written to it is there already
         if value.shape != self.shape:
-            name, has = self.bits.entry.spec.name, list(self.shape)
+            name, has = self.bits.slot.spec.name, list(self.shape)
             raise InvalidInput(f"weight {name!r} has the shape {has}; allowed: that one, not {list(value.shape)}")
         if value.dtype is not self.dtype and not self.bits.has_ended:
             self.bits.asked_dtype = value.dtype

@@ -38,12 +38,12 @@ class Call:
 
 
 class Forwards:
-    """What the hooks of a component's module call, while one attachment has it.
+    """What the hooks of a component's module call, while one managed component has it.
 
     Args:
         exclusive: holds the manager's lock.
         acquire: called on the outermost entry; loads the component or raises, and holds a lease for the pass. Returns
-            whether the component is still this attachment's.
+            whether the component is still this managed component's.
         give_back: called when the outermost entry is left, also by an exception; perhaps twice.
         lenders: returns the forwards of the components that own weights of this one ([Note: sharing] in
             `weights/sharing.py`), in an order that is the same for all borrowers.
@@ -111,7 +111,7 @@ class Forwards:
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
-        self.passes.heal_for(module)
+        self.passes.recover_for(module)
         if self.passes.outermost is not None:
             self.passes.enter(module)
             return True
@@ -361,7 +361,7 @@ class Forwards:
         share = self.share_of[number]
         if share.changes_hands(number):
             bundle = share.blocks[number]
-            watch = SavedWeights(f"{self.owner}: block {bundle.name}", bundle.units, share.device.torch_device)
+            watch = SavedWeights(f"{self.owner}: block {bundle.name}", bundle.groups, share.device.torch_device)
             self.saving.append((module, watch))  # first: an interrupt may come between the two
             watch.begin()
 
@@ -415,12 +415,12 @@ class Forwards:
         return self.come_back(module, output, failed=self.has_failed(output))
 
     def dismiss(self) -> None:
-        """Refuse new passes: the module is another attachment's now, or is no longer managed."""
+        """Refuse new passes: the module is another managed component's now, or is no longer managed."""
         # They refer to the manager's member and to us: the module would live until the next garbage collection.
         self.acquire, self.give_back, self.lenders = refuse_entry, forget_pass, tuple
 
     def end(self) -> None:
-        """Finish no pass any more: the units are no longer managed."""
+        """Finish no pass any more: the groups are no longer managed."""
         self.passes.finish = lambda current, completed: None
 
 

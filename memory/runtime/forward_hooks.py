@@ -1,10 +1,10 @@
-"""The forward hooks of a module: they stay in place while the attachments that they call come and go.
+"""The forward hooks of a module: they stay in place while the managed components that they call come and go.
 
 [Note: one set of hooks] Another thread may come to the module at any time, also while it gets another profile or is
 released. So it meets hooks until its weights are whole again; they lead it into the wait for the manager's lock, and
-afterwards to the attachment that the module has by then, for which it may be another block. torch takes the list of
-hooks before it calls the first; one that is removed meanwhile is still called, but without the keyword arguments that
-it was registered for.
+afterwards to the managed component that the module has by then, for which it may be another block. torch takes the
+list of hooks before it calls the first; one that is removed meanwhile is still called, but without the keyword
+arguments that it was registered for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Hooked(Protocol):
 class Hooks:
     """The hooks of one component's module, on its entries, its blocks and what is inside these.
 
-    They call the attachment that has it now.
+    They call the managed component that has it now.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Hooks:
         self.handles: dict[nn.Module, list[RemovableHandle]] = {}
 
     def lead_to(self, target: Hooked, *, owner: str, root: nn.Module) -> None:
-        """Call this attachment from now on, in place of the one before.
+        """Call this managed component from now on, in place of the one before.
 
         Args:
             owner: the component's name.
@@ -125,7 +125,8 @@ class Hooks:
             self.target = None
 
     def enter(self, module: nn.Module, inputs: Any) -> Hooked | None:
-        """Enter through a module; returns the attachment that let it in, None if none has the component any more."""
+        """Enter through a module; returns the managed component that let it in, None if none has the component any
+        more."""
         while (target := self.target) is not None:
             if target.enter(module, inputs):
                 return target

@@ -3,9 +3,9 @@
 [Note: entries] A component is entered through its own forward or, where programs call parts of it (a VAE's
 decoder), through a direct child. The outermost entry takes the lease and its exit gives it back. Only native hooks
 are used. torch skips even always-called hooks when a `BaseException` passes, which is what an interrupt is in recent
-hosts; so an interrupted pass may stay open. It is healed by the next entry that cannot be nested in it, and by any
-thread that waits for it and finds that its module is not on the stack of its thread (`heal_abandoned`). One pass runs
-at a time: a second thread waits for the first.
+hosts; so an interrupted pass may stay open. It is recovered by the next entry that cannot be nested in it, and by any
+thread that waits for it and finds that its module is not on the stack of its thread (`recover_abandoned`). One pass
+runs at a time: a second thread waits for the first.
 
 [Note: interrupts] A signal's exception may come between any two steps. So a pass is open from the one assignment that
 takes its place to the one that gives it back, whatever holds for it is held by its name, and ending it may be done
@@ -107,7 +107,7 @@ class Passes:
 
     Args:
         finish: called with a pass and whether it was completed when it ends, before another one can begin.
-        exclusive: held while a pass is healed, so that only one of several threads heals it.
+        exclusive: held while a pass is recovered, so that only one of several threads recovers it.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Passes:
                 if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
                     self.open = mine = Pass(module, size) if guest_of is None else Guest(module, guest_of)
                     break
-            self.heal_abandoned()
+            self.recover_abandoned()
             current = self.open
             was_at, waits_at = waits_at, current.waits_at() if current is not None else None
             num_looks = num_looks + 1 if waits_at is not None and waits_at == was_at else 0
@@ -201,7 +201,7 @@ class Passes:
                     if self.changed.wait_for(lambda: self.open is None, timeout=0 if self.here else LOOK_EVERY_S):
                         self.open = hold
                         break
-                self.heal_abandoned()
+                self.recover_abandoned()
                 if self.here is not None:
                     raise UnsafeState(f"{type(self.root).__name__} computes now, in this very thread; ask after that")
             yield
@@ -226,7 +226,7 @@ class Passes:
         The pass goes on until `end`.
         """
         current = self.here
-        if current is None or module not in current.entered:  # the entry itself failed, or was healed
+        if current is None or module not in current.entered:  # the entry itself failed, or was recovered
             return False
         place = current.entered.index(module)
         if place:
@@ -234,7 +234,7 @@ class Passes:
         return not place
 
     def end(self, *, completed: bool) -> None:
-        """End the pass of this thread. If that fails it stays open until it is healed.
+        """End the pass of this thread. If that fails it stays open until it is recovered.
 
         Not ``completed``: called while what was raised is handled.
         """
@@ -269,7 +269,7 @@ class Passes:
                 self.finish(current, False)
                 self.close(current)
 
-    def heal_abandoned(self) -> None:
+    def recover_abandoned(self) -> None:
         """End the open pass if its entry module is on no stack of its thread."""
         current = self.open
         if current is not None and not current.is_on_stack():
@@ -280,7 +280,7 @@ class Passes:
         current = self.open
         return current is not None and current.is_on_stack()
 
-    def heal_for(self, module: nn.Module | None) -> None:
+    def recover_for(self, module: nn.Module | None) -> None:
         """End a pass that an interrupt left open in this thread, if an entry into the module cannot be nested in it.
 
         Legal nesting is the root, then one of its children; None means that nothing can be running.

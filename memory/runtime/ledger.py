@@ -12,7 +12,7 @@ class Kind(enum.Enum):
     """What bytes are for."""
 
     WEIGHTS = "weights"
-    """Fixed tensors and resident blocks on a device; masters in host memory."""
+    """Fixed tensors and resident blocks on a device; weight stores in host memory."""
     STAGING = "staging"
     """Memory through which streamed blocks pass, and files on their way to a device."""
     SCRATCH = "scratch"

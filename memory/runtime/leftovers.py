@@ -89,10 +89,10 @@ class Leftovers:
 
         with torch.no_grad(), torch.inference_mode(False):
             for part in [part for part in self.module.modules() if part not in others]:
-                for slots in (part._parameters, part._buffers):
-                    for name, tensor in list(slots.items()):
+                for places in (part._parameters, part._buffers):
+                    for name, tensor in list(places.items()):
                         if tensor is not None and (part, name) not in lent and is_left(tensor):
-                            slots[name] = at_home(tensor)
+                            places[name] = at_home(tensor)
                 for holder, key, tensor in list(caches_of(part)):
                     if id(tensor) not in self.early and is_left(tensor):
                         was_away = is_away(tensor)

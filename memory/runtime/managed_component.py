@@ -36,7 +36,7 @@ from .leftovers import Leftovers
 from .move_guard import MoveGuard
 from .other_offloaders import find_rival
 from .packing import Ending, Packing
-from .parameter_slots import ParameterSlot, find_entries
+from .parameter_slots import ParameterSlot, find_slots
 from .recomputing import in_backward
 from .state_dict_guard import StateGuard
 from .watched_data import Asked
@@ -50,7 +50,7 @@ attached: WeakSet[ManagedComponent] = WeakSet()
 
 
 class Phase(enum.Enum):
-    """How far an attachment has come."""
+    """How far an managed component has come."""
 
     DETACHED = "detached"
     """Not yet attached, or no more: nothing of the module is its."""
@@ -64,12 +64,12 @@ class ManagedComponent:
 
     Args:
         exclusive, acquire, give_back: as in `Forwards`.
-        lenders: returns the attachments of the components that own some of the module's weights.
+        lenders: returns the managed components of the components that own some of the module's weights.
         guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
             file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
-        after: the attachment whose place this one takes.
+        after: the managed component whose place this one takes.
         tell_read: called with the size of a block, in bytes, when it was read into RAM for other code to use.
     """
 
@@ -124,12 +124,12 @@ class ManagedComponent:
             places_inputs=guards_state,
         )
         # With a class of our own for some parameters torch.compile would compile each block twice.
-        for unit in self.units:
-            unit.notes_data = not compiles
+        for group in self.groups:
+            group.notes_data = not compiles
         for share in self.shares if guards_state else ():
             answer = answer_of(self.forwards, share.device.torch_device)
-            for unit in share.units:
-                unit.asked = answer
+            for group in share.groups:
+                group.asked = answer
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
@@ -160,8 +160,8 @@ class ManagedComponent:
         return self.forwards.is_loaded
 
     @property
-    def units(self) -> list[WeightGroup]:
-        return [unit for share in self.shares for unit in share.units]
+    def groups(self) -> list[WeightGroup]:
+        return [group for share in self.shares for group in share.groups]
 
     @property
     def bytes_moved(self) -> int:
@@ -169,24 +169,24 @@ class ManagedComponent:
         return sum(share.bytes_moved for share in self.shares)
 
     def build_shares(self, devices: dict[str, Device], *, host_replaces: bool) -> list[DeviceShare]:
-        specs = [tensor for block in [*self.component.blocks, self.component.rest] for tensor in block.tensors]
-        entries = find_entries(self.module, [*specs, *self.component.buffers])
+        specs = [tensor for block in [*self.component.blocks, self.component.non_block] for tensor in block.tensors]
+        slots = find_slots(self.module, [*specs, *self.component.buffers])
         shares = []
         for index, part in enumerate(self.plan.shares):
             fixed = fixed_tensors(self.component, part.blocks, first=index == 0)
-            units = {
+            groups = {
                 number: WeightGroup(
                     self.component.blocks[number].name,
-                    [entries[tensor.name] for tensor in self.component.blocks[number].tensors],
+                    [slots[tensor.name] for tensor in self.component.blocks[number].tensors],
                     cast=self.plan.cast,
                     shows_wide=self.guards_state,
                 )
                 for number in part.blocks
             }
-            fixed_unit = WeightGroup("", [entries[tensor.name] for tensor in fixed], cast=frozenset())
+            fixed_group = WeightGroup("", [slots[tensor.name] for tensor in fixed], cast=frozenset())
             shares.append(
                 DeviceShare(
-                    self.owner, devices[part.device], fixed_unit, units, self.ledger, host_replaces=host_replaces
+                    self.owner, devices[part.device], fixed_group, groups, self.ledger, host_replaces=host_replaces
                 )
             )
         return shares
@@ -194,17 +194,17 @@ class ManagedComponent:
     # -- hooks
 
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
-        """Pack the masters (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
+        """Pack the weight stores (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
         self.phase = Phase.ATTACHED
         try:
             self.packing.pack(progress)
-            for unit in self.units:
-                unit.bring = self.bring
+            for group in self.groups:
+                group.bring = self.bring
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
                 pinned = {
-                    unit.name: unit.slab_bytes
-                    for unit in self.units
-                    if unit.master is not None and not unit.blocks_host
+                    group.name: group.slab_bytes
+                    for group in self.groups
+                    if group.store is not None and not group.blocks_host
                 }
                 tier = "pinned" if pinned else "host"
                 self.plan = replace(self.plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
@@ -236,10 +236,10 @@ class ManagedComponent:
         if self.phase is Phase.DETACHED:
             return
         self.phase = Phase.ENDING
-        for unit in self.units:
-            unit.bring = None
+        for group in self.groups:
+            group.bring = None
         attached.discard(self)
-        self.passes.heal_for(None)
+        self.passes.recover_for(None)
         if self.compiled is not None:
             self.compiled.release()
         if self.answers is not None:
@@ -249,7 +249,7 @@ class ManagedComponent:
         self.unload()
         if self.moves is not None:
             self.packing.written |= self.moves.swaps.names
-        slabs = [unit.host_slab for unit in self.units if unit.host_slab is not None]
+        slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
         self.structure, self.came_with = None, frozenset()
         error: InvalidInput | None = None
         try:
@@ -279,7 +279,7 @@ class ManagedComponent:
             self.handles += self.leftovers.hook(self.owner)
         if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
-            self.handles += StateGuard(self.owner, self.module, self.units, self.source, rests=rests).hook()
+            self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
         blocks = self.find_blocks()
         self.forwards.entries = frozenset(self.find_entry_modules())
         self.forwards.inner = frozenset(self.find_inner_modules() if self.guards_state else ())
@@ -304,8 +304,8 @@ class ManagedComponent:
         """Return modules outside of blocks that have weights or blocks: other code may call them directly."""
         blocks = self.find_blocks()
         taken = {part for block in blocks for part in block.modules()}.union(self.find_entry_modules())
-        entries = [entry for share in self.shares for unit in share.fixed.units for entry in unit.entries]
-        holders = {module: None for entry in entries for module, _ in entry.owners}
+        slots = [slot for share in self.shares for group in share.fixed.groups for slot in group.slots]
+        holders = {module: None for slot in slots for module, _ in slot.owners}
         found = dict(holders)
         by_name = dict(self.module.named_modules())
         for name in [name for name, module in by_name.items() if module in blocks]:
@@ -324,8 +324,8 @@ class ManagedComponent:
 
     def find_rest_modules(self) -> list[nn.Module]:
         """Return the modules that hold weights of the rest themselves, except the root."""
-        units = self.shares[0].fixed.units
-        holders = {module: None for unit in units for entry in unit.entries for module, _ in entry.owners}
+        groups = self.shares[0].fixed.groups
+        holders = {module: None for group in groups for slot in group.slots for module, _ in slot.owners}
         own = set(self.module.modules())
         return [module for module in holders if module is not self.module and module in own]
 
@@ -356,7 +356,7 @@ class ManagedComponent:
         if self.moves is None:
             return False
         joins = self.has_other_layers() or (
-            bool(self.added_entries()) and self.moves.is_moved() and self.has_other_forms()
+            bool(self.added_slots()) and self.moves.is_moved() and self.has_other_forms()
         )
         if joins:
             self.join_layers()
@@ -386,19 +386,19 @@ class ManagedComponent:
         now = Structure(self.module)
         self.refuse_exchanged_layers()
         for share in self.shares:
-            share.heal()
+            share.recover()
         gone = self.forget_removed_places(frozenset(now.modules))
         given = self.take_other_forms()
         self.moves.put_back()
         for (module, name), weight in given.items():
             module._parameters[name] = weight
-        own = [entry for share in self.shares for bundle in share.bundles for entry in bundle.own.entries]
+        own = [slot for share in self.shares for bundle in share.bundles for slot in bundle.own.slots]
         tree = Tree(self.module, own, self.find_blocks(), self.came_with, lent=self.lent_places())
         if gone:
             raise UnsafeState(f"{self.owner}: {gone[0]!r} is gone from its module: release it before you change that")
-        for _, entry in tree.added:
-            if entry.held.is_meta:
-                what = f"{self.owner}: {entry.spec.name!r} was added without memory"
+        for _, slot in tree.added:
+            if slot.held.is_meta:
+                what = f"{self.owner}: {slot.spec.name!r} was added without memory"
                 raise InvalidInput(f"{what}; load its weights, or remove the layer")
         has_changed = False
         for share in self.shares:
@@ -407,8 +407,8 @@ class ManagedComponent:
                 has_changed = True
                 share.free_staging()
                 share.forget_views()
-        for unit in self.units:
-            unit.slots = []  # some have other places
+        for group in self.groups:
+            group.places = []  # some have other places
         self.rename(own, tree)
         self.describe_added()
         if has_changed:  # what is in place was planned for other sizes
@@ -429,7 +429,7 @@ class ManagedComponent:
             UnsafeState: a layer was moved.
         """
         numbered = [(number, bundle.own) for share in self.shares for number, bundle in share.blocks.items()]
-        homes = {module: number for number, unit in numbered for entry in unit.entries for module, _ in entry.owners}
+        homes = {module: number for number, group in numbered for slot in group.slots for module, _ in slot.owners}
         blocks = self.component.blocks
         for path, module, home in walk(self.module, self.find_blocks()):
             was = homes.get(module, home)
@@ -438,13 +438,13 @@ class ManagedComponent:
                 raise UnsafeState(f"{self.owner}: {place} holds layers of {blocks[was].name} now: call reprofile()")
 
     def guard_moves(self, after: MoveGuard | None = None) -> MoveGuard:
-        units = [(unit, share.device.torch_device) for share in self.shares for unit in share.units]
-        return MoveGuard(self.owner, units, wait=self.finish_copies, after=after)
+        groups = [(group, share.device.torch_device) for share in self.shares for group in share.groups]
+        return MoveGuard(self.owner, groups, wait=self.finish_copies, after=after)
 
     def lent_places(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places in the module that hold other components' weights, or temporary replacements of ours."""
         loans = self.moves.swaps.loans if self.moves is not None else []
-        return self.find_lent() | {loan.owner: loan.entry for loan in loans}
+        return self.find_lent() | {loan.owner: loan.slot for loan in loans}
 
     # -- what several components have in common ([Note: sharing] in `weights/sharing.py`)
 
@@ -455,7 +455,7 @@ class ManagedComponent:
     def find_lent(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places of weights that other components own."""
         lenders = self.lenders()
-        return {place: e for lender in lenders for unit in lender.units for e in unit.entries for place in e.owners}
+        return {place: e for lender in lenders for group in lender.groups for e in group.slots for place in e.owners}
 
     def lend_to(self, module: nn.Module) -> None:
         """Update our weights, from now on, in another component's module, too, where it holds them. Idempotent."""
@@ -464,43 +464,43 @@ class ManagedComponent:
 
     def own_places(self, parts: Iterable[nn.Module]) -> None:
         """Update our weights, from now on, at all places of these modules that hold one of them, and nowhere else."""
-        known = {id(tensor): (unit, index) for unit in self.units for index, tensor in unit.known_tensors()}
-        entries = {id(entry): (unit, index) for unit in self.units for index, entry in enumerate(unit.entries)}
+        known = {id(tensor): (group, index) for group in self.groups for index, tensor in group.known_tensors()}
+        slots = {id(slot): (group, index) for group in self.groups for index, slot in enumerate(group.slots)}
         for part in parts:
-            for is_buffer, slots in ((False, part._parameters), (True, part._buffers)):
-                for name, tensor in list(slots.items()):
-                    unit, index = known.get(id(tensor), (None, 0))
+            for is_buffer, places in ((False, part._parameters), (True, part._buffers)):
+                for name, tensor in list(places.items()):
+                    group, index = known.get(id(tensor), (None, 0))
                     if isinstance(tensor, EightBitWeight):
-                        unit, index = entries.get(id(tensor.bits.entry), (None, 0))
-                    if unit is None or unit.entries[index].is_buffer != is_buffer:
+                        group, index = slots.get(id(tensor.bits.slot), (None, 0))
+                    if group is None or group.slots[index].is_buffer != is_buffer:
                         continue
-                    if (part, name) not in unit.entries[index].owners:
-                        unit.own(index, (part, name))
-                        if unit.placed:
-                            slots[name] = unit.placed[index]  # type: ignore[assignment]
+                    if (part, name) not in group.slots[index].owners:
+                        group.own(index, (part, name))
+                        if group.placed:
+                            places[name] = group.placed[index]  # type: ignore[assignment]
 
     def follow_renamed(self) -> None:
         """Give weights back at the places to which other code moved them within the module, and not at the old ones.
 
         ``prune`` and ``spectral_norm`` of `torch.nn.utils` give a weight another name.
         """
-        for unit in self.units:
-            for index, entry in enumerate(unit.entries):
-                for module, name in list(entry.owners):
-                    if entry.slots_of(module).get(name) is None:
-                        unit.disown(index, (module, name))
+        for group in self.groups:
+            for index, slot in enumerate(group.slots):
+                for module, name in list(slot.owners):
+                    if slot.tensors_of(module).get(name) is None:
+                        group.disown(index, (module, name))
         lent = self.find_lent_modules()
         self.own_places([part for part in self.module.modules() if part not in lent])
 
     def take_back_from(self, module: nn.Module) -> None:
-        """Stop updating another component's module: it keeps our masters, as the same objects. Idempotent."""
+        """Stop updating another component's module: it keeps our weight stores, as the same objects. Idempotent."""
         own, others = set(self.module.modules()), set(module.modules())
-        for unit in self.units:
-            for index, entry in enumerate(unit.entries):
-                for part, name in [place for place in entry.owners if place[0] in others and place[0] not in own]:
-                    unit.disown(index, (part, name))
-                    if unit.masters:
-                        entry.slots_of(part)[name] = unit.masters[index]
+        for group in self.groups:
+            for index, slot in enumerate(group.slots):
+                for part, name in [place for place in slot.owners if place[0] in others and place[0] not in own]:
+                    group.disown(index, (part, name))
+                    if group.resting:
+                        slot.tensors_of(part)[name] = group.resting[index]
 
     def forget_removed_places(self, modules: Collection[nn.Module]) -> list[str]:
         """Forget the places from which weights were removed; returns the weights that the module still needs.
@@ -513,35 +513,35 @@ class ManagedComponent:
         """
         own = {id(bundle.own) for share in self.shares for bundle in share.bundles}
         gone = []
-        for unit in self.units:
-            for entry in unit.entries:
-                if not entry.is_buffer and any(module._parameters.get(name) is None for module, name in entry.owners):
-                    lost = [place[0] for place in entry.owners if place[0]._parameters.get(place[1]) is None]
+        for group in self.groups:
+            for slot in group.slots:
+                if not slot.is_buffer and any(module._parameters.get(name) is None for module, name in slot.owners):
+                    lost = [place[0] for place in slot.owners if place[0]._parameters.get(place[1]) is None]
                     is_missed = any(part in modules and not isinstance(part, nn.ParameterDict) for part in lost)
-                    if id(unit) in own and is_missed:
-                        gone.append(entry.spec.name)
+                    if id(group) in own and is_missed:
+                        gone.append(slot.spec.name)
                         continue
-                    entry.owners = [place for place in entry.owners if place[0] not in lost]
-                    unit.slots = []
+                    slot.owners = [place for place in slot.owners if place[0] not in lost]
+                    group.places = []
         return gone
 
     def has_other_forms(self) -> bool:
         """Whether a weight of an added layer has a new shape or dtype, as after hot-swapping a LoRA."""
-        return any(map(has_other_form, self.added_entries()))
+        return any(map(has_other_form, self.added_slots()))
 
-    def added_entries(self) -> list[ParameterSlot]:
+    def added_slots(self) -> list[ParameterSlot]:
         added = [bundle.added for share in self.shares for bundle in share.bundles if bundle.added is not None]
-        return [entry for unit in added for entry in unit.entries]
+        return [slot for group in added for slot in group.slots]
 
     def take_other_forms(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Return weights of added layers that have a new shape or dtype, by place; our entries give those places up."""
         given = {}
-        for entry in filter(has_other_form, self.added_entries()):
-            weight = nn.Parameter(entry.held.detach(), requires_grad=False)
-            given.update(dict.fromkeys(entry.owners, weight))
-            entry.owners = []
-        for unit in self.units if given else ():
-            unit.slots = []
+        for slot in filter(has_other_form, self.added_slots()):
+            weight = nn.Parameter(slot.held.detach(), requires_grad=False)
+            given.update(dict.fromkeys(slot.owners, weight))
+            slot.owners = []
+        for group in self.groups if given else ():
+            group.places = []
         return given
 
     def find_blocks(self) -> dict[nn.Module, int]:
@@ -559,18 +559,18 @@ class ManagedComponent:
         """Give a bundle the added weights that belong to it; returns whether they differ from those it had."""
         is_first = share is self.shares[0]
         wanted = []
-        for home, entry in tree.added:
-            if home is None or entry.is_buffer:
+        for home, slot in tree.added:
+            if home is None or slot.is_buffer:
                 is_here = bundle is share.fixed and (is_first if home is None else home in share.blocks)
             else:
                 is_here = share.blocks.get(home) is bundle
             if is_here:
-                wanted.append(entry)
-        wanted.sort(key=lambda entry: entry.is_plain_buffer)
-        had = bundle.added.entries if bundle.added is not None else []
-        if [entry.owners for entry in had] == [entry.owners for entry in wanted]:
-            for entry, found in zip(had, wanted, strict=True):
-                entry.spec = found.spec
+                wanted.append(slot)
+        wanted.sort(key=lambda slot: slot.is_plain_buffer)
+        had = bundle.added.slots if bundle.added is not None else []
+        if [slot.owners for slot in had] == [slot.owners for slot in wanted]:
+            for slot, found in zip(had, wanted, strict=True):
+                slot.spec = found.spec
             return False
         self.packing.add(share, bundle, wanted)
         return True
@@ -578,13 +578,13 @@ class ManagedComponent:
     def rename(self, own: Sequence[ParameterSlot], tree: Tree) -> None:
         """Rename our own weights to the names that the module gives them now; what is gone leaves its own to others."""
         names = {}
-        for entry in own:
-            if tree.names.get(id(entry)) and tree.names[id(entry)][0] != entry.spec.name:
-                names[entry.spec.name] = tree.names[id(entry)][0]
-        taken = {entry.spec.name for entry in own} | set(names.values())
-        for entry in own:
-            name = entry.spec.name
-            if not tree.names.get(id(entry)) and name in names.values():
+        for slot in own:
+            if tree.names.get(id(slot)) and tree.names[id(slot)][0] != slot.spec.name:
+                names[slot.spec.name] = tree.names[id(slot)][0]
+        taken = {slot.spec.name for slot in own} | set(names.values())
+        for slot in own:
+            name = slot.spec.name
+            if not tree.names.get(id(slot)) and name in names.values():
                 names[name] = next(new for n in itertools.count(1) if (new := f"{name} (removed {n})") not in taken)
                 taken.add(names[name])
         if names:
@@ -592,22 +592,23 @@ class ManagedComponent:
             self.plan = replace(self.plan, cast=frozenset(names.get(name, name) for name in self.plan.cast))
 
     def describe_added(self) -> None:
-        """Update the component and the plan to what the units hold now, with all added weights."""
+        """Update the component and the plan to what the groups hold now, with all added weights."""
         bundles = [bundle for share in self.shares for bundle in share.bundles]
         specs = {
-            bundle.name: tuple(entry.spec for unit in bundle.units for entry in unit.entries if not entry.is_buffer)
+            bundle.name: tuple(slot.spec for group in bundle.groups for slot in group.slots if not slot.is_buffer)
             for bundle in bundles
             if bundle.name
         }
-        rest = [unit for share in self.shares for unit in share.fixed.units]
+        rest = [group for share in self.shares for group in share.fixed.groups]
         before = self.component.weight_bytes
         self.component = self.packing.component = self.forwards.component = replace(
             self.component,
             blocks=tuple(replace(block, tensors=specs[block.name]) for block in self.component.blocks),
-            rest=replace(
-                self.component.rest, tensors=tuple(e.spec for unit in rest for e in unit.entries if not e.is_buffer)
+            non_block=replace(
+                self.component.non_block,
+                tensors=tuple(e.spec for group in rest for e in group.slots if not e.is_buffer),
             ),
-            buffers=tuple(entry.spec for unit in rest for entry in unit.entries if entry.is_buffer),
+            buffers=tuple(slot.spec for group in rest for slot in group.slots if slot.is_buffer),
         )
         added_bytes = self.component.weight_bytes - before
         self.plan = replace(self.plan, weight_bytes=self.plan.weight_bytes + added_bytes)
@@ -619,12 +620,12 @@ class ManagedComponent:
                 pinned_bytes=self.plan.pinned_bytes + pinned_bytes,
             )
 
-    def bring_strangers_home(self) -> None:
+    def move_added_to_host(self) -> None:
         """Move weights of layers that were added, and have not joined yet, to host memory."""
         if self.has_other_layers():
-            known = [entry for unit in self.units for entry in unit.entries]
+            known = [slot for group in self.groups for slot in group.slots]
             tree = Tree(self.module, known, {}, self.came_with, lent=self.lent_places())
-            bring_home(entry for _, entry in tree.added)
+            bring_home(slot for _, slot in tree.added)
 
     def finish_copies(self) -> None:
         """Wait on the host until nothing is copied to any device."""
@@ -634,24 +635,24 @@ class ManagedComponent:
 
     def settle(self) -> None:
         """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
-        self.passes.heal_for(None)
+        self.passes.recover_for(None)
         self.finish_copies()
         for share in self.shares:
             if share.streamer is not None:
                 share.streamer.area.forget()
 
-    def bring(self, unit: WeightGroup) -> None:
-        """Read a unit that rests in its file into RAM, for other code to use. Raises as `Bringer`."""
+    def bring(self, group: WeightGroup) -> None:
+        """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""
         with self.exclusive():
             if self.passes.is_busy():
                 raise UnsafeState(
-                    f"{self.owner} computes now, and {unit.name or 'the part beside its blocks'} rests in its file: "
+                    f"{self.owner} computes now, and {group.name or 'the part beside its blocks'} rests in its file: "
                     "use its weights before or after the forward, or choose another placement"
                 )
             self.settle()
-            if isinstance(unit.master, FileStore):
-                unit.read_into_memory()
-                self.tell_read(unit.slab_bytes)
+            if isinstance(group.store, FileStore):
+                group.read_into_memory()
+                self.tell_read(group.slab_bytes)
 
     # -- devices
 
@@ -685,7 +686,7 @@ class ManagedComponent:
     def unload(self) -> int:
         """Leave every device; returns the bytes freed."""
         self.put_back()
-        self.bring_strangers_home()
+        self.move_added_to_host()
         self.forwards.is_loaded = False
         return sum(share.unload() for share in self.shares)
 
@@ -710,14 +711,14 @@ def refuse_managed(module: nn.Module) -> None:
         UnsafeState: any of them is managed.
     """
     weights = {id(parameter) for parameter in module.parameters()}
-    for attachment in list(attached):
-        if any(id(parameter) in weights for parameter in attachment.module.parameters()):
-            raise UnsafeState(f"{attachment.owner} is managed: release it before loading other weights into it")
+    for managed in list(attached):
+        if any(id(parameter) in weights for parameter in managed.module.parameters()):
+            raise UnsafeState(f"{managed.owner} is managed: release it before loading other weights into it")
 
 
-def has_other_form(entry: ParameterSlot) -> bool:
+def has_other_form(slot: ParameterSlot) -> bool:
     """Whether a plain parameter has another shape or dtype than it had when it was described."""
-    if entry.is_buffer or entry.wrapper is not None or not entry.owners:
+    if slot.is_buffer or slot.wrapper is not None or not slot.owners:
         return False
-    held, spec = entry.held, entry.spec
+    held, spec = slot.held, slot.spec
     return held.shape != spec.shape or SAFETENSORS_NAMES[str(held.dtype)] != spec.dtype

@@ -2,8 +2,8 @@
 
 [Note: moved] torch gives a converted weight to its module in one of three ways: it points the parameter object that is
 there to other memory, puts another object in its place, or swaps the insides of two. So neither the objects that a
-unit put into the module nor those that are its masters can be relied on afterwards; its slabs can, and its buffers'
-objects, of which the module always gets others.
+group put into the module nor those that are its weight stores can be relied on afterwards; its slabs can, and its
+buffers' objects, of which the module always gets others.
 
 A tensor that was assigned to the module in place of ours is seen by its identity, each of them; whether that is for
 good, `weight_swaps.py` tells.
@@ -36,38 +36,39 @@ DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class MoveGuard:
-    """Puts the weights of a component back, and tells who changed their dtype. For units whose masters are in place.
+    """Puts the weights of a component back, and tells who changed their dtype. For groups whose weight stores are in
+    place.
 
     Args:
-        units: with the device on which each computes.
+        groups: with the device on which each computes.
         wait: waits for the copies that are under way.
-        after: that of the units before some of them were replaced.
+        after: that of the groups before some of them were replaced.
     """
 
     def __init__(
         self,
         owner: str,
-        units: Sequence[tuple[WeightGroup, torch.device]],
+        groups: Sequence[tuple[WeightGroup, torch.device]],
         *,
         wait: Callable[[], None],
         after: MoveGuard | None = None,
     ) -> None:
         self.owner = owner
         self.wait = wait
-        self.units = [unit for unit, _ in units]
-        self.witnesses = [Witness(unit) for unit in self.units]
-        self.swaps = Swaps(units)
+        self.groups = [group for group, _ in groups]
+        self.witnesses = [Witness(group) for group in self.groups]
+        self.swaps = Swaps(groups)
         self.undone: str | None = None
         """What was done to the weights and taken back, until it is told."""
         self.gone: str | None = None
         """A weight that its module has no place for any more."""
         if after is not None:
             self.undone, self.gone = after.undone, after.gone
-            self.swaps.loans = [loan for loan in after.swaps.loans if loan.unit in self.swaps.devices]
+            self.swaps.loans = [loan for loan in after.swaps.loans if loan.group in self.swaps.devices]
 
     def is_moved(self) -> bool:
-        """Whether the module has other weights than the units, while those rest, gave it."""
-        return not all(unit.is_as_placed() for unit in self.units) or any(w.is_moved() for w in self.witnesses)
+        """Whether the module has other weights than the groups, while those rest, gave it."""
+        return not all(group.is_as_placed() for group in self.groups) or any(w.is_moved() for w in self.witnesses)
 
     def put_back(self) -> None:
         """Undo what was done to the weights, and keep what was given instead. Looks at every weight's address.
@@ -75,60 +76,60 @@ class MoveGuard:
         The caller holds the manager's lock.
         """
         is_laid_out_anew = False
-        for unit, index, held in self.swaps.take_back():
+        for group, index, held in self.swaps.take_back():
             self.wait()
-            layout = unit.layout
-            self.undone = why_not_adopted(unit, index, held) or self.undone
-            is_laid_out_anew = is_laid_out_anew or unit.layout is not layout
-        for unit in self.units:
-            if unit.opened:
+            layout = group.layout
+            self.undone = why_not_adopted(group, index, held) or self.undone
+            is_laid_out_anew = is_laid_out_anew or group.layout is not layout
+        for group in self.groups:
+            if group.opened:
                 self.wait()
-                dtype = unit.settle()
+                dtype = group.settle()
                 if dtype is not None:
                     self.undone = f"its weights were changed to {dtype}"
-        changed = [unit for unit in self.units if not unit.is_as_placed()]
+        changed = [group for group in self.groups if not group.is_as_placed()]
         if changed:
             self.swaps.lend(changed)
-            changed = [unit for unit in changed if self.take_over(unit)]
+            changed = [group for group in changed if self.take_over(group)]
         if changed or is_laid_out_anew or any(witness.is_moved() for witness in self.witnesses):
             self.wait()
-            for witness in self.witnesses:  # a block's buffers are in another unit than its weights
+            for witness in self.witnesses:  # a block's buffers are in another group than its weights
                 undone = witness.put_back()
                 if undone is not None:
                     self.undone = undone
 
-    def take_over(self, unit: WeightGroup) -> bool:
+    def take_over(self, group: WeightGroup) -> bool:
         """Make what was assigned for good the new version of its weight, or undo it; returns whether there was any."""
         found = False
-        for index, (module, name), held in list(foreign_tensors(unit)):
-            entry = unit.entries[index]
-            slots = entry.slots_of(module)
-            if entry.is_buffer:  # the next `WeightGroup.put` takes over what a forward made
+        for index, (module, name), held in list(foreign_tensors(group)):
+            slot = group.slots[index]
+            places = slot.tensors_of(module)
+            if slot.is_buffer:  # the next `WeightGroup.put` takes over what a forward made
                 if held is not None and not held.is_meta and held.device.type == "cpu":
-                    self.take_buffer(unit, index, (module, name), held)
+                    self.take_buffer(group, index, (module, name), held)
                 continue
             found = True
-            if name not in slots:
-                unit.disown(index, (module, name))
-                self.gone = entry.spec.name
+            if name not in places:
+                group.disown(index, (module, name))
+                self.gone = slot.spec.name
                 continue
             self.wait()
-            self.undone = self.undone or why_not_adopted(unit, index, held)
-            slots[name] = unit.placed[index]
+            self.undone = self.undone or why_not_adopted(group, index, held)
+            places[name] = group.placed[index]
         return found
 
-    def take_buffer(self, unit: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
-        """Copy a buffer that was assigned in host memory into its unit's; of another form, move it to the device."""
-        placed, slots = unit.placed[index], unit.entries[index].slots_of(place[0])
+    def take_buffer(self, group: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
+        """Copy a buffer that was assigned in host memory into its group's; of another form, move it to the device."""
+        placed, places = group.placed[index], group.slots[index].tensors_of(place[0])
         if placed.device.type in ("cpu", "meta"):
             return
         self.wait()
         if (held.shape, held.dtype) == (placed.shape, placed.dtype):
             with torch.inference_mode(placed.is_inference()), torch.no_grad():
                 placed.copy_(held)
-            slots[place[1]] = placed
+            places[place[1]] = placed
         else:
-            slots[place[1]] = held.to(placed.device)
+            places[place[1]] = held.to(placed.device)
 
     def tell_undone(self) -> None:
         """Tell, once, what was done to the weights and undone; every time, what cannot be. Raises `UnsafeState`."""
@@ -140,133 +141,133 @@ class MoveGuard:
 
 
 class Witness:
-    """Tells whether the weights of a unit were moved or replaced, and puts them all back.
+    """Tells whether the weights of a group were moved or replaced, and puts them all back.
 
     Every plain parameter tells by its object and its address. For their dtype stands one: rather a plain one than a
     quantized one, a parameter than a buffer, which a forward may replace, and one that ``Module.half`` changes. For a
-    unit whose masters are in place.
+    group whose weight stores are in place.
     """
 
-    def __init__(self, unit: WeightGroup) -> None:
-        self.unit = unit
+    def __init__(self, group: WeightGroup) -> None:
+        self.group = group
         order = sorted(
-            (entry.wrapper is not None, entry.is_buffer, not entry.held.is_floating_point(), index)
-            for index, entry in enumerate(unit.entries)
-            if entry.held.numel()
+            (slot.wrapper is not None, slot.is_buffer, not slot.held.is_floating_point(), index)
+            for index, slot in enumerate(group.slots)
+            if slot.held.numel()
         )
-        self.entry = unit.entries[order[0][-1]] if order else None
-        self.leaf = sum(unit.num_leaves[: order[0][-1]]) if order else 0
+        self.slot = group.slots[order[0][-1]] if order else None
+        self.leaf = sum(group.num_leaves[: order[0][-1]]) if order else 0
         self.plain = [
-            (number, sum(unit.num_leaves[:number]))
-            for number, entry in enumerate(unit.entries)
-            if not entry.is_buffer and entry.wrapper is None and entry.owners and entry.held.numel()
+            (number, sum(group.num_leaves[:number]))
+            for number, slot in enumerate(group.slots)
+            if not slot.is_buffer and slot.wrapper is None and slot.owners and slot.held.numel()
         ]
         """The plain parameters: their place among the entries and among the leaves."""
 
     def is_moved(self) -> bool:
-        """Whether the module has other memory or another dtype than the unit, while that rests, gave it."""
-        unit, entry = self.unit, self.entry
-        if entry is None or not entry.owners or unit.state is BlockState.COMPUTING or unit.is_whole:
+        """Whether the module has other memory or another dtype than the group, while that rests, gave it."""
+        group, slot = self.group, self.slot
+        if slot is None or not slot.owners or group.state is BlockState.COMPUTING or group.is_whole:
             return False
-        held = entry.held
-        if unit.master is None:  # computes in place
+        held = slot.held
+        if group.store is None:  # computes in place
             return held.device.type != "cpu"
-        slab = unit.resting_slab
+        slab = group.resting_slab
         if slab is not None:
-            address = slab.data_ptr() + unit.layout.offsets[self.leaf]
+            address = slab.data_ptr() + group.layout.offsets[self.leaf]
         else:
-            assert isinstance(unit.master, FileStore)
-            address = unit.master.address_of(self.leaf)
+            assert isinstance(group.store, FileStore)
+            address = group.store.address_of(self.leaf)
         leaf = leaves_of(held)[0]
-        is_moved = leaf.data_ptr() != address or leaf.dtype is not unit.layout.forms[self.leaf].dtype
+        is_moved = leaf.data_ptr() != address or leaf.dtype is not group.layout.forms[self.leaf].dtype
         return is_moved or self.is_replaced()
 
     def is_replaced(self) -> bool:
-        """Whether any plain parameter that the unit, while it rests, gave lies elsewhere."""
-        unit = self.unit
-        placed, (own, addresses) = unit.copy.known if unit.copy is not None else unit.known
-        if placed is not unit.placed:
-            own, addresses = [unit.placed[number] for number, _ in self.plain], self.addresses()
-            if unit.copy is not None:
-                unit.copy.known = unit.placed, (own, addresses)  # gone with the copy, whose memory they keep
+        """Whether any plain parameter that the group, while it rests, gave lies elsewhere."""
+        group = self.group
+        placed, (own, addresses) = group.copy.known if group.copy is not None else group.known
+        if placed is not group.placed:
+            own, addresses = [group.placed[number] for number, _ in self.plain], self.addresses()
+            if group.copy is not None:
+                group.copy.known = group.placed, (own, addresses)  # gone with the copy, whose memory they keep
             else:
-                unit.known = unit.placed, (own, addresses)
+                group.known = group.placed, (own, addresses)
         with plainly():
             return [*map(ADDRESS, own), *map(STRIDE, own)] != addresses
 
     def addresses(self) -> list[Any]:
         """Return where the plain parameters rest, 0 for eight bits that are shown wide; then their strides."""
-        return [*self.places(), *(self.unit.layout.forms[leaf].strides for _, leaf in self.plain)]
+        return [*self.places(), *(self.group.layout.forms[leaf].strides for _, leaf in self.plain)]
 
     def places(self) -> list[int]:
-        unit, slab = self.unit, self.unit.resting_slab
+        group, slab = self.group, self.group.resting_slab
         if slab is not None:
-            begin, offsets = slab.data_ptr(), unit.layout.offsets
-            return [0 if unit.shows(unit.entries[number]) else begin + offsets[leaf] for number, leaf in self.plain]
-        assert isinstance(unit.master, FileStore)
-        return [unit.master.address_of(leaf) for _, leaf in self.plain]
+            begin, offsets = slab.data_ptr(), group.layout.offsets
+            return [0 if group.shows(group.slots[number]) else begin + offsets[leaf] for number, leaf in self.plain]
+        assert isinstance(group.store, FileStore)
+        return [group.store.address_of(leaf) for _, leaf in self.plain]
 
     def put_back(self) -> str | None:
-        """Put the unit's own tensors back into the module; returns which change to them was undone.
+        """Put the group's own tensors back into the module; returns which change to them was undone.
 
         The memory that it held instead is free then. What a forward wrote into buffers stays.
         """
-        unit = self.unit
-        if self.entry is None or unit.state is BlockState.COMPUTING or unit.is_whole:
+        group = self.group
+        if self.slot is None or group.state is BlockState.COMPUTING or group.is_whole:
             return None
-        if unit.master is None:
-            for entry in unit.entries:
-                if entry.held.device.type != "cpu":
-                    repoint(entry, [leaf.detach().to("cpu") for leaf in leaves_of(entry.held)], lasting=True)
+        if group.store is None:
+            for slot in group.slots:
+                if slot.held.device.type != "cpu":
+                    repoint(slot, [leaf.detach().to("cpu") for leaf in leaves_of(slot.held)], lasting=True)
             return None
         dtype, undone = self.changed_dtype(), self.changed_shape()
         if dtype is not None:
             undone = f"its weights were changed to {dtype}"
-        for entry, placed in zip(unit.entries, unit.placed, strict=True):
-            if entry.is_buffer and entry.held.shape == placed.shape and entry.held.dtype != placed.dtype:
-                entry.hold(placed)
+        for slot, placed in zip(group.slots, group.placed, strict=True):
+            if slot.is_buffer and slot.held.shape == placed.shape and slot.held.dtype != placed.dtype:
+                slot.hold(placed)
         self.adopt()
-        unit.renew(renewed_masters(unit))
-        if unit.copy is not None:
-            views = zip(unit.entries, unit.copy.views, unit.resting_views(unit.copy.slab), strict=True)
-            before = unit.copy.views
-            unit.copy.views = [old if entry.is_plain_buffer else new for entry, old, new in views]
-            unit.note_given(before, unit.copy.views)
-        unit.forget_views()
-        unit.rest()
-        unit.known = None, ([], [])  # perhaps objects that lie elsewhere now
+        group.renew(renewed_resting(group))
+        if group.copy is not None:
+            views = zip(group.slots, group.copy.views, group.resting_views(group.copy.slab), strict=True)
+            before = group.copy.views
+            group.copy.views = [old if slot.is_plain_buffer else new for slot, old, new in views]
+            group.note_given(before, group.copy.views)
+        group.forget_views()
+        group.rest()
+        group.known = None, ([], [])  # perhaps objects that lie elsewhere now
         return undone
 
     def changed_dtype(self) -> torch.dtype | None:
         """Return what the dtype of a weight was changed to."""
-        unit = self.unit
+        group = self.group
         if not self.plain:
-            leaf = leaves_of(self.entry.held)[0] if self.entry is not None and self.entry.owners else None
-            return None if leaf is None or leaf.dtype is unit.layout.forms[self.leaf].dtype else leaf.dtype
+            leaf = leaves_of(self.slot.held)[0] if self.slot is not None and self.slot.owners else None
+            return None if leaf is None or leaf.dtype is group.layout.forms[self.leaf].dtype else leaf.dtype
         for number, place in self.plain:
-            entry, placed = unit.entries[number], unit.placed[number]
-            own = unit.wide_dtypes[entry.spec.name] if unit.shows(entry) else unit.layout.forms[place].dtype
-            if entry.owners and placed.dtype is not own:
+            slot, placed = group.slots[number], group.placed[number]
+            own = group.wide_dtypes[slot.spec.name] if group.shows(slot) else group.layout.forms[place].dtype
+            if slot.owners and placed.dtype is not own:
                 return placed.dtype
         return None
 
     def changed_shape(self) -> str | None:
         """Describe a plain parameter that got data of another shape, as when transformers resizes embeddings."""
         for number, place in self.plain:
-            entry, form = self.unit.entries[number], self.unit.layout.forms[place]
-            if entry.owners and entry.held.shape != form.shape:
-                return f"{entry.spec.name!r} was replaced by a {entry.held.dtype} {list(entry.held.shape)}"
+            slot, form = self.group.slots[number], self.group.layout.forms[place]
+            if slot.owners and slot.held.shape != form.shape:
+                return f"{slot.spec.name!r} was replaced by a {slot.held.dtype} {list(slot.held.shape)}"
         return None
 
     def adopt(self) -> None:
         """Take over weights that were assigned to the module in place of ours, if dtype and shape are the same."""
-        unit = self.unit
-        slab = unit.resting_slab
+        group = self.group
+        slab = group.resting_slab
         if slab is None:
             return
-        for index, (entry, leaves) in enumerate(zip(unit.entries, unit.leaf_views(slab), strict=True)):
-            held = entry.held
-            is_plain = entry.wrapper is None and entry.scale is None and not entry.is_buffer
+        for index, (slot, leaves) in enumerate(zip(group.slots, group.leaf_views(slab), strict=True)):
+            held = slot.held
+            is_plain = slot.wrapper is None and slot.scale is None and not slot.is_buffer
             if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
                 with torch.no_grad():
                     given = held.detach().to(slab.device)
@@ -274,46 +275,46 @@ class Witness:
                         if given.stride() == leaves[0].stride():
                             continue
                         given = given.clone()
-                    own = unit.leaf_views(slab)[index][0] if unit.take_strides(index, given) else leaves[0]
+                    own = group.leaf_views(slab)[index][0] if group.take_strides(index, given) else leaves[0]
                     if not torch.equal(given, own):
                         own.copy_(given)
 
 
-def why_not_adopted(unit: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:
+def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:
     """Write a tensor that was assigned to the module over the weight where it rests, or return why that cannot be."""
-    entry, slab = unit.entries[index], unit.resting_slab
-    name = entry.spec.name
+    slot, slab = group.slots[index], group.resting_slab
+    name = slot.spec.name
     if given is None:
         return f"{name!r} was removed"
     if isinstance(given, EightBitWeight):
         given = given.plain()
-    is_wide = given.dtype is unit.wide_dtypes[name] and given.shape == unit.placed[index].shape and not given.is_meta
-    if slab is not None and unit.shows(entry) and is_wide and Wrapper.of(given) is None:
-        ours = unit.show(entry, unit.leaf_views(slab)[index][0])
+    is_wide = given.dtype is group.wide_dtypes[name] and given.shape == group.placed[index].shape and not given.is_meta
+    if slab is not None and group.shows(slot) and is_wide and Wrapper.of(given) is None:
+        ours = group.show(slot, group.leaf_views(slab)[index][0])
         ours.data = given
         ours.bits.settle()
         return None
-    leaves = unit.leaf_views(slab)[index] if slab is not None else leaves_of(unit.placed[index])
+    leaves = group.leaf_views(slab)[index] if slab is not None else leaves_of(group.placed[index])
     theirs = leaves_of(given)
     is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in leaves]
-    if not is_alike or (Wrapper.of(given) is None) != (entry.wrapper is None):
-        if given.shape == unit.placed[index].shape and given.dtype not in (FP8, unit.wide_dtypes[name]):
+    if not is_alike or (Wrapper.of(given) is None) != (slot.wrapper is None):
+        if given.shape == group.placed[index].shape and given.dtype not in (FP8, group.wide_dtypes[name]):
             return f"its weights were changed to {given.dtype}"
-        return f"{name!r}{resting_form(unit, index)} was replaced by a {given.dtype} {list(given.shape)}"
+        return f"{name!r}{resting_form(group, index)} was replaced by a {given.dtype} {list(given.shape)}"
     if all(leaf.is_meta for leaf in (*leaves, *theirs)):
         return None
     if any(leaf.is_meta for leaf in (*leaves, *theirs)):
-        return f"{name!r}{resting_form(unit, index)} was replaced"
+        return f"{name!r}{resting_form(group, index)} was replaced"
     with torch.no_grad():
         moved = [leaf.detach().to(own.device) for leaf, own in zip(theirs, leaves, strict=True)]
-        if slab is not None and unit.take_strides(index, moved[0]):
-            leaves = unit.leaf_views(slab)[index]
+        if slab is not None and group.take_strides(index, moved[0]):
+            leaves = group.leaf_views(slab)[index]
             with plainly():
-                DATA.__set__(unit.placed[index], leaves[0])
+                DATA.__set__(group.placed[index], leaves[0])
         if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, leaves, strict=True)):
             return None
-        if entry.scale is not None:
-            return f"{name!r}{resting_form(unit, index)} was replaced"
+        if slot.scale is not None:
+            return f"{name!r}{resting_form(group, index)} was replaced"
         for leaf, own in zip(moved, leaves, strict=True):
             own.copy_(leaf)
     return None
@@ -323,31 +324,31 @@ def bits_of(leaf: torch.Tensor) -> torch.Tensor:
     return leaf.reshape(-1).view(torch.uint8)
 
 
-def resting_form(unit: WeightGroup, index: int) -> str:
+def resting_form(group: WeightGroup, index: int) -> str:
     """Return, for people, where a weight rests that others cannot replace where it is."""
-    if unit.entries[index].scale is not None:
+    if group.slots[index].scale is not None:
         return ", which rests in eight bits,"
-    return ", which rests in its file," if unit.placed[index].is_meta else ""
+    return ", which rests in its file," if group.placed[index].is_meta else ""
 
 
-def renewed_masters(unit: WeightGroup) -> list[torch.Tensor]:
-    """Return masters that show what they are made of, as the objects that they are where torch allows that."""
-    if unit.host_slab is not None:
-        leaves = iter(unit.layout.views(unit.host_slab))
+def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
+    """Return weight stores that show what they are made of, as the objects that they are where torch allows that."""
+    if group.host_slab is not None:
+        leaves = iter(group.layout.views(group.host_slab))
     else:
-        assert isinstance(unit.master, FileStore)
-        leaves = iter(unit.master.resting_leaves())
-    masters = []
-    for entry, master, count in zip(unit.entries, unit.masters, unit.num_leaves, strict=True):
+        assert isinstance(group.store, FileStore)
+        leaves = iter(group.store.resting_leaves())
+    resting = []
+    for slot, store, count in zip(group.slots, group.resting, group.num_leaves, strict=True):
         own = list(itertools.islice(leaves, count))
-        if entry.is_plain_buffer:
-            masters.append(master)
-        elif unit.shows(entry):
-            masters.append(unit.show(entry, own[0]))
-        elif entry.wrapper is None and not own[0].is_meta and torch._has_compatible_shallow_copy_type(master, own[0]):
+        if slot.is_plain_buffer:
+            resting.append(store)
+        elif group.shows(slot):
+            resting.append(group.show(slot, own[0]))
+        elif slot.wrapper is None and not own[0].is_meta and torch._has_compatible_shallow_copy_type(store, own[0]):
             with plainly():
-                DATA.__set__(master, own[0])  # others' assignments of the same memory in another order are copied
-            masters.append(watch(master, unit.asked, aliases=unit.aliases))
+                DATA.__set__(store, own[0])  # others' assignments of the same memory in another order are copied
+            resting.append(watch(store, group.asked, aliases=group.aliases))
         else:
-            masters.append(unit.watch(entry, as_held(iter(own), entry)))
-    return masters
+            resting.append(group.watch(slot, as_held(iter(own), slot)))
+    return resting

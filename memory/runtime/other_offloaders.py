@@ -30,17 +30,17 @@ class ExecutionMark:
         bring_up: loads the component, unless a pass of it is open.
     """
 
-    def __init__(self, owner: str, execution_device: torch.device, bring_up: Callable[[], None]) -> None:
+    def __init__(self, owner: str, execution_device: torch.device, load_for: Callable[[], None]) -> None:
         self.owner = owner
         self.execution_device = execution_device
-        self.bring_up = bring_up
+        self.load_for = load_for
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Load the module's weights, which one of its methods is about to use.
 
         Diffusers calls this in ``encode``, ``decode`` and similar methods, for which torch calls no forward hooks.
         """
-        self.bring_up()
+        self.load_for()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Refuse what accelerate does before it puts hooks of its own in place, or removes them all."""

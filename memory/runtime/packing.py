@@ -1,4 +1,5 @@
-"""The masters of a component: packed into host memory or left in their file, and what its module holds at the end."""
+"""The weight stores of a component: packed into host memory or left in their file, and what its module holds at the
+end."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Ending(enum.Enum):
     RESTORED = "restored"
     """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
     HANDED_OVER = "handed over"
-    """What rests in its file stays there, for the attachment that comes next; all else is in plain memory."""
+    """What rests in its file stays there, for the managed component that comes next; all else is in plain memory."""
     TAKEN_BACK = "taken back"
     """What it held before it was packed."""
     DISCARDED = "discarded"
@@ -38,7 +39,7 @@ class Ending(enum.Enum):
 
 
 class Packing:
-    """Packs the units of a component's shares, and keeps the books of what that takes of host memory.
+    """Packs the groups of a component's shares, and keeps the books of what that takes of host memory.
 
     Args:
         source: the files that the weights may rest in.
@@ -63,28 +64,26 @@ class Packing:
         self.ledger = ledger
         self.source = source
         self.host_bytes = Counter[str]()
-        """What the masters take of host memory, by tier."""
+        """What the weight stores take of host memory, by tier."""
         self.charged = Counter[str]()
         """What of that is in the ledger."""
         self.added_bytes: dict[WeightGroup, Counter[str]] = {}
-        """The part of that of layers which were added, by their unit."""
+        """The part of that of layers which were added, by their group."""
         self.was_refused = False
-        """Whether the driver would not page-lock all the masters that the plan wanted to be."""
+        """Whether the driver would not page-lock all the weight stores that the plan wanted to be."""
         self.told_refusal = False
-        self.came_bare = frozenset(
-            entry.spec.name for unit in self.units for entry in unit.entries if entry.held.is_meta
-        )
+        self.came_bare = frozenset(slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta)
         """The weights that came under management without memory."""
         self.written = frozenset[str]()
         """The weights that are not what their file has any more."""
         self.packed_versions: dict[int, int] = {}
-        """The version of each unit's master in host memory as it was packed, by the unit's id."""
+        """The version of each group's weight store in host memory as it was packed, by the group's id."""
         if after is not None:
             self.came_bare, self.written = after.came_bare, after.written
 
     @property
-    def units(self) -> list[WeightGroup]:
-        return [unit for share in self.shares for unit in share.units]
+    def groups(self) -> list[WeightGroup]:
+        return [group for share in self.shares for group in share.groups]
 
     def tell_refusal(self) -> bool:
         """Whether the driver would not page-lock all that the plan wanted; true once."""
@@ -95,8 +94,8 @@ class Packing:
 
     def measure(self) -> None:
         """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
-        for unit in self.units:
-            unit.measure()
+        for group in self.groups:
+            group.measure()
 
     def to_pack(self) -> int:
         """Return the bytes, as they come, of what `pack` would copy into slabs or read from files into RAM.
@@ -106,17 +105,17 @@ class Packing:
         if self.plan.tier == "disk":
             return 0
         return sum(
-            entry.spec.weight_bytes
+            slot.spec.weight_bytes
             for share in self.shares
-            for unit in share.units
-            for entry in unit.entries
-            if share.copies is not None or unit.cast_names or entry.held.is_meta
+            for group in share.groups
+            for slot in group.slots
+            if share.copies is not None or group.cast_names or slot.held.is_meta
         )
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
-        """Make the masters; on failure the caller ends it as `Ending.TAKEN_BACK`.
+        """Make the weight stores; on failure the caller ends it as `Ending.TAKEN_BACK`.
 
-        Holds, beside the masters, one arena of slabs at a time. The caller measured all that it packs, before any
+        Holds, beside the weight stores, one arena of slabs at a time. The caller measured all that it packs, before any
         weight loses a bit: after that only ``progress``, the files or a lack of memory can fail, and what rests in
         eight bits by then comes back widened, as there is no copy of what it was.
 
@@ -131,97 +130,97 @@ class Packing:
                 self.pack_share(share, progress)
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
-        for unit in self.units:
-            unit.charge_host = self.charge_host
-            if unit.master is not None:
-                self.packed_versions[id(unit)] = unit.version
+        for group in self.groups:
+            group.charge_host = self.charge_host
+            if group.store is not None:
+                self.packed_versions[id(group)] = group.version
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
-        """Move a share's masters into host slabs, page-locked as the plan says and the driver agrees."""
+        """Move a share's weight stores into host slabs, page-locked as the plan says and the driver agrees."""
         if share.copies is None:  # others compute in place, in the memory they came in
-            units = [unit for unit in share.units if unit.cast_names]
-            for unit in share.units:
-                if unit not in units:
-                    unit.fill(self.source, progress)
+            groups = [group for group in share.groups if group.cast_names]
+            for group in share.groups:
+                if group not in groups:
+                    group.fill(self.source, progress)
         else:
-            units = sorted(share.units, key=lambda unit: unit.name not in self.plan.pinned)
-        self.host_bytes["host"] += sum(unit.slab_bytes for unit in share.units if unit not in units)
-        locked = [unit.slab_bytes for unit in units if unit.name in self.plan.pinned]
+            groups = sorted(share.groups, key=lambda group: group.name not in self.plan.pinned)
+        self.host_bytes["host"] += sum(group.slab_bytes for group in share.groups if group not in groups)
+        locked = [group.slab_bytes for group in groups if group.name in self.plan.pinned]
         streams = [share.copies] if share.copies is not None else []
         # What an arena rounds up is less than its last page.
         slabs = allocate_slabs(
-            [unit.slab_bytes for unit in units],
+            [group.slab_bytes for group in groups],
             pinned_bytes=sum(locked) + len(locked) * PAGE_BYTES,
             streams=streams,
         )
-        for unit, slab in zip(units, slabs, strict=True):
-            unit.pack(slab, self.source, progress)
+        for group, slab in zip(groups, slabs, strict=True):
+            group.pack(slab, self.source, progress)
             if not slab.is_pinned():
-                self.host_bytes["host"] += unit.slab_bytes
+                self.host_bytes["host"] += group.slab_bytes
         self.host_bytes["pinned"] += slabs.locked_bytes
         self.was_refused = self.was_refused or slabs.was_refused
 
-    def add(self, share: DeviceShare, bundle: Bundle, entries: Sequence[ParameterSlot]) -> None:
+    def add(self, share: DeviceShare, bundle: Bundle, slots: Sequence[ParameterSlot]) -> None:
         """Pack the weights of layers that were added to a block, in the place of what was added before.
 
         They rest where the block does, except that what rests in its file has no place for them: they are in RAM.
         """
         self.remove_added(share, bundle)
-        if not entries:
+        if not slots:
             return
-        bring_home(entries)
-        unit = WeightGroup(bundle.name, entries, cast=frozenset())
-        unit.asked, unit.notes_data = bundle.own.asked, bundle.own.notes_data
+        bring_home(slots)
+        group = WeightGroup(bundle.name, slots, cast=frozenset())
+        group.asked, group.notes_data = bundle.own.asked, bundle.own.notes_data
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in
-            taken["host"] = unit.slab_bytes
+            taken["host"] = group.slab_bytes
         else:
             locks = bool(self.plan.pinned) and not bundle.own.blocks_host
-            limit = unit.slab_bytes + PAGE_BYTES if locks else 0
-            slabs = allocate_slabs([unit.slab_bytes], pinned_bytes=limit, streams=[share.copies])
+            limit = group.slab_bytes + PAGE_BYTES if locks else 0
+            slabs = allocate_slabs([group.slab_bytes], pinned_bytes=limit, streams=[share.copies])
             for slab in slabs:
-                unit.pack(slab)
-                taken["host"] += 0 if slab.is_pinned() else unit.slab_bytes
+                group.pack(slab)
+                taken["host"] += 0 if slab.is_pinned() else group.slab_bytes
             taken["pinned"] += slabs.locked_bytes
-            self.packed_versions[id(unit)] = unit.version
-        unit.charge_host = self.charge_host
-        bundle.added, self.added_bytes[unit] = unit, taken
+            self.packed_versions[id(group)] = group.version
+        group.charge_host = self.charge_host
+        bundle.added, self.added_bytes[group] = group, taken
         for tier, num_bytes in taken.items():
             self.host_bytes[tier] += num_bytes
             self.charge(tier, num_bytes)
 
     def remove_added(self, share: DeviceShare, bundle: Bundle) -> None:
         """Give plain memory to the weights of layers that were added to a block; they are no part of it any more."""
-        unit = bundle.added
-        if unit is None:
+        group = bundle.added
+        if group is None:
             return
-        if unit.copy is not None:
-            share.drop_unit(unit)
-        unit.unpack()
+        if group.copy is not None:
+            share.drop_group(group)
+        group.unpack()
         bundle.added = None
         bundle.forget_views()
-        for tier, num_bytes in self.added_bytes.pop(unit, Counter()).items():
+        for tier, num_bytes in self.added_bytes.pop(group, Counter()).items():
             self.host_bytes[tier] -= num_bytes
             self.charge(tier, -num_bytes)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
         if self.source is not None:
-            masters = [unit.master for unit in self.units if isinstance(unit.master, FileStore)]
-            stored = {name for master in masters for name in master.names if name is not None}
+            resting = [group.store for group in self.groups if isinstance(group.store, FileStore)]
+            stored = {name for store in resting for name in store.names if name is not None}
             self.source.rename({old: new for old, new in names.items() if old in stored})
-        for unit in self.units:
-            unit.rename(names)
+        for group in self.groups:
+            group.rename(names)
         self.came_bare = frozenset(names.get(name, name) for name in self.came_bare)
         self.written = frozenset(names.get(name, name) for name in self.written)
 
     def leave_in_file(self, share: DeviceShare) -> None:
-        """Leave a share's masters in their file; on their way to the device they pass through buffers."""
+        """Leave a share's weight stores in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
-        for unit in share.units:
-            unit.rest_in_file(self.source, share.bounce, written=self.written)
-            assert isinstance(unit.master, FileStore)
-            self.host_bytes["host"] += unit.master.kept_bytes
+        for group in share.groups:
+            group.rest_in_file(self.source, share.bounce, written=self.written)
+            assert isinstance(group.store, FileStore)
+            self.host_bytes["host"] += group.store.kept_bytes
         share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.locks_bounce = bool(self.plan.pinned_bytes)
 
@@ -235,19 +234,20 @@ class Packing:
         self.ledger.change(tier, self.owner, Kind.WEIGHTS, num_bytes)
 
     def end(self, ending: Ending) -> None:
-        """Give the module what the ending says, and strike the masters from the books. The units left every device.
+        """Give the module what the ending says, and strike the weight stores from the books. The groups left every
+        device.
 
         Raises:
             InvalidInput: weights rest in a file that is not what it was; they stay without memory.
         """
         if self.plan.tier == "disk":
-            left = [unit for unit in self.units if unit.host_slab is not None]
-            self.written |= {entry.spec.name for unit in left for entry in unit.entries if not entry.is_buffer}
+            left = [group for group in self.groups if group.host_slab is not None]
+            self.written |= {slot.spec.name for group in left for slot in group.slots if not slot.is_buffer}
         error: InvalidInput | None = None
-        for unit in self.units:
-            unit.charge_host = lambda num_bytes: None
+        for group in self.groups:
+            group.charge_host = lambda num_bytes: None
             try:
-                self.end_unit(unit, ending)
+                self.end_unit(group, ending)
             except InvalidInput as problem:
                 error = error or problem
         while self.charged:
@@ -257,23 +257,23 @@ class Packing:
             raise error
 
     def read_left(self, ending: Ending) -> None:
-        """End the units whose file `end` could not read, if the module still holds their empty weights.
+        """End the groups whose file `end` could not read, if the module still holds their empty weights.
 
         Raises:
             InvalidInput: it still cannot be read.
         """
-        for unit in self.units if not self.charged else ():
-            if unit.master is not None and unit.is_as_placed():
-                self.end_unit(unit, ending)
-            elif unit.master is not None:
-                unit.forget_masters()
+        for group in self.groups if not self.charged else ():
+            if group.store is not None and group.is_as_placed():
+                self.end_unit(group, ending)
+            elif group.store is not None:
+                group.forget_resting()
 
-    def end_unit(self, unit: WeightGroup, ending: Ending) -> None:
+    def end_unit(self, group: WeightGroup, ending: Ending) -> None:
         if ending is Ending.DISCARDED:
-            unit.discard()
+            group.discard()
         elif ending is Ending.TAKEN_BACK:
-            unit.unpack(unit.bare)
+            group.unpack(group.on_meta)
         elif ending is Ending.HANDED_OVER:
-            unit.unpack(unit.names_in_file)
+            group.unpack(group.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
-            unit.unpack(unit.names_in_file & self.came_bare if not self.written else ())
+            group.unpack(group.names_in_file & self.came_bare if not self.written else ())

@@ -22,8 +22,8 @@ __all__ = [
     "assemble",
     "become",
     "copy_leaves",
-    "fill_entries",
-    "find_entries",
+    "fill_slots",
+    "find_slots",
     "in_list",
     "read_weights",
     "repoint",
@@ -64,7 +64,7 @@ class ParameterSlot:
         assert tensor is not None
         return tensor
 
-    def slots_of(self, module: nn.Module) -> dict[str, torch.Tensor]:
+    def tensors_of(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return where a module has its weights of this kind."""
         return module._buffers if self.is_buffer else module._parameters  # type: ignore[return-value]
 
@@ -84,7 +84,7 @@ class ParameterSlot:
             put_in_list(place, tensor)
 
 
-def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, ParameterSlot]:
+def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, ParameterSlot]:
     """Return an entry per described weight of a module, by name."""
     by_identity: dict[int, list[str]] = {}
     tensors: dict[str, tuple[torch.Tensor, bool]] = {}
@@ -95,11 +95,11 @@ def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Pa
         tensors[name] = buffer, True
         by_identity.setdefault(id(buffer), []).append(name)
     lists = find_lists(module, by_identity)
-    entries = {}
+    slots = {}
     for spec in specs:
         tensor, is_buffer = tensors[spec.name]
         owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
-        entries[spec.name] = ParameterSlot(
+        slots[spec.name] = ParameterSlot(
             spec,
             owners,
             is_buffer,
@@ -107,7 +107,7 @@ def find_entries(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Pa
             is_inference=tensor.is_inference(),
             lists=lists.get(id(tensor), []),
         )
-    return entries
+    return slots
 
 
 def find_lists(module: nn.Module, known: Collection[int]) -> dict[int, list[tuple[nn.Module, str, Any]]]:
@@ -146,14 +146,14 @@ def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-def as_held(leaves: Iterator[torch.Tensor], entry: ParameterSlot, *, lasting: bool = False) -> torch.Tensor:
+def as_held(leaves: Iterator[torch.Tensor], slot: ParameterSlot, *, lasting: bool = False) -> torch.Tensor:
     """Return what the module holds for a weight whose next leaves these are; ``lasting``: as it came."""
     # A wrapper made outside of inference mode cannot be used inside it, one made inside can compute in both.
-    with torch.inference_mode(entry.wrapper is not None and (entry.is_inference or not lasting)):
-        tensor = assemble(leaves, entry.wrapper)
-        if entry.is_buffer:
+    with torch.inference_mode(slot.wrapper is not None and (slot.is_inference or not lasting)):
+        tensor = assemble(leaves, slot.wrapper)
+        if slot.is_buffer:
             return tensor
-        if entry.wrapper is not None:
+        if slot.wrapper is not None:
             tensor._is_param = True  # what nn.Parameter() does after a detach(), in which some wrappers copy
             return tensor
         # Weights are read-only at inference: device copies never ask for a gradient.
@@ -172,7 +172,7 @@ def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
 
 
 def read_weights(
-    entries: Sequence[ParameterSlot],
+    slots: Sequence[ParameterSlot],
     source: WeightsSource | None,
     *,
     progress: Callable[[int], None] | None = None,
@@ -180,33 +180,33 @@ def read_weights(
 ) -> list[torch.Tensor]:
     """Return weights of the files in memory of their own, read in one go; as `WeightsSource.read_into`."""
     with torch.inference_mode(False):
-        weights = [torch.empty(entry.held.shape, dtype=entry.held.dtype) for entry in entries]
-    if entries:
+        weights = [torch.empty(slot.held.shape, dtype=slot.held.dtype) for slot in slots]
+    if slots:
         assert source is not None
-        targets = [(entry.spec.name, weight) for entry, weight in zip(entries, weights, strict=True)]
+        targets = [(slot.spec.name, weight) for slot, weight in zip(slots, weights, strict=True)]
         source.read_into(targets, progress=progress, drop_pages=drop_pages)
     return weights
 
 
-def fill_entries(
-    entries: Sequence[ParameterSlot], source: WeightsSource | None, progress: Callable[[int], None] | None = None
+def fill_slots(
+    slots: Sequence[ParameterSlot], source: WeightsSource | None, progress: Callable[[int], None] | None = None
 ) -> None:
     """Give memory to those that the module has on the meta device, with what the files have of them."""
-    bare = [entry for entry in entries if entry.held.is_meta]
-    for entry, weight in zip(bare, read_weights(bare, source, progress=progress), strict=True):
-        repoint(entry, [weight])
+    on_meta = [slot for slot in slots if slot.held.is_meta]
+    for slot, weight in zip(on_meta, read_weights(on_meta, source, progress=progress), strict=True):
+        repoint(slot, [weight])
 
 
-def repoint(entry: ParameterSlot, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
+def repoint(slot: ParameterSlot, leaves: Sequence[torch.Tensor], *, lasting: bool = False) -> torch.Tensor:
     """Point the held tensor object to other memory, and return it.
 
     The object stays the same for all who refer to it. Inference tensors cannot be repointed outside
     inference mode, quantized weights and those without memory not at all: these are replaced.
     """
-    held = entry.held
-    if held.is_inference() or entry.wrapper or held.is_meta or leaves[0].is_meta:
-        held = as_held(iter(leaves), entry, lasting=lasting)
-        entry.hold(held)
+    held = slot.held
+    if held.is_inference() or slot.wrapper or held.is_meta or leaves[0].is_meta:
+        held = as_held(iter(leaves), slot, lasting=lasting)
+        slot.hold(held)
     else:
         (held.data,) = leaves
     return held

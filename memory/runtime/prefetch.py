@@ -30,8 +30,8 @@ class Streamer:
         order: in which they are taken to run in the first pass; each at least once.
     """
 
-    def __init__(self, units: Mapping[int, Bundle], area: StagingArea, order: Sequence[int]) -> None:
-        self.units = units
+    def __init__(self, groups: Mapping[int, Bundle], area: StagingArea, order: Sequence[int]) -> None:
+        self.groups = groups
         self.area = area
         self.order = list(order)
         self.position = 0
@@ -41,12 +41,12 @@ class Streamer:
         self.latest: StagingSlot | None = None
         """Where the last block computed, perhaps still does."""
         self.versions: dict[int, int] = {}
-        """By block, the version of its masters when the pass began or the block was last entered."""
+        """By block, the version of its weight stores when the pass began or the block was last entered."""
 
     def begin_pass(self) -> None:
         """Start recording a pass; queues the first blocks unless the last pass already did."""
         self.trace = []
-        self.versions = {block: bundle.version for block, bundle in self.units.items()}
+        self.versions = {block: bundle.version for block, bundle in self.groups.items()}
         self.prefetch()
 
     def end_pass(self, *, completed: bool, began_with: int | None = None) -> None:
@@ -58,7 +58,7 @@ class Streamer:
             began_with: the block that ran before all others, if it was one of this device.
         """
         if self.trace and completed:
-            if self.trace == self.last_trace or set(self.trace) == self.units.keys():
+            if self.trace == self.last_trace or set(self.trace) == self.groups.keys():
                 self.order = self.trace
             self.last_trace = self.trace
         self.trace, self.position = [], 0
@@ -70,16 +70,16 @@ class Streamer:
         """Return where the block is, queuing its copy if no prefetch did; `StagingArea.use` is for the caller."""
         self.trace.append(block)
         self.position = self.find_after(block)
-        self.versions[block] = self.units[block].version  # it may have been written to since
-        stay = self.find(block, self.pass_number)
-        is_there = self.fill(stay)
+        self.versions[block] = self.groups[block].version  # it may have been written to since
+        staging_slot = self.find(block, self.pass_number)
+        is_there = self.fill(staging_slot)
         assert is_there, "a block computes: blocks cannot nest"
-        return stay
+        return staging_slot
 
-    def give_back(self, stay: StagingSlot) -> None:
+    def give_back(self, staging_slot: StagingSlot) -> None:
         """The block has computed: its memory may be overwritten once the compute stream gets there."""
-        self.area.give_back(stay)
-        self.latest = stay
+        self.area.give_back(staging_slot)
+        self.latest = staging_slot
 
     def prefetch(self, next_to_run: int | None = None) -> None:
         """Queue copies of the next blocks into what memory is free, the nearest first ([Note: blocking copies]).
@@ -89,19 +89,19 @@ class Streamer:
         """
         nearer: set[StagingSlot] = set()
         for block, pass_number in self.upcoming():
-            stay = self.find(block, pass_number)
-            blocks_host = self.units[block].blocks_host and not self.is_there(stay)
+            staging_slot = self.find(block, pass_number)
+            blocks_host = self.groups[block].blocks_host and not self.is_there(staging_slot)
             if blocks_host and block != next_to_run:
                 return
             if blocks_host and self.latest is not None:  # not to wait for the end of what computes
                 nearer.add(self.latest)
             try:
-                is_there = self.fill(stay, keep=nearer)
+                is_there = self.fill(staging_slot, keep=nearer)
             except InvalidInput:  # of a file: raised again when the block is entered
                 return
             if not is_there or blocks_host:
                 return
-            nearer.add(stay)
+            nearer.add(staging_slot)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """Yield the blocks to come, each once, with the number of their pass, wrapping round to the next one."""
@@ -119,11 +119,11 @@ class Streamer:
             return self.position + coming.index(block) + 1
         return gone.index(block) + 1 if block in gone else self.position
 
-    def is_there(self, stay: StagingSlot) -> bool:
-        return stay.holds(self.versions[stay.block])
+    def is_there(self, staging_slot: StagingSlot) -> bool:
+        return staging_slot.holds(self.versions[staging_slot.block])
 
     def find(self, block: int, pass_number: int) -> StagingSlot:
         return self.area.find(block, pass_number, self.versions[block])
 
-    def fill(self, stay: StagingSlot, keep: Collection[StagingSlot] = ()) -> bool:
-        return self.area.fill(stay, self.units[stay.block], self.versions[stay.block], keep)
+    def fill(self, staging_slot: StagingSlot, keep: Collection[StagingSlot] = ()) -> bool:
+        return self.area.fill(staging_slot, self.groups[staging_slot.block], self.versions[staging_slot.block], keep)

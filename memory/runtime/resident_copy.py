@@ -1,4 +1,4 @@
-"""The copy of one unit's weights that stays on a device: a slab, and the views into it that the module holds."""
+"""The copy of one group's weights that stays on a device: a slab, and the views into it that the module holds."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DeviceCopy:
     def __init__(
         self,
         slab: torch.Tensor,
-        entries: Sequence[ParameterSlot],
+        slots: Sequence[ParameterSlot],
         views: Sequence[torch.Tensor],
         ready: torch.Event,
         *,
@@ -39,8 +39,8 @@ class DeviceCopy:
     ) -> None:
         self.slab = slab
         # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
-        self.views = [view.data if entry.is_plain_buffer else view for entry, view in zip(entries, views, strict=True)]
-        self.buffers = [view for entry, view in zip(entries, self.views, strict=True) if entry.is_plain_buffer]
+        self.views = [view.data if slot.is_plain_buffer else view for slot, view in zip(slots, views, strict=True)]
+        self.buffers = [view for slot, view in zip(slots, self.views, strict=True) if slot.is_plain_buffer]
         self.ready = ready
         self.buffers_begin = buffers_begin
         self.awaited: set[int] = set()

@@ -41,7 +41,7 @@ class StagingSlot:
         """Grows from compute to compute; 0 is never."""
         self.in_use = False
         self.version: int | None = None
-        """That of the master whose bytes are there: a host may write to masters."""
+        """That of the weight store whose bytes are there: a host may write to weight stores."""
         self.missing_bytes = slab.numel()
         """What others have taken since it was filled."""
 
@@ -50,7 +50,7 @@ class StagingSlot:
         return self.begin, self.begin + self.slab.numel()
 
     def holds(self, version: int) -> bool:
-        """Whether all bytes are there, or on their way, as the master now is."""
+        """Whether all bytes are there, or on their way, as the weight store now is."""
         return self.version == version and not self.missing_bytes
 
 
@@ -70,12 +70,12 @@ class StagingArea:
         self.num_bytes = num_bytes
         slab = copies.allocate(num_bytes)
         self.occupancy = Occupancy[StagingSlot](num_bytes)
-        stays = {
+        staging_slots = {
             (block, begin): StagingSlot(block, begin, slab[begin : begin + sizes[block]], copies)
             for here in places
             for block, begin in here.items()
         }
-        self.stays = {block: tuple(stays[block, here[block]] for here in places) for block in sizes}
+        self.staging_slots = {block: tuple(staging_slots[block, here[block]] for here in places) for block in sizes}
         """Of each block, one for each round."""
         self.num_uses = 0
         self.last_awaited = 0
@@ -84,73 +84,79 @@ class StagingArea:
 
     def find(self, block: int, round_number: int, version: int) -> StagingSlot:
         """Return where a block is; if it is nowhere, where it comes to be in this round."""
-        stays = self.stays[block]
-        preferred = stays[round_number % len(stays)]
-        return next((stay for stay in (preferred, *stays) if stay.holds(version)), preferred)
+        staging_slots = self.staging_slots[block]
+        preferred = staging_slots[round_number % len(staging_slots)]
+        return next(
+            (staging_slot for staging_slot in (preferred, *staging_slots) if staging_slot.holds(version)), preferred
+        )
 
-    def fill(self, stay: StagingSlot, master: Master, version: int, keep: Collection[StagingSlot] = ()) -> bool:
+    def fill(self, staging_slot: StagingSlot, store: Master, version: int, keep: Collection[StagingSlot] = ()) -> bool:
         """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
 
         ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.
         """
-        if stay.holds(version):
+        if staging_slot.holds(version):
             return True
-        assert not stay.in_use, f"block {stay.block} refilled while it computes"
+        assert not staging_slot.in_use, f"block {staging_slot.block} refilled while it computes"
         free: list[Piece] = []
         left_bytes = 0
-        for begin, end, owner in self.occupancy.within(*stay.place):
-            if owner is stay and stay.version == version:
+        for begin, end, owner in self.occupancy.within(*staging_slot.place):
+            if owner is staging_slot and staging_slot.version == version:
                 continue
             if owner is not None and (owner.in_use or owner in keep):
                 left_bytes += end - begin
             else:
                 last_use = owner.last_use if owner else 0
                 free.append((last_use if last_use > self.last_awaited else 0, begin, end, owner))
-        stay.version = None  # until all is queued: reading a file may fail
+        staging_slot.version = None  # until all is queued: reading a file may fail
         for pieces in touching(sorted(free, key=lambda piece: piece[:2])):  # first what is free first
             for _, begin, end, owner in pieces:
-                self.claim(begin, end, owner, stay)
+                self.claim(begin, end, owner, staging_slot)
             begin, end = pieces[0][1], pieces[-1][2]
-            master.copy_to(stay.slab[begin - stay.begin : end - stay.begin], begin - stay.begin, self.copies)
+            store.copy_to(
+                staging_slot.slab[begin - staging_slot.begin : end - staging_slot.begin],
+                begin - staging_slot.begin,
+                self.copies,
+            )
             self.bytes_moved += end - begin
         if free:
-            self.copies.mark_ready(stay.ready)
-        stay.missing_bytes = left_bytes
-        stay.version = version
+            self.copies.mark_ready(staging_slot.ready)
+        staging_slot.missing_bytes = left_bytes
+        staging_slot.version = version
         return not left_bytes
 
-    def claim(self, begin: int, end: int, owner: StagingSlot | None, stay: StagingSlot) -> None:
+    def claim(self, begin: int, end: int, owner: StagingSlot | None, staging_slot: StagingSlot) -> None:
         """Give bytes to the next copy, which overwrites them after their last use; their owner has them no more."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
             self.copies.await_free(owner.ready, owner.free)
             self.last_awaited = max(self.last_awaited, owner.last_use)
-            if owner is not stay:
+            if owner is not staging_slot:
                 owner.missing_bytes += end - begin
-        self.occupancy.take(begin, end, stay)
+        self.occupancy.take(begin, end, staging_slot)
 
-    def use(self, stay: StagingSlot) -> None:
+    def use(self, staging_slot: StagingSlot) -> None:
         """A block is about to compute from here: the compute stream waits for its bytes."""
-        stay.in_use = True
-        stay.stream = self.copies.compute_stream
-        self.copies.await_on_compute(stay.ready)
+        staging_slot.in_use = True
+        staging_slot.stream = self.copies.compute_stream
+        self.copies.await_on_compute(staging_slot.ready)
 
-    def give_back(self, stay: StagingSlot) -> None:
+    def give_back(self, staging_slot: StagingSlot) -> None:
         """A block has computed from here: once the compute stream gets there, its bytes may be overwritten."""
-        self.copies.mark_free(stay.free, stay.stream)
-        stay.in_use = False
+        self.copies.mark_free(staging_slot.free, staging_slot.stream)
+        staging_slot.in_use = False
         self.num_uses += 1
-        stay.last_use = self.num_uses
+        staging_slot.last_use = self.num_uses
 
     def forget(self) -> None:
-        """Take it that no block is here as its master now is; for writers that bypass versions (``.data``)."""
-        for stay in self:
-            assert not stay.in_use
-            stay.version = None
+        """Take it that no block is here as its weight store now is; for writers that bypass versions (``.data``)."""
+        for staging_slot in self:
+            assert not staging_slot.in_use
+            staging_slot.version = None
 
     def __iter__(self) -> Iterator[StagingSlot]:
-        for stays in self.stays.values():
-            yield from dict.fromkeys(stays)
+        for staging_slots in self.staging_slots.values():
+            yield from dict.fromkeys(staging_slots)
 
 
 def touching(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -28,11 +28,11 @@ class StateGuard:
     """
 
     def __init__(
-        self, owner: str, module: nn.Module, units: Sequence[WeightGroup], source: WeightsSource | None, *, rests: str
+        self, owner: str, module: nn.Module, groups: Sequence[WeightGroup], source: WeightsSource | None, *, rests: str
     ) -> None:
         self.owner = owner
         self.module = module
-        self.units = units
+        self.groups = groups
         self.source = source
         self.rests = rests
 
@@ -49,10 +49,10 @@ class StateGuard:
     def list_resting(self) -> dict[str, list[str]]:
         """Return the names of weights that rest in eight bits or in their file, below each path that has any."""
         below: dict[str, list[str]] = defaultdict(list)
-        for unit in self.units:
-            for entry in unit.entries:
-                if not entry.is_buffer and unit.keeps_apart(entry):
-                    for name in (entry.spec.name, *entry.spec.other_names):
+        for group in self.groups:
+            for slot in group.slots:
+                if not slot.is_buffer and group.keeps_apart(slot):
+                    for name in (slot.spec.name, *slot.spec.other_names):
                         parts = name.split(".")
                         for depth in range(len(parts)):
                             below[".".join(parts[:depth])].append(".".join(parts[depth:]))
@@ -68,17 +68,17 @@ class StateGuard:
         """
         if module is not self.module and prefix:
             return  # called for a module around this one, which completes the whole dict
-        bare: dict[str, tuple[ParameterSlot, list[str]]] = {}
-        for unit in self.units:
-            for entry in unit.entries:
-                names = [name for name in (entry.spec.name, *entry.spec.other_names) if name.startswith(path)]
+        on_meta: dict[str, tuple[ParameterSlot, list[str]]] = {}
+        for group in self.groups:
+            for slot in group.slots:
+                names = [name for name in (slot.spec.name, *slot.spec.other_names) if name.startswith(path)]
                 keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
                 if keys and state[keys[0]].is_meta:
-                    bare[entry.spec.name] = entry, keys
-                elif keys and entry.scale is not None:
-                    state.update(dict.fromkeys(keys, unit.wide(entry.spec.name, torch.device("cpu"))))
-        weights = read_weights([entry for entry, _ in bare.values()], self.source, drop_pages=True)
-        for (_, keys), weight in zip(bare.values(), weights, strict=True):
+                    on_meta[slot.spec.name] = slot, keys
+                elif keys and slot.scale is not None:
+                    state.update(dict.fromkeys(keys, group.wide(slot.spec.name, torch.device("cpu"))))
+        weights = read_weights([slot for slot, _ in on_meta.values()], self.source, drop_pages=True)
+        for (_, keys), weight in zip(on_meta.values(), weights, strict=True):
             state.update(dict.fromkeys(keys, weight))
 
     def refuse(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -94,7 +94,7 @@ class Shown:
     """The tensors that ``.data`` of a weight and of its views returned.
 
     Args:
-        aliases: the list of its unit; their counters show what is written through them.
+        aliases: the list of its group; their counters show what is written through them.
     """
 
     def __init__(self, aliases: list[torch.Tensor]) -> None:
@@ -400,7 +400,7 @@ def has_no_memory(value: object) -> bool:
 
 
 def count_write(tensor: torch.Tensor) -> None:
-    if not tensor.is_inference():  # those have no counter, and are no masters
+    if not tensor.is_inference():  # those have no counter, and are no weight stores
         increment_version(tensor)
 
 

@@ -1,4 +1,4 @@
-"""One block's weights: the master, the copy on a device, and which of them the module holds."""
+"""One block's weights: the weight store, the copy on a device, and which of them the module holds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .parameter_slots import (
     assemble,
     become,
     copy_leaves,
-    fill_entries,
+    fill_slots,
     read_weights,
     repoint,
 )
@@ -41,16 +41,16 @@ __all__ = ["BlockState", "WeightGroup"]
 
 
 Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
-"""The slab and the scratch from which a unit computes, each with its version at the start of the forward."""
+"""The slab and the scratch from which a group computes, each with its version at the start of the forward."""
 
 
 class BlockState(enum.Enum):
-    """What the module of a unit holds, and what that costs."""
+    """What the module of a group holds, and what that costs."""
 
     HOST = "host"
-    """The masters in host memory; no device bytes. A streamed block is here whenever it does not compute."""
+    """The weight stores in host memory; no device bytes. A streamed block is here whenever it does not compute."""
     RESIDENT = "resident"
-    """Views into the unit's own slab on the device, eight-bit weights unwidened; costs the slab."""
+    """Views into the group's own slab on the device, eight-bit weights unwidened; costs the slab."""
     COMPUTING = "computing"
     """Views that its forward can use: its own slab or staging memory, cast weights in the shared scratch."""
 
@@ -65,11 +65,11 @@ class WeightGroup:
     """
 
     def __init__(
-        self, name: str, entries: Sequence[ParameterSlot], *, cast: frozenset[str], shows_wide: bool = False
+        self, name: str, slots: Sequence[ParameterSlot], *, cast: frozenset[str], shows_wide: bool = False
     ) -> None:
         self.name = name
-        self.entries = list(entries)
-        self.cast_names = cast & {entry.spec.name for entry in entries}
+        self.slots = list(slots)
+        self.cast_names = cast & {slot.spec.name for slot in slots}
         self.shows_wide = shows_wide
         self.asked: Asked | None = None
         """The function that its weights at rest call when asked for their device."""
@@ -77,38 +77,39 @@ class WeightGroup:
         """Weights in eight bits of which others got views, or that were to be converted."""
         self.originals: dict[str, torch.Tensor] = {}
         """The module's own objects for weights that are shown wide."""
-        self.wide_dtypes = {entry.spec.name: entry.held.dtype for entry in entries}
-        self.num_leaves = [len(self.stored_forms(entry)) for entry in self.entries]
+        self.wide_dtypes = {slot.spec.name: slot.held.dtype for slot in slots}
+        self.num_leaves = [len(self.stored_forms(slot)) for slot in self.slots]
         self.layout = self.lay_out()
-        cast_entries = [entry for entry in self.entries if entry.spec.name in self.cast_names]
-        self.wide_layout = SlabLayout.of([Form.of(entry.held) for entry in cast_entries])
-        self.masters: list[torch.Tensor] = []
+        cast_slots = [slot for slot in self.slots if slot.spec.name in self.cast_names]
+        self.wide_layout = SlabLayout.of([Form.of(slot.held) for slot in cast_slots])
+        self.resting: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
         self.bring: Callable[[WeightGroup], None] | None = None
         """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
-        self.master: HostStore | FileStore | None = None
+        self.store: HostStore | FileStore | None = None
         self.copy: DeviceCopy | None = None
         """While it is resident."""
         self.aliases: list[torch.Tensor] = []
-        """For each master whose ``.data`` was read, the tensor that shares a counter with all that was returned."""
+        """For each weight store whose ``.data`` was read, the tensor that shares a counter with all that was
+        returned."""
         self.past_writes = 0
-        """Makes up for the counters of objects that are masters no more."""
+        """Makes up for the counters of objects that are weight stores no more."""
         self.shown: weakref.WeakSet[EightBits] = weakref.WeakSet()
         """What the wide tensors show that the module holds, or held, for weights in eight bits."""
-        self.bringers: weakref.WeakSet[Bringer] = weakref.WeakSet()
+        self.readers_on_use: weakref.WeakSet[ReadOnUse] = weakref.WeakSet()
         """What weights without memory, and their ``.data``, call to be read."""
         self.given: list[tuple[ParameterSlot, weakref.ref[torch.Tensor]]] = []
         """What the module held for a weight before, and other code keeps."""
-        self.bare: dict[str, torch.Tensor] = {}
+        self.on_meta: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
         self.placed: Sequence[torch.Tensor] = []
         """What the module was given last, which it holds at the places of the entries."""
-        self.slots: list[tuple[dict[str, torch.Tensor], str, int]] = []
+        self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
         """Those places, as the dicts of modules, with the number of the entry; empty until first used."""
         self.known: tuple[object, Known] = None, ([], [])
-        """Of what the module holds while that is the masters, for who looks where they lie."""
+        """Of what the module holds while that is the weight stores, for who looks where they lie."""
         self.view_cache: dict[int, list[torch.Tensor]] = {}
         self.notes_data = False
         """Whether accesses to ``.data`` in a forward are recorded, which costs a little in every call."""
@@ -119,12 +120,12 @@ class WeightGroup:
 
     def lay_out(self) -> SlabLayout:
         """Return the layout of a slab for what the module holds now."""
-        return SlabLayout.of([form for entry in self.entries for form in self.stored_forms(entry)])
+        return SlabLayout.of([form for slot in self.slots for form in self.stored_forms(slot)])
 
-    def stored_forms(self, entry: ParameterSlot) -> list[Form]:
-        if entry.spec.name in self.cast_names:
-            return [Form.of(entry.held, FP8)]
-        return [Form.of(leaf) for leaf in leaves_of(entry.held)]
+    def stored_forms(self, slot: ParameterSlot) -> list[Form]:
+        if slot.spec.name in self.cast_names:
+            return [Form.of(slot.held, FP8)]
+        return [Form.of(leaf) for leaf in leaves_of(slot.held)]
 
     def take_strides(self, index: int, given: torch.Tensor) -> bool:
         """Lay a plain weight out as a tensor that takes its place; returns whether that has other strides.
@@ -132,9 +133,9 @@ class WeightGroup:
         The bytes are as many and begin where they did. The caller renews what the module holds and the cached views.
         Weights in eight bits and in files keep their strides.
         """
-        entry, place = self.entries[index], sum(self.num_leaves[:index])
+        slot, place = self.slots[index], sum(self.num_leaves[:index])
         form = Form.of(given)
-        if self.host_slab is None or entry.wrapper is not None or entry.scale is not None or entry.is_buffer:
+        if self.host_slab is None or slot.wrapper is not None or slot.scale is not None or slot.is_buffer:
             return False
         if form.strides == self.layout.forms[place].strides or form.shape != self.layout.forms[place].shape:
             return False
@@ -156,53 +157,53 @@ class WeightGroup:
     def buffers_begin(self) -> int:
         """Where the slab has no more weights, but plain buffers, which come last."""
         num_leaves = sum(
-            count for entry, count in zip(self.entries, self.num_leaves, strict=True) if not entry.is_plain_buffer
+            count for slot, count in zip(self.slots, self.num_leaves, strict=True) if not slot.is_plain_buffer
         )
         return self.layout.offsets[num_leaves] if num_leaves < len(self.layout.offsets) else self.slab_bytes
 
     @property
     def host_slab(self) -> torch.Tensor | None:
-        """The masters in host memory, if they are there."""
-        return self.master.slab if isinstance(self.master, HostStore) else None
+        """The weight stores in host memory, if they are there."""
+        return self.store.slab if isinstance(self.store, HostStore) else None
 
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        assert self.master is not None
-        return self.master.blocks_host
+        assert self.store is not None
+        return self.store.blocks_host
 
     @property
     def version(self) -> int:
-        """That of the masters; grows when weights are written to, through the slab or through the module's objects."""
-        assert self.master is not None
+        """That of the weight stores; grows when weights are written to, through the slab or through the module's
+        objects."""
+        assert self.store is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
         with plainly():
-            own = sum(weight._version for weight in self.masters if not weight.is_inference())
+            own = sum(weight._version for weight in self.resting if not weight.is_inference())
         others = sum(alias._version for alias in self.aliases) if self.aliases else 0
-        return self.master.version + own + others + self.past_writes
+        return self.store.version + own + others + self.past_writes
 
-    def renew(self, masters: Sequence[torch.Tensor]) -> None:
-        """Take other objects as the masters, for the same memory; counts as a write, so that no version comes again."""
+    def renew(self, resting: Sequence[torch.Tensor]) -> None:
+        """Take other objects as the weight stores, for the same memory; counts as a write, so that no version comes
+        again."""
         before = self.version
-        replaced, self.masters = self.masters, list(masters)
-        self.note_given(replaced, self.masters)
+        replaced, self.resting = self.resting, list(resting)
+        self.note_given(replaced, self.resting)
         self.past_writes += before + 1 - self.version
 
     @property
     def is_whole(self) -> bool:
         """Whether the module has its own tensors again, while `unpack` was interrupted behind that."""
-        return self.master is not None and not self.masters
+        return self.store is not None and not self.resting
 
     def note_given(self, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> None:
         """Remember what the module held for weights at rest and holds no more, as long as other code keeps it."""
         kept = [
-            (entry, weakref.ref(old))
-            for entry, old, new in zip(self.entries, before, now, strict=False)
-            if old is not new
+            (slot, weakref.ref(old)) for slot, old, new in zip(self.slots, before, now, strict=False) if old is not new
         ]
-        self.given = [(entry, known) for entry, known in (*self.given, *kept) if known() is not None]
+        self.given = [(slot, known) for slot, known in (*self.given, *kept) if known() is not None]
 
-    # -- the master in host memory
+    # -- the weight store in host memory
 
     def measure(self) -> None:
         """Find the scales of the cast weights that are in memory; one pass over them, changes nothing.
@@ -210,54 +211,54 @@ class WeightGroup:
         Raises:
             InvalidInput: a weight holds NaN or infinity.
         """
-        for entry in self.entries:
-            if entry.spec.name in self.cast_names and not entry.held.is_meta:
-                entry.scale = find_scale(entry.held, name=entry.spec.name)
+        for slot in self.slots:
+            if slot.spec.name in self.cast_names and not slot.held.is_meta:
+                slot.scale = find_scale(slot.held, name=slot.spec.name)
 
     def pack(
         self, slab: torch.Tensor, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Move the masters into a slab of host memory, cast weights in eight bits.
+        """Move the weight stores into a slab of host memory, cast weights in eight bits.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
         on the meta device is read from the source, straight into the slab where it is not cast; ``progress`` is called
         with the bytes packed or read since it was called last, and what it raises ends that.
         """
-        self.master = HostStore(slab)
+        self.store = HostStore(slab)
         to_read = []
         copied_bytes = 0
-        self.remember_bare()
-        for entry, views in zip(self.entries, self.leaf_views(slab), strict=True):
-            weight = entry.held
-            is_cast = entry.spec.name in self.cast_names
-            copied_bytes += 0 if weight.is_meta else entry.spec.weight_bytes
+        self.remember_on_meta()
+        for slot, views in zip(self.slots, self.leaf_views(slab), strict=True):
+            weight = slot.held
+            is_cast = slot.spec.name in self.cast_names
+            copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
             if weight.is_meta and is_cast:
-                (weight,) = read_weights([entry], source, progress=add_up(progress))
-                entry.scale = find_scale(weight, name=entry.spec.name)
+                (weight,) = read_weights([slot], source, progress=add_up(progress))
+                slot.scale = find_scale(weight, name=slot.spec.name)
             if weight.is_meta:
-                to_read.append((entry.spec.name, views[0]))
+                to_read.append((slot.spec.name, views[0]))
             else:
-                copy_leaves(views, weight if entry.scale is None else quantize_fp8(weight.detach(), entry.scale))
-            master = repoint(entry, views)
-            if self.shows(entry):
-                self.originals[entry.spec.name] = master
-                master = self.show(entry, views[0])
-                entry.hold(master)
-            self.masters.append(watch(master, self.asked, aliases=self.aliases))
+                copy_leaves(views, weight if slot.scale is None else quantize_fp8(weight.detach(), slot.scale))
+            store = repoint(slot, views)
+            if self.shows(slot):
+                self.originals[slot.spec.name] = store
+                store = self.show(slot, views[0])
+                slot.hold(store)
+            self.resting.append(watch(store, self.asked, aliases=self.aliases))
         if progress is not None and copied_bytes:
             progress(copied_bytes)
         if to_read:
             assert source is not None
             source.read_into(to_read, progress=add_up(progress))
-        self.placed = list(self.masters)
+        self.placed = list(self.resting)
 
-    def shows(self, entry: ParameterSlot) -> bool:
+    def shows(self, slot: ParameterSlot) -> bool:
         """Whether the module holds a wide tensor at rest for a weight in eight bits."""
-        return self.shows_wide and entry.scale is not None
+        return self.shows_wide and slot.scale is not None
 
-    def show(self, entry: ParameterSlot, leaf: torch.Tensor) -> EightBitWeight:
+    def show(self, slot: ParameterSlot, leaf: torch.Tensor) -> EightBitWeight:
         """Return what the module holds at rest for eight-bit values."""
-        bits = EightBits(leaf, entry, self.wide_dtypes[entry.spec.name], self.opened)
+        bits = EightBits(leaf, slot, self.wide_dtypes[slot.spec.name], self.opened)
         self.shown.add(bits)
         weight = EightBitWeight(bits)
         weight._is_param = True
@@ -273,13 +274,13 @@ class WeightGroup:
             bits.settle()
         return dtype
 
-    def remember_bare(self) -> None:
-        self.bare = {entry.spec.name: entry.held for entry in self.entries if entry.held.is_meta}
+    def remember_on_meta(self) -> None:
+        self.on_meta = {slot.spec.name: slot.held for slot in self.slots if slot.held.is_meta}
 
     def fill(self, source: WeightsSource | None, progress: Callable[[int], None] | None = None) -> None:
         """Read weights that the module has on the meta device into memory of their own. ``progress`` as in `pack`."""
-        self.remember_bare()
-        fill_entries(self.entries, source, add_up(progress))
+        self.remember_on_meta()
+        fill_slots(self.slots, source, add_up(progress))
 
     def rest_in_file(self, source: WeightsSource, bounce: BounceBuffers, *, written: Collection[str] = ()) -> None:
         """Leave the weights in their file, and what it lacks where it is; the module holds shapes without memory.
@@ -291,40 +292,40 @@ class WeightGroup:
         """
         names: list[str | None] = []
         kept = {}
-        self.remember_bare()
-        fill_entries([entry for entry in self.entries if entry.is_buffer], source)
-        for entry in self.entries:
-            if not entry.is_buffer and entry.spec.name not in written and source.holds(entry.spec):
-                names.append(entry.spec.name)
-                if not entry.held.is_meta:
-                    shape = torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")
-                    entry.hold(as_held(iter([shape]), entry))
+        self.remember_on_meta()
+        fill_slots([slot for slot in self.slots if slot.is_buffer], source)
+        for slot in self.slots:
+            if not slot.is_buffer and slot.spec.name not in written and source.holds(slot.spec):
+                names.append(slot.spec.name)
+                if not slot.held.is_meta:
+                    shape = torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")
+                    slot.hold(as_held(iter([shape]), slot))
             else:
-                for leaf in leaves_of(entry.held):
+                for leaf in leaves_of(slot.held):
                     kept[len(names)] = leaf.detach()
                     names.append(None)
-            self.masters.append(self.watch(entry, entry.held))
+            self.resting.append(self.watch(slot, slot.held))
         self.layout = self.lay_out()  # files have contiguous weights
-        self.master = FileStore(self.layout, names, kept, source, bounce)
-        self.placed = list(self.masters)
+        self.store = FileStore(self.layout, names, kept, source, bounce)
+        self.placed = list(self.resting)
 
-    def watch(self, entry: ParameterSlot, master: torch.Tensor) -> torch.Tensor:
+    def watch(self, slot: ParameterSlot, store: torch.Tensor) -> torch.Tensor:
         """Watch the tensor that the module holds at rest for a weight; returns the same tensor."""
-        bring = Bringer(self, entry, master) if master.is_meta else None
+        bring = ReadOnUse(self, slot, store) if store.is_meta else None
         if bring is not None:
-            self.bringers.add(bring)
-        return watch(master, self.asked, aliases=self.aliases, bring=bring)
+            self.readers_on_use.add(bring)
+        return watch(store, self.asked, aliases=self.aliases, bring=bring)
 
     def read_into_memory(self) -> None:
         """Read weights that rest in their file into host memory, where they stay. No pass or copy may be under way.
 
         Raises:
-            InvalidInput: the file has changed. The unit is as before.
+            InvalidInput: the file has changed. The group is as before.
         """
-        assert isinstance(self.master, FileStore)
+        assert isinstance(self.store, FileStore)
         with torch.inference_mode(False), torch.no_grad():
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
-            self.master.read_whole(slab)
+            self.store.read_whole(slab)
         self.rest_in(slab)
         with self.without_gone_places():  # a weight may be asked for while other code moves it to another name
             self.rest()
@@ -332,23 +333,23 @@ class WeightGroup:
     @contextmanager
     def without_gone_places(self) -> Iterator[None]:
         """Leave places of the module alone meanwhile that hold nothing."""
-        before = [(entry, entry.owners) for entry in self.entries]
-        for entry, owners in before:
-            entry.owners = [(part, name) for part, name in owners if entry.slots_of(part).get(name) is not None]
+        before = [(slot, slot.owners) for slot in self.slots]
+        for slot, owners in before:
+            slot.owners = [(part, name) for part, name in owners if slot.tensors_of(part).get(name) is not None]
         try:
             yield
         finally:
-            for entry, owners in before:
-                entry.owners = owners
+            for slot, owners in before:
+                slot.owners = owners
 
     def rest_in(self, slab: torch.Tensor) -> None:
-        """Make a slab of host memory the master in place of the file."""
-        assert isinstance(self.master, FileStore)
-        kept_bytes = self.master.kept_bytes
+        """Make a slab of host memory the weight store in place of the file."""
+        assert isinstance(self.store, FileStore)
+        kept_bytes = self.store.kept_bytes
         with torch.inference_mode(False):
             views = self.resting_views(slab)
-            self.master = HostStore(slab)
-            self.masters = [watch(view, self.asked, aliases=self.aliases) for view in views]
+            self.store = HostStore(slab)
+            self.resting = [watch(view, self.asked, aliases=self.aliases) for view in views]
         self.charge_host(self.slab_bytes - kept_bytes)
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
@@ -368,58 +369,58 @@ class WeightGroup:
         return self.copy.slab if self.copy is not None else self.host_slab
 
     def index_of(self, name: str) -> int:
-        return next(index for index, entry in enumerate(self.entries) if entry.spec.name == name)
+        return next(index for index, slot in enumerate(self.slots) if slot.spec.name == name)
 
     def overwrite(self, name: str, weight: torch.Tensor) -> None:
-        """Make a weight (wide or quantized alike, on any device) the new version where the unit rests.
+        """Make a weight (wide or quantized alike, on any device) the new version where the group rests.
 
         Eight-bit weights get a scale of their own. A host does this for patched weights; what is written to the
-        device is saved when the unit leaves it. The caller ended every pass and copy.
+        device is saved when the group leaves it. The caller ended every pass and copy.
         """
         index = self.index_of(name)
-        entry = self.entries[index]
+        slot = self.slots[index]
         slab = self.resting_slab
         assert slab is not None
         with torch.no_grad():
-            if entry.scale is not None:
-                entry.scale = find_scale(weight, name=name)
-                weight = quantize_fp8(weight, entry.scale)
+            if slot.scale is not None:
+                slot.scale = find_scale(weight, name=name)
+                weight = quantize_fp8(weight, slot.scale)
             copy_leaves(self.leaf_views(slab)[index], weight)
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
         self.settle()
         index = self.index_of(name)
-        entry, leaves = self.entries[index], self.leaf_views(self.newest_slab)[index]
+        slot, leaves = self.slots[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
-            if entry.scale is None:
-                return assemble(iter([leaf.to(device, copy=True) for leaf in leaves]), entry.wrapper)
+            if slot.scale is None:
+                return assemble(iter([leaf.to(device, copy=True) for leaf in leaves]), slot.wrapper)
             copy = torch.empty_like(leaves[0], dtype=self.wide_dtypes[name], device=device)
-            upcast_into(copy, leaves[0].to(device), entry.scale)
+            upcast_into(copy, leaves[0].to(device), slot.scale)
             return copy
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
-        for entry in self.entries:
-            entry.spec = replace(entry.spec, name=names.get(entry.spec.name, entry.spec.name))
+        for slot in self.slots:
+            slot.spec = replace(slot.spec, name=names.get(slot.spec.name, slot.spec.name))
         self.cast_names = frozenset(names.get(name, name) for name in self.cast_names)
         self.wide_dtypes = {names.get(name, name): dtype for name, dtype in self.wide_dtypes.items()}
-        self.bare = {names.get(name, name): held for name, held in self.bare.items()}
+        self.on_meta = {names.get(name, name): held for name, held in self.on_meta.items()}
         self.originals = {names.get(name, name): held for name, held in self.originals.items()}
-        if isinstance(self.master, FileStore):
-            self.master.rename(names)
+        if isinstance(self.store, FileStore):
+            self.store.rename(names)
 
-    def keeps_apart(self, entry: ParameterSlot) -> bool:
+    def keeps_apart(self, slot: ParameterSlot) -> bool:
         """Whether a weight rests in another form, or at another place, than the one in which it computes."""
-        return entry.scale is not None or entry.spec.name in self.names_in_file
+        return slot.scale is not None or slot.spec.name in self.names_in_file
 
     @property
     def names_in_file(self) -> frozenset[str]:
         """The weights that rest in their file."""
-        names = self.master.names if isinstance(self.master, FileStore) else []
+        names = self.store.names if isinstance(self.store, FileStore) else []
         return frozenset(name for name in names if name is not None)
 
-    def unpack(self, bare: Collection[str] = ()) -> None:
+    def unpack(self, on_meta: Collection[str] = ()) -> None:
         """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened.
 
         Weights that rest in their file are read from it, in one go.
@@ -430,38 +431,38 @@ class WeightGroup:
         Raises:
             InvalidInput: a file is not what it was.
         """
-        names = self.names_in_file.difference(bare)
-        to_read = [entry for entry in self.entries if entry.spec.name in names and entry.owners]
-        source = self.master.source if isinstance(self.master, FileStore) else None
+        names = self.names_in_file.difference(on_meta)
+        to_read = [slot for slot in self.slots if slot.spec.name in names and slot.owners]
+        source = self.store.source if isinstance(self.store, FileStore) else None
         stored = {
-            entry.spec.name: weight
-            for entry, weight in zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
+            slot.spec.name: weight
+            for slot, weight in zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
         }
-        masters = itertools.chain(self.masters, itertools.repeat(None))  # fewer where packing failed half way
-        for entry, master in zip(self.entries, masters, strict=False):
-            name = entry.spec.name
-            if master is not None:
-                self.given.append((entry, weakref.ref(master)))
-            if name in bare:
-                entry.hold(unwatch(self.bare.get(name, entry.held)))
-            elif not entry.owners:  # what the module has there is its own
+        resting = itertools.chain(self.resting, itertools.repeat(None))  # fewer where packing failed half way
+        for slot, store in zip(self.slots, resting, strict=False):
+            name = slot.spec.name
+            if store is not None:
+                self.given.append((slot, weakref.ref(store)))
+            if name in on_meta:
+                slot.hold(unwatch(self.on_meta.get(name, slot.held)))
+            elif not slot.owners:  # what the module has there is its own
                 continue
             elif name in stored:
-                repoint(entry, [stored[name]], lasting=True)
-            elif master is not None:
+                repoint(slot, [stored[name]], lasting=True)
+            elif store is not None:
                 own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
-                entry.hold(self.originals.get(name, unwatch(master)))
+                slot.hold(self.originals.get(name, unwatch(store)))
                 if own:
-                    repoint(entry, own, lasting=True)
-        master = None
-        self.masters, self.placed, self.known, self.opened = [], [], (None, ([], [])), []
+                    repoint(slot, own, lasting=True)
+        store = None
+        self.resting, self.placed, self.known, self.opened = [], [], (None, ([], [])), []
         self.forget_views()
-        self.bring_kept_home(source)
-        self.forget_masters()
-        for entry in self.entries:  # only now: interrupted before, all of it is done again
-            entry.scale = None
+        self.move_kept_to_host(source)
+        self.forget_resting()
+        for slot in self.slots:  # only now: interrupted before, all of it is done again
+            slot.scale = None
 
-    def bring_kept_home(self, source: WeightsSource | None) -> None:
+    def move_kept_to_host(self, source: WeightsSource | None) -> None:
         """Make tensors that the module held, and other code keeps, plain ones in host memory.
 
         Each shares the memory of what the module holds for the weight now; where it holds none, or one without
@@ -469,43 +470,44 @@ class WeightGroup:
         """
         homes: dict[int, torch.Tensor] = {}
 
-        def find_home(entry: ParameterSlot, form: torch.Tensor) -> torch.Tensor:
-            if id(entry) not in homes:
-                held = entry.held if entry.owners else None
+        def find_home(slot: ParameterSlot, form: torch.Tensor) -> torch.Tensor:
+            if id(slot) not in homes:
+                held = slot.held if slot.owners else None
                 if held is not None and not held.is_meta and device_of(held).type == "cpu":
-                    homes[id(entry)] = held
+                    homes[id(slot)] = held
                 elif self.host_slab is not None:
-                    homes[id(entry)] = self.wide(entry.spec.name, torch.device("cpu"))
-                elif source is not None and entry.spec.name in self.names_in_file:
+                    homes[id(slot)] = self.wide(slot.spec.name, torch.device("cpu"))
+                elif source is not None and slot.spec.name in self.names_in_file:
                     with torch.inference_mode(False):
-                        homes[id(entry)] = home = torch.empty(form.shape, dtype=form.dtype)
-                    source.read_into([(entry.spec.name, home)], drop_pages=True)
+                        homes[id(slot)] = home = torch.empty(form.shape, dtype=form.dtype)
+                    source.read_into([(slot.spec.name, home)], drop_pages=True)
                 else:
-                    homes[id(entry)] = form.detach().to("cpu", copy=True)
-            return homes[id(entry)]
+                    homes[id(slot)] = form.detach().to("cpu", copy=True)
+            return homes[id(slot)]
 
         for bits in list(self.shown):
-            bits.end(find_home(bits.entry, bits.leaf))
-        kept = [(entry, tensor) for entry, known in self.given if (tensor := known()) is not None]
-        for bring in list(self.bringers):
+            bits.end(find_home(bits.slot, bits.leaf))
+        kept = [(slot, tensor) for slot, known in self.given if (tensor := known()) is not None]
+        for bring in list(self.readers_on_use):
             if bring.home is None:
-                bring.home = find_home(bring.entry, bring.form)
+                bring.home = find_home(bring.slot, bring.form)
         self.given = []  # what has a weak reference cannot be swapped
-        for entry, tensor in kept:
-            if not entry.owners or tensor is not entry.held:
-                become(tensor, find_home(entry, tensor))
+        for slot, tensor in kept:
+            if not slot.owners or tensor is not slot.held:
+                become(tensor, find_home(slot, tensor))
 
     def discard(self) -> None:
-        """Drop the masters, and let the module hold shapes without memory: it is no longer used. Reads nothing."""
-        for entry in self.entries:
-            entry.wrapper = None
-            unwatch(entry.held)
-            repoint(entry, [torch.empty(entry.held.shape, dtype=entry.held.dtype, device="meta")])
-        self.forget_masters()
+        """Drop the weight stores, and let the module hold shapes without memory: it is no longer used. Reads
+        nothing."""
+        for slot in self.slots:
+            slot.wrapper = None
+            unwatch(slot.held)
+            repoint(slot, [torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")])
+        self.forget_resting()
 
-    def forget_masters(self) -> None:
-        self.masters, self.master, self.placed, self.view_cache, self.originals = [], None, [], {}, {}
-        self.known, self.slots, self.opened, self.aliases = (None, ([], [])), [], [], []
+    def forget_resting(self) -> None:
+        self.resting, self.store, self.placed, self.view_cache, self.originals = [], None, [], {}, {}
+        self.known, self.places, self.opened, self.aliases = (None, ([], [])), [], [], []
 
     # -- the copy on a device
 
@@ -515,15 +517,13 @@ class WeightGroup:
         Raises:
             torch.OutOfMemoryError: nothing changed.
         """
-        assert self.master is not None and self.copy is None
-        self.rest()  # a buffer that was replaced meanwhile goes to the master, before that is copied
+        assert self.store is not None and self.copy is None
+        self.rest()  # a buffer that was replaced meanwhile goes to the weight store, before that is copied
         slab, ready = copies.allocate(self.slab_bytes), copies.event()
         try:
-            self.master.copy_to(slab, 0, copies)
+            self.store.copy_to(slab, 0, copies)
             copies.mark_ready(ready)
-            self.copy = DeviceCopy(
-                slab, self.entries, self.resting_views(slab), ready, buffers_begin=self.buffers_begin
-            )
+            self.copy = DeviceCopy(slab, self.slots, self.resting_views(slab), ready, buffers_begin=self.buffers_begin)
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
@@ -534,10 +534,10 @@ class WeightGroup:
         assert self.copy is not None
         self.rest()
         self.save_changes(self.copy)
-        self.put(self.masters, BlockState.HOST)
-        given = [(entry, weakref.ref(view)) for entry, view in zip(self.entries, self.copy.views, strict=True)]
+        self.put(self.resting, BlockState.HOST)
+        given = [(slot, weakref.ref(view)) for slot, view in zip(self.slots, self.copy.views, strict=True)]
         self.copy = None
-        self.given = [(entry, known) for entry, known in (*self.given, *given) if known() is not None]
+        self.given = [(slot, known) for slot, known in (*self.given, *given) if known() is not None]
         return self.slab_bytes
 
     def save_changes(self, copy: DeviceCopy) -> None:
@@ -552,19 +552,20 @@ class WeightGroup:
         with torch.no_grad():
             if self.host_slab is not None:
                 self.host_slab.copy_(copy.slab)
-            elif isinstance(self.master, FileStore) and not (is_written and self.leave_file(self.master, copy)):
+            elif isinstance(self.store, FileStore) and not (is_written and self.leave_file(self.store, copy)):
                 views = self.layout.views(copy.slab)
-                for place, leaf in self.master.kept.items():
+                for place, leaf in self.store.kept.items():
                     with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
                         leaf.copy_(views[place])
 
-    def leave_file(self, master: FileStore, copy: DeviceCopy) -> bool:
-        """Take what is on the device for the master if it is not what the file has; returns whether that was so."""
+    def leave_file(self, store: FileStore, copy: DeviceCopy) -> bool:
+        """Take what is on the device for the weight store if it is not what the file has; returns whether that was
+        so."""
         with torch.inference_mode(False):
             slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
             slab.copy_(copy.slab)
         try:
-            if not master.differs(slab):
+            if not store.differs(slab):
                 return False
         except InvalidInput:  # the file is gone or has changed: these weights are nowhere else
             pass
@@ -581,10 +582,10 @@ class WeightGroup:
             assert scratch is not None
             wide = iter(self.cached_views(scratch, self.wide_layout))
             usable = []
-            for entry, view in zip(self.entries, views, strict=True):
-                if entry.scale is not None:
+            for slot, view in zip(self.slots, views, strict=True):
+                if slot.scale is not None:
                     target = next(wide)
-                    upcast_into(target, stored_leaf(view), entry.scale)
+                    upcast_into(target, stored_leaf(view), slot.scale)
                     view = target
                 usable.append(view)
             views = usable
@@ -595,7 +596,7 @@ class WeightGroup:
             self.origin = slab, slab._version, None, 0
 
     def is_written(self) -> bool:
-        """Whether a forward wrote to weights, or accessed their ``.data``, since the unit began to compute."""
+        """Whether a forward wrote to weights, or accessed their ``.data``, since the group began to compute."""
         if self.origin is not None:
             slab, before, scratch, scratch_before = self.origin
             if slab._version != before or (scratch is not None and scratch._version != scratch_before):
@@ -604,7 +605,7 @@ class WeightGroup:
 
     def save_slab(self, slab: torch.Tensor) -> None:
         """Make the content of staging memory the new version of the weights. The caller has waited for copies."""
-        if isinstance(self.master, FileStore):
+        if isinstance(self.store, FileStore):
             before = self.version
             with torch.inference_mode(False), torch.no_grad():
                 host = torch.empty(self.slab_bytes, dtype=torch.uint8)
@@ -617,11 +618,11 @@ class WeightGroup:
                 self.host_slab.copy_(slab)
 
     def rest(self) -> None:
-        """Give the module what it holds between computes: its resident views, else the masters."""
+        """Give the module what it holds between computes: its resident views, else the weight stores."""
         if self.copy is not None:
             self.put(self.copy.views, BlockState.RESIDENT)
         else:
-            self.put(self.masters, BlockState.HOST)
+            self.put(self.resting, BlockState.HOST)
         self.origin = None
 
     def forget_views(self) -> None:
@@ -637,94 +638,94 @@ class WeightGroup:
 
     def resting_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return what the module holds at rest for what is in a slab."""
-        views = zip(self.entries, self.held_views(slab), strict=True)
-        return [self.show(entry, view.detach()) if self.shows(entry) else view for entry, view in views]
+        views = zip(self.slots, self.held_views(slab), strict=True)
+        return [self.show(slot, view.detach()) if self.shows(slot) else view for slot, view in views]
 
     def held_views(self, slab: torch.Tensor, *, wide: bool = False) -> list[torch.Tensor]:
         layout = self.wide_layout if wide else self.layout
-        entries = [entry for entry in self.entries if not wide or entry.spec.name in self.cast_names]
+        slots = [slot for slot in self.slots if not wide or slot.spec.name in self.cast_names]
         leaves = iter(layout.views(slab))
-        return [as_held(leaves, entry) for entry in entries]
+        return [as_held(leaves, slot) for slot in slots]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
-        for index, (entry, tensor) in enumerate(zip(self.entries, tensors, strict=True)):
-            if entry.is_buffer and entry.owners and self.placed and entry.held is not self.placed[index]:
-                self.take_replaced(entry, tensor)
-            entry.hold(tensor)
+        for index, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):
+            if slot.is_buffer and slot.owners and self.placed and slot.held is not self.placed[index]:
+                self.take_replaced(slot, tensor)
+            slot.hold(tensor)
         self.placed, self.state = tensors, state
 
     def is_as_placed(self) -> bool:
         """Whether the module holds what it was given, everywhere: others may have put their own there."""
-        if not self.slots:
-            self.slots = [
-                (entry.slots_of(module), name, index)
-                for index, entry in enumerate(self.entries)
-                for module, name in entry.owners
+        if not self.places:
+            self.places = [
+                (slot.tensors_of(module), name, index)
+                for index, slot in enumerate(self.slots)
+                for module, name in slot.owners
             ]
         placed = self.placed
-        for slots, name, index in self.slots if placed else ():  # noqa: SIM110 - half the time of all()
-            if slots.get(name) is not placed[index]:
+        for places, name, index in self.places if placed else ():  # noqa: SIM110 - half the time of all()
+            if places.get(name) is not placed[index]:
                 return False
         return True
 
     def own(self, index: int, owner: tuple[nn.Module, str]) -> None:
         """Give the weight to one more place of the module from now on."""
-        self.entries[index].owners.append(owner)
-        self.slots = []
+        self.slots[index].owners.append(owner)
+        self.places = []
 
     def disown(self, index: int, owner: tuple[nn.Module, str]) -> None:
         """Leave a place of the module alone from now on."""
-        self.entries[index].owners.remove(owner)
-        self.slots = []
+        self.slots[index].owners.remove(owner)
+        self.places = []
 
     def known_tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield all that the module holds, or may hold, at rest, by the index of its entry."""
-        held = [entry.held if entry.owners else None for entry in self.entries]
+        held = [slot.held if slot.owners else None for slot in self.slots]
         views = self.copy.views if self.copy is not None else ()
-        for tensors in (held, self.masters, self.placed, views):
+        for tensors in (held, self.resting, self.placed, views):
             yield from ((index, tensor) for index, tensor in enumerate(tensors) if tensor is not None)
 
-    def take_replaced(self, entry: ParameterSlot, tensor: torch.Tensor) -> None:
+    def take_replaced(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
-        replaced = entry.held
+        replaced = slot.held
         if replaced.shape == tensor.shape and replaced.dtype == tensor.dtype:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(replaced)
         else:
-            entry.owners, self.slots = [], []
+            slot.owners, self.places = [], []
 
 
-class Bringer:
+class ReadOnUse:
     """Brings a weight that rests in its file into host memory, for code that uses more than its form."""
 
-    def __init__(self, unit: WeightGroup, entry: ParameterSlot, form: torch.Tensor) -> None:
-        self.unit = weakref.ref(unit)
-        self.entry = entry
+    def __init__(self, group: WeightGroup, slot: ParameterSlot, form: torch.Tensor) -> None:
+        self.group = weakref.ref(group)
+        self.slot = slot
         self.form = torch.empty(form.shape, dtype=form.dtype, device="meta")
         self.home: torch.Tensor | None = None
-        """The weight in plain memory, when its unit has ended."""
+        """The weight in plain memory, when its group has ended."""
 
     def __call__(self) -> torch.Tensor:
         if self.home is not None:
             return self.home
-        unit, entry = self.unit(), self.entry
-        index = next((i for i, own in enumerate(unit.entries) if own is entry), None) if unit is not None else None
-        if unit is None or index is None or not unit.placed:
-            raise UnsafeState(f"{entry.spec.name!r} rests in its file and has no memory")
-        if unit.placed[index].is_meta and unit.bring is not None:
-            unit.bring(unit)
-        held = unit.placed[index]
+        group, slot = self.group(), self.slot
+        index = next((i for i, own in enumerate(group.slots) if own is slot), None) if group is not None else None
+        if group is None or index is None or not group.placed:
+            raise UnsafeState(f"{slot.spec.name!r} rests in its file and has no memory")
+        if group.placed[index].is_meta and group.bring is not None:
+            group.bring(group)
+        held = group.placed[index]
         if held.is_meta:
-            raise UnsafeState(f"{entry.spec.name!r} rests in its file and has no memory")
+            raise UnsafeState(f"{slot.spec.name!r} rests in its file and has no memory")
         return held
 
     def read_on(self, device: torch.device) -> torch.Tensor:
         """Return a copy on a device; raises `InvalidInput` if the file has changed."""
-        unit, entry = self.unit(), self.entry
-        if unit is None or not isinstance(unit.master, FileStore) or not entry.held.is_meta:
+        group, slot = self.group(), self.slot
+        if group is None or not isinstance(group.store, FileStore) or not slot.held.is_meta:
             return self().detach().to(device, copy=True)
-        (weight,) = read_weights([entry], unit.master.source, drop_pages=True)
+        (weight,) = read_weights([slot], group.store.source, drop_pages=True)
         return weight.to(device)
 
-    def __deepcopy__(self, memo: object) -> Bringer:
+    def __deepcopy__(self, memo: object) -> ReadOnUse:
         return self

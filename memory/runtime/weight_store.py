@@ -1,7 +1,7 @@
-"""The master of one unit: the one complete copy of its weights, from which every device copy is made.
+"""The weight store of one group: the one complete copy of its weights, from which every device copy is made.
 
 It is a slab of host memory, or, at tier ``disk``, the file that the weights came from. A file costs no RAM while the
-unit is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
+group is not on a device; on its way there it passes through two bounce buffers, window by window, and its pages leave
 the system's cache behind it. What no file has (buffers, weights that were written to) stays in host memory.
 """
 
@@ -39,7 +39,7 @@ class HostStore:
 
 
 class FileStore:
-    """Weights that rest in their file, by the leaves of a unit's slab.
+    """Weights that rest in their file, by the leaves of a group's slab.
 
     Args:
         names: the name of each leaf for the source; None for those that ``kept`` has.
@@ -47,7 +47,7 @@ class FileStore:
         bounce: the buffers of the share, which opens them before anything is copied.
     """
 
-    version = -1  # no slab's: what replaces the file is another master
+    version = -1  # no slab's: what replaces the file is another weight store
     blocks_host = True  # which reads
 
     def __init__(

@@ -81,7 +81,7 @@ class CopyStream:
         self.compute_stream.wait_event(ready)
 
     def finish(self) -> None:
-        """Wait on the host until every queued copy is done: masters may be written to then. Not for a step."""
+        """Wait on the host until every queued copy is done: weight stores may be written to then. Not for a step."""
         self.stream.synchronize()
         self.compute_stream.wait_stream(self.stream)
 

@@ -1,11 +1,11 @@
 """A component computing without the engine: its weights put plainly where it computes, for one call after the other.
 
-[Note: reference] Managed results are compared with these, so none of it uses units, staging memory, copy streams or our
-forward hooks. Weights are copied one by one from where they rest, each copy is synchronous, and everything computes on
-one device. It shares three things with the engine: the masters, because nothing else has the weights; the record of
-which module holds which weight; and the moving of an outermost call's arguments to one device and back
-(`DeviceHops.visit`), so that both sides see the same containers. Its `DeviceHops` object is its own and has no copies
-that a split made.
+[Note: reference] Managed results are compared with these, so none of it uses groups, staging memory, copy streams or
+our forward hooks. Weights are copied one by one from where they rest, each copy is synchronous, and everything
+computes on one device. It shares three things with the engine: the weight stores, because nothing else has the
+weights; the record of which module holds which weight; and the moving of an outermost call's arguments to one device
+and back (`DeviceHops.visit`), so that both sides see the same containers. Its `DeviceHops` object is its own and has
+no copies that a split made.
 
 Eight-bit weights are widened as they are stored, so their reference is exact as well. Masters that a file has are
 checked against it apart from that (`find_changed_masters`).
@@ -51,9 +51,9 @@ class Reference:
     def __init__(self, manager: MemoryManager, member: Member, *, by_blocks: bool = False) -> None:
         self.manager = manager
         self.member = member
-        self.attachment: ManagedComponent = member.attachment
-        self.module = self.attachment.module
-        self.device = self.attachment.primary
+        self.managed: ManagedComponent = member.managed
+        self.module = self.managed.module
+        self.device = self.managed.primary
         self.thread_id = threading.get_ident()
         self.by_blocks = by_blocks
         """Whether blocks come one by one; becomes true where all of them do not fit."""
@@ -75,13 +75,13 @@ class Reference:
         self.plan: ComponentPlan | None = None
         """What was on the devices before."""
         self.left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        blocks = self.attachment.component.blocks
-        units = [unit for unit in self.attachment.units if unit.name]
-        self.units = {
-            number: [unit for unit in units if unit.name == block.name] for number, block in enumerate(blocks)
+        blocks = self.managed.component.blocks
+        groups = [group for group in self.managed.groups if group.name]
+        self.groups = {
+            number: [group for group in groups if group.name == block.name] for number, block in enumerate(blocks)
         }
         """Of each block its own, and that of layers which were added to it."""
-        self.fixed = [unit for unit in self.attachment.units if not unit.name]
+        self.fixed = [group for group in self.managed.groups if not group.name]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class Reference:
 
         The component leaves its devices for that, which saves what was written to it there, and comes back after it.
         """
-        with self.attachment.passes.held(self.hold):
+        with self.managed.passes.held(self.hold):
             try:
                 self.begin()
                 yield
@@ -97,12 +97,12 @@ class Reference:
                 go_through(self.end)
 
     def begin(self) -> None:
-        self.plan = self.attachment.plan if self.attachment.is_loaded else None
+        self.plan = self.managed.plan if self.managed.is_loaded else None
         with self.manager.exclusive():
             self.member.leases.add(self)
-            self.attachment.unload()
-            self.attachment.finish_copies()
-        self.attachment.hooks.detour(self.gate)
+            self.managed.unload()
+            self.managed.finish_copies()
+        self.managed.hooks.detour(self.gate)
         self.left_out = find_engine_hooks(self.module)
         for hooks, before in self.left_out:
             for number in [number for number, hook in before.items() if is_engines(hook)]:
@@ -120,26 +120,26 @@ class Reference:
                 hooks[number] = hooks.pop(number)
         self.left_out = []
         self.leave()
-        self.attachment.hooks.end_detour(self.gate)
+        self.managed.hooks.end_detour(self.gate)
         self.gate.open()
         with self.manager.exclusive():
-            if self.plan is not None and not self.attachment.is_loaded:
+            if self.plan is not None and not self.managed.is_loaded:
                 # Where others have the memory by now the next forward plans anew.
                 with suppress(torch.OutOfMemoryError):
-                    self.attachment.load(self.plan)
-                    self.attachment.finish_copies()
+                    self.managed.load(self.plan)
+                    self.managed.finish_copies()
             self.member.leases.discard(self)
         self.plan = None
-        self.attachment.passes.close(self.hold)
+        self.managed.passes.close(self.hold)
 
     # -- hooks of our own
 
     def hook(self) -> None:
-        blocks = [self.module.get_submodule(block.name) for block in self.attachment.component.blocks]
+        blocks = [self.module.get_submodule(block.name) for block in self.managed.component.blocks]
         for number, block in enumerate(blocks):
             for part in block.modules():
                 part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
-        entries = [*self.attachment.find_entry_modules(), *self.attachment.find_inner_modules()]
+        entries = [*self.managed.find_entry_modules(), *self.managed.find_inner_modules()]
         for module in dict.fromkeys([*entries, *blocks]):  # run before those
             module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.after_entry, always_call=True)
@@ -184,8 +184,8 @@ class Reference:
                 self.take_away(other)
             self.first_held[number] = len(self.held)
             self.up.add(number)
-            for unit in self.units[number]:
-                self.put(unit)
+            for group in self.groups[number]:
+                self.put(group)
 
     # -- weights
 
@@ -195,37 +195,37 @@ class Reference:
             self.by_blocks = False
         elif not self.by_blocks:
             self.by_blocks = not self.has_room()
-        for unit in self.fixed:
-            self.put(unit)
+        for group in self.fixed:
+            self.put(group)
         if not self.by_blocks:
-            for unit in itertools.chain.from_iterable(self.units.values()):
-                self.put(unit)
+            for group in itertools.chain.from_iterable(self.groups.values()):
+                self.put(group)
 
     def has_room(self) -> bool:
         """Whether all weights fit its device, beside what a forward was seen to need there."""
-        weights = sum(wide_bytes(unit, entry) for unit in self.attachment.units for entry in unit.entries)
+        weights = sum(wide_bytes(group, slot) for group in self.managed.groups for slot in group.slots)
         margin = self.member.activation_bytes[self.device.name]
         return bool(weights + margin <= self.device.free_bytes())
 
-    def put(self, unit: WeightGroup) -> None:
-        for index, entry in enumerate(unit.entries):
-            if not entry.owners:  # a buffer that the module made its own
+    def put(self, group: WeightGroup) -> None:
+        for index, slot in enumerate(group.slots):
+            if not slot.owners:  # a buffer that the module made its own
                 continue
-            weight = self.plain(unit, index, entry)
-            for module, name in entry.owners:
-                slots: dict[str, Any] = module._buffers if entry.is_buffer else module._parameters
-                self.held.append((slots, name, slots[name]))
-                slots[name] = weight
+            weight = self.plain(group, index, slot)
+            for module, name in slot.owners:
+                places: dict[str, Any] = module._buffers if slot.is_buffer else module._parameters
+                self.held.append((places, name, places[name]))
+                places[name] = weight
 
-    def plain(self, unit: WeightGroup, index: int, entry: ParameterSlot) -> torch.Tensor:
+    def plain(self, group: WeightGroup, index: int, slot: ParameterSlot) -> torch.Tensor:
         """Return a weight for the module to hold: a copy on the device, in the form in which it computes."""
         target = self.device.torch_device
-        leaves = leaves_of(entry.held) if entry.is_buffer else read_master(unit, index)
+        leaves = leaves_of(slot.held) if slot.is_buffer else read_master(group, index)
         with torch.inference_mode(False), torch.no_grad():
             here = [leaf.detach().to(target, copy=True) for leaf in leaves]
-            if entry.scale is not None:
-                here = [here[0].to(unit.wide_dtypes[entry.spec.name]) * entry.scale]
-        return as_held(iter(here), entry)
+            if slot.scale is not None:
+                here = [here[0].to(group.wide_dtypes[slot.spec.name]) * slot.scale]
+        return as_held(iter(here), slot)
 
     def take_away(self, number: int) -> None:
         """Put one block back to rest. Blocks come after all else, and one at a time, so it is what was put last."""
@@ -235,8 +235,8 @@ class Reference:
 
     def put_back(self, first: int) -> None:
         while len(self.held) > first:
-            slots, name, before = self.held[-1]
-            slots[name] = before
+            places, name, before = self.held[-1]
+            places[name] = before
             self.held.pop()  # last: interrupted before, it is done again
 
     def leave(self) -> None:
@@ -315,32 +315,32 @@ def is_engines(hook: Any) -> bool:
     )
 
 
-def read_master(unit: WeightGroup, index: int) -> list[torch.Tensor]:
+def read_master(group: WeightGroup, index: int) -> list[torch.Tensor]:
     """Return the leaves of a weight as it rests, in host memory; reads it where it rests in its file."""
-    entry = unit.entries[index]
-    master = unit.master
-    if isinstance(master, FileStore):
-        first = sum(unit.num_leaves[:index])
-        name = master.names[first]
+    slot = group.slots[index]
+    store = group.store
+    if isinstance(store, FileStore):
+        first = sum(group.num_leaves[:index])
+        name = store.names[first]
         if name is not None:
             with torch.inference_mode(False):
-                weight = torch.empty(entry.held.shape, dtype=entry.held.dtype)
-            master.source.read_into([(name, weight)], drop_pages=True)
+                weight = torch.empty(slot.held.shape, dtype=slot.held.dtype)
+            store.source.read_into([(name, weight)], drop_pages=True)
             return [weight]
-        return [master.kept[place] for place in range(first, first + unit.num_leaves[index])]
-    if unit.host_slab is None:
-        return leaves_of(entry.held)
-    return unit.leaf_views(unit.host_slab)[index]
+        return [store.kept[place] for place in range(first, first + group.num_leaves[index])]
+    if group.host_slab is None:
+        return leaves_of(slot.held)
+    return group.leaf_views(group.host_slab)[index]
 
 
-def wide_bytes(unit: WeightGroup, entry: ParameterSlot) -> int:
+def wide_bytes(group: WeightGroup, slot: ParameterSlot) -> int:
     """Return the bytes of a weight in the form in which it computes."""
-    if entry.scale is not None:
-        return entry.spec.num_elements * unit.wide_dtypes[entry.spec.name].itemsize
-    return entry.spec.weight_bytes
+    if slot.scale is not None:
+        return slot.spec.num_elements * group.wide_dtypes[slot.spec.name].itemsize
+    return slot.spec.weight_bytes
 
 
-def find_changed_masters(attachment: ManagedComponent) -> list[tuple[str, str]]:
+def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
     """Return the weights in host memory that are not what their file has, with the block of each.
 
     Reads the whole of the component's files. Weights that are known to have been written to since are left out, and so
@@ -349,32 +349,32 @@ def find_changed_masters(attachment: ManagedComponent) -> list[tuple[str, str]]:
     Raises:
         InvalidInput: a file is not what it was.
     """
-    source = attachment.source
+    source = managed.source
     if source is None:
         return []
     changed = []
-    for unit in attachment.units:
-        if isinstance(unit.master, FileStore) or (unit.master is not None and is_written(attachment, unit)):
+    for group in managed.groups:
+        if isinstance(group.store, FileStore) or (group.store is not None and is_written(managed, group)):
             continue
-        for index, entry in enumerate(unit.entries):
-            if entry.is_buffer or not entry.owners or not source.holds(entry.spec):
+        for index, slot in enumerate(group.slots):
+            if slot.is_buffer or not slot.owners or not source.holds(slot.spec):
                 continue
-            if any(getattr(module, "merged", False) is True for module, _ in entry.owners):
+            if any(getattr(module, "merged", False) is True for module, _ in slot.owners):
                 continue
             with torch.inference_mode(False):
-                stored = torch.empty(entry.spec.shape, dtype=unit.wide_dtypes[entry.spec.name])
-            source.read_into([(entry.spec.name, stored)], drop_pages=True)
-            if entry.scale is not None:
-                stored = quantize_fp8(stored, entry.scale)
-            (own,) = read_master(unit, index)
+                stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[slot.spec.name])
+            source.read_into([(slot.spec.name, stored)], drop_pages=True)
+            if slot.scale is not None:
+                stored = quantize_fp8(stored, slot.scale)
+            (own,) = read_master(group, index)
             with torch.no_grad(), torch.inference_mode(False):
                 if not same_bits(own.detach().cpu(), stored):
-                    changed.append((unit.name, entry.spec.name))
+                    changed.append((group.name, slot.spec.name))
     return changed
 
 
-def is_written(attachment: ManagedComponent, unit: WeightGroup) -> bool:
-    """Whether a program is known to have written to a unit's weights since they were packed."""
-    packing = attachment.packing
-    by_name = any(entry.spec.name in packing.written for entry in unit.entries)
-    return by_name or packing.packed_versions.get(id(unit), unit.version) != unit.version
+def is_written(managed: ManagedComponent, group: WeightGroup) -> bool:
+    """Whether a program is known to have written to a group's weights since they were packed."""
+    packing = managed.packing
+    by_name = any(slot.spec.name in packing.written for slot in group.slots)
+    return by_name or packing.packed_versions.get(id(group), group.version) != group.version

@@ -150,7 +150,7 @@ class Snapshot:
             else:
                 write(tensor, content)
         for entry, owners, held in self.owners:
-            if entry.owners != owners:  # the unit gave the buffer up: the forward made it another shape
+            if entry.owners != owners:  # the group gave the buffer up: the forward made it another shape
                 entry.owners = owners
                 entry.hold(held)
         for module, saved_buffers in self.buffers:

@@ -74,7 +74,7 @@ class Component:
     name: str
     kind: str
     blocks: tuple[Block, ...]
-    rest: Block
+    non_block: Block
     buffers: tuple[TensorSpec, ...] = ()
     has_file: bool = False
     """Whether all weights can be read from files as they are."""
@@ -85,7 +85,7 @@ class Component:
 
     @property
     def weight_bytes(self) -> int:
-        return self.rest.weight_bytes + sum(block.weight_bytes for block in self.blocks)
+        return self.non_block.weight_bytes + sum(block.weight_bytes for block in self.blocks)
 
 
 def component_from_files(paths: Sequence[str | Path], *, name: str | None = None, kind: str | None = None) -> Component:
@@ -130,7 +130,7 @@ def group_tensors(
         name=name,
         kind=kind,
         blocks=tuple(Block(name=path, tensors=tuple(by_name[n] for n in names)) for path, names in blocks.items()),
-        rest=Block(name="", tensors=tuple(tensor for tensor in tensors if tensor.name not in in_blocks)),
+        non_block=Block(name="", tensors=tuple(tensor for tensor in tensors if tensor.name not in in_blocks)),
     )
 
 

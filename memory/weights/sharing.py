@@ -1,7 +1,7 @@
 """Weights that several components share: one of them owns such a weight, the others borrow it.
 
 [Note: sharing] A weight rests in one place and is on one device at a time, so of the components that hold it one owns
-it and the others borrow it. The owner's units move it and the ledger counts it for the owner. A pass of a borrower
+it and the others borrow it. The owner's groups move it and the ledger counts it for the owner. A pass of a borrower
 opens a pass of the owner, too, for as long as it runs. A part that is in two components has the owner's hooks only. A
 weight that is also used outside of its block stays beside the blocks. No shared weight is quantized to eight bits.
 """
@@ -46,7 +46,7 @@ def find_shared(modules: Mapping[str, nn.Module], same: Mapping[int, int] | None
     """Return what each of these components shares with the others; the first component that holds a weight owns it.
 
     Args:
-        same: for other tensors of a managed weight, such as its master, the id of the one that the module holds.
+        same: for other tensors of a managed weight, such as its weight store, the id of the one that the module holds.
     """
     same = same or {}
     owners: dict[int, str] = {}

@@ -65,7 +65,7 @@ class WeightsSource:
 
     def covers(self, component: Component) -> bool:
         """Whether the files have every weight of a component; buffers are few bytes and may be elsewhere."""
-        return all(self.holds(spec) for block in [*component.blocks, component.rest] for spec in block.tensors)
+        return all(self.holds(spec) for block in [*component.blocks, component.non_block] for spec in block.tensors)
 
     def read_into(
         self,
@@ -87,7 +87,9 @@ class WeightsSource:
 
 
 def all_tensors(component: Component) -> list[TensorSpec]:
-    return [tensor for block in [*component.blocks, component.rest] for tensor in block.tensors] + [*component.buffers]
+    return [tensor for block in [*component.blocks, component.non_block] for tensor in block.tensors] + [
+        *component.buffers
+    ]
 
 
 def count_on(progress: Callable[[int], None], num_before: int) -> Callable[[int], None]:

@@ -43,7 +43,7 @@ def prepare_guides(
         refuse_eight_bits(model)
     member = model.model.highwater.member
     if guides and member is not None:
-        member.attachment.finish_copies()  # some read the model's weights before it computes, and so before it waits
+        member.managed.finish_copies()  # some read the model's weights before it computes, and so before it waits
     return prepared
 
 

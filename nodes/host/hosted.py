@@ -41,21 +41,21 @@ class Request:
 class Weight:
     """One weight of a model under management: where it moves, and who holds it."""
 
-    unit: WeightGroup
-    entry: ParameterSlot
+    group: WeightGroup
+    slot: ParameterSlot
 
     @contextmanager
     def held_on(self, device: torch.device) -> Iterator[None]:
         """Give core a wide copy on a device to write to; what it wrote is the new version."""
-        resting = self.entry.held
+        resting = self.slot.held
         with torch.inference_mode(False):
-            self.entry.hold(torch.nn.Parameter(self.unit.wide(self.entry.spec.name, device), requires_grad=False))
+            self.slot.hold(torch.nn.Parameter(self.group.wide(self.slot.spec.name, device), requires_grad=False))
         try:
             yield
-            written = self.entry.held
+            written = self.slot.held
         finally:
-            self.entry.hold(resting)
-        self.unit.overwrite(self.entry.spec.name, written)
+            self.slot.hold(resting)
+        self.group.overwrite(self.slot.spec.name, written)
 
 
 class Token:
@@ -104,8 +104,8 @@ class Hosted:
             default_manager().remove(member)
 
     @property
-    def units(self) -> list[WeightGroup]:
-        return [unit for share in self.member.attachment.shares for unit in share.units] if self.member else []
+    def groups(self) -> list[WeightGroup]:
+        return [group for share in self.member.managed.shares for group in share.groups] if self.member else []
 
     @property
     def weights(self) -> dict[str, Weight]:
@@ -115,31 +115,31 @@ class Hosted:
         if self.weights_of is not self.member:
             self.weights_of = self.member
             self.known_weights = {
-                entry.spec.name: Weight(unit, entry)
-                for unit in self.units
-                for entry in unit.entries
-                if not entry.is_buffer
+                slot.spec.name: Weight(group, slot)
+                for group in self.groups
+                for slot in group.slots
+                if not slot.is_buffer
             }
         return self.known_weights
 
     @property
     def cast_names(self) -> set[str]:
         """The keys of weights that rest in eight bits."""
-        return {key for key, weight in self.weights.items() if weight.entry.scale is not None}
+        return {key for key, weight in self.weights.items() if weight.slot.scale is not None}
 
     @contextmanager
     def widened(self, key: str) -> Iterator[None]:
         """Give core the wide form of a weight that rests in eight bits, to read and write; others as they are."""
         weight = self.weights.get(key)
-        if weight is None or weight.entry.scale is None:
+        if weight is None or weight.slot.scale is None:
             yield
         else:
-            with weight.held_on(weight.entry.held.device):
+            with weight.held_on(weight.slot.held.device):
                 yield
 
     def join(self, model: torch.nn.Module, device: torch.device) -> Member:
         """Take the model under management for a device, packed in host memory; again if the device changed."""
-        if self.member is not None and self.member.attachment.primary.torch_device != device:
+        if self.member is not None and self.member.managed.primary.torch_device != device:
             self.release()
         if self.member is None:
             manager = default_manager()
@@ -165,13 +165,13 @@ class Hosted:
     def planned_bytes(self, model: torch.nn.Module, device: torch.device) -> int:
         """Return the bytes that the component would take of a device now: of the free, its own and the idle ones."""
         manager = default_manager()
-        if self.member is not None and self.member.attachment.primary.torch_device == device:
+        if self.member is not None and self.member.managed.primary.torch_device == device:
             return manager.planned_bytes(self.member, name_of(device))
         names = [found.name for found in list_devices()]
         try:
             _, plan = plan_modules(
                 {self.name: model},
-                manager.room.machine(None, is_hosted=True),
+                manager.admission.machine(None, is_hosted=True),
                 placement=parse_placement(self.placement_on(device), devices=names),
                 profile=parse_profile(self.request.profile, devices=names, components=[self.name]),
                 precision=parse_precision(self.request.precision),
@@ -187,11 +187,11 @@ def forget_dead_entries() -> None:
     """Take what has no patcher any more off core's list, as core does itself once the model is gone."""
     listed = comfy.model_management.current_loaded_models
     for index in reversed(range(len(listed))):
-        entry = listed[index]
-        if entry.model is None and entry.real_model is not None:
+        slot = listed[index]
+        if slot.model is None and slot.real_model is not None:
             listed.pop(index)
-            if entry.model_finalizer is not None:
-                entry.model_finalizer.detach()
+            if slot.model_finalizer is not None:
+                slot.model_finalizer.detach()
 
 
 def is_cpu(device: Any) -> bool:

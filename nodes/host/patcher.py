@@ -1,11 +1,11 @@
 """The patcher through which ComfyUI's models come and go under the manager's care.
 
 [Note: host] Models reach a device in core's ``load_models_gpu()`` and nowhere else. It calls `HighwaterPatcher.load`
-with a number of bytes; the manager decides what that means. A component's masters are views into its host slabs and
-hold the patches of the clone that was loaded last, computed by core's own ``patch_weight_to_device``; the originals are
-in ``backup``, as core expects. Core's cast-in-forward stays on as the safety net for calls of a layer outside its
-block. To core we report the device bytes that the plan takes, not the whole weight: it would clear room for bytes that
-never come. State hangs on the model, which all clones share (`Hosted`).
+with a number of bytes; the manager decides what that means. A component's weight stores are views into its host slabs
+and hold the patches of the clone that was loaded last, computed by core's own ``patch_weight_to_device``; the
+originals are in ``backup``, as core expects. Core's cast-in-forward stays on as the safety net for calls of a layer
+outside its block. To core we report the device bytes that the plan takes, not the whole weight: it would clear room
+for bytes that never come. State hangs on the model, which all clones share (`Hosted`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class HighwaterPatcher(ModelPatcher):
         manager = default_manager()
         with self.use_ejected():
             self.unpatch_hooks()
-            if tell_core_of_eviction not in manager.recorder.listeners:
+            if tell_core_of_eviction not in manager.event_log.listeners:
                 manager.subscribe(tell_core_of_eviction)
             with loading_bar():
                 member = self.hosted.join(self.model, torch.device(device_to))
@@ -103,12 +103,12 @@ class HighwaterPatcher(ModelPatcher):
             ceilings = {name_of(device_to): int(lowvram_model_memory)} if limited else None
             self.clear_other_devices(member)
             with loading_bar():
-                manager.bring(member, ceilings)
+                manager.load(member, ceilings)
             self.check_inputs()
             self.mark_modules()
             self.tell_core(device_to)
             self.model.current_weight_patches_uuid = self.patches_uuid
-            plan = member.attachment.plan
+            plan = member.managed.plan
             logging.info(
                 "highwater: %s: %d of %d blocks resident, %.2f MB on %s",
                 member.id,
@@ -129,20 +129,20 @@ class HighwaterPatcher(ModelPatcher):
             return int(super().partially_unload(device_to, memory_to_free, force_patch_weights))
         with self.use_ejected():
             self.unpatch_hooks()
-            return default_manager().give_up(
+            return default_manager().free_memory(
                 name_of(self.load_device),
                 int(memory_to_free),
                 "ComfyUI asked for memory; idle longest",
-                spare=[member for member in arriving() if member is not self.hosted.member],
-                whole=False,
+                exclude=[member for member in arriving() if member is not self.hosted.member],
+                allow_unrunnable=False,
             )
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights and self.hosted.member is not None:
             self.eject_model()
             self.unpatch_hooks()
-            self.hosted.member.attachment.settle()  # the masters are written to below
-            default_manager().leave(self.hosted.member)
+            self.hosted.member.managed.settle()  # the weight stores are written to below
+            default_manager().unload(self.hosted.member)
             self.write_originals()
             self.unmark_modules()
         super().unpatch_model(device_to, unpatch_weights)
@@ -151,7 +151,7 @@ class HighwaterPatcher(ModelPatcher):
 
     def patch_hooks(self, hooks: Any) -> None:
         if self.hosted.member is not None and (hooks is not None or self.hook_backup):
-            self.hosted.member.attachment.settle()
+            self.hosted.member.managed.settle()
         super().patch_hooks(hooks)
 
     def patch_hook_weight_to_device(
@@ -166,24 +166,25 @@ class HighwaterPatcher(ModelPatcher):
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         if self.hosted.member is not None and self.hook_backup:
-            self.hosted.member.attachment.settle()
+            self.hosted.member.managed.settle()
             for key in self.hosted.cast_names & set(whitelist_keys_set or self.hook_backup) & set(self.hook_backup):
-                self.hosted.weights[key].unit.overwrite(key, self.hook_backup.pop(key)[0])
+                self.hosted.weights[key].group.overwrite(key, self.hook_backup.pop(key)[0])
         super().unpatch_hooks(whitelist_keys_set)
 
     def cleanup(self) -> None:
         """Called in the sampler's ``finally``, also after an interrupt that ran no hook."""
         if self.hosted.member is not None:
-            self.hosted.member.attachment.passes.heal_for(None)
+            self.hosted.member.managed.passes.recover_for(None)
         super().cleanup()
 
     # -- patches
 
     def write_patches(self, device: torch.device) -> None:
-        """Make every patched weight the master's version, computed by core on the device; the original is kept."""
+        """Make every patched weight the weight store's version, computed by core on the device; the original is
+        kept."""
         for key, weight in self.hosted.weights.items():
             if key in self.patches and key not in self.hosted.patched:
-                original = weight.unit.wide(key, torch.device("cpu"))
+                original = weight.group.wide(key, torch.device("cpu"))
                 with weight.held_on(device):
                     self.patch_weight_to_device(key, device_to=device)
                 self.backup[key] = Backup(original, False)
@@ -192,17 +193,17 @@ class HighwaterPatcher(ModelPatcher):
     def write_originals(self) -> None:
         """Undo `write_patches`."""
         for key in self.hosted.patched:
-            self.hosted.weights[key].unit.overwrite(key, self.backup.pop(key).weight)
+            self.hosted.weights[key].group.overwrite(key, self.backup.pop(key).weight)
         self.hosted.patched.clear()
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
-        """Return what merging reads: the masters, which stay, and with them how eight-bit ones are widened."""
+        """Return what merging reads: the weight stores, which stay, and with them how eight-bit ones are widened."""
         found: dict[str, Any] = super().get_key_patches(filter_prefix)
         for key, weight in self.hosted.weights.items():
             if key in found and key not in self.backup and key not in self.hook_backup:
-                scale = weight.entry.scale
+                scale = weight.slot.scale
                 convert = found[key][0][1] if scale is None else partial(multiply, scale)
-                found[key][0] = (weight.unit.masters[weight.unit.index_of(key)], convert)
+                found[key][0] = (weight.group.resting[weight.group.index_of(key)], convert)
         return found
 
     def model_state_dict_for_saving(self, model: torch.nn.Module | None = None, prefix: str = "") -> dict[str, Any]:
@@ -210,7 +211,7 @@ class HighwaterPatcher(ModelPatcher):
         state: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)
         for key in self.hosted.cast_names:
             if key.startswith(prefix) and key[len(prefix) :] in state:
-                state[key[len(prefix) :]] = self.hosted.weights[key].unit.wide(key, torch.device("cpu"))
+                state[key[len(prefix) :]] = self.hosted.weights[key].group.wide(key, torch.device("cpu"))
         return state
 
     def check_inputs(self) -> None:
@@ -239,11 +240,11 @@ class HighwaterPatcher(ModelPatcher):
                 for attribute in ("weight", "bias"):
                     functions = list(self.weight_wrapper_patches.get(f"{name}.{attribute}", []))
                     setattr(module, f"{attribute}_function", functions)
-        for unit in self.hosted.units:
-            for entry in unit.entries:
-                module, attribute = entry.owners[0]
-                if entry.scale is not None and hasattr(module, "weight_function"):
-                    module.weight_function.insert(0, Rescale(module, attribute, entry.scale))
+        for group in self.hosted.groups:
+            for slot in group.slots:
+                module, attribute = slot.owners[0]
+                if slot.scale is not None and hasattr(module, "weight_function"):
+                    module.weight_function.insert(0, Rescale(module, attribute, slot.scale))
 
     def unmark_modules(self) -> None:
         for module in self.model.modules():
@@ -260,7 +261,7 @@ class HighwaterPatcher(ModelPatcher):
 
     def clear_other_devices(self, member: Member) -> None:
         """Ask core for room on the other devices of a split; for the load device it has done so."""
-        for share in member.attachment.plan.shares[1:]:
+        for share in member.managed.plan.shares[1:]:
             missing = share.device_bytes - default_manager().ledger.held(member.id, share.device)
             if missing > 0:
                 device = default_manager().devices[share.device].torch_device
@@ -306,12 +307,12 @@ def arriving() -> list[Member]:
     """Return the components that core is about to load: it takes them off its list before it asks others for room."""
     listed = {id(loaded.model.model) for loaded in comfy.model_management.current_loaded_models if loaded.model}
     hosted = [member for member in default_manager().members.values() if member.is_hosted]
-    return [member for member in hosted if id(member.attachment.module) not in listed]
+    return [member for member in hosted if id(member.managed.module) not in listed]
 
 
 def tell_core_of(model: torch.nn.Module) -> None:
     member = model.highwater.member
-    held = default_manager().ledger.held(member.id, member.attachment.primary.name) if member else 0
+    held = default_manager().ledger.held(member.id, member.managed.primary.name) if member else 0
     model.model_loaded_weight_memory = held
 
 
@@ -319,7 +320,7 @@ def tell_core_of_eviction(message: dict[str, Any]) -> None:
     """Update core's number of a model that the manager has taken bytes from."""
     member = default_manager().members.get(message.get("component", ""))
     if member is not None and member.is_hosted and message.get("kind") == "evict":
-        tell_core_of(member.attachment.module)
+        tell_core_of(member.managed.module)
 
 
 def load_device_for(placement: str, notes: list[str]) -> torch.device:

@@ -157,9 +157,9 @@ def run_managed(
     """Return what the managed model gives, recorded and not; its caches and buffers are put back after each."""
     comfy.model_management.load_models_gpu([patcher])
     recording = Recording(places_of(patcher.model, describe(patcher, kind)), room_bytes=room_bytes)
-    entries = [entry for unit in patcher.hosted.units for entry in unit.entries]
+    slots = [slot for group in patcher.hosted.groups for slot in group.slots]
     parts = list(patcher.model.children())  # what core keeps on the model itself is core's
-    snapshot = Snapshot(parts, entries, left_out=CORES_OWN)
+    snapshot = Snapshot(parts, slots, left_out=CORES_OWN)
     sides = []
     for one in (recording, None):
         try:
@@ -179,7 +179,7 @@ def describe(patcher: HighwaterPatcher, kind: str) -> Component:
     """Return the blocks by which the model is managed, or would be."""
     member = patcher.hosted.member
     if member is not None:
-        return member.attachment.component
+        return member.managed.component
     return component_from_module(patcher.model, name=patcher.hosted.name, kind=kind)
 
 
@@ -223,12 +223,12 @@ def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str])
     """Give the twin the eight-bit weights of ours, widened; those that are patched have their patch in them."""
     patched = []
     for key, weight in patcher.hosted.weights.items():
-        if weight.entry.scale is None:
+        if weight.slot.scale is None:
             continue
-        (stored,) = read_master(weight.unit, weight.unit.index_of(key))
+        (stored,) = read_master(weight.group, weight.group.index_of(key))
         held = parameter_of(twin.model, key)
         with torch.no_grad(), torch.inference_mode(False):
-            wide = stored.detach().to(weight.unit.wide_dtypes[key]) * weight.entry.scale
+            wide = stored.detach().to(weight.group.wide_dtypes[key]) * weight.slot.scale
             put_parameter(twin.model, key, wide.to(held.dtype))
         if key in patcher.hosted.patched and twin.patches.pop(key, None) is not None:
             patched.append(key)
@@ -246,7 +246,7 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[st
     odd = {
         key: weight
         for key, weight in patcher.hosted.weights.items()
-        if weight.entry.scale is None and not is_same(weight, parameter_of(twin.model, key))
+        if weight.slot.scale is None and not is_same(weight, parameter_of(twin.model, key))
     }
     again = read_model_again(patcher) if odd else None
     lacking, changed = [], []
@@ -254,11 +254,11 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[st
         read, reread = (parameter_of(model, key) for model in (twin.model, again or twin.model))
         if same_bits(read, reread):
             text = f"{key} in host memory is not what core reads from the file"
-            changed.append(Difference(place=weight.unit.name or key, what="weights", text=text))
+            changed.append(Difference(place=weight.group.name or key, what="weights", text=text))
         else:
             lacking.append(key)
             with torch.no_grad(), torch.inference_mode(False):
-                (own,) = read_master(weight.unit, weight.unit.index_of(key))
+                (own,) = read_master(weight.group, weight.group.index_of(key))
                 put_parameter(twin.model, key, own.detach().clone())
     if lacking:
         names = ", ".join(lacking[:NUM_LISTED]) + (", ..." if len(lacking) > NUM_LISTED else "")
@@ -267,8 +267,8 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[st
 
 
 def is_same(weight: Weight, read: torch.Tensor) -> bool:
-    """Whether a master has the bytes that core has read; true where core keeps it in another form."""
-    own = read_master(weight.unit, weight.unit.index_of(weight.entry.spec.name))
+    """Whether a weight store has the bytes that core has read; true where core keeps it in another form."""
+    own = read_master(weight.group, weight.group.index_of(weight.slot.spec.name))
     theirs = leaves_of(read)
     if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
         return True

@@ -298,9 +298,9 @@ def outputs_of(model: nn.Module, inputs: Inputs) -> list[torch.Tensor]:
 def places(model: nn.Module, manager: MemoryManager) -> dict[str, tuple[str, str]]:
     """Return profile and placement of each place; streamed with room for about half of the blocks."""
     with manage(model, placement="gpu:0&gpu:1", manager=manager) as managed:
-        attachment = managed.members[0].attachment
-        largest = max(block.weight_bytes for block in attachment.component.blocks)
-        shares = attachment.plan.shares
+        managed_component = managed.members[0].managed
+        largest = max(block.weight_bytes for block in managed_component.component.blocks)
+        shares = managed_component.plan.shares
     rooms = [share.fixed_bytes + max(1.3 * largest, 0.45 * share.resident_bytes) for share in shares]
     each = ",".join(f"gpu:{index}={room / MIB:.4f}MiB" for index, room in enumerate(rooms))
     return {
@@ -331,7 +331,7 @@ def compare(model: nn.Module, inputs: Inputs, manager: MemoryManager) -> dict[st
             )
             try:
                 if is_hosted:
-                    manager.bring(member)
+                    manager.load(member)
                 for given in (here, here) if is_hosted else (inputs, here):
                     got = outputs_of(model, copy.deepcopy(given))
                     if len(got) != len(want) or not all(map(torch.equal, got, want)):

@@ -72,7 +72,7 @@ def test_nothing_is_done_before_the_first_prompt_with_a_node_of_ours(host_files:
         assert run(host, nodes).outcome == "success"
         report = host.report()
         assert report["runs"] == report["nodes"] == report["devices"] == []
-        assert set(report["in_effect"].values()) == {True}
+        assert set(report["host_features"].values()) == {True}
         assert host.post("/highwater/free") == {"freed_bytes": {}}
         assert host.part("devices") == []
 
@@ -110,7 +110,7 @@ def test_a_run_that_breaks_off_is_closed_with_its_node(host: HostProcess, kind: 
     report = host.report()
     assert all(run["end_s"] is not None for run in report["runs"])
     assert not any(component["leased"] for component in report["components"])
-    assert set(report["in_effect"].values()) == {True}
+    assert set(report["host_features"].values()) == {True}
 
 
 def test_nothing_is_freed_while_a_prompt_runs_and_all_that_is_idle_after(host: HostProcess) -> None:
@@ -144,7 +144,7 @@ def test_after_everything_was_freed_the_same_run_gives_the_same(host: HostProces
 
 
 def test_the_report_can_be_asked_for_in_parts(host: HostProcess) -> None:
-    assert host.get("/api/highwater/report?only=in_effect").keys() == {"in_effect", "version"}
+    assert host.get("/api/highwater/report?only=host_features").keys() == {"host_features", "version"}
     with pytest.raises(urllib.error.HTTPError) as refused:
         host.get("/highwater/report?only=colour")
     assert refused.value.code == 400

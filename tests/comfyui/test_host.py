@@ -127,7 +127,7 @@ def test_runs_nodes_and_events_carry_their_ids(gpu_host: HostProcess) -> None:
     workflow = {"workflow": {"id": "the-workflow"}}
     result = gpu_host.run(graph.nodes, extra_pnginfo=workflow)
     report = gpu_host.report()
-    assert report["in_effect"] == {"run_boundaries": True, "node_boundaries": True, "events": True}
+    assert report["host_features"] == {"run_boundaries": True, "node_boundaries": True, "events": True}
     assert report["runs"][-1]["run_id"] == result.prompt_id
     nodes = {node["node_id"]: node for node in report["nodes"] if node["run_id"] == result.prompt_id}
     sampler = next(node for node in nodes.values() if node["title"] == "KSampler")
@@ -149,6 +149,6 @@ def test_an_old_host_loads_the_pack_and_samples(old_host: HostProcess, reference
     expected = reference(old_host, "wan")
     actual = ours(old_host, "wan", Loaders())
     assert all(bool((actual[name] == tensor).all()) for name, tensor in expected.items())
-    in_effect = old_host.part("in_effect")
-    assert "missing" in str(in_effect["run_boundaries"])
+    host_features = old_host.part("host_features")
+    assert "missing" in str(host_features["run_boundaries"])
     assert old_host.error_lines() == []

@@ -77,5 +77,5 @@ def test_9_a_lora_takes_effect_at_once_on_a_resident_model(
     gpu_host.forget()
     for name in names:
         assert torch.equal(sample(gpu_host, MODES[mode], name), wanted[name])
-        (entry,) = gpu_host.part("components")
-        assert entry["tiers"]["gpu:0"] and entry["in_effect"]
+        (slot,) = gpu_host.part("components")
+        assert slot["tiers"]["gpu:0"] and slot["in_effect"]

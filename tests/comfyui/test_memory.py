@@ -50,7 +50,7 @@ def sample(
 
 
 def component(host: HostProcess, name: str) -> dict[str, Any]:
-    (found,) = (entry for entry in host.part("components") if entry["name"].startswith(name))
+    (found,) = (slot for slot in host.part("components") if slot["name"].startswith(name))
     return found
 
 
@@ -130,9 +130,9 @@ def test_a_model_runs_in_what_core_would_keep_free(
     graph.keep(sample_flux(graph, model))
     for _ in range(2):
         assert gpu_host.run(graph.nodes).outcome == "success"
-        entry = component(gpu_host, "tiny_flux")
-        assert entry["in_effect"]
-        assert 0 < entry["tiers"]["gpu:0"] <= 500 * MIB
+        slot = component(gpu_host, "tiny_flux")
+        assert slot["in_effect"]
+        assert 0 < slot["tiers"]["gpu:0"] <= 500 * MIB
 
 
 def test_the_results_of_models_that_take_turns_stay_equal(gpu_host: HostProcess, occupy: Callable) -> None:
@@ -254,7 +254,7 @@ def test_what_ran_out_of_memory_fits_the_next_time_and_so_it_stays(start_gpu_hos
         occupy(KEPT_BY_CORE + 12 * MIB)
         for _ in range(3):
             assert torch.equal(greedy(need).kept()["value.samples"], expected)
-        (plan,) = (entry["plan"] for entry in host.part("components") if "gpu:0" in entry["tiers"])
+        (plan,) = (slot["plan"] for slot in host.part("components") if "gpu:0" in slot["tiers"])
         assert plan["shares"][0]["streamed_blocks"]
         assert "free: an earlier run needed it" in " ".join(plan["reasons"])
         assert (host.base / "user" / "__highwater" / "needs.sqlite3").is_file()

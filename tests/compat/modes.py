@@ -115,7 +115,7 @@ def what_did_not_happen(mode: Mode, handle: Managed) -> str:
 
     In ``split`` belong components of two blocks and more, in ``streamed`` those of more than their budget holds.
     """
-    members = {member.name: (member.attachment.component, member.attachment.plan) for member in handle.members}
+    members = {member.name: (member.managed.component, member.managed.plan) for member in handle.members}
     if "placement" in mode.arguments:
         cuttable = {name: plan for name, (component, plan) in members.items() if len(component.blocks) > 1}
         if not cuttable:
@@ -159,7 +159,7 @@ def run_managed(recipe: Recipe, mode: Mode) -> tuple[Outputs, str, dict[str, fro
             handle.reprofile(smallest_budgets(handle), **mode.arguments)
         outputs = run(recipe, pipe)
         missing = what_did_not_happen(mode, handle)
-        cast = {member.name: member.attachment.plan.cast for member in handle.members}
+        cast = {member.name: member.managed.plan.cast for member in handle.members}
     manager.ledger.check()
     left = [name for name, module in modules_of(pipe).items() for weight in module.parameters() if not weight.is_cpu]
     assert not left, f"weights of {left[0]} are not on the CPU after release()"
@@ -170,7 +170,7 @@ def smallest_budgets(handle: Managed) -> OffloadProfile:
     """Return budgets with which each component has room for one block beside the one that computes."""
     budgets = []
     for member in handle.members:
-        component, plan = member.attachment.component, member.attachment.plan
+        component, plan = member.managed.component, member.managed.plan
         least = [
             least_bytes(component, share.blocks, plan.cast, first=number == 0)
             for number, share in enumerate(plan.shares)

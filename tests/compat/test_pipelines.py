@@ -113,7 +113,7 @@ def test_a_component_that_is_not_in_a_mode_is_named(sim: object) -> None:
             assert what_did_not_happen(MODES["split"], handle) == whole
             small = smallest_budgets(handle)
             for member in handle.members:
-                component, plan = member.attachment.component, member.attachment.plan
+                component, plan = member.managed.component, member.managed.plan
                 assert exceeds_budget(component, plan, small) and not exceeds_budget(component, plan, OffloadProfile())
             handle.reprofile(small, placement="gpu:0&gpu:1")
             assert what_did_not_happen(MODES["split and streamed"], handle) == ""

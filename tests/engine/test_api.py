@@ -114,7 +114,7 @@ def test_what_is_kept_leaves_last(toys, machine) -> None:
             net(x)
         victims = [event["component"] for event in manager.report()["events"] if event["kind"] == "evict"]
         assert victims and set(victims) == {"net1/model"}
-        manager.give_up("gpu:0", 10 << 20, "all of it")
+        manager.free_memory("gpu:0", 10 << 20, "all of it")
         assert not manager.ledger.used("gpu:0")
 
 
@@ -200,8 +200,8 @@ def test_packing_is_watched_block_by_block(toys, machine, placement: str) -> Non
         num_bytes = sum(tensor.nbytes for tensor in [*net.parameters(), *net.buffers()])
         end = manager.watch_loading(lambda *step: seen.append(step))
         with manage(net, placement=placement, manager=manager) as managed:
-            units = [unit for unit in managed.members[0].attachment.units if unit.entries]
-            assert len(seen) == len(units) >= 9
+            groups = [group for group in managed.members[0].managed.groups if group.slots]
+            assert len(seen) == len(groups) >= 9
             assert seen[-1] == ("model", num_bytes, num_bytes)
             assert [step[1] for step in seen] == sorted({step[1] for step in seen})
             seen.clear()
@@ -245,14 +245,14 @@ def test_another_profile_is_cancelled_within_one_block(toys, machine, after: int
         want = toys.build_net(seed=1).to("sim:0")(x.to("sim:0")).cpu()
         with manage(nets, TIGHT, manager=manager) as managed:
             nets["second"](x)
-            plans = [member.attachment.plan for member in managed.members]
+            plans = [member.managed.plan for member in managed.members]
             end = manager.watch_loading(cancel_after(after, seen))
             with pytest.raises(Cancelled):
                 managed.reprofile("auto", placement="gpu:0:host")
             end()
             assert len(seen) == after
             assert sorted(manager.members) == ["first", "second"]
-            assert [member.attachment.plan.tier for member in managed.members] == [plan.tier for plan in plans]
+            assert [member.managed.plan.tier for member in managed.members] == [plan.tier for plan in plans]
             assert streamed_blocks(managed, "first") and streamed_blocks(managed, "second")
             assert torch.equal(nets["second"](x).cpu(), want)
         assert all(is_untouched(net, before[name]) for name, net in nets.items())
@@ -264,7 +264,7 @@ def test_a_cancelled_packing_in_eight_bits_gives_weights_that_compute(toys, mach
     net = toys.build_net()
     with machine(8) as manager, torch.no_grad():
         with manage(toys.build_net(), precision="fp8 scaled", manager=manager) as managed:
-            want = managed.members[0].attachment.module(x).cpu()
+            want = managed.members[0].managed.module(x).cpu()
         end = manager.watch_loading(cancel_after(7, []))
         with pytest.raises(Cancelled):
             manage(net, precision="fp8 scaled", manager=manager)
@@ -334,7 +334,7 @@ def test_the_user_says_what_a_block_is(toys, machine) -> None:
         want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
         net = toys.build_net()
         with manage(net, "0.8MiB", blocks={"model": "*.*.up"}, manager=manager) as managed:
-            names = [block.name for block in managed.members[0].attachment.component.blocks]
+            names = [block.name for block in managed.members[0].managed.component.blocks]
             assert names == [f"doubles.{n}.up" for n in range(3)] + [f"singles.{n}.up" for n in range(5)]
             assert streamed_blocks(managed)
             assert torch.equal(net(x).cpu(), want)

@@ -82,13 +82,13 @@ def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, monke
     """One block computes with weights that are not its own."""
     compute_from = WeightGroup.compute_from
 
-    def corrupt(unit: WeightGroup, *args: object) -> None:
-        compute_from(unit, *args)
-        if unit.name.startswith("up_blocks.1"):
-            seen.append(unit.name)
-            for entry in unit.entries:
-                if entry.spec.name.endswith("weight") and entry.held.dim() == 4:
-                    entry.hold(torch.nn.Parameter(entry.held * 1.5, requires_grad=False))
+    def corrupt(group: WeightGroup, *args: object) -> None:
+        compute_from(group, *args)
+        if group.name.startswith("up_blocks.1"):
+            seen.append(group.name)
+            for slot in group.slots:
+                if slot.spec.name.endswith("weight") and slot.held.dim() == 4:
+                    slot.hold(torch.nn.Parameter(slot.held * 1.5, requires_grad=False))
 
     seen: list[str] = []
     monkeypatch.setattr(WeightGroup, "compute_from", corrupt)

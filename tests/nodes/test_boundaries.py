@@ -130,7 +130,7 @@ def test_a_node_that_never_finishes_is_closed_by_the_end_of_its_run(followed: Bo
     followed.run_ended("prompt-1")  # an error, or an interrupt
     assert [node_id for node_id, *_ in server.nodes()] == ["1"]
     assert runs()[-1]["end_s"] is not None
-    assert existing_manager().recorder.node is None
+    assert existing_manager().event_log.node is None
     followed.node_ended("1")
     followed.run_ended("prompt-1")
     assert len(server.nodes()) == 1
@@ -165,9 +165,9 @@ def test_what_a_node_expands_into_is_shown_as_the_node(followed: Boundaries, ser
 def test_an_eviction_names_the_node_that_it_happened_in(followed: Boundaries, server: FakeServer) -> None:
     graph = start(followed, OURS, workflow={"id": "wf"})
     followed.node_started("1", graph)
-    existing_manager().recorder.note("evict", "model", 5, "gpu:0", "needed")
+    existing_manager().event_log.note("evict", "model", 5, "gpu:0", "needed")
     followed.run_ended("prompt-1")
-    existing_manager().recorder.note("evict", "model", 5, "gpu:0", "asked for")
+    existing_manager().event_log.note("evict", "model", 5, "gpu:0", "asked for")
     inside, outside = (m for m in server.sent if m["type"] == "event")
     assert (inside["node_id"], inside["workflow_id"], inside["prompt_id"]) == ("1", "wf", "prompt-1")
     assert (outside["node_id"], outside["workflow_id"], outside["prompt_id"]) == (None, None, None)

@@ -92,7 +92,7 @@ with simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=64 << 20)]):
         (node,) = [node for node in manager.report()["nodes"] if node["title"] == "Load Pipeline"][-1:]
         images = [image["filename"] for shown in result.outputs.values() for image in shown.get("images", ())]
         in_use = {part["name"]: part["tiers"] for part in manager.report()["components"]}
-        manager.give_up("gpu:0", 64 << 20, "the test wants all of it")
+        manager.free_memory("gpu:0", 64 << 20, "the test wants all of it")
         idle = {part["name"]: part["tiers"] for part in manager.report()["components"]}
         reasons = [event["reason"] for event in manager.report()["events"] if event["kind"] == "plan"]
         told.append({"loaded": node["tiers"], "idle": idle, "in_use": in_use, "images": images, "reasons": reasons})

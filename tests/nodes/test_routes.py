@@ -46,16 +46,16 @@ def test_the_page_may_ask_before_anything_is_managed(ask: Callable[..., tuple[in
     assert status == 200
     assert report["version"] == 1
     assert report["nodes"] == report["components"] == report["devices"] == []
-    assert report["in_effect"]["run_boundaries"] == "missing: not inside of ComfyUI"
+    assert report["host_features"]["run_boundaries"] == "missing: not inside of ComfyUI"
     assert ask("POST", "/highwater/free") == (200, {"freed_bytes": {}})
     assert existing_manager() is None
 
 
 def test_only_gives_the_named_parts_and_the_version(ask: Callable[..., tuple[int, Any]]) -> None:
     default_manager()
-    status, report = ask("GET", "/highwater/report?only=devices,in_effect")
+    status, report = ask("GET", "/highwater/report?only=devices,host_features")
     assert status == 200
-    assert list(report) == ["devices", "version", "in_effect"]
+    assert list(report) == ["devices", "version", "host_features"]
     assert report["devices"][0]["name"] == "cpu"
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_part_is_refused_by_name(ask: Callable[..., tuple[int, Any]],
     status, answer = ask("GET", f"/highwater/report?only={only}")
     assert status == 400
     assert f"only={only.split(',')[-1]!r} is no part of the report" in answer["error"]
-    assert "in_effect" in answer["error"]
+    assert "host_features" in answer["error"]
 
 
 def test_nothing_is_freed_while_a_prompt_runs(ask: Callable[..., tuple[int, Any]], sim: Any) -> None:

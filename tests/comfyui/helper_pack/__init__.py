@@ -162,11 +162,11 @@ class TestFlip:
         def with_flip(apply_model: Any, arguments: Any) -> Any:
             hosted = getattr(apply_model.__self__, "highwater", None)
             if hosted is not None and not flipped:
-                (unit,) = (unit for unit in hosted.units if unit.name == block)
-                flipped.append(unit)
-                hosted.member.attachment.settle()
+                (group,) = (group for group in hosted.groups if group.name == block)
+                flipped.append(group)
+                hosted.member.managed.settle()
                 with torch.inference_mode(False):
-                    unit.resting_slab[1] ^= 0x40
+                    group.resting_slab[1] ^= 0x40
             return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
 
         patched.set_model_unet_function_wrapper(with_flip)
@@ -316,10 +316,10 @@ async def forget_needs(request: web.Request) -> web.Response:
         manager = module.existing_manager() if name.endswith("highwater.memory.manager.default") else None
         if manager is not None:
             with manager.exclusive():
-                needs = manager.room.needs
+                needs = manager.admission.needs
                 for learned in (needs.known, needs.last, needs.changed):
                     learned.clear()
-                manager.room.epoch += 1
+                manager.admission.epoch += 1
     return web.json_response({})
 
 

@@ -183,7 +183,7 @@ def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Reque
         try:
             _, plan = plan_modules(
                 {"probe": model},
-                default_manager().room.machine(None),
+                default_manager().admission.machine(None),
                 placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=["gpu:0", "gpu:1"]),
                 profile=parse_profile(text, devices=["gpu:0", "gpu:1"], components=["probe"]),
                 precision=None,
@@ -245,7 +245,7 @@ ATTEMPTS = ("first", "second")
 
 def check_plan(patcher: Any, form: str) -> frozenset[str]:
     """Return the names of the weights that rest in eight bits, if the plan is as asked for. Raises `Nothing`."""
-    plan = patcher.hosted.member.attachment.plan
+    plan = patcher.hosted.member.managed.plan
     cast = frozenset(patcher.hosted.cast_names)
     if form == "fp8" and not cast:
         raise Nothing("no weights that eight bits take")

@@ -25,18 +25,18 @@ def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkey
         with manage(net, profile="40MiB", manager=manager) as managed:
             for _ in range(4):
                 net(torch.randn(4, 1024))
-            assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
-            assert known_link(manager.devices["gpu:0"]) == manager.room.links["gpu:0"]
+            assert manager.admission.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+            assert known_link(manager.devices["gpu:0"]) == manager.admission.links["gpu:0"]
             seconds = managed.members[0].block_seconds
             assert len(seconds) == 12 and all(value > 0 for value in seconds.values())
-        assert type(manager)().room.links["gpu:0"] == manager.room.links["gpu:0"]
+        assert type(manager)().admission.links["gpu:0"] == manager.admission.links["gpu:0"]
 
 
 def test_times_are_taken_once_and_cost_nothing_after(toys, machine, sim) -> None:
     with machine(8) as manager, torch.no_grad():
         net = toys.build_net()
         with manage(net, profile="0.45MiB", manager=manager) as managed:
-            share = managed.members[0].attachment.shares[0]
+            share = managed.members[0].managed.shares[0]
             for _ in range(4):
                 net(torch.randn(2, 5, 64))
             seconds = managed.members[0].block_seconds
@@ -58,7 +58,7 @@ def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None
                     other = other @ other
                 net(torch.randn(4, 1024))
         del other
-        assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert manager.admission.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
 
 
 @pytest.mark.parametrize("budget", ["9MiB", "17MiB"])
@@ -71,9 +71,9 @@ def test_pageable_memory_is_learned_as_it_streams(sim, machine, budget: str) -> 
     ):
         for _ in range(6):
             net(torch.randn(4, 1024))
-        assert manager.room.links == {}
-        assert manager.room.pageable_links == pytest.approx({"gpu:0": LINK}, rel=0.05)
-        (share,) = managed.members[0].attachment.plan.shares
+        assert manager.admission.links == {}
+        assert manager.admission.pageable_links == pytest.approx({"gpu:0": LINK}, rel=0.05)
+        (share,) = managed.members[0].managed.plan.shares
         assert share.pass_s is not None
         begin_s = sim.clock_s()
         for _ in range(8):
@@ -87,7 +87,7 @@ def test_what_the_driver_does_not_lock_is_planned_as_pageable(sim, machine) -> N
     with machine(64) as manager, torch.no_grad():
         sim.fail_registration(1)
         with manage(net, profile="17MiB", manager=manager) as managed:
-            assert managed.members[0].attachment.plan.pinned == frozenset()
+            assert managed.members[0].managed.plan.pinned == frozenset()
             assert not any(weight.is_pinned() for weight in net.parameters())
 
 
@@ -98,7 +98,7 @@ def test_copies_are_timed_until_their_speed_is_known(sim, machine) -> None:
         torch.no_grad(),
         manage(net, profile="17MiB", manager=manager) as managed,
     ):
-        speeds = managed.members[0].attachment.shares[0].copies.speeds
+        speeds = managed.members[0].managed.shares[0].copies.speeds
         assert speeds.watches.keys() == {True, False}
         for _ in range(4):
             net(torch.randn(4, 1024))
@@ -110,7 +110,7 @@ def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad(), manage(net, manager=manager) as managed:
         for _ in range(2):
             net(torch.randn(4, 1024))
-        assert manager.room.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert manager.admission.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
         assert managed.members[0].block_seconds is None  # it would be of no use
 
 
@@ -119,10 +119,10 @@ def test_a_split_of_which_one_part_streams_learns_the_times_of_both(toys, machin
         net = toys.build_net()
         profile = "gpu:0=unlimited,gpu:1=0.3MiB"
         with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
-            manager.room.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            manager.admission.links |= {"gpu:0": LINK, "gpu:1": LINK}
             for _ in range(4):
                 net(torch.randn(2, 5, 64))
-            first, second = managed.members[0].attachment.shares
+            first, second = managed.members[0].managed.shares
             assert first.streamer is None and second.streamer is not None
             assert managed.members[0].block_seconds.keys() == {*first.blocks, *second.blocks}
 
@@ -140,29 +140,29 @@ def test_staging_memory_that_is_made_anew_knows_the_order(machine) -> None:
     net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
         with manage(net, profile="4.5MiB", manager=manager) as managed:
-            attachment = managed.members[0].attachment
+            managed_component = managed.members[0].managed
             for _ in range(4):
                 net(torch.randn(4, 512))
             before = manager.bytes_moved()
             net(torch.randn(4, 512))
             moved = manager.bytes_moved() - before
-            attachment.unload()
+            managed_component.unload()
             before = manager.bytes_moved()
             net(torch.randn(4, 512))
             again = manager.bytes_moved() - before
         # What is loaded besides: residents, and what the staging memory holds at the end. Nothing comes in vain.
-        (share,) = attachment.plan.shares
+        (share,) = managed_component.plan.shares
         assert again <= share.fixed_bytes + share.resident_bytes + moved + share.staging_bytes
 
 
 def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
     net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
-        manager.room.links["gpu:0"] = LINK
+        manager.admission.links["gpu:0"] = LINK
         with manage(net, profile="4.5MiB", manager=manager) as managed:
             for _ in range(4):
                 net(torch.randn(4, 512))
-            (share,) = managed.members[0].attachment.plan.shares
+            (share,) = managed.members[0].managed.plan.shares
             assert list(managed.members[0].block_seconds) == list(range(8))[::-1]
             assert share.pass_s is not None
             assert list(share.places[0]) == sorted(share.streamed, reverse=True)
@@ -171,7 +171,7 @@ def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
 def test_widening_is_part_of_what_a_block_takes(toys, machine, sim) -> None:
     rates = {"h2d_bytes_per_s": LINK, "memory_bytes_per_s": 1e9, "flops_per_s": 1e15, "launch_s": 1e-7}
     with machine(8, **rates) as manager, torch.no_grad():
-        manager.room.links["gpu:0"] = LINK
+        manager.admission.links["gpu:0"] = LINK
         net = toys.build_net(dtype=torch.bfloat16)
         choices = {"profile": "0.3MiB", "precision": "fp8 scaled", "manager": manager}
         with manage({"transformer": net}, **choices) as managed:
@@ -206,8 +206,8 @@ def test_short_passes_in_turn_with_whole_ones_keep_the_order(toys, machine) -> N
             for number in range(8):
                 net.skip = frozenset(range(3, 20)) if number % 2 else frozenset()
                 net(torch.randn(2, 5, 64))
-                (share,) = managed.members[0].attachment.shares
-                assert set(share.streamer.order) == share.streamer.units.keys()
+                (share,) = managed.members[0].managed.shares
+                assert set(share.streamer.order) == share.streamer.groups.keys()
 
 
 class Chain(torch.nn.Module):
@@ -229,7 +229,7 @@ def test_a_host_is_told_and_left_with_what_measured_times_decide(machine, seed: 
     net = Chain(widths).eval().requires_grad_(False)
     x = torch.randn(16, 64)
     with machine(8, flops_per_s=10 ** draw.uniform(8.3, 10.5), h2d_bytes_per_s=1e9) as manager, torch.no_grad():
-        manager.room.links["gpu:0"] = 1e9
+        manager.admission.links["gpu:0"] = 1e9
         budget = draw.uniform(0.4, 0.8) * sum(widths) * 128 * 4
         (member,), _ = manager.add(
             {"model": net},
@@ -240,19 +240,19 @@ def test_a_host_is_told_and_left_with_what_measured_times_decide(machine, seed: 
             node_id=None,
             is_hosted=True,
         )
-        manager.bring(member)
+        manager.load(member)
         for _ in range(5):
             net(x.to("sim:0"))
         assert member.block_seconds is not None
-        manager.leave(member)
-        manager.bring(member)
-        manager.leave(member)
+        manager.unload(member)
+        manager.load(member)
+        manager.unload(member)
         told = manager.planned_bytes(member, "gpu:0")
-        manager.bring(member)
+        manager.load(member)
         assert told == manager.ledger.held("model", "gpu:0")
-        manager.give_up("gpu:0", 1, "the host asks")
+        manager.free_memory("gpu:0", 1, "the host asks")
         assert manager.ledger.held("model", "gpu:0") < told
-        assert member.attachment.plan.shares[0].pass_s is not None
+        assert member.managed.plan.shares[0].pass_s is not None
 
 
 @pytest.mark.parametrize("skipped", [0, 1, 2, 6, 7])
@@ -261,7 +261,7 @@ def test_a_split_learns_where_a_pass_left_out_a_block_of_one_part(toys, machine,
         net = toys.build_net()
         profile = "gpu:0=0.4MiB,gpu:1=0.3MiB"
         with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
-            manager.room.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            manager.admission.links |= {"gpu:0": LINK, "gpu:1": LINK}
             (member,) = managed.members
             for number in range(8):
                 net.skip = frozenset({skipped}) if number == 1 else frozenset()

@@ -88,13 +88,13 @@ def test_a_leased_component_is_never_evicted(toys, machine) -> None:
         with manager.lease(member):
             before = used(manager, "a")
             with pytest.raises(UnsafeState):
-                manager.room.evict(member, manager.devices["gpu:0"], 1, "by force")
+                manager.admission.evict(member, manager.devices["gpu:0"], 1, "by force")
             nets["b"](X)  # streams in what is left
             assert used(manager, "a") == before
-            assert managed[1].members[0].attachment.plan.shares[0].streamed
+            assert managed[1].members[0].managed.plan.shares[0].streamed
         manager.begin_run("next", "next")
         nets["b"](X)  # and takes it all once the lease is over
-        assert not managed[1].members[0].attachment.plan.shares[0].streamed
+        assert not managed[1].members[0].managed.plan.shares[0].streamed
 
 
 @torch.no_grad()
@@ -113,16 +113,16 @@ def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toy
         )
         coming, idle = members
         for member in members:
-            manager.bring(member)
+            manager.load(member)
         whole = used(manager, "a")
-        freed = manager.give_up("gpu:0", whole // 2, "the host asks", spare=[coming])
+        freed = manager.free_memory("gpu:0", whole // 2, "the host asks", exclude=[coming])
         assert used(manager, "a") == whole
         assert used(manager, "b") == whole - freed <= whole // 2
-        manager.leave(idle)
-        assert manager.give_up("gpu:0", 1, "the host asks", spare=[coming]) == 0
+        manager.unload(idle)
+        assert manager.free_memory("gpu:0", 1, "the host asks", exclude=[coming]) == 0
         assert used(manager, "a") == whole
-        manager.bring(idle)
-        assert manager.give_up("gpu:0", 1, "the host asks") == whole - used(manager, "a") > 0  # idle longest
+        manager.load(idle)
+        assert manager.free_memory("gpu:0", 1, "the host asks") == whole - used(manager, "a") > 0  # idle longest
 
 
 @torch.no_grad()
@@ -175,7 +175,7 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
         nets["b"](x)
         needed = managed[1].members[0].activation_bytes["gpu:0"]
         assert needed > MIB
-        assert manager.room.needed(managed[1].members[0], "gpu:0").num_bytes == needed
+        assert manager.admission.needed(managed[1].members[0], "gpu:0").num_bytes == needed
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
 )  # fmt: skip
 def test_a_bad_watermark_changes_nothing(machine, device: str, low: int, high: int, words: str) -> None:
     with machine(4, 4) as manager:
-        before = dict(manager.room.watermarks)
+        before = dict(manager.admission.watermarks)
         with pytest.raises(InvalidInput, match=words):
             manager.set_watermark(device, low, high)
-        assert manager.room.watermarks == before
+        assert manager.admission.watermarks == before
 
 
 @torch.no_grad()

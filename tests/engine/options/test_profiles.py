@@ -39,7 +39,7 @@ def block(name: str, mebibytes: float, layer: str = "w") -> Block:
 def part(name: str, kind: str, stacks: list[tuple[str, int, float]], rest: float, layer: str = "w") -> Component:
     blocks = [block(f"{stack}.{number}", size, layer) for stack, count, size in stacks for number in range(count)]
     outside = TensorSpec(name="embed.weight", dtype="BF16", shape=(int(rest * MIB) // 2, 1))
-    return FileComponent(name=name, kind=kind, blocks=tuple(blocks), rest=Block(name="", tensors=(outside,)))
+    return FileComponent(name=name, kind=kind, blocks=tuple(blocks), non_block=Block(name="", tensors=(outside,)))
 
 
 T5_LAYER = "layer.0.SelfAttention.q"

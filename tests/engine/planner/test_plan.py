@@ -35,7 +35,7 @@ class FileComponent(Component):
 
 
 def from_file(part: Component) -> FileComponent:
-    return FileComponent(name=part.name, kind=part.kind, blocks=part.blocks, rest=part.rest)
+    return FileComponent(name=part.name, kind=part.kind, blocks=part.blocks, non_block=part.non_block)
 
 
 def component(sizes: Sequence[int], rest: int = 1000) -> Component:
@@ -47,7 +47,7 @@ def component(sizes: Sequence[int], rest: int = 1000) -> Component:
         name="transformer",
         kind="diffusion",
         blocks=tuple(block(f"layers.{number}", size) for number, size in enumerate(sizes)),
-        rest=block("", rest),
+        non_block=block("", rest),
     )
 
 
@@ -348,15 +348,15 @@ def pinned_bytes_by_name(part: Component, cast: frozenset[str]) -> dict[str, int
 def test_streamed_blocks_are_page_locked_first_within_the_limit(sizes: list[int], locked: float, room: float) -> None:
     part, limit = component(sizes), int(locked * sum(sizes))
     decided = plan(part, on=machine(first=int(2048 + max(sizes) + room * sum(sizes)), pinned=limit))["transformer"]
-    units = pinned_bytes_by_name(part, decided.cast)
-    assert decided.pinned_bytes == sum(units[name] for name in decided.pinned) <= limit
-    assert decided.host_bytes == sum(units.values())
+    groups = pinned_bytes_by_name(part, decided.cast)
+    assert decided.pinned_bytes == sum(groups[name] for name in decided.pinned) <= limit
+    assert decided.host_bytes == sum(groups.values())
     assert decided.tier == ("pinned" if decided.pinned else "host")
     streamed = {part.blocks[number].name for share in decided.shares for number in share.streamed}
-    left = limit - sum(units[name] for name in decided.pinned & streamed)
-    assert all(units[name] > left for name in streamed - decided.pinned)
-    if sum(units.values()) <= limit:
-        assert decided.pinned == set(units)
+    left = limit - sum(groups[name] for name in decided.pinned & streamed)
+    assert all(groups[name] > left for name in streamed - decided.pinned)
+    if sum(groups.values()) <= limit:
+        assert decided.pinned == set(groups)
     elif decided.pinned:
         (reason,) = [reason for reason in decided.reasons if "page-locked" in reason]
         assert ("streamed blocks first" in reason) == bool(streamed)
@@ -551,12 +551,12 @@ def test_lists_that_cannot_be_called_are_not_blocks() -> None:
 
 
 def test_what_no_call_can_lock_is_not_planned_as_page_locked() -> None:
-    """The driver takes less than 2 GiB at once, and a unit is never cut."""
+    """The driver takes less than 2 GiB at once, and a group is never cut."""
     part = Component(
         name="model",
         kind="diffusion",
         blocks=(),
-        rest=Block(name="", tensors=(TensorSpec(name="w", dtype="U8", shape=(3 << 30,)),)),
+        non_block=Block(name="", tensors=(TensorSpec(name="w", dtype="U8", shape=(3 << 30,)),)),
     )
     on = Machine(
         devices=tuple(DeviceCapacity(name=n, total_bytes=8 << 30, available_bytes=8 << 30) for n in ("cpu", "gpu:0")),

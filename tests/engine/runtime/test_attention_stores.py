@@ -136,7 +136,7 @@ def test_a_store_is_as_it_was_after_a_failure(machine) -> None:
             with pytest.raises(kind):
                 net(x)
             handle.remove()
-            if kind is KeyboardInterrupt:  # which skips our exit: the next call heals
+            if kind is KeyboardInterrupt:  # which skips our exit: the next call recovers
                 for layer in net:
                     layer.processor = torch.sigmoid
                 net(x)

@@ -28,8 +28,8 @@ def test_resident_and_streamed_blocks_compile_once_per_kind(toys, machine, profi
         with manage(net, profile=f"{profile},compile=on", manager=manager) as managed:
             for _ in range(4):
                 assert torch.equal(net(x).cpu(), want)
-            (entry,) = managed.report()["components"]
-            assert (entry["num_compiles"], entry["uncompiled_blocks"]) == (2, {})  # two kinds of blocks
+            (slot,) = managed.report()["components"]
+            assert (slot["num_compiles"], slot["uncompiled_blocks"]) == (2, {})  # two kinds of blocks
             assert not torch._dynamo.utils.counters["graph_break"]
         assert all("forward" not in vars(block) for block in [*net.doubles, *net.singles])
 
@@ -49,8 +49,8 @@ def test_nothing_is_compiled_unless_asked(toys, machine) -> None:
         net = toys.build_net()
         with manage(net, manager=manager) as managed:
             net(torch.randn(2, 5, 64))
-            (entry,) = managed.report()["components"]
-            assert entry["num_compiles"] is entry["uncompiled_blocks"] is None
+            (slot,) = managed.report()["components"]
+            assert slot["num_compiles"] is slot["uncompiled_blocks"] is None
             assert not torch._dynamo.utils.counters["frames"]
 
 
@@ -95,9 +95,9 @@ def test_blocks_beyond_dynamos_limit_are_said_to_run_uncompiled(machine, profile
             assert managed.report()["components"][0]["uncompiled_blocks"] == {}  # nothing has run
             for _ in range(2):
                 assert torch.equal(net(x).cpu(), want)
-                (entry,) = managed.report()["components"]
-                assert entry["num_compiles"] == limit
-                ((reason, num_blocks),) = entry["uncompiled_blocks"].items()
+                (slot,) = managed.report()["components"]
+                assert slot["num_compiles"] == limit
+                ((reason, num_blocks),) = slot["uncompiled_blocks"].items()
                 assert num_blocks == 3 and f"{limit} times (recompile_limit)" in reason
         assert torch._dynamo.config.recompile_limit == limit
         assert all("forward" not in vars(block) for block in net)
@@ -112,9 +112,9 @@ def test_blocks_that_cannot_be_compiled_or_have_their_own_forward_are_counted(ma
                 "the block has a forward of its own, which is not its class's": 1
             }
             net(torch.randn(2, 64))
-            (entry,) = managed.report()["components"]
-            assert entry["num_compiles"] == 3
-            assert sorted(entry["uncompiled_blocks"].values()) == [1, 2]
+            (slot,) = managed.report()["components"]
+            assert slot["num_compiles"] == 3
+            assert sorted(slot["uncompiled_blocks"].values()) == [1, 2]
         assert net[1].forward is own
 
 
@@ -150,6 +150,6 @@ def test_what_is_compiled_by_others_is_right_and_traces_nothing_of_ours(
         called = compiled(net) if when == "after" else called
         for _ in range(3):
             assert torch.equal(called(x).cpu(), want)
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
     assert "memory/runtime/forward_hooks.py" not in caplog.text
     torch._dynamo.reset()

@@ -104,8 +104,8 @@ def test_a_module_answers_with_the_device_where_it_computes(machine, way: str) -
         answers = {str(block.device) for block in net.blocks}
         assert answers == ({"sim:0", "sim:1"} if way == "split" else {str(home)})
         assert net.embed.weight.device.type == "sim"
-        manager.give_up("gpu:0", 8 << 20, "all of it")
-        manager.give_up("gpu:1", 8 << 20, "all of it")
+        manager.free_memory("gpu:0", 8 << 20, "all of it")
+        manager.free_memory("gpu:1", 8 << 20, "all of it")
         assert net.embed.weight.is_cpu and net.device == home
         managed.reprofile(placement="gpu:1")
         assert str(net.device) == "sim:1" and torch.equal(net(x).cpu(), want)

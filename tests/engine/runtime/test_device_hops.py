@@ -310,7 +310,7 @@ def test_what_a_host_gives_stays_where_it_is(machine, place: str) -> None:
             node_id=None,
             is_hosted=True,
         )
-        manager.bring(member)
+        manager.load(member)
         parts = [torch.randn(2, 4, WIDTH, device="sim:0")]
         out = {"video": torch.zeros(2, 4, WIDTH), "last": [torch.ones(3)]}
         note = Slotted(torch.zeros(3))
@@ -329,7 +329,7 @@ def test_an_output_of_the_second_device_makes_one_hop_and_none_back(machine) -> 
     with machine(4, 4) as manager, torch.no_grad():
         managed = manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
         x = torch.randn(3, WIDTH, device="sim:0")
-        hops = managed.members[0].attachment.forwards.hops
+        hops = managed.members[0].managed.forwards.hops
         for passes in range(1, 3):
             net(x)
             assert hops.num_hops == passes * 5  # one there, and home from each of the four
@@ -513,13 +513,13 @@ def test_a_split_cuts_its_blocks_in_the_order_in_which_they_run(machine) -> None
         managed = manage(net, placement="gpu:0&gpu:1@0.5", manager=manager)
         num_hops = []
         for _ in range(2):
-            attachment = managed.members[0].attachment
+            managed_component = managed.members[0].managed
             assert torch.equal(net(x).cpu(), want)
-            num_hops.append(attachment.forwards.hops.num_hops - 1)  # one is that of the input, from the host
+            num_hops.append(managed_component.forwards.hops.num_hops - 1)  # one is that of the input, from the host
             managed.reprofile("auto", placement="gpu:0&gpu:1@0.5")
         assert num_hops == [8, 5]  # home from each of four blocks, and there before each, or before the first
         managed.release()
-        second = manage(net, placement="gpu:0&gpu:1@0.5", manager=manager).members[0].attachment
+        second = manage(net, placement="gpu:0&gpu:1@0.5", manager=manager).members[0].managed
         assert [second.component.blocks[number].name for number in second.plan.shares[1].blocks] == [
             "decoder.2", "encoder.2", "decoder.3", "encoder.3",
         ]  # fmt: skip

@@ -237,11 +237,11 @@ def test_reading_data_copies_nothing_back(machine) -> None:
     net, other, x = build(write=lambda block, x: block.a.weight.data.sum()), build(), torch.randn(2, 3, DIM)
     with machine(8) as manager, manage(net, "0.04MiB", placement="gpu:0", manager=manager) as managed:
         assert torch.equal(net(x).cpu(), other(x))
-        units = managed.members[0].attachment.units
-        before = [unit.version for unit in units]
+        groups = managed.members[0].managed.groups
+        before = [group.version for group in groups]
         saved = copy.copy(before)
         net(x)
-        assert [unit.version for unit in units] == saved
+        assert [group.version for group in groups] == saved
 
 
 @pytest.mark.parametrize("place", ["streamed", "split and streamed"])

@@ -74,7 +74,7 @@ def test_what_a_method_calls_deep_inside_is_seen(machine, method: str, arguments
                 for device in ("sim:0", "cpu"):
                     assert torch.equal(getattr(net, method)(given.to(device)).cpu(), want)
                 assert not managed.members[0].leases
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
 
 
 @torch.no_grad()
@@ -87,7 +87,7 @@ def test_what_a_pipelines_model_does_in_encode_or_decode_has_its_weights(machine
             for _ in range(2):
                 assert torch.equal(net.shifted(x.to("sim:0")).cpu(), want)
                 assert not managed.members[0].leases
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
 
 
 @torch.no_grad()

@@ -42,12 +42,12 @@ def quantized(toys, precision: str):
 
 
 def masters_are_in_their_slabs(managed) -> bool:
-    units = managed.members[0].attachment.units
+    groups = managed.members[0].managed.groups
     return all(
-        unit.host_slab.data_ptr() <= leaves_of(entry.held)[0].data_ptr() < unit.host_slab.data_ptr() + unit.slab_bytes
-        for unit in units
-        for entry in unit.entries
-        if entry.wrapper is None
+        group.host_slab.data_ptr() <= leaves_of(slot.held)[0].data_ptr() < group.host_slab.data_ptr() + group.slab_bytes
+        for group in groups
+        for slot in group.slots
+        if slot.wrapper is None
     )
 
 
@@ -62,16 +62,16 @@ def test_the_next_forward_is_right_wherever_the_module_was_moved(
     is_tied = net.out.weight is net.embed.weight
     with machine(8, 8) as manager, torch.no_grad():
         with manage(net, profile, placement="gpu:0", precision=precision, manager=manager) as managed:
-            attachment = managed.members[0].attachment
+            managed_component = managed.members[0].managed
             want = net(X).cpu()
             if state == "at rest":
-                attachment.unload()
+                managed_component.unload()
             net.to(device)
             for _ in range(2):
                 assert torch.equal(net(X).cpu(), want)
             assert [sim.stats(n).used_bytes for n in (0, 1)] == [manager.ledger.used(f"gpu:{n}") for n in (0, 1)]
             net.to(device)
-            attachment.unload()
+            managed_component.unload()
             assert masters_are_in_their_slabs(managed)
             assert [sim.stats(n).used_bytes for n in (0, 1)] == [0, 0]
             net.to(device)
@@ -86,7 +86,7 @@ def test_parts_that_were_moved_are_put_back_too(toys, machine, state: str) -> No
         with manage(net, placement="gpu:0", manager=manager) as managed:
             want = net(X).cpu()
             if state == "at rest":
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
             net.doubles[1].to("cpu" if state == "resident" else "sim:0")
             assert torch.equal(net(X).cpu(), want)
 
@@ -112,10 +112,10 @@ def test_another_dtype_is_refused_and_taken_back(
         with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
             want = net(X).cpu()
             if state == "at rest":
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
             change(net)
             if evicts:
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
             with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: release it before"):
                 net(X)
             assert not managed.members[0].leases
@@ -138,7 +138,7 @@ def test_what_rests_in_its_file_is_put_back_there(toys, machine, tmp_path, conve
             want = net(X).cpu()
             idle = manager.ledger.places("net").get("host")
             if state == "at rest":
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
                 with pytest.raises(NotImplementedError):
                     net.to("sim:0")  # torch's own answer
             else:
@@ -148,7 +148,7 @@ def test_what_rests_in_its_file_is_put_back_there(toys, machine, tmp_path, conve
             with pytest.raises(UnsafeState, match="float16"):
                 net(X)
             assert torch.equal(net(X).cpu(), want)
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
             assert manager.ledger.places("net") == {"host": idle}
             assert all(parameter.is_meta for parameter in net.parameters())
 
@@ -162,7 +162,7 @@ def test_what_a_forward_wrote_into_buffers_stays(toys, machine, conversion: str)
             net.doubles[1].gain = torch.full((64,), 3.0, device="sim:0")
             net.to("cpu")
             net(X)
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
             assert torch.equal(net.doubles[0].gain, torch.ones(64))
             assert torch.equal(net.doubles[1].gain, torch.full((64,), 3.0))
 
@@ -175,7 +175,7 @@ def test_a_write_after_the_module_was_moved_is_kept(toys, machine) -> None:
             net.to("cpu")
             net(X)
             net.doubles[1].up.weight.fill_(7.0)
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
             assert (net.doubles[1].up.weight == 7.0).all()
 
 

@@ -247,7 +247,7 @@ def test_odd_modules_compute_as_without_us_and_come_back_whole(machine, sim, nam
             with manage_so(net, way, manager) as managed:
                 for expected in want:
                     assert torch.equal(net(X).cpu(), expected)
-                    managed.members[0].attachment.unload()
+                    managed.members[0].managed.unload()
             assert sim.stats(0).used_bytes == 0
         for part in net.modules():
             assert all(value.device.type == "cpu" for value in vars(part).values() if isinstance(value, torch.Tensor))
@@ -327,9 +327,9 @@ def test_computed_weights_take_no_more_memory_than_one_layer_does(machine, sim, 
 def test_weights_tied_between_blocks_are_in_none_of_them(toys) -> None:
     component = component_from_module(build_net("tied: weight"), name="model")
     assert [block.name for block in component.blocks] == [f"layers.{number}" for number in range(6)]
-    assert "layers.1.linear.weight" in {tensor.name for tensor in component.rest.tensors}
+    assert "layers.1.linear.weight" in {tensor.name for tensor in component.non_block.tensors}
     inside = component_from_module(build_net("tied: block"), name="model")
-    assert "layers.1.linear.weight" not in {tensor.name for tensor in inside.rest.tensors}
+    assert "layers.1.linear.weight" not in {tensor.name for tensor in inside.non_block.tensors}
 
 
 class Asking(Stack):

@@ -159,7 +159,7 @@ def test_a_weight_that_is_used_without_a_call_has_arrived_each_time(machine) -> 
         managed = manage(net, placement="gpu:0", manager=manager)
         for _ in range(3):
             assert torch.equal(net(here).cpu(), want)
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
         del here
 
 
@@ -211,11 +211,11 @@ def test_another_profile_cuts_other_blocks(machine, profiles: tuple[str, ...], i
         with manage(net, profiles[0], placement="gpu:0", manager=manager) as managed:
             cuts = set()
             for profile in profiles[1:]:
-                cuts.add(len(managed.members[0].attachment.component.blocks))
+                cuts.add(len(managed.members[0].managed.component.blocks))
                 if is_used_between:
                     assert torch.equal(net(x).cpu(), want)
                 managed.reprofile(profile, placement="gpu:0")
-            cuts.add(len(managed.members[0].attachment.component.blocks))
+            cuts.add(len(managed.members[0].managed.component.blocks))
             assert cuts == {2, 6}
             for _ in range(2):
                 assert torch.equal(net(x).cpu(), want)

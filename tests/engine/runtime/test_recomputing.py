@@ -251,7 +251,7 @@ def test_a_component_that_left_its_device_before_the_backward_pass_is_right(mach
         with manage(net, manager=manager, **options_of("streamed", net, Path())) as managed:
             x = X.clone().requires_grad_()
             loss = net(x).square().mean()
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
             assert not manager.ledger.held("model", "gpu:0")
             loss.backward()
             got = x.grad

@@ -46,9 +46,9 @@ def outputs_of(model: nn.Module, inputs: dict[str, Any]) -> list[torch.Tensor]:
 def budgets(model: nn.Module, manager: MemoryManager, *, split: bool) -> str:
     """Return a profile that leaves room for about half of the blocks of each device."""
     with manage(model, placement="gpu:0&gpu:1", manager=manager) as managed:
-        attachment = managed.members[0].attachment
-        largest = max(block.weight_bytes for block in attachment.component.blocks)
-        shares = attachment.plan.shares
+        managed_component = managed.members[0].managed
+        largest = max(block.weight_bytes for block in managed_component.component.blocks)
+        shares = managed_component.plan.shares
     rooms = [share.fixed_bytes + max(1.3 * largest, 0.5 * share.resident_bytes) for share in shares]
     if not split:
         return f"{sum(rooms) / MIB:.4f}MiB"
@@ -80,7 +80,7 @@ def test_it_computes_the_same(machine, name: str, place: str, mode: str) -> None
             for given in (inputs, here):
                 got = outputs_of(model, given)
                 assert all(map(torch.equal, got, want)) and len(got) == len(want)
-            shares = managed.members[0].attachment.plan.shares
+            shares = managed.members[0].managed.plan.shares
             if place.endswith("streamed") and name != "unet":  # whose largest block is more than half of all
                 assert all(share.streamed for share in shares)
         forget(model)
@@ -169,7 +169,7 @@ def test_an_interrupt_leaves_what_blocks_share_at_home(machine) -> None:
             with pytest.raises(KeyboardInterrupt), model.cache_context("cond"):
                 model(**inputs)
             handle.remove()
-            managed.members[0].attachment.passes.heal_for(None)
+            managed.members[0].managed.passes.recover_for(None)
             assert all(tensor.device.index == 0 for tensor in states["cond"].head_block_output)
             with model.cache_context("cond"):
                 assert torch.equal(outputs_of(model, inputs)[0], want[0])

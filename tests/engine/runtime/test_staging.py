@@ -61,7 +61,7 @@ def test_any_order_within_any_memory_computes_the_same(
                 "highwater.memory.manager.admission.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2
             )
         if learns:
-            manager.room.links["gpu:0"] = LINK
+            manager.admission.links["gpu:0"] = LINK
         twin.to("sim:0")
         wanted = [twin(x.to("sim:0"), order).cpu() for order in passes]
         twin.to("cpu")
@@ -79,10 +79,10 @@ def test_what_is_copied_is_what_is_missing(machine) -> None:
         budget = f"{1.5 * block_bytes / 1e6 + 0.001:.6f}MB"
         blocks = {"model": "layers.*"}
         with manage(net, profile=budget, placement="gpu:0", blocks=blocks, manager=manager) as managed:
-            share = managed.members[0].attachment.shares[0]
+            share = managed.members[0].managed.shares[0]
             for _ in range(3):
                 net(torch.ones(1, WIDTH), [0, 1])
-            assert len(share.streamer.units) == 2
+            assert len(share.streamer.groups) == 2
             before = manager.bytes_moved()
             net(torch.ones(1, WIDTH), [0, 1])
             moved = manager.bytes_moved() - before
@@ -98,7 +98,7 @@ def test_a_copy_that_holds_the_host_is_made_ahead_only_where_nothing_runs_before
     with machine(4) as manager, torch.no_grad(), manage(net, manager=manager, **choices) as managed:
 
         def state() -> tuple[bool, bool]:
-            streamer = managed.members[0].attachment.shares[0].streamer
+            streamer = managed.members[0].managed.shares[0].streamer
             first = streamer.find(*next(streamer.upcoming()))
             return first.block == 0, streamer.is_there(first)
 
@@ -134,7 +134,7 @@ def test_unequal_blocks_are_copied_in_few_pieces(machine, monkeypatch) -> None:
         before = manager.bytes_moved()
         net(x, order)
         assert sum(copied) == manager.bytes_moved() - before
-        num_streamed = len(managed.members[0].attachment.shares[0].streamer.units)
+        num_streamed = len(managed.members[0].managed.shares[0].streamer.groups)
         assert num_streamed <= len(copied) <= 2.5 * num_streamed
 
 
@@ -161,9 +161,9 @@ def test_a_block_without_bytes_takes_its_turn(machine, position: int) -> None:
     ):
         for _ in range(4):
             assert torch.allclose(net(x, order).cpu(), want, atol=1e-5)
-        units = managed.members[0].attachment.shares[0].streamer.units
-        assert units
-        assert position not in units
+        groups = managed.members[0].managed.shares[0].streamer.groups
+        assert groups
+        assert position not in groups
 
 
 def test_a_copy_that_fails_is_made_anew(machine, monkeypatch) -> None:

@@ -81,7 +81,7 @@ def test_managed_computes_with_the_strides_of_unmanaged(machine, precision: str,
             outputs = [net(X).cpu() for _ in range(2)]
             assert seen.strides == {name: stride for name, stride in want_strides.items() if name in seen.strides}
             assert len(seen.strides) == 6 * 7
-            assert place == "cpu" or bool(managed.members[0].attachment.plan.shares[0].streamed) == streams
+            assert place == "cpu" or bool(managed.members[0].managed.plan.shares[0].streamed) == streams
         assert strides_of(net) == want_strides
         want = net.to(device)(X.to(device)).cpu()  # with what eight bits leave of the weights
         assert all(torch.equal(output, want) for output in outputs)
@@ -171,7 +171,7 @@ def test_strides_that_are_assigned_are_kept(machine, change, way: str, forwards:
                 change(each)
             for _ in range(2):
                 assert torch.equal(net(X).cpu(), plain(X.to(device)).cpu())
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
             assert torch.equal(net(X).cpu(), plain(X.to(device)).cpu())
             for each in (net, plain):
                 each.blocks[2].wide.weight.mul_(2)

@@ -67,7 +67,7 @@ def test_what_makes_a_graph_of_a_managed_module_is_refused_and_changes_nothing(
         words = f"^({REFUSED}|torch.float32 != torch.float8_e4m3fn)$"
         for unloads in (False, True):
             if unloads:
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
             gc.collect()
             used = [sim.stats(index).used_bytes for index in range(2)]
             with pytest.raises((UnsafeState, torch_refuses), match=words):

@@ -76,9 +76,9 @@ def test_functional_call_computes_with_its_weights_and_leaves_ours(toys, machine
         assert all(held[name] is given[name] for name in given)
         assert same(bits(net), before)
         assert torch.equal(net(X).cpu(), ours)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.equal(net(X).cpu(), ours)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.equal(torch.func.functional_call(net, held, (X,)).cpu(), got)
     assert same(bits(net), before)
 
@@ -94,7 +94,7 @@ def test_a_context_that_computes_with_averaged_weights_for_a_while_gives_them_ba
         for name in names:
             put(net, name, nn.Parameter(other[name], requires_grad=False))
         averaged = net(X).cpu()
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.equal(net(X).cpu(), averaged)
         for name, parameter in kept.items():
             put(net, name, parameter)
@@ -114,12 +114,12 @@ def test_an_assignment_counts_whatever_weight_it_is(toys, machine, way: str, sta
     with machine(8, 8) as manager, manage(net, manager=manager, **WAYS[way]) as managed:
         net(X)
         if state == "at rest":
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
         put(net, name, nn.Parameter(other.clone(), requires_grad=False))
         got = net(X).cpu()
         if way != "eight bits":
             assert torch.equal(got, on_device(plain, way, **{name: other}))
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.equal(net(X).cpu(), got)
     weight = net.get_parameter(name)
     is_cast = way == "eight bits" and "weight" in name and "norm" not in name
@@ -232,7 +232,7 @@ def test_any_order_of_calls_swaps_and_assignments_is_as_without_us(toys, machine
                 got = torch.func.functional_call(net, dict(weights), (X,)).cpu()
                 assert torch.equal(got, on_device(plain, way, **weights))
             elif step == "evict":
-                managed.members[0].attachment.unload()
+                managed.members[0].managed.unload()
             elif step == "forward":
                 assert torch.equal(net(X).cpu(), on_device(plain, way))
             else:

@@ -90,7 +90,7 @@ def test_computes_alike_and_costs_no_ram_while_idle(toys, machine, files, profil
             held = manager.ledger.places("net")
             assert held["gpu:0"]
             assert ("pinned" in held) == (profile != "auto")  # buffers to read through, while anything streams
-            member.attachment.unload()
+            member.managed.unload()
             assert manager.ledger.places("net") == idle
             assert torch.equal(net(x).cpu(), want)
         assert torch.allclose(net(x), toys.build_net()(x))
@@ -107,7 +107,7 @@ def test_a_module_without_memory_is_filled_by_managing_it(toys, machine, files, 
     with machine(8, 8) as manager, torch.no_grad():
         elsewhere = placement.removesuffix(":disk")
         from_memory = manage(toys.build_net(), placement=elsewhere, precision=precision, manager=MemoryManager())
-        want = from_memory.members[0].attachment.module(x).cpu()
+        want = from_memory.members[0].managed.module(x).cpu()
         from_memory.release()
         with manage({"net": net}, placement=placement, precision=precision, files={"net": files}, manager=manager):
             assert torch.equal(net(x).cpu(), want)
@@ -164,7 +164,7 @@ def test_buffers_keep_what_a_forward_wrote(toys, machine, files) -> None:
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, TIGHT) as managed:
         net(torch.randn(2, 5, 64))
         net.doubles[0].gain.mul_(2.0)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.equal(net.doubles[0].gain, torch.ones(64))
 
 
@@ -185,7 +185,7 @@ def test_buffers_made_in_inference_mode_keep_what_was_written_too(
             net.doubles[0].gain.mul_(2.0)
             net.doubles[1].gain = torch.full_like(net.doubles[1].gain, 3.0)
         with leaves_in():
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
             assert torch.equal(net.doubles[0].gain, torch.ones(64))
             assert torch.equal(net.doubles[1].gain, torch.full((64,), 3.0))
             net.doubles[2].gain = replaced
@@ -247,7 +247,7 @@ def test_what_came_without_memory_goes_without(toys, machine, files, reads, prof
     with machine(8) as manager, torch.no_grad():
         managed = on_disk(net, files, manager, profile)
         net(x)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         reads.clear()
         managed.release()
         assert not reads
@@ -303,8 +303,8 @@ def test_from_disk_to_ram_weights_are_read_straight_into_their_slabs(toys, machi
         with monkeypatch.context() as patch:
             patch.setattr(WeightsSource, "read_into", record)
             managed.reprofile(placement="gpu:0:pinned")
-        units = managed.members[0].attachment.units
-        ends = [(unit.host_slab.data_ptr(), unit.host_slab.data_ptr() + unit.slab_bytes) for unit in units]
+        groups = managed.members[0].managed.groups
+        ends = [(group.host_slab.data_ptr(), group.host_slab.data_ptr() + group.slab_bytes) for group in groups]
         assert len(targets) == len(list(net.parameters()))
         assert all(any(begin <= target.data_ptr() < end for begin, end in ends) for target in targets)
         targets.clear()
@@ -380,15 +380,15 @@ def test_what_is_written_on_the_device_stays_when_it_leaves(toys, machine, files
     net, unmanaged = toys.build_net(), toys.build_net()
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
         net(x)
-        attachment = managed.members[0].attachment
+        managed_component = managed.members[0].managed
         for module in (net, unmanaged):
             module.doubles[1].up.weight.mul_(2.0)
             module.out.weight.add_(0.5)
         idle = manager.ledger.held("net", "host")
-        attachment.unload()
-        changed = [unit for unit in attachment.shares[0].units if unit.name in ("", "doubles.1")]
+        managed_component.unload()
+        changed = [group for group in managed_component.shares[0].groups if group.name in ("", "doubles.1")]
         kept_bytes = sum(buffer.nbytes for buffer in net.buffers())  # moved into the slab of the rest
-        assert manager.ledger.held("net", "host") == idle + sum(unit.slab_bytes for unit in changed) - kept_bytes
+        assert manager.ledger.held("net", "host") == idle + sum(group.slab_bytes for group in changed) - kept_bytes
         manager.ledger.check()
         assert net.doubles[0].up.weight.is_meta and not net.doubles[1].up.weight.is_meta
         assert_equal_states(net.state_dict(), unmanaged.state_dict())
@@ -405,13 +405,13 @@ def test_a_write_that_changes_nothing_leaves_the_weights_in_their_file(toys, mac
         idle = manager.ledger.places("net")
         net(torch.randn(2, 5, 64))
         net.doubles[1].up.weight.mul_(1.0)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert manager.ledger.places("net") == idle
         assert net.doubles[1].up.weight.is_meta
         net(torch.randn(2, 5, 64))
         net.doubles[1].gain.mul_(2.0)
         reads.clear()
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert not reads  # a buffer says nothing about the weights
         assert manager.ledger.places("net") == idle
 
@@ -423,7 +423,7 @@ def test_written_weights_stay_when_their_file_has_changed_meanwhile(toys, machin
         net.doubles[1].up.weight.mul_(2.0)
         for file in files:
             file.write_bytes(file.read_bytes()[:-4] + b"abcd")
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.equal(net.doubles[1].up.weight, toys.build_net().doubles[1].up.weight * 2.0)
         manager.ledger.check()
         with pytest.raises(InvalidInput, match=r"[ab]\.safetensors"):
@@ -452,7 +452,7 @@ def test_a_file_that_goes_when_all_is_read_costs_nobody_the_finished_pass(toys, 
         net = toys.build_net()
         managed = on_disk(net, files, manager, "0.42MiB")
         want = net(x).cpu()
-        streamer = managed.members[0].attachment.shares[0].streamer
+        streamer = managed.members[0].managed.shares[0].streamer
         assert streamer.is_there(streamer.find(0, 1)), "it was copied ahead"
         del streamer
         handle = net.singles[-1].register_forward_hook(lambda *args: files[0].unlink(missing_ok=True))
@@ -474,9 +474,9 @@ def test_ram_that_is_short_puts_weights_on_disk(toys, machine, files, monkeypatc
 
     tiny = HostMemory(total_bytes=64 << 20, free_bytes=1 << 16)
     monkeypatch.setattr(HostMemory, "now", classmethod(lambda cls, *args: tiny))
-    in_ram, bare = toys.build_net(), bare_net(toys)
+    in_ram, on_meta = toys.build_net(), bare_net(toys)
     with machine(8) as manager:
-        for net, tier in ((bare, "disk"), (in_ram, "pinned")):  # what is in RAM may differ from the file by now
+        for net, tier in ((on_meta, "disk"), (in_ram, "pinned")):  # what is in RAM may differ from the file by now
             with manage({"net": net}, profile=TIGHT, files={"net": files}, manager=manager) as managed:
                 assert managed.report()["components"][0]["plan"]["tier"] == tier
 
@@ -519,7 +519,7 @@ def test_weights_pass_through_nothing_but_the_planned_buffers(
 
             def record(self, targets, **options) -> None:
                 targets = list(targets)
-                buffers = member.attachment.shares[0].bounce.buffers
+                buffers = member.managed.shares[0].bounce.buffers
                 ends = [(buffer.data_ptr(), buffer.data_ptr() + narrow) for buffer in buffers]
                 for name, target, *_ in targets:
                     if not any(begin <= target.data_ptr() <= target.data_ptr() + target.nbytes <= end
@@ -533,7 +533,7 @@ def test_weights_pass_through_nothing_but_the_planned_buffers(
                 patch.setattr(WeightsSource, "read_into", record)
                 assert torch.equal(net(x).cpu(), want)
                 assert torch.equal(net(x).cpu(), want)
-            plan = member.attachment.plan
+            plan = member.managed.plan
             tier = "host" if "none" in profile else "pinned"
             assert plan.host_bytes == 2 * narrow
             assert plan.pinned_bytes == (2 * narrow if tier == "pinned" else 0)
@@ -543,8 +543,8 @@ def test_weights_pass_through_nothing_but_the_planned_buffers(
 
 def test_one_part_of_a_weight_is_copied_while_the_next_is_read(toys, machine, files, monkeypatch, narrow) -> None:
     with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager) as managed:
-        net = managed.members[0].attachment.module
-        bounce = managed.members[0].attachment.shares[0].bounce
+        net = managed.members[0].managed.module
+        bounce = managed.members[0].managed.shares[0].bounce
         read_into, pending = WeightsSource.read_into, []
 
         def record(self, targets, **options) -> None:
@@ -559,19 +559,19 @@ def test_one_part_of_a_weight_is_copied_while_the_next_is_read(toys, machine, fi
 def test_a_lock_that_the_driver_refuses_is_told_once(toys, machine, files, sim) -> None:
     x = torch.randn(2, 5, 64)
     with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager, TIGHT) as managed:
-        net, attachment = managed.members[0].attachment.module, managed.members[0].attachment
+        net, managed_component = managed.members[0].managed.module, managed.members[0].managed
         for _ in range(2):
             sim.fail_registration(1)
             net(x)
-            assert staging_bytes(manager) == {"host": attachment.plan.host_bytes}
-            attachment.unload()
+            assert staging_bytes(manager) == {"host": managed_component.plan.host_bytes}
+            managed_component.unload()
         told = [event for event in manager.report()["events"] if "refused" in event["reason"]]
         assert [event["component"] for event in told] == ["net"]
 
 
 def test_nothing_is_locked_where_nothing_is_read(toys, machine, files, monkeypatch) -> None:
     with machine(8) as manager, torch.no_grad(), on_disk(toys.build_net(), files, manager) as managed:
-        net = managed.members[0].attachment.module
+        net = managed.members[0].managed.module
         net(torch.randn(2, 5, 64))
         opened = []
         monkeypatch.setattr(BounceBuffers, "open", lambda *_, **__: opened.append(1))
@@ -654,7 +654,7 @@ def test_another_profile_that_is_cancelled_while_it_reads_leaves_the_weights_in_
         with pytest.raises(Stop):
             managed.reprofile(placement="gpu:0:pinned")
         end()
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert {place: held for place, held in idle.items() if place == "host"} == manager.ledger.places("net")
         assert torch.equal(net(x).cpu(), want)
 
@@ -790,7 +790,7 @@ def test_what_is_written_to_a_weight_in_its_file_counts(
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, profile) as managed:
         if is_loaded:
             net(x)
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
         idle = manager.ledger.held("net", "host")
         for module in (net, unmanaged):
             WRITES[how](module.get_parameter(name))
@@ -799,13 +799,13 @@ def test_what_is_written_to_a_weight_in_its_file_counts(
         unmanaged.to("cpu")
         for _ in range(2):
             assert torch.equal(net(x).cpu(), want)
-        managed.members[0].attachment.unload()
-        (unit,) = [unit for unit in managed.members[0].attachment.units if unit.host_slab is not None]
-        buffers = sum(buffer.nbytes for buffer in net.buffers()) if not unit.name else 0
-        assert manager.ledger.held("net", "host") == idle + unit.slab_bytes - buffers
+        managed.members[0].managed.unload()
+        (group,) = [group for group in managed.members[0].managed.groups if group.host_slab is not None]
+        buffers = sum(buffer.nbytes for buffer in net.buffers()) if not group.name else 0
+        assert manager.ledger.held("net", "host") == idle + group.slab_bytes - buffers
         manager.ledger.check()
         said = [event for event in manager.report()["events"] if "was read into RAM" in event["reason"]]
-        assert [event["bytes"] for event in said] == [unit.slab_bytes]
+        assert [event["bytes"] for event in said] == [group.slab_bytes]
         managed.reprofile(placement="gpu:0:disk")
         assert torch.equal(net(x).cpu(), want)
         managed.release()

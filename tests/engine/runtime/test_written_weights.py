@@ -106,7 +106,7 @@ def test_one_element_written_through_data_counts_and_outlives_the_device(
                 assert torch.equal(got, on_device(other, x))
                 assert other.get_parameter(f"{name_of(net, block)}.up.weight")[number, 3] == 7.0
                 if number % 2:
-                    managed.members[0].attachment.unload()
+                    managed.members[0].managed.unload()
                 assert torch.equal(net(x).cpu(), got)
         for number, block in enumerate([*net.doubles, *net.singles]):
             assert block.up.weight[number, 3] == 7.0 and (block.norm.bias == 1.0).all()
@@ -146,9 +146,9 @@ def test_reading_writes_nothing_back(toys, machine) -> None:
     with machine(8) as manager, manage(net, "auto", placement="gpu:0", manager=manager) as managed:
         net(x)
         assert all(parameter.data.isfinite().all() for parameter in net.parameters())
-        versions = [unit.host_slab._version for unit in managed.members[0].attachment.units]
-        managed.members[0].attachment.unload()
-        assert versions == [unit.host_slab._version for unit in managed.members[0].attachment.units]
+        versions = [group.host_slab._version for group in managed.members[0].managed.groups]
+        managed.members[0].managed.unload()
+        assert versions == [group.host_slab._version for group in managed.members[0].managed.groups]
         manager.ledger.check()
 
 
@@ -167,7 +167,7 @@ def test_a_device_without_memory_for_a_tag_copies_back(toys, machine, monkeypatc
         monkeypatch.setattr(resident_copy, "content_tag", fail)
         net.doubles[1].up.weight.data.fill_(3.0)
         net.doubles[1].gain.data.fill_(2.0)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert (net.doubles[1].up.weight == 3.0).all() and (net.doubles[1].gain == 2.0).all()
 
 
@@ -176,7 +176,7 @@ def test_a_buffer_written_through_data_on_the_device_is_kept(toys, machine) -> N
     with machine(8) as manager, torch.no_grad(), manage(net, placement="gpu:0", manager=manager) as managed:
         net(x)
         net.doubles[1].gain.data.fill_(2.0)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert (net.doubles[1].gain == 2.0).all()
 
 

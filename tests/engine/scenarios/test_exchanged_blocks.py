@@ -177,7 +177,7 @@ def test_layers_that_take_the_place_of_others_keep_their_weights(
         if again:
             managed.reprofile()
             assert torch.allclose(net(X).cpu(), plain(X), atol=1e-6)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.allclose(net(X).cpu(), plain(X), atol=1e-6)
         assert all(torch.equal(weight.cpu(), plain.state_dict()[name]) for name, weight in net.state_dict().items())
     assert torch.equal(net(X), plain(X))
@@ -221,11 +221,11 @@ def test_a_buffer_that_is_assigned_in_host_memory_counts_from_the_next_forward_o
     with machine(8, 8) as manager, manage(net, manager=manager, **WAYS[way]) as managed:
         net(X)
         if state == "unloaded":
-            managed.members[0].attachment.unload()
+            managed.members[0].managed.unload()
         assign(net)
         for _ in range(2):
             assert torch.allclose(net(X).cpu(), want, atol=1e-6)
-        managed.members[0].attachment.unload()
+        managed.members[0].managed.unload()
         assert torch.allclose(net(X).cpu(), want, atol=1e-6)
     assert torch.equal(net(X), want)
     assert all(torch.equal(tensor, plain.state_dict()[name]) for name, tensor in net.state_dict().items())

@@ -149,17 +149,17 @@ def test_the_books_say_what_is_there(
     with machine(8) as manager:
         files = {"net": [path]}
         managed = manage({"net": net}, "0.45MiB", placement=placement, files=files, manager=manager)
-        attachment, want = managed.members[0].attachment, compute()
+        managed_component, want = managed.members[0].managed, compute()
         for is_leaving in (False, True):
-            (compute if is_leaving else attachment.unload)()
+            (compute if is_leaving else managed_component.unload)()
             left[0] = nth
             try:
-                (attachment.unload if is_leaving else compute)()
+                (managed_component.unload if is_leaving else compute)()
             except KeyboardInterrupt:
                 num_interrupted += 1
             left[0] = 0
-            manager.heal()  # a pass may be open, with what it holds
-            attachment.unload()
+            manager.recover()  # a pass may be open, with what it holds
+            managed_component.unload()
             assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0") == 0
             got = compute()
             assert torch.equal(got, want)

@@ -254,7 +254,7 @@ class Pair:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.managed = manage(self.own, manager=manager, **choices)
-        self.cast = {member.name: member.attachment.plan.cast for member in self.managed.members}
+        self.cast = {member.name: member.managed.plan.cast for member in self.managed.members}
         self.streams = "streamed" in mode
         to_eight_bits(self.other, self.cast)
         for part in parts_of(self.other).values():
@@ -348,7 +348,7 @@ def test_everything_that_is_done_with_loras_is_as_without_the_engine(machine, na
         pair.check()
         pair.do(lambda pipe: pipe.fuse_lora(safe_fusing=True), writes=True)
         for member in pair.managed.members:
-            member.attachment.unload()
+            member.managed.unload()
         pair.check()
         pair.do(lambda pipe: pipe.unfuse_lora(), writes=True)
         pair.do(lambda pipe: pipe.disable_lora())
@@ -428,14 +428,14 @@ def test_the_books_and_the_plan_count_added_layers_to_the_byte(machine, sim, mod
         pair.check()
         state = lora_state(pair.own, shape, 1)
         members = pair.managed.members
-        before = {member.id: member.attachment.plan.weight_bytes for member in members}
+        before = {member.id: member.managed.plan.weight_bytes for member in members}
         pair.do(lambda pipe: pipe.load_lora_weights(dict(state), adapter_name="a"))
         pair.check()
         for member in members:
             added = sum(w.nbytes for n, w in state.items() if n.startswith(f"{member.name}."))
-            assert member.attachment.plan.weight_bytes == before[member.id] + added
+            assert member.managed.plan.weight_bytes == before[member.id] + added
         last = max(members, key=lambda member: member.last_use)  # the one before may have left for it
-        for part in last.attachment.plan.shares:
+        for part in last.managed.plan.shares:
             assert manager.ledger.held(last.id, part.device) == part.device_bytes
         for part in parts_of(pair.other).values():
             part.to("cpu")
@@ -448,7 +448,7 @@ def test_the_books_and_the_plan_count_added_layers_to_the_byte(machine, sim, mod
             part.to("sim:0")
         pair.do(lambda pipe: pipe.unload_lora_weights())
         pair.check()
-        assert {member.id: member.attachment.plan.weight_bytes for member in members} == before
+        assert {member.id: member.managed.plan.weight_bytes for member in members} == before
         pair.end()
 
 

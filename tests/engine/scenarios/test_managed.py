@@ -93,10 +93,12 @@ def test_streaming_moves_each_streamed_block_at_most_once_per_pass(toys, machine
     with machine(8) as manager, torch.no_grad():
         net = toys.build_net()
         with manage(net, profile=MIDDLE, placement="gpu:0", manager=manager) as managed:
-            share = managed.members[0].attachment.shares[0]
+            share = managed.members[0].managed.shares[0]
             x = torch.randn(1, 3, 64)
             net(x)
-            streamed = sum(unit.slab_bytes for number, unit in share.blocks.items() if number in share.streamer.units)
+            streamed = sum(
+                group.slab_bytes for number, group in share.blocks.items() if number in share.streamer.groups
+            )
             before = manager.bytes_moved()
             for _ in range(4):
                 net(x)
@@ -148,7 +150,7 @@ def test_state_is_restored_when_a_block_fails(toys, machine, case: str, where: i
             with pytest.raises(error):
                 net(x)
             handle.remove()
-            manager.begin_run("next", "next")  # a run boundary heals what no re-entry did
+            manager.begin_run("next", "next")  # a run boundary recovers what no re-entry did
             assert {name: parameter.data_ptr() for name, parameter in net.named_parameters()} == at_rest
             assert not managed.members[0].leases
 
@@ -163,7 +165,7 @@ def test_out_of_memory_at_any_allocation_leaves_nothing_and_the_next_try_works(t
         with manage(net, profile=profile, placement=placement, manager=manager):
             num_failures = 0
             for nth in range(1, 60):
-                manager.members["model"].attachment.unload()
+                manager.members["model"].managed.unload()
                 sim.fail_alloc(0, nth)
                 try:
                     assert torch.equal(net(x).cpu(), want)  # some are done without
@@ -195,7 +197,7 @@ def test_skipped_and_repeated_blocks_are_normal(toys, machine, case: str) -> Non
                 now = manager.ledger.places("model")
                 assert held in (None, now)
                 held = now
-            assert not any(share.computing for share in managed.members[0].attachment.shares)
+            assert not any(share.computing for share in managed.members[0].managed.shares)
         plain.to("cpu")
 
 
@@ -203,7 +205,7 @@ def test_a_changed_order_is_learned(toys, machine) -> None:
     with machine(8) as manager, torch.no_grad():
         net = toys.build_net()
         with manage(net, profile=TIGHT, placement="gpu:0", manager=manager) as managed:
-            streamer = lambda: managed.members[0].attachment.shares[0].streamer  # noqa: E731
+            streamer = lambda: managed.members[0].managed.shares[0].streamer  # noqa: E731
             net.skip = frozenset({1, 5})
             x = torch.randn(1, 3, 64)
             net(x)
@@ -214,7 +216,7 @@ def test_a_changed_order_is_learned(toys, machine) -> None:
             net(x)
             before = manager.bytes_moved()
             net(x)
-            assert manager.bytes_moved() - before <= sum(streamer().units[number].slab_bytes for number in order)
+            assert manager.bytes_moved() - before <= sum(streamer().groups[number].slab_bytes for number in order)
 
 
 def test_what_a_forward_writes_into_buffers_survives_eviction(machine) -> None:
@@ -236,7 +238,7 @@ def test_what_a_forward_writes_into_buffers_survives_eviction(machine) -> None:
             with manage(net, placement="gpu:0", manager=manager):
                 for expected in range(1, 4):
                     net(torch.ones(1, 8))
-                    manager.members["model"].attachment.unload()
+                    manager.members["model"].managed.unload()
                     assert int(net.calls) == expected
             assert int(net.calls) == 3
 
@@ -331,7 +333,7 @@ def test_the_host_runs_at_most_a_few_blocks_ahead(machine, sim) -> None:
         net = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(12)))
         x = torch.randn(64, 512)
         with manage(net, profile="5MiB", manager=manager) as managed:
-            share = managed.members[0].attachment.shares[0]
+            share = managed.members[0].managed.shares[0]
             leads = []
             for block in net:
                 block.register_forward_hook(
@@ -339,7 +341,7 @@ def test_the_host_runs_at_most_a_few_blocks_ahead(machine, sim) -> None:
                 )
             for _ in range(4):
                 net(x)
-            streamed = len(share.streamer.units)
+            streamed = len(share.streamer.groups)
             assert streamed > 6
             block_s = 2 * 64 * 512 * 512 / 1e9
             # Beside the staged ones, the residents that stand between two streamed blocks.

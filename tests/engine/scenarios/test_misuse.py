@@ -28,7 +28,7 @@ def test_foreign_bytes_are_not_taken_for_activations(toys, machine) -> None:
                 manager.begin_run(str(run), "toy")
                 net(X)
                 manager.end_run()
-                assert not managed.members[0].attachment.plan.shares[0].streamed
+                assert not managed.members[0].managed.plan.shares[0].streamed
         del foreign
 
 
@@ -42,7 +42,7 @@ def test_a_large_run_is_forgotten_after_two_small_ones(toys, machine) -> None:
                 manager.begin_run(str(length), "toy")
                 net(torch.ones(1, length, 64))
                 manager.end_run()
-                needs.append(manager.room.needed(managed.members[0], "gpu:0").num_bytes)
+                needs.append(manager.admission.needed(managed.members[0], "gpu:0").num_bytes)
             assert needs[0] == needs[1] > 50 * needs[2] > 0
 
 
@@ -58,12 +58,12 @@ def test_passes_on_several_streams_are_ordered(toys, machine, budget: str, preci
             for stream in [*streams, *streams]:
                 with stream:
                     assert torch.equal(net(X).cpu(), want)
-            manager.members["model"].attachment.unload()
+            manager.members["model"].managed.unload()
             with streams[0]:
                 net(X)
             with streams[1]:
                 assert torch.equal(net(X).cpu(), want)
-                manager.members["model"].attachment.unload()
+                manager.members["model"].managed.unload()
 
 
 @torch.no_grad()
@@ -151,7 +151,7 @@ def test_an_interrupt_in_one_component_does_not_keep_its_memory_from_another(toy
         handle.remove()
         nets["b"](X)
         assert not managed[0].members[0].leases
-        assert not managed[1].members[0].attachment.plan.shares[0].streamed
+        assert not managed[1].members[0].managed.plan.shares[0].streamed
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def test_weights_loaded_into_a_managed_module_stay(toys, machine, budget: str) -
             net(X)
             net.load_state_dict(state)
             assert torch.equal(net(X).cpu(), want)
-            manager.members["model"].attachment.unload()
+            manager.members["model"].managed.unload()
             assert torch.equal(net(X).cpu(), want)
         assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
 
@@ -219,7 +219,7 @@ def test_buffers_that_a_forward_replaces_are_kept(machine) -> None:
             for size in (1, 1, 2, 1):
                 x = torch.ones(size, 8)
                 assert torch.equal(net(x).cpu(), plain(x.to("sim:0")).cpu())
-                manager.members["model"].attachment.unload()
+                manager.members["model"].managed.unload()
             assert int(net.calls) == 4
         del net.table, plain
 
@@ -277,7 +277,7 @@ def test_splitting_replans_when_memory_shrinks(toys, machine) -> None:
             foreign = torch.empty(int(1.55 * MIB), dtype=torch.uint8, device="sim:1")
             manager.begin_run("1", "toy")
             assert torch.equal(net(X).cpu(), want)
-            assert managed.members[0].attachment.plan.shares[1].streamed
+            assert managed.members[0].managed.plan.shares[1].streamed
             del foreign
         assert isinstance(manager, MemoryManager)
 

@@ -76,7 +76,7 @@ def test_5_skipped_blocks_leave_nothing_and_unloading_means_zero(toys, machine, 
             for skip in skips:  # unloaded right after blocks were prefetched that never ran
                 net.skip = frozenset(skip)
                 net(x)
-                manager.give_up("gpu:0", 8 << 20, "unload all")
+                manager.free_memory("gpu:0", 8 << 20, "unload all")
                 assert sim.stats(0).used_bytes == manager.ledger.used("gpu:0") == 0
 
 
@@ -120,7 +120,7 @@ def test_6b_the_module_tree_stays_what_it_was(toys, machine, profile: str) -> No
                 assert len(visited) == len(names)
                 assert net.train().eval() is net and not net.doubles[0].norm.training
                 assert net.to(torch.float32) is net
-                manager.give_up("gpu:0", 8 << 20, "unload all")
+                manager.free_memory("gpu:0", 8 << 20, "unload all")
                 assert net.to("cpu") is net
 
 
@@ -179,7 +179,7 @@ def conv_profile(streams: bool, precision: str = "as stored") -> str:
 
 
 def assert_streams(managed, streams: bool) -> None:
-    assert managed.members[0].attachment.plan.streams == streams
+    assert managed.members[0].managed.plan.streams == streams
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def test_7_differences_of_norms_biases_and_convolutions_take_effect(
             plain = net(x).cpu()
             assert_streams(managed, streams)
             assert not torch.equal(plain, want)
-            attachment = managed.members[0].attachment
+            managed_component = managed.members[0].managed
             torch.accelerator.synchronize(0)  # no copy under way: what was prefetched is old
             if way == "in place":
                 for name, weight in weights.items():
@@ -213,10 +213,10 @@ def test_7_differences_of_norms_biases_and_convolutions_take_effect(
             elif way == "loaded":
                 net.load_state_dict(weights, strict=False)
             else:
-                attachment.settle()
-                for unit in attachment.units:
-                    for name in weights.keys() & {entry.spec.name for entry in unit.entries}:
-                        unit.overwrite(name, weights[name])
+                managed_component.settle()
+                for group in managed_component.groups:
+                    for name in weights.keys() & {slot.spec.name for slot in group.slots}:
+                        group.overwrite(name, weights[name])
             for _ in range(2):
                 assert torch.equal(net(x).cpu(), want)
 
@@ -340,9 +340,9 @@ def test_11_offsets_decide_where_a_tensor_is(toys, machine, tmp_path, tier: str)
     assert all(torch.equal(tensor, official[name]) for name, tensor in state_of(other).items())
     with machine(8) as manager:
         want = on_device(net, x)
-        bare = load_model(path, toys.Net)
-        with manage({"net": bare}, STREAMED, placement=f"gpu:0:{tier}", manager=manager):
-            assert torch.equal(bare(x).cpu(), want)
+        on_meta = load_model(path, toys.Net)
+        with manage({"net": on_meta}, STREAMED, placement=f"gpu:0:{tier}", manager=manager):
+            assert torch.equal(on_meta(x).cpu(), want)
 
 
 @torch.no_grad()

@@ -66,10 +66,10 @@ def build(widths: list[int], place: int = -1, scale: int = 1, seed: int = 0) -> 
 
 
 def least_of(member) -> int:
-    attachment = member.attachment
-    plan = attachment.plan
+    managed_component = member.managed
+    plan = managed_component.plan
     return sum(
-        least_bytes(attachment.component, share.blocks, plan.cast, first=not index)
+        least_bytes(managed_component.component, share.blocks, plan.cast, first=not index)
         for index, share in enumerate(plan.shares)
     )
 
@@ -84,8 +84,8 @@ def tries_until_it_fits(manager, forward: Callable[[], torch.Tensor]) -> tuple[i
             lines.append(str(error).splitlines()[-1])
         manager.ledger.check()
         for member in manager.members.values():
-            assert not member.leases and not member.attachment.passes.is_busy()
-            assert not any(share.computing for share in member.attachment.shares)
+            assert not member.leases and not member.managed.passes.is_busy()
+            assert not any(share.computing for share in member.managed.shares)
     raise AssertionError(lines)
 
 
@@ -109,7 +109,7 @@ def test_the_second_try_fits_if_any_plan_does(sim, machine, shape: str, precisio
     x = torch.randn(1, length, DIM)
     with machine(512) as manager, manage(build(widths, place, scale), precision=precision, manager=manager) as managed:
         (member,) = managed.members
-        want = member.attachment.module(x).cpu()
+        want = member.managed.module(x).cpu()
         need, whole, least = member.activation_bytes["gpu:0"], manager.ledger.used("gpu:0"), least_of(member)
     # With the input there it fits beside the least form, and not beside all weights.
     for slack in (0, (whole - least) // 2):
@@ -131,7 +131,7 @@ def test_the_second_try_fits_if_any_plan_does(sim, machine, shape: str, precisio
                 assert "the next run keeps" in lines[0] and "free for model" in lines[0]
                 for _ in range(4):  # and so it stays
                     assert torch.equal(forward(), want)
-                (share,) = managed.members[0].attachment.plan.shares
+                (share,) = managed.members[0].managed.plan.shares
                 assert share.keeps_bytes >= need
                 if slack > need // 8:
                     assert share.device_bytes > least + slack // 4  # not much more leaves than has to
@@ -149,12 +149,12 @@ def test_what_was_learned_is_said_by_plan_and_event(sim, machine) -> None:
         with pytest.raises(
             torch.OutOfMemoryError, match=r"(?s)Tried to allocate.*\nHighwater: model ran out of memory on"
         ):
-            managed.members[0].attachment.module(x)
+            managed.members[0].managed.module(x)
         (event,) = [event for event in manager.report()["events"] if event["kind"] == "error"]
         assert "the next run keeps" in event["reason"] and event["component"] == "model"
         for _ in range(2):
-            managed.members[0].attachment.module(x)
-        assert "free: an earlier run needed it" in managed.members[0].attachment.plan.text()
+            managed.members[0].managed.module(x)
+        assert "free: an earlier run needed it" in managed.members[0].managed.plan.text()
 
 
 # -- any shape
@@ -166,19 +166,19 @@ def test_what_was_learned_is_said_by_plan_and_event(sim, machine) -> None:
     place=st.integers(-1, 10),
     scale=st.integers(0, 40),
     length=st.sampled_from([1, 60, 400]),
-    spare=st.floats(0, 1.2),
+    exclude=st.floats(0, 1.2),
     others=st.integers(0, 2),
 )
 def test_what_fits_any_plan_fits_in_two_tries(
-    machine, widths: list[int], place: int, scale: int, length: int, spare: float, others: int
+    machine, widths: list[int], place: int, scale: int, length: int, exclude: float, others: int
 ) -> None:
     x = torch.randn(1, length, DIM)
     with torch.no_grad():
         with machine(512) as manager, manage(build(widths, place, scale), manager=manager) as managed:
             (member,) = managed.members
-            want = member.attachment.module(x).cpu()
+            want = member.managed.module(x).cpu()
             need, whole, least = member.activation_bytes["gpu:0"], manager.ledger.used("gpu:0"), least_of(member)
-        total = least + need + int(spare * (whole - least)) + 1
+        total = least + need + int(exclude * (whole - least)) + 1
         with machine(total / MIB) as manager:
             idle = {f"idle{number}": build([64], seed=number) for number in range(others)}
             for name, module in idle.items():
@@ -205,8 +205,8 @@ def test_a_split_makes_room_where_it_is_missing(machine, short: int) -> None:
         with manage(module, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
             want = module(x).cpu()
             need = managed.members[0].activation_bytes[f"gpu:{short}"]
-            share = managed.members[0].attachment.plan.shares[short]
-            other = managed.members[0].attachment.plan.shares[1 - short]
+            share = managed.members[0].managed.plan.shares[short]
+            other = managed.members[0].managed.plan.shares[1 - short]
             room = share.device_bytes // 3 + need
     sizes = [8.0, 8.0]
     sizes[short] = room / MIB
@@ -218,7 +218,7 @@ def test_a_split_makes_room_where_it_is_missing(machine, short: int) -> None:
             assert f"ran out of memory on gpu:{short}" in lines[0]
             for _ in range(3):
                 assert torch.equal(module(x).cpu(), want)
-            shares = managed.members[0].attachment.plan.shares
+            shares = managed.members[0].managed.plan.shares
             assert len(shares[1 - short].resident) == len(other.resident)  # nothing was wrong there
 
 
@@ -296,18 +296,18 @@ def test_what_no_plan_fits_is_said_and_evicts_nobody_in_vain(machine) -> None:
 def test_what_another_program_takes_in_a_pass_is_not_learned(machine, sim) -> None:
     x = torch.randn(1, 256, DIM)
     with machine(3.6) as manager, manage(build([256] * 12, 6, 8), manager=manager) as managed:
-        module = managed.members[0].attachment.module
+        module = managed.members[0].managed.module
         want = module(x).cpu()
-        plan = managed.members[0].attachment.plan
+        plan = managed.members[0].managed.plan
         handle = module.layers[2].register_forward_hook(lambda *_: sim.occupy(0, 2 * MIB))
         with pytest.raises(torch.OutOfMemoryError, match=r"another program took [\d.]+MiB meanwhile"):
             module(x)
         handle.remove()
         sim.occupy(0, 0)
         assert torch.equal(module(x).cpu(), want)
-        assert managed.members[0].attachment.plan.shares[0].resident == plan.shares[0].resident
-        key = manager.room.key_of(managed.members[0].attachment.component, "gpu:0")
-        assert not any(need.failed_bytes for need in manager.room.needs.known[key].values())
+        assert managed.members[0].managed.plan.shares[0].resident == plan.shares[0].resident
+        key = manager.admission.key_of(managed.members[0].managed.component, "gpu:0")
+        assert not any(need.failed_bytes for need in manager.admission.needs.known[key].values())
 
 
 @torch.no_grad()
@@ -315,7 +315,7 @@ def test_memory_that_is_taken_in_every_pass_is_learned_the_second_time(machine, 
     """A library that allocates past torch, in the same process, looks like another program."""
     x = torch.randn(1, 64, DIM)
     with machine(3.6) as manager, manage(build([256] * 12, 6, 8), manager=manager) as managed:
-        module = managed.members[0].attachment.module
+        module = managed.members[0].managed.module
         module.layers[2].register_forward_pre_hook(lambda *_: sim.occupy(0, 2 * MIB))
         module.register_forward_pre_hook(lambda *_: sim.occupy(0, 0), prepend=True)
         for words in ("another program took", "the next run keeps"):
@@ -344,8 +344,8 @@ def test_what_the_forward_handles_itself_is_no_failure(machine) -> None:
         with manage(module, manager=manager) as managed:
             module(x)
             assert not [event for event in manager.report()["events"] if event["kind"] == "error"]
-            (need,) = manager.room.needs.known[
-                manager.room.key_of(managed.members[0].attachment.component, "gpu:0")
+            (need,) = manager.admission.needs.known[
+                manager.admission.key_of(managed.members[0].managed.component, "gpu:0")
             ].values()
             assert not need.failed_bytes
 
@@ -373,7 +373,7 @@ def test_a_need_never_makes_a_component_impossible(machine) -> None:
     x = torch.randn(1, 512, DIM)
     for choices in ({"placement": "gpu:0:device"}, {"profile": "1.2MiB"}, {"profile": "auto,reserve=0.5MiB"}):
         with machine(4) as manager, manage(build([512] * 8, 3, 64), manager=manager, **choices) as managed:
-            module = managed.members[0].attachment.module
+            module = managed.members[0].managed.module
             for _ in range(4):
                 with pytest.raises(torch.OutOfMemoryError):
                     module(x)
@@ -384,18 +384,18 @@ def test_a_need_never_makes_a_component_impossible(machine) -> None:
 def test_a_failure_while_loading_loads_less_the_next_time(machine, sim) -> None:
     x = torch.randn(1, 4, DIM)
     with machine(8) as manager, manage(build([256] * 8), manager=manager) as managed:
-        module = managed.members[0].attachment.module
+        module = managed.members[0].managed.module
         want = build([256] * 8).to("sim:0")(x.to("sim:0")).cpu()
         sim.fail_alloc(0, 6)
         with pytest.raises(torch.OutOfMemoryError, match="while it was loaded; the next run loads as little"):
             module(x)
         assert not manager.ledger.used("gpu:0")
         assert torch.equal(module(x).cpu(), want)
-        assert managed.members[0].attachment.plan.shares[0].streamed
+        assert managed.members[0].managed.plan.shares[0].streamed
         for _ in range(2):
             manager.begin_run("later", "later")
             assert torch.equal(module(x).cpu(), want)
-        assert not managed.members[0].attachment.plan.shares[0].streamed
+        assert not managed.members[0].managed.plan.shares[0].streamed
 
 
 # -- what a host loads
@@ -421,7 +421,7 @@ def test_a_hosted_model_shrinks_as_it_is_entered(machine, unloads: bool) -> None
     """Its host may load it again after a failure, as much of it as before, or not."""
     x = torch.randn(1, 512, DIM)
     with machine(512) as manager, manage(build([256] * 12, 5, 12), manager=manager) as managed:
-        want = managed.members[0].attachment.module(x).cpu()
+        want = managed.members[0].managed.module(x).cpu()
         need = managed.members[0].activation_bytes["gpu:0"]
     with machine(0.6 + need / MIB) as manager:
         module, other = build([256] * 12, 5, 12), build([64] * 4, seed=1)
@@ -430,20 +430,20 @@ def test_a_hosted_model_shrinks_as_it_is_entered(machine, unloads: bool) -> None
         )
         for number in range(4):
             manager.begin_run(str(number), "run")
-            manager.bring(control)
-            manager.bring(member)
+            manager.load(control)
+            manager.load(member)
             if not number:
                 with pytest.raises(torch.OutOfMemoryError, match="the next run keeps"):
                     module(x.to("sim:0"))
                 if unloads:
-                    manager.leave(member)
-                    manager.leave(control)
+                    manager.unload(member)
+                    manager.unload(control)
             else:
                 for _ in range(2):
                     other(x[:, :1].to("sim:0"))
                     assert torch.equal(module(x.to("sim:0")).cpu(), want)
             manager.end_run()
-        assert member.attachment.plan.shares[0].resident
+        assert member.managed.plan.shares[0].resident
         errors = [event for event in manager.report()["events"] if event["kind"] == "error"]
         assert [event["component"] for event in errors] == ["model"]
 
@@ -456,17 +456,17 @@ def test_a_vae_whose_host_goes_on_in_tiles_is_not_kept_small_by_what_failed(mach
         member, model = host(manager, {"vae": vae, "model": other}, {"vae": "vae", "model": "diffusion"})
         for number in range(5):
             manager.begin_run(str(number), "run")
-            manager.bring(model)
+            manager.load(model)
             other(tile.to("sim:0"))
-            manager.bring(member)
+            manager.load(member)
             with pytest.raises(torch.OutOfMemoryError):
                 vae(whole.to("sim:0"))
-            manager.bring(member)
+            manager.load(member)
             for _ in range(4):
                 vae(tile.to("sim:0"))
-            assert len(member.attachment.plan.shares[0].resident) == 4
+            assert len(member.managed.plan.shares[0].resident) == 4
             if number > 1:  # the first failure asks for all there is once more, which does not do
-                assert len(model.attachment.plan.shares[0].resident) == 8
+                assert len(model.managed.plan.shares[0].resident) == 8
             manager.end_run()
 
 
@@ -503,7 +503,7 @@ def test_a_node_that_fails_is_reported_with_its_peak(machine) -> None:
         manager.begin_run("run", "run")
         manager.begin_node("1", "Sample")
         with pytest.raises(torch.OutOfMemoryError):
-            managed.members[0].attachment.module(x)
+            managed.members[0].managed.module(x)
         manager.end_run()
         (node,) = manager.report()["nodes"]
         assert node["peak_bytes"]["gpu:0"] > node["weights_bytes"]["gpu:0"]
@@ -523,14 +523,14 @@ def test_a_larger_input_needs_no_less_and_a_smaller_one_has_a_need_of_its_own(ma
         for number in range(2):
             manager.begin_run(str(number), "run")
             module(torch.randn(1, 64, DIM))
-        sizes = manager.room.needs.known[manager.room.key_of(member.attachment.component, "gpu:0")]
+        sizes = manager.admission.needs.known[manager.admission.key_of(member.managed.component, "gpu:0")]
         small, large = sorted(need.seen_bytes for need in sizes.values())
         assert large > 10 * small
         for size, need in sizes.items():
             larger = (*size[:2], *(part + 8 for part in size[2:]))
-            assert manager.room.needed(member, "gpu:0", size).num_bytes == need.seen_bytes
-            assert not manager.room.needed(member, "gpu:0", larger).is_known
-            assert manager.room.needed(member, "gpu:0", larger).num_bytes == need.seen_bytes
+            assert manager.admission.needed(member, "gpu:0", size).num_bytes == need.seen_bytes
+            assert not manager.admission.needed(member, "gpu:0", larger).is_known
+            assert manager.admission.needed(member, "gpu:0", larger).num_bytes == need.seen_bytes
 
 
 @torch.no_grad()
@@ -544,16 +544,16 @@ def test_a_need_that_is_met_no_more_decays(machine) -> None:
         tries_until_it_fits(manager, lambda: module(x))
         module(x)
         (member,) = managed.members
-        kept = [manager.room.needed(member, "gpu:0").num_bytes]
-        resident = len(member.attachment.plan.shares[0].resident)
+        kept = [manager.admission.needed(member, "gpu:0").num_bytes]
+        resident = len(member.managed.plan.shares[0].resident)
         module.scale = 1
         for number in range(24):
             manager.begin_run(str(number), "run")
             module(x)
-            kept.append(manager.room.needed(member, "gpu:0").num_bytes)
+            kept.append(manager.admission.needed(member, "gpu:0").num_bytes)
         assert all(later <= earlier for earlier, later in itertools.pairwise(kept))
         assert kept[-1] < kept[0] // 3
-        assert len(member.attachment.plan.shares[0].resident) > resident
+        assert len(member.managed.plan.shares[0].resident) > resident
 
 
 @pytest.mark.parametrize(
@@ -577,10 +577,10 @@ def test_diffusion_models_and_vaes_leave_it_free_unless_the_user_says_what_is(
 ) -> None:
     x = torch.randn(1, 1, DIM)
     with machine(20) as manager:
-        manager.room.watermarks.clear()
+        manager.admission.watermarks.clear()
         if watermark is not None:
             manager.set_watermark("*", watermark, watermark)
-        low = manager.room.watermark("gpu:0").low_bytes
+        low = manager.admission.watermark("gpu:0").low_bytes
         other, module = build([1024] * 4, seed=1), build([1024] * 30)  # 2 and 15 MiB
         with (
             manage({"text_encoder": other}, manager=manager),

@@ -35,7 +35,7 @@ def test_what_waits_to_compute_is_not_released(toys, machine) -> None:
         want = compute(net)
         with manager.exclusive():  # as a long loading of something else would
             entering = pool.submit(compute, net)
-            while not managed.members[0].attachment.passes.open:
+            while not managed.members[0].managed.passes.open:
                 pass
             with pytest.raises(UnsafeState, match="computes"):
                 managed.release()
@@ -48,7 +48,7 @@ def test_what_waits_to_compute_does_so_with_the_new_profile(toys, machine) -> No
     net = toys.build_net()
     with machine(8) as manager, ThreadPoolExecutor(1) as pool:
         managed = manage(net, TIGHT, manager=manager)
-        want, former = compute(net), managed.members[0].attachment
+        want, former = compute(net), managed.members[0].managed
         with manager.exclusive():
             entering = pool.submit(compute, net)
             while not former.passes.open:
@@ -57,7 +57,7 @@ def test_what_waits_to_compute_does_so_with_the_new_profile(toys, machine) -> No
         assert torch.equal(entering.result(600), want)
         member = managed.members[0]
         assert former.passes.open is None
-        assert member.attachment.is_loaded
+        assert member.managed.is_loaded
         assert not member.leases
 
 
@@ -68,24 +68,24 @@ def test_the_module_changes_between_torchs_look_at_its_hooks_and_the_first(
 ) -> None:
     """torch has its list of hooks when the change begins, and calls them when it is over."""
     net = toys.build_net()
-    entry = net if through == "root" else net.doubles[0]
+    slot = net if through == "root" else net.doubles[0]
     inputs = (X,) if through == "root" else (X, X)
     with machine(8) as manager, torch.no_grad():
         managed = manage(net, TIGHT, manager=manager)
-        want = entry(*inputs).cpu()
+        want = slot(*inputs).cpu()
 
         def change_it(module: torch.nn.Module, args: object) -> None:
-            if module is entry:
+            if module is slot:
                 getattr(managed, change)()
 
         first = torch.nn.modules.module.register_module_forward_pre_hook(change_it)
         try:
-            got = entry(*inputs).cpu()
+            got = slot(*inputs).cpu()
         finally:
             first.remove()
         assert torch.allclose(got, want, atol=1e-5)  # released, it computes on the CPU
         assert not managed.members[0].leases
-        assert managed.members[0].attachment.passes.open is None
+        assert managed.members[0].managed.passes.open is None
 
 
 @pytest.mark.parametrize("change", ["0.45MiB", "0.9MiB", "unlimited"])
@@ -122,7 +122,7 @@ def test_threads_whose_components_push_each_other_out(toys, machine, profile: st
 
         with ThreadPoolExecutor(2) as pool:
             assert all(itertools.chain(*pool.map(passes, range(2))))
-        assert any(event.kind == "evict" for event in manager.recorder.events)
+        assert any(event.kind == "evict" for event in manager.event_log.events)
         assert not any(member.leases for member in manager.members.values())
 
 
@@ -179,7 +179,7 @@ def test_a_watch_may_be_ended_twice(toys, machine) -> None:
         end()
         end()
         manage(toys.build_net(), TIGHT, manager=manager)
-        compute(manager.members["model"].attachment.module)
+        compute(manager.members["model"].managed.module)
         assert seen
         other()
         assert not manager.watchers
@@ -240,12 +240,12 @@ def test_a_lease_does_not_plan_anew_under_the_pass_of_another_thread(toys, machi
     with machine(8) as manager, ThreadPoolExecutor(1) as pool:
         managed = manage(net, profile, placement="gpu:0", manager=manager)
         want, (member,) = compute(net), managed.members
-        plan = member.attachment.plan
+        plan = member.managed.plan
         with paused(net, pool) as results:
             manager.set_watermark("*", 7 << 20, 7 << 20)  # for which the next pass will have less
             with manager.lease(member):
-                assert member.attachment.plan is plan
-                assert member.planned_in_epoch != manager.room.epoch
+                assert member.managed.plan is plan
+                assert member.planned_in_epoch != manager.admission.epoch
         assert torch.equal(results[0], want)
         assert not member.leases
         assert torch.equal(compute(net), want)
@@ -283,10 +283,10 @@ def test_a_lease_ends_a_pass_that_nobody_runs_and_loads(toys, machine) -> None:
         with pytest.raises(KeyboardInterrupt):
             compute(net)
         handle.remove()
-        manager.room.epoch += 1
+        manager.admission.epoch += 1
         with manager.lease(member):
-            assert member.attachment.passes.open is None
-            assert member.planned_in_epoch == manager.room.epoch
+            assert member.managed.passes.open is None
+            assert member.planned_in_epoch == manager.admission.epoch
             assert torch.equal(compute(net), want)
 
 

@@ -51,7 +51,7 @@ def managed_net(toys: SimpleNamespace, machine, mode: str, file_of=None) -> Mana
 
 
 def states(managed: Managed) -> dict[str, torch.Tensor]:
-    net = managed.members[0].attachment.module
+    net = managed.members[0].managed.module
     return {name: tensor.detach().cpu().clone() for name, tensor in [*net.named_parameters(), *net.named_buffers()]}
 
 
@@ -59,10 +59,10 @@ def assert_at_rest(managed: Managed) -> None:
     managed.manager.ledger.check()
     for member in managed.members:
         assert not member.leases
-        assert member.attachment.passes.open is None
-        assert member.attachment.hooks.target is member.attachment.forwards
-        for unit in member.attachment.units:
-            assert unit.state is not BlockState.COMPUTING
+        assert member.managed.passes.open is None
+        assert member.managed.hooks.target is member.managed.forwards
+        for group in member.managed.groups:
+            assert group.state is not BlockState.COMPUTING
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -73,19 +73,19 @@ def test_what_the_engine_does_is_equal(mode: str, with_file: bool, toys, machine
     x = torch.randn(2, 5, 64)
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, mode, file_of if with_file else None)
-        expected = managed.members[0].attachment.module(x).cpu()
+        expected = managed.members[0].managed.module(x).cpu()
         held = states(managed) if mode != "from disk" else {}
-        plan, loaded = managed.members[0].attachment.plan, dict(manager.ledger.places(managed.members[0].id))
+        plan, loaded = managed.members[0].managed.plan, dict(manager.ledger.places(managed.members[0].id))
         found = managed.verify(x)
         assert found.is_equal, found.text()
         assert found.num_calls == 8 + 2 + 1  # the blocks, embedder and output, the net itself
         assert "equal, bit for bit" in str(found)
         assert_at_rest(managed)
-        assert managed.members[0].attachment.plan == plan
+        assert managed.members[0].managed.plan == plan
         assert dict(manager.ledger.places(managed.members[0].id)) == loaded
-        if managed.members[0].attachment.plan.tier != "disk":
+        if managed.members[0].managed.plan.tier != "disk":
             assert all(torch.equal(tensor, held[name]) for name, tensor in states(managed).items())
-        assert torch.equal(managed.members[0].attachment.module(x).cpu(), expected)
+        assert torch.equal(managed.members[0].managed.module(x).cpu(), expected)
         managed.release()
 
 
@@ -113,16 +113,16 @@ def test_a_reference_that_runs_out_of_memory_runs_block_by_block(toys, machine) 
     x = torch.randn(1, 3, 64)
     with machine(8) as manager:
         managed = manage(toys.build_net(), manager=manager)
-        attachment = managed.members[0].attachment
+        managed_component = managed.members[0].managed
         num_failed = 0
 
         def fail_once(*_: object) -> None:
             nonlocal num_failed
-            if attachment.hooks.target is not attachment.forwards and not num_failed:
+            if managed_component.hooks.target is not managed_component.forwards and not num_failed:
                 num_failed += 1
                 raise torch.OutOfMemoryError("on purpose")
 
-        handle = attachment.module.singles[1].register_forward_pre_hook(fail_once)
+        handle = managed_component.module.singles[1].register_forward_pre_hook(fail_once)
         found = managed.verify(x)
         handle.remove()
         assert num_failed == 1
@@ -240,7 +240,7 @@ def test_an_exception_in_any_of_the_runs_leaves_all_as_it_was(error, at: int, mo
     x = torch.randn(2, 5, 64)
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, mode)
-        net = managed.members[0].attachment.module
+        net = managed.members[0].managed.module
         expected = net(x).cpu()
         num_calls = 0
 
@@ -259,7 +259,7 @@ def test_an_exception_in_any_of_the_runs_leaves_all_as_it_was(error, at: int, mo
             with pytest.raises(error):
                 managed.verify(x)
         handle.remove()
-        manager.heal()
+        manager.recover()
         assert_at_rest(managed)
         assert torch.equal(net(x).cpu(), expected)
         assert managed.verify(x).is_equal
@@ -298,7 +298,7 @@ def sweep_interrupts(mode: str, toys, machine, *, num_places: int) -> None:
     x = torch.randn(1, 3, 64)
     with machine(8, 8) as manager:
         managed = manage(toys.build_net(doubles=2, singles=2), manager=manager, **MODES[mode])
-        net = managed.members[0].attachment.module
+        net = managed.members[0].managed.module
         expected = net(x).cpu()
         num_hooks = sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in net.modules())
         num_lines = interrupted_at(0, lambda: managed.verify(x))
@@ -308,7 +308,7 @@ def sweep_interrupts(mode: str, toys, machine, *, num_places: int) -> None:
             torch.manual_seed(number)
             state = torch.get_rng_state()
             interrupted_at(number, lambda: managed.verify(x))
-            manager.heal()
+            manager.recover()
             where = f"{mode}, line {number} of {num_lines}"
             assert_at_rest(managed)
             assert torch.equal(torch.get_rng_state(), state), where
@@ -346,8 +346,8 @@ def flip(tensor: torch.Tensor) -> None:
 def test_a_weight_that_is_flipped_in_host_memory_is_found_by_its_file(mode: str, toys, machine, file_of) -> None:
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, mode, file_of)
-        unit = next(unit for unit in managed.members[0].attachment.units if unit.name == "singles.2")
-        flip(unit.host_slab.data[unit.layout.offsets[unit.index_of("singles.2.up.weight")] :])
+        group = next(group for group in managed.members[0].managed.groups if group.name == "singles.2")
+        flip(group.host_slab.data[group.layout.offsets[group.index_of("singles.2.up.weight")] :])
         found = managed.verify(torch.randn(2, 5, 64))
         assert first_place(found) == "singles.2"
         assert found.first.what == "weights" and "singles.2.up.weight" in found.first.text
@@ -359,9 +359,9 @@ def test_a_weight_that_is_flipped_on_the_device_counts_as_written_and_is_named(t
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "resident", file_of)
-        managed.members[0].attachment.module(x)
-        unit = next(unit for unit in managed.members[0].attachment.units if unit.name == "doubles.1")
-        flip(unit.copy.slab.data)
+        managed.members[0].managed.module(x)
+        group = next(group for group in managed.members[0].managed.groups if group.name == "doubles.1")
+        flip(group.copy.slab.data)
         found = managed.verify(x)
         assert found.is_equal and "written to on a device" in found.notes[0] and "doubles.1" in found.notes[0]
         managed.release()
@@ -371,22 +371,22 @@ def test_a_weight_that_is_flipped_in_staging_memory_is_found(toys, machine) -> N
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "streamed")
-        attachment = managed.members[0].attachment
-        attachment.module(x)
-        (share,) = attachment.shares
-        area, number = share.streamer.area, max(share.streamer.units)
+        managed_component = managed.members[0].managed
+        managed_component.module(x)
+        (share,) = managed_component.shares
+        area, number = share.streamer.area, max(share.streamer.groups)
 
         def corrupt(stay):
-            StagingArea.use(attachment.shares[0].streamer.area, stay)
+            StagingArea.use(managed_component.shares[0].streamer.area, stay)
             if stay.block == number:
-                attachment.finish_copies()
+                managed_component.finish_copies()
                 flip(stay.slab)
                 stay.version = None  # copied anew next time
 
         area.use = corrupt
         found = managed.verify(x)
         del area.use, corrupt
-        name = attachment.component.blocks[number].name
+        name = managed_component.component.blocks[number].name
         assert first_place(found) == name and "from equal inputs" in found.first.text
         managed.release()
         del share, area
@@ -401,10 +401,10 @@ def test_a_copy_that_comes_late_is_found(sim, toys) -> None:
         manager = MemoryManager()
         manager.set_watermark("*", 0, 0)
         managed = managed_net(toys, manager, "streamed")
-        attachment = managed.members[0].attachment
-        attachment.module(x)
-        (share,) = attachment.shares
-        streamed = {attachment.component.blocks[number].name for number in share.streamer.units}
+        managed_component = managed.members[0].managed
+        managed_component.module(x)
+        (share,) = managed_component.shares
+        streamed = {managed_component.component.blocks[number].name for number in share.streamer.groups}
         share.copies.await_on_compute = lambda ready: None
         found = managed.verify(x)
         del share.copies.await_on_compute
@@ -413,22 +413,22 @@ def test_a_copy_that_comes_late_is_found(sim, toys) -> None:
 
 
 def test_a_write_through_data_that_is_lost_while_streaming_is_found(toys, machine) -> None:
-    """The first block waits in staging memory for the next pass; here its copy counts whatever its master is."""
+    """The first block waits in staging memory for the next pass; here its copy counts whatever its weight store is."""
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "streamed")
-        attachment = managed.members[0].attachment
-        attachment.module(x)
-        (share,) = attachment.shares
-        number = min(share.streamer.units)
-        stays = share.streamer.area.stays[number]
+        managed_component = managed.members[0].managed
+        managed_component.module(x)
+        (share,) = managed_component.shares
+        number = min(share.streamer.groups)
+        stays = share.streamer.area.staging_slots[number]
         for stay in stays:
             stay.holds = lambda version, stay=stay: not stay.missing_bytes
-        block = attachment.module.get_submodule(attachment.component.blocks[number].name)
-        attachment.finish_copies()
+        block = managed_component.module.get_submodule(managed_component.component.blocks[number].name)
+        managed_component.finish_copies()
         block.up.weight.data.add_(0.5)
         found = managed.verify(x)
-        assert first_place(found) == attachment.component.blocks[number].name
+        assert first_place(found) == managed_component.component.blocks[number].name
         assert "from equal inputs" in found.first.text
         for stay in stays:
             del stay.holds
@@ -440,11 +440,11 @@ def test_a_write_through_data_that_is_lost_with_the_copy_on_the_device_is_found(
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "resident")
-        attachment = managed.members[0].attachment
-        attachment.module(x)
-        unit = next(unit for unit in attachment.units if unit.name == "singles.1")
-        attachment.module.singles[1].up.weight.data.add_(0.5)
-        monkeypatch.setattr(unit, "save_changes", lambda *_: None)
+        managed_component = managed.members[0].managed
+        managed_component.module(x)
+        group = next(group for group in managed_component.groups if group.name == "singles.1")
+        managed_component.module.singles[1].up.weight.data.add_(0.5)
+        monkeypatch.setattr(group, "save_changes", lambda *_: None)
         found = managed.verify(x)
         assert first_place(found) == "singles.1"
         managed.release()
@@ -456,15 +456,15 @@ def test_a_hop_that_is_dropped_is_found(stale: str, toys, machine) -> None:
     x = torch.randn(2, 5, 64)
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, "split")
-        attachment = managed.members[0].attachment
-        number = min(attachment.shares[1].blocks)
-        name = attachment.component.blocks[number].name
-        hops = attachment.forwards.hops
+        managed_component = managed.members[0].managed
+        number = min(managed_component.shares[1].blocks)
+        name = managed_component.component.blocks[number].name
+        hops = managed_component.forwards.hops
         visit = hops.visit
 
         def drop(value, device, **named):
             made = visit(value, device, **named)
-            if attachment.forwards.share_of[number].computing.keys() == {number} and made is not None:
+            if managed_component.forwards.share_of[number].computing.keys() == {number} and made is not None:
                 (hidden, shift), keywords = made.lent.value
                 if stale == "hidden states":
                     made.lent.value = (torch.zeros_like(hidden), shift), keywords
@@ -484,9 +484,9 @@ def test_a_hop_that_is_not_made_at_all_is_found(toys, machine) -> None:
     x = torch.randn(2, 5, 64)
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, "split")
-        attachment = managed.members[0].attachment
-        number = min(attachment.shares[1].blocks)
-        hops, visit = attachment.forwards.hops, attachment.forwards.hops.visit
+        managed_component = managed.members[0].managed
+        number = min(managed_component.shares[1].blocks)
+        hops, visit = managed_component.forwards.hops, managed_component.forwards.hops.visit
 
         def stay(value, device, **named):
             return None if device.index == 1 else visit(value, device, **named)
@@ -494,7 +494,7 @@ def test_a_hop_that_is_not_made_at_all_is_found(toys, machine) -> None:
         hops.visit = stay
         found = managed.verify(x)
         del hops.visit
-        assert attachment.component.blocks[number].name in first_place(found) and "fails" in found.first.text
+        assert managed_component.component.blocks[number].name in first_place(found) and "fails" in found.first.text
         assert_at_rest(managed)
         managed.release()
 
@@ -516,7 +516,7 @@ class Filling(nn.Module):
 def test_an_argument_that_is_not_filled_is_found(machine) -> None:
     with machine(8) as manager:
         managed = manage(Filling(), manager=manager)
-        visit = managed.members[0].attachment.forwards.hops.visit
+        visit = managed.members[0].managed.forwards.hops.visit
 
         def lose(value, device, **named):
             made = visit(value, device, **named)
@@ -524,10 +524,10 @@ def test_an_argument_that_is_not_filled_is_found(machine) -> None:
                 made.lent.value[1]["output_buffer"] = made.lent.value[1]["output_buffer"].clone()
             return made
 
-        managed.members[0].attachment.forwards.hops.visit = lose
+        managed.members[0].managed.forwards.hops.visit = lose
         found = managed.verify(torch.randn(2, 16), output_buffer=torch.zeros(2, 16))
         assert "what the call wrote into its arguments" in first_place(found)
-        del managed.members[0].attachment.forwards.hops.visit
+        del managed.members[0].managed.forwards.hops.visit
         managed.release()
 
 
@@ -553,7 +553,7 @@ def test_it_is_refused_in_the_middle_of_a_forward(toys, machine) -> None:
     x = torch.randn(1, 3, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "streamed")
-        net = managed.members[0].attachment.module
+        net = managed.members[0].managed.module
         caught = []
 
         def ask(*_: object) -> None:
@@ -575,7 +575,7 @@ def test_other_threads_wait_and_compute_right(toys, machine) -> None:
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "streamed")
-        net = managed.members[0].attachment.module
+        net = managed.members[0].managed.module
         expected = net(x).cpu()
         results: list[bool] = []
         stop = threading.Event()
@@ -612,7 +612,7 @@ def test_what_a_program_wrote_on_purpose_is_no_fault(mode: str, toys, machine, f
     x = torch.randn(2, 5, 64)
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, mode, file_of)
-        net = managed.members[0].attachment.module
+        net = managed.members[0].managed.module
         net(x)
         net.singles[1].up.weight.data.add_(0.25)
         changed = net.singles[1].up.weight.detach().cpu().clone()
@@ -643,9 +643,9 @@ def test_outputs_that_are_not_kept_are_compared_by_digest(toys, machine, monkeyp
     with machine(8) as manager:
         managed = managed_net(toys, manager, "resident")
         assert "compared by digest only" in managed.verify(x).text()
-        attachment = managed.members[0].attachment
-        unit = next(unit for unit in attachment.units if unit.name == "doubles.1")
-        flip(unit.copy.slab.data)
+        managed_component = managed.members[0].managed
+        group = next(group for group in managed_component.groups if group.name == "doubles.1")
+        flip(group.copy.slab.data)
         found = managed.verify(x)
         if not found.is_equal:  # else it counts as a write
             assert found.first.place == "doubles.1"

@@ -99,7 +99,7 @@ def test_arguments_in_containers_are_moved_and_come_back_on_both_sides(
 def test_a_list_that_the_engine_does_not_empty_is_found(machine) -> None:
     with machine(8) as manager:
         managed = manage(Busy(lambda given, x: given.clear()), manager=manager)
-        hops = managed.members[0].attachment.forwards.hops
+        hops = managed.members[0].managed.forwards.hops
         visit = hops.visit
 
         def lose(value, device, **named):

@@ -75,10 +75,10 @@ def test_a_row_is_what_is_found(models, model: str) -> None:
     component = component_from_module(module, name="model")
     assert row_of(model, component).markdown() in (ROWS["diffusers"] | ROWS["transformers"]).values()
     for name in cast_tensors(component, Precision.FP8_SCALED):
-        assert not is_kept(module, name), f"{name} is cast against its class"
+        assert not evict_last(module, name), f"{name} is cast against its class"
 
 
-def is_kept(module: nn.Module, name: str) -> bool:
+def evict_last(module: nn.Module, name: str) -> bool:
     """Whether any class declares it, as diffusers asks: at every module on the way down, by the path to there."""
     owner, outer = module, ""
     for part in (*name.split("."), ""):

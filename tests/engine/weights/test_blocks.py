@@ -269,7 +269,7 @@ def test_pieces_stream_whole_while_anything_fits(machine, budget: str, num_block
     with machine(4) as manager, torch.no_grad():
         want = copy.deepcopy(net).to("sim:0")(x.to("sim:0")).cpu()
         with manage(net, profile=budget, manager=manager) as managed:
-            assert len(managed.members[0].attachment.component.blocks) == num_blocks
+            assert len(managed.members[0].managed.component.blocks) == num_blocks
             for _ in range(2):
                 assert torch.equal(net(x).cpu(), want)
                 manager.ledger.check()
@@ -315,7 +315,7 @@ def test_a_unet_computes_alike_whole_and_in_pieces(machine, num_stages: int, bud
     with machine(4) as manager, torch.no_grad():
         want = build_unet(num_stages=num_stages).to("sim:0")(x.to("sim:0")).cpu()
         with manage(net, profile=budget, manager=manager) as managed:
-            blocks = managed.members[0].attachment.component.blocks
+            blocks = managed.members[0].managed.component.blocks
             stage_bytes = max(block.weight_bytes for block in blocks)
             assert (stage_bytes < 0.1 * MIB) == (budget == "0.15MiB")
             for _ in range(3):

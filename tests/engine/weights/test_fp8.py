@@ -95,11 +95,11 @@ def test_the_master_is_never_rewritten(toys, machine) -> None:
     with machine(4) as manager, torch.no_grad():
         net = toys.build_net(dtype=torch.bfloat16)
         with manage(net, profile="0.4MiB", placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
-            units = [unit for share in managed.members[0].attachment.shares for unit in share.units]
-            before = [unit.host_slab.clone() for unit in units]
+            groups = [group for share in managed.members[0].managed.shares for group in share.groups]
+            before = [group.host_slab.clone() for group in groups]
             for _ in range(3):
                 net(x)
-            assert all(torch.equal(unit.host_slab, slab) for unit, slab in zip(units, before, strict=True))
+            assert all(torch.equal(group.host_slab, slab) for group, slab in zip(groups, before, strict=True))
 
 
 def test_only_matrices_of_blocks_are_cast(toys) -> None:

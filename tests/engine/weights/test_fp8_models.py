@@ -146,7 +146,7 @@ def test_a_model_in_eight_bits_is_close_to_as_stored(name: str, dtype: torch.dty
     model, call = build(name, dtype), call_with_inputs(name, dtype)
     wants = call(model)
     with manage(model, placement="cpu", precision="fp8 scaled", manager=MemoryManager()) as managed:
-        plan, component = managed.plan.components[0], managed.members[0].attachment.component
+        plan, component = managed.plan.components[0], managed.members[0].managed.component
         assert plan.cast, "nothing was cast"
         kept = explain_wide(component)
         assert (kept in plan.reasons) if kept else not any("stay as stored" in line for line in plan.reasons)

@@ -80,7 +80,7 @@ def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
     """Return what does to unmanaged weights what resting in eight bits does."""
     from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
 
-    cast = {member.name: member.attachment.plan.cast for member in managed.members}
+    cast = {member.name: member.managed.plan.cast for member in managed.members}
 
     def apply(net: Any, guide: Any) -> None:
         for name, module in {"transformer": net, "controlnet": guide}.items():
@@ -379,11 +379,11 @@ def test_layers_added_to_a_shared_part_join_its_owner(toys, machine, mode: str) 
         net, guide = build(toys)
         with manage({"transformer": net, "controlnet": guide}, manager=manager, **MODES[mode]) as managed:
             steps(net, guide)
-            sizes = [member.attachment.component.weight_bytes for member in managed.members]
+            sizes = [member.managed.component.weight_bytes for member in managed.members]
             add(net)
             for _ in range(2):
                 assert torch.equal(steps(net, guide), want)
-            grown = [member.attachment.component.weight_bytes for member in managed.members]
+            grown = [member.managed.component.weight_bytes for member in managed.members]
             assert grown == [sizes[0] + 4 * 4 * (64 + 384), sizes[1]]
             managed.reprofile()
             assert torch.equal(steps(net, guide), want)
