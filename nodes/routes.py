@@ -1,46 +1,75 @@
-"""What the page asks ComfyUI's server about memory: the report, and to free what is idle."""
+"""What the page asks about memory: the report, and to free what is idle. The same in ComfyUI and in our own server."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..memory import existing_manager
 from .boundaries import features
 
 if TYPE_CHECKING:
+    from aiohttp import web
+
     from ..memory import MemoryManager
 
-__all__ = ["add_routes", "free_idle", "make_report"]
+__all__ = ["Route", "add_routes", "free_idle", "make_report", "make_routes"]
+
+Route = tuple[str, str, "Callable[[web.Request], Awaitable[web.StreamResponse]]"]
 
 
 def add_routes(server: Any) -> None:
-    """Add our addresses to the host's ``PromptServer``, before it listens."""
+    """Add our addresses to ComfyUI's ``PromptServer``, before it listens."""
+
+    def is_running() -> bool:
+        running, _ = server.prompt_queue.get_current_queue_volatile()
+        return bool(running)
+
+    for method, path, handler in make_routes(is_running=is_running, host_features=features):
+        server.routes.route(method, path)(handler)
+
+
+def make_routes(
+    *,
+    is_running: Callable[[], bool],
+    host_features: Callable[[], Mapping[str, bool | str]],
+    find_manager: Callable[[], MemoryManager | None] = existing_manager,
+) -> list[Route]:
+    """Return our addresses with what answers them.
+
+    Args:
+        is_running: whether the host runs a prompt now.
+        host_features: what of the report this host keeps up to date, and why not the rest.
+        find_manager: returns the manager; None: there is none yet, and none is made.
+    """
     from aiohttp import web
 
     from ..memory.errors import InvalidInput
 
-    @server.routes.get("/highwater/report")
     async def get_report(request: web.Request) -> web.StreamResponse:
         """Return the report; ``?only=nodes,components`` leaves out the rest, which can be long."""
         try:
-            return web.json_response(await asyncio.to_thread(make_report, request.query.get("only")))
+            report = await asyncio.to_thread(make_report, find_manager(), host_features(), request.query.get("only"))
         except InvalidInput as error:
             return web.json_response({"error": str(error)}, status=400)
+        return web.json_response(report)
 
-    @server.routes.post("/highwater/free")
     async def post_free(request: web.Request) -> web.StreamResponse:
         """Evict every idle component; not while a prompt runs, which would load it all again."""
-        running, _ = server.prompt_queue.get_current_queue_volatile()
-        if running:
+        if is_running():
             return web.json_response({"error": "a prompt is running; cancel it or wait for it"}, status=409)
-        manager = existing_manager()
+        manager = find_manager()
         freed = await asyncio.to_thread(free_idle, manager) if manager is not None else {}
         return web.json_response({"freed_bytes": freed})
 
+    return [("GET", "/highwater/report", get_report), ("POST", "/highwater/free", post_free)]
 
-def make_report(only: str | None = None) -> dict[str, Any]:
-    """Return the manager's report and what of it this host lets be in effect; no manager is made for it.
+
+def make_report(
+    manager: MemoryManager | None, host_features: Mapping[str, bool | str], only: str | None = None
+) -> dict[str, Any]:
+    """Return the manager's report, an empty one without a manager, and what of it this host keeps up to date.
 
     Args:
         only: comma-separated names of the wanted parts.
@@ -48,19 +77,10 @@ def make_report(only: str | None = None) -> dict[str, Any]:
     Raises:
         InvalidInput: a name is no part of the report.
     """
-    from ..memory.errors import InvalidInput, allowed_values
-    from ..memory.manager.report import Report
+    from ..memory.manager.report import empty_report, parts_of
 
-    manager = existing_manager()
-    empty = Report(devices=[], components=[], nodes=[], runs=[], events=[], samples=[])
-    report = (empty.to_json() if manager is None else manager.report()) | {"host_features": features()}
-    if only is None:
-        return report
-    wanted = only.split(",")
-    for name in wanted:
-        if name not in report:
-            raise InvalidInput(f"only={name!r} is no part of the report; {allowed_values(name, report)}")
-    return {name: part for name, part in report.items() if name in (*wanted, "version")}
+    report = empty_report() if manager is None else manager.report()
+    return parts_of(report | {"host_features": dict(host_features)}, only)
 
 
 def free_idle(manager: MemoryManager) -> dict[str, int]:

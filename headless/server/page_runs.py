@@ -11,7 +11,9 @@ from typing import Any
 import psutil
 from aiohttp import web
 
-from ...memory.errors import InvalidInput, allowed_values
+from ...memory.errors import InvalidInput
+from ...nodes.boundaries import FEATURES
+from ...nodes.routes import make_routes
 from ..comfy_stub.comfy_api import object_info
 from ..comfy_stub.comfy_io import ComfyNode
 from ..runner.runner import WorkflowRunner
@@ -35,7 +37,11 @@ class RunRoutes:
     def routes(self) -> list[Route]:
         return [
             ("GET", "/ws", self.open_socket),
-            ("GET", "/highwater/report", self.get_report),
+            *make_routes(
+                is_running=self.runner.running.locked,
+                host_features=lambda: dict.fromkeys(FEATURES, True),
+                find_manager=lambda: self.runner.manager,
+            ),
             ("GET", "/system_stats", self.get_system_stats),
             ("GET", "/object_info", self.get_object_info),
             ("GET", "/object_info/{class_id}", self.get_object_info),
@@ -84,35 +90,24 @@ class RunRoutes:
         classes = [node for id, node in self.node_classes.items() if class_id in (None, id)]
         return web.json_response(await asyncio.to_thread(object_info, classes))
 
-    async def get_report(self, request: web.Request) -> web.StreamResponse:
-        """Return the manager's report; ``?only=nodes,components`` leaves out the rest, which can be long."""
-        report = await asyncio.to_thread(self.runner.manager.report)
-        if "only" in request.query:
-            wanted = request.query["only"].split(",")
-            for name in wanted:
-                if name not in report:
-                    raise InvalidInput(f"only={name!r} is no part of the report; {allowed_values(name, report)}")
-            report = {name: part for name, part in report.items() if name in (*wanted, "version")}
-        return web.json_response(report)
-
     async def get_system_stats(self, request: web.Request) -> web.StreamResponse:
         import torch
 
         from ... import __version__
 
-        report = await asyncio.to_thread(self.runner.manager.report)
+        found = await asyncio.to_thread(self.runner.manager.device_reports)
         memory = psutil.virtual_memory()
         devices = [
             {
-                "name": device["name"],
-                "type": device["name"].partition(":")[0],
+                "name": device.name,
+                "type": device.name.partition(":")[0],
                 "index": index,
-                "vram_total": device["total_bytes"],
-                "vram_free": device["free_bytes"],
-                "torch_vram_total": device["reserved_bytes"],
+                "vram_total": device.total_bytes,
+                "vram_free": device.free_bytes,
+                "torch_vram_total": device.reserved_bytes,
                 "torch_vram_free": 0,
             }
-            for index, device in enumerate(report["devices"])
+            for index, device in enumerate(found)
         ]
         system = {
             "os": sys.platform,

@@ -11,7 +11,7 @@ __all__, __getattr__ = lazy_names(
         "module_plans": ["plan_modules"],
         "watermark": ["Watermark", "default_watermark", "unlearned_bytes"],
         "member": ["Member"],
-        "report": ["Report"],
+        "report": ["Report", "empty_report", "parts_of"],
         "manager": ["MemoryManager"],
         "default": ["default_manager", "existing_manager", "keep_out_of_user_cache", "remember_needs_in"],
     },

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..errors import InvalidInput, allowed_values
 from ..runtime.ledger import Ledger
 from ..transfer.devices import Device
 from .member import Member
@@ -21,6 +23,8 @@ __all__ = [
     "Sample",
     "component_report",
     "device_report",
+    "empty_report",
+    "parts_of",
 ]
 
 REPORT_VERSION = 1
@@ -136,6 +140,26 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def empty_report() -> dict[str, Any]:
+    """Return the report of a process that has no manager."""
+    return Report(devices=[], components=[], nodes=[], runs=[], events=[], samples=[]).to_json()
+
+
+def parts_of(report: Mapping[str, Any], only: str | None) -> dict[str, Any]:
+    """Return the parts of a report that ``only`` names, with commas between, and its version; all of it for None.
+
+    Raises:
+        InvalidInput: a name is no part of the report.
+    """
+    if only is None:
+        return dict(report)
+    wanted = only.split(",")
+    for name in wanted:
+        if name not in report:
+            raise InvalidInput(f"only={name!r} is no part of the report; {allowed_values(name, report)}")
+    return {name: part for name, part in report.items() if name in (*wanted, "version")}
 
 
 def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: int) -> DeviceReport:

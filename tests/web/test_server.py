@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from highwater.nodes.routes import make_routes
+
 SHOW_FIVE = {
     "1": {"class_type": "ToyNumber", "inputs": {"value": 5}},
     "2": {"class_type": "ToyShow", "inputs": {"value": ["1", 0]}},
@@ -176,6 +178,26 @@ def test_unloading_forgets_results_but_never_under_a_running_prompt(with_server)
             assert (await server.client.post("/api/free", json={"unload_models": True})).status == 409
             server.waiting_node.may_end.set()
             await page.wait_for_end(running)
+
+    with_server(body)
+
+
+def test_our_own_addresses_are_those_of_the_pack_in_comfyui(with_server):
+    """One module makes them for both hosts; `tests/nodes/test_routes.py` says what each does."""
+
+    async def body(server):
+        ours = {(method, path) for method, path, _ in make_routes(is_running=bool, host_features=dict)}
+        served = {(route.method, route.resource.canonical) for route in server.client.app.router.routes()}
+        assert ours <= served
+        freed = await server.client.post("/highwater/free")
+        assert (freed.status, await freed.json()) == (200, {"freed_bytes": {}})
+        async with server.open_page("a") as page:
+            running = await page.queue(wait_graph(1))
+            await page.receive_until(lambda m: m["type"] == "progress")
+            assert (await server.client.post("/highwater/free")).status == 409
+            server.waiting_node.may_end.set()
+            await page.wait_for_end(running)
+        assert set((await server.get("/highwater/report?only=host_features"))["host_features"].values()) == {True}
 
     with_server(body)
 
