@@ -322,12 +322,14 @@ def models_directory(options: argparse.Namespace) -> Path:
         if not options.models.is_dir():
             raise InvalidInput(f"{options.models}: no such folder; --models expects ComfyUI's models folder")
         return Path(options.models)
+    from ..memory.user_folders import cache_folder
     from .commands.tiny import ensure_pipelines
 
-    named = os.environ.get("XDG_CACHE_HOME", "")  # a relative one is ignored
-    cache = Path(named if os.path.isabs(named) else Path.home() / ".cache") / "highwater" / "models"
-    ensure_pipelines(cache / "diffusers")
-    return cache
+    cache = cache_folder()
+    if cache is None:
+        raise InvalidInput("this user has no home for tiny models; name a folder: --models DIR or XDG_CACHE_HOME")
+    ensure_pipelines(cache / "models" / "diffusers")
+    return cache / "models"
 
 
 def output_directory(options: argparse.Namespace) -> Path:

@@ -51,7 +51,7 @@ CONFLICTING_PACKS = {
     "comfyui-unload-model": "core's choice of who leaves: it unloads everything",
 }
 MMGP = "the forward and the devices of its models, through mmgp: neither core nor Highwater can evict them"
-OUR_NAME = re.compile(r"""^name\s*=\s*["']highwater["']""", re.MULTILINE)
+OUR_NAME = re.compile(r"""^name\s*=\s*["']highwater(-memory)?["']""", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

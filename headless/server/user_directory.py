@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...memory.errors import InvalidInput
+from ...memory.user_folders import data_folder
 from ...nodes.file_names import path_problem, shown
 from .page_requests import parse_json
 
@@ -39,9 +40,15 @@ def below(folder: Path, name: str) -> Path:
 
 
 def default_user_directory() -> Path:
-    """Return the folder of this machine's user: ``$XDG_DATA_HOME`` or ``~/.local/share``, then highwater/user."""
-    root = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(root) / "highwater" / "user"
+    """Return the folder of this machine's user, such as ``~/.local/share/highwater/user``.
+
+    Raises:
+        InvalidInput: the user has none.
+    """
+    folder = data_folder()
+    if folder is None:
+        raise InvalidInput("this user has no home for workflows and settings; name a folder in XDG_DATA_HOME")
+    return folder / "user"
 
 
 class UserDirectory:

@@ -23,6 +23,7 @@ import torch
 from torch.utils import cpp_extension
 
 from ...memory.errors import InvalidInput
+from ...memory.user_folders import cache_folder
 
 SOURCE = Path(__file__).with_name("simdevice.cpp")
 # -O1: the kernels are torch's own; more optimization only makes the build longer. -w: torch's headers warn.
@@ -38,15 +39,16 @@ def default_build_directory() -> Path:
     """Where compiled backends are kept: one folder per key below the user's cache.
 
     Raises:
-        InvalidInput: XDG_CACHE_HOME depends on the working directory, which may be anybody's.
+        InvalidInput: XDG_CACHE_HOME depends on the working directory, which may be anybody's, or nothing names a cache.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if not cache.is_absolute():
-        raise InvalidInput(
-            f"XDG_CACHE_HOME is {str(cache)[:200]!r}; allowed: an absolute path, or nothing for ~/.cache"
-        )
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if named and not os.path.isabs(named):
+        raise InvalidInput(f"XDG_CACHE_HOME is {named[:200]!r}; allowed: an absolute path, or nothing for ~/.cache")
+    cache = cache_folder()
+    if cache is None:
+        raise InvalidInput("this user has no home for compiled devices; name a cache in XDG_CACHE_HOME")
     parts = (SOURCE.read_bytes(), torch.__version__.encode(), " ".join(FLAGS).encode(), platform.machine().encode())
-    return Path(cache, "highwater", "simdevice", hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])
+    return Path(cache, "simdevice", hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])
 
 
 def load_backend(build_directory: Path | None = None) -> None:

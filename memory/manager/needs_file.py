@@ -29,6 +29,7 @@ import torch
 
 from ..errors import InvalidInput
 from ..runtime.input_size import Size
+from ..user_folders import cache_folder
 from .needs import Key, Need
 
 __all__ = ["NeedsFile", "cache_path"]
@@ -62,19 +63,8 @@ class Damaged(Exception):
 
 def cache_path() -> Path | None:
     """Return the file in the user's cache folder; None where the user has no home."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        if os.path.isabs(named):
-            root = Path(named)
-        elif sys.platform == "win32":
-            root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-        elif sys.platform == "darwin":
-            root = Path.home() / "Library" / "Caches"
-        else:
-            root = Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return root / "highwater" / FILE_NAME
+    folder = cache_folder()
+    return folder / FILE_NAME if folder is not None else None
 
 
 @cache

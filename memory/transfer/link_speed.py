@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..user_folders import cache_folder
 from .devices import Device
 
 __all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in"]
@@ -27,14 +28,11 @@ def remember_links_in(folder: Path | None) -> None:
 
 
 def cache_directory() -> Path | None:
-    """Return the folder of measured links, one file each; it need not exist. None if they are not stored.
-
-    A relative XDG_CACHE_HOME is ignored, as its specification says.
-    """
+    """Return the folder of measured links, one file each; it need not exist. None if they are not stored."""
     if links_folder:
         return links_folder[0]
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    return Path(named if os.path.isabs(named) else Path.home() / ".cache", "highwater", "links")
+    folder = cache_folder()
+    return folder / "links" if folder is not None else None
 
 
 def describe_link(device: Device) -> dict[str, str]:

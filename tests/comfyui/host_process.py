@@ -30,6 +30,8 @@ import aiohttp
 import safetensors.torch
 import torch
 
+from highwater.memory.user_folders import cache_folder
+
 __all__ = ["HostFiles", "HostProcess", "PromptRefused", "PromptResult", "bytecode_directory", "find_host"]
 
 HERE = Path(__file__).parent
@@ -83,8 +85,7 @@ def find_host(variable: str = "COMFYUI_DIR", default: str | None = "~/comfy/Comf
 
 def bytecode_directory() -> Path:
     """Return where bytecode goes: the host's folder stays as it is, and the next start takes a third of the time."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "highwater", "comfyui-bytecode")
+    return Path(cache_folder(), "comfyui-bytecode")
 
 
 class PromptRefused(Exception):

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from highwater.memory.user_folders import cache_folder
+
 __all__ = ["FLUX_WIDTH", "MODEL_FILES", "ensure_model_files", "models_directory"]
 
 Shapes = dict[str, tuple[int, ...]]
@@ -36,8 +38,7 @@ FP8_MARK, FP8_SCALE = "scaled_fp8", ".scale_weight"
 
 def models_directory() -> Path:
     """Return the folder that holds the model files of this version, laid out as ComfyUI's ``models``."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "highwater", f"comfyui-models-{VERSION}")
+    return Path(cache_folder(), f"comfyui-models-{VERSION}")
 
 
 def ensure_model_files(names: list[str] | None = None) -> Path:
