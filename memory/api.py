@@ -231,8 +231,12 @@ class Managed:
     def release(self) -> None:
         """Leave every device and hook; the modules have their weights in plain memory. Idempotent.
 
-        Weights that rested in eight bits come back widened. Those that rest in their file are read from it, except
-        where the module came without memory and was not written to: it leaves without, and `load_weights` reads them.
+        Weights that rested in RAM stay where they are, without a copy, as tensors with a storage of their own; a
+        dropped one gives its pages back, all but those that it shares with a neighbour ([Note: pieces] in
+        `transfer/slab_memory.py`). ``resize_`` cannot enlarge such a storage. On Windows, and where the driver has no
+        call to lock memory, they are copied. Weights that rested in eight bits come back widened. Those that rest in
+        their file are read from it, except where the module came without memory and was not written to: it leaves
+        without, and `load_weights` reads them.
 
         Raises:
             InvalidInput: weights rest in a file that has changed: they stay without memory, all else is released.

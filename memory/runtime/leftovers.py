@@ -76,7 +76,7 @@ class Leftovers:
         Args:
             others, lent: the parts and places that another component owns: they stay as they are.
         """
-        addresses = {slab.untyped_storage().data_ptr() for slab in slabs}
+        storages = {slab.untyped_storage()._cdata for slab in slabs}
 
         def is_left(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, AbsentWeight):  # else its file could not be read
@@ -84,7 +84,7 @@ class Leftovers:
             return (
                 is_away(tensor)
                 or isinstance(tensor, WatchedTensor | EightBitWeight)
-                or (bool(addresses) and address_of(tensor) in addresses)
+                or (bool(storages) and bool(address_of(tensor)) and tensor.untyped_storage()._cdata in storages)
             )
 
         with torch.no_grad(), torch.inference_mode(False):

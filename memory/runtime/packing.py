@@ -155,7 +155,7 @@ class Packing:
         )
         for group, slab in zip(groups, slabs, strict=True):
             group.pack(slab, self.source, progress)
-            if not slab.is_pinned():
+            if not slab.data.is_pinned():
                 self.host_bytes["host"] += group.slab_bytes
         self.host_bytes["pinned"] += slabs.locked_bytes
         self.was_refused = self.was_refused or slabs.was_refused
@@ -180,7 +180,7 @@ class Packing:
             slabs = allocate_slabs([group.slab_bytes], pinned_bytes=limit, streams=[share.copies])
             for slab in slabs:
                 group.pack(slab)
-                taken["host"] += 0 if slab.is_pinned() else group.slab_bytes
+                taken["host"] += 0 if slab.data.is_pinned() else group.slab_bytes
             taken["pinned"] += slabs.locked_bytes
             self.packed_versions[id(group)] = group.version
         group.charge_host = self.charge_host

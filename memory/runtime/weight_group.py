@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import InvalidInput, UnsafeState
 from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
+from ..transfer.pinned_memory import HostSlab, allocate_slab
 from ..transfer.slabs import Form, SlabLayout
 from ..weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
 from ..weights.quantized import leaves_of
@@ -216,7 +217,7 @@ class WeightGroup:
                 slot.scale = find_scale(slot.held, name=slot.spec.name)
 
     def pack(
-        self, slab: torch.Tensor, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
+        self, slab: HostSlab, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
     ) -> None:
         """Move the weight stores into a slab of host memory, cast weights in eight bits.
 
@@ -228,7 +229,7 @@ class WeightGroup:
         to_read = []
         copied_bytes = 0
         self.remember_on_meta()
-        for slot, views in zip(self.slots, self.leaf_views(slab), strict=True):
+        for slot, views in zip(self.slots, self.leaf_views(slab.data), strict=True):
             weight = slot.held
             is_cast = slot.spec.name in self.cast_names
             copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
@@ -324,8 +325,8 @@ class WeightGroup:
         """
         assert isinstance(self.store, FileStore)
         with torch.inference_mode(False), torch.no_grad():
-            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
-            self.store.read_whole(slab)
+            slab = allocate_slab(self.slab_bytes)
+            self.store.read_whole(slab.data)
         self.rest_in(slab)
         with self.without_gone_places():  # a weight may be asked for while other code moves it to another name
             self.rest()
@@ -342,12 +343,12 @@ class WeightGroup:
             for slot, owners in before:
                 slot.owners = owners
 
-    def rest_in(self, slab: torch.Tensor) -> None:
+    def rest_in(self, slab: HostSlab) -> None:
         """Make a slab of host memory the weight store in place of the file."""
         assert isinstance(self.store, FileStore)
         kept_bytes = self.store.kept_bytes
         with torch.inference_mode(False):
-            views = self.resting_views(slab)
+            views = self.resting_views(slab.data)
             self.store = HostStore(slab)
             self.resting = [watch(view, self.asked, aliases=self.aliases) for view in views]
         self.charge_host(self.slab_bytes - kept_bytes)
@@ -450,7 +451,7 @@ class WeightGroup:
             elif name in stored:
                 repoint(slot, [stored[name]], lasting=True)
             elif store is not None:
-                own = leaves_of(self.wide(name, torch.device("cpu"))) if self.host_slab is not None else []
+                own = self.own_leaves(slot) if self.host_slab is not None else []
                 slot.hold(self.originals.get(name, unwatch(store)))
                 if own:
                     repoint(slot, own, lasting=True)
@@ -461,6 +462,17 @@ class WeightGroup:
         self.forget_resting()
         for slot in self.slots:  # only now: interrupted before, all of it is done again
             slot.scale = None
+
+    def own_leaves(self, slot: ParameterSlot) -> list[torch.Tensor]:
+        """Return what makes a weight in memory of its own: where it lies, if that can be, else a copy."""
+        assert isinstance(self.store, HostStore)
+        index = next(index for index, own in enumerate(self.slots) if own is slot)
+        first = sum(self.num_leaves[:index])
+        if slot.scale is None:
+            leaves = [self.store.own_leaf(self.layout, first + number) for number in range(self.num_leaves[index])]
+            if all(leaf is not None for leaf in leaves):
+                return [leaf for leaf in leaves if leaf is not None]
+        return leaves_of(self.wide(slot.spec.name, torch.device("cpu")))
 
     def move_kept_to_host(self, source: WeightsSource | None) -> None:
         """Make tensors that the module held, and other code keeps, plain ones in host memory.
@@ -562,10 +574,10 @@ class WeightGroup:
         """Take what is on the device for the weight store if it is not what the file has; returns whether that was
         so."""
         with torch.inference_mode(False):
-            slab = torch.empty(self.slab_bytes, dtype=torch.uint8)
-            slab.copy_(copy.slab)
+            slab = allocate_slab(self.slab_bytes)
+            slab.data.copy_(copy.slab)
         try:
-            if not store.differs(slab):
+            if not store.differs(slab.data):
                 return False
         except InvalidInput:  # the file is gone or has changed: these weights are nowhere else
             pass
@@ -608,8 +620,8 @@ class WeightGroup:
         if isinstance(self.store, FileStore):
             before = self.version
             with torch.inference_mode(False), torch.no_grad():
-                host = torch.empty(self.slab_bytes, dtype=torch.uint8)
-                host.copy_(slab)
+                host = allocate_slab(self.slab_bytes)
+                host.data.copy_(slab)
             self.rest_in(host)
             self.past_writes += before + 1 - self.version  # the counter of a new slab starts at 0
         else:

@@ -13,6 +13,7 @@ import torch
 
 from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
+from ..transfer.pinned_memory import HostSlab
 from ..transfer.slabs import SlabLayout
 from ..weights.file_reader import Target
 from ..weights.source import WeightsSource
@@ -23,9 +24,10 @@ __all__ = ["FileStore", "HostStore"]
 class HostStore:
     """Weights in a slab of host memory, page-locked or not."""
 
-    def __init__(self, slab: torch.Tensor) -> None:
-        self.slab = slab
-        self.blocks_host = not slab.is_pinned()
+    def __init__(self, slab: HostSlab) -> None:
+        self.memory = slab
+        self.slab = slab.data
+        self.blocks_host = not self.slab.is_pinned()
         """Whether the host goes on only when a copy is done."""
 
     @property
@@ -36,6 +38,15 @@ class HostStore:
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue the copy of a part of the slab to as many bytes on a device."""
         copies.copy(target, self.slab[begin : begin + target.numel()])
+
+    def own_leaf(self, layout: SlabLayout, place: int) -> torch.Tensor | None:
+        """Return a leaf where it lies, with a storage of its own that outlives the slab; None where that cannot be."""
+        begin, form = layout.offsets[place], layout.forms[place]
+        piece = self.memory.piece(begin, layout.end_of(place))
+        if piece is None:
+            return None
+        with torch.inference_mode(False):
+            return piece.view(form.dtype).as_strided(form.shape, form.strides).detach()
 
 
 class FileStore:

@@ -44,7 +44,7 @@ class BounceBuffers:
         assert not self.buffers
         limit = 4 * buffer_bytes if locks else 0  # where locking rounds up to a power of two it is less than double
         slabs = allocate_slabs([buffer_bytes] * 2, pinned_bytes=limit, streams=[self.copies])
-        buffers = list(slabs)
+        buffers = [slab.data for slab in slabs]
         pageable_bytes = sum(buffer.numel() for buffer in buffers if not buffer.is_pinned())
         self.slabs = buffers, {"pinned": slabs.locked_bytes, "host": pageable_bytes}
         self.was_refused = slabs.was_refused

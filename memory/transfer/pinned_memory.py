@@ -26,14 +26,24 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from ..units import GIB, LOCK_LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
+from ..units import GIB, KIB, LOCK_LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
 from .devices import HostMemory
+from .slab_memory import CAN_CUT, SlabMemory
 
-__all__ = ["ARENA_BYTES", "Arena", "Slabs", "lay_out", "pin_limit_bytes", "pinned_used_bytes"]
+__all__ = [
+    "ARENA_BYTES",
+    "Arena",
+    "HostSlab",
+    "Slabs",
+    "allocate_slab",
+    "lay_out",
+    "pin_limit_bytes",
+    "pinned_used_bytes",
+]
 
 # The largest arena of several slabs. While a module is packed its weights are copied arena by arena, so this is the
 # RAM that packing takes beside the weights; and it is the largest power of two below the limit of one call.
@@ -51,6 +61,8 @@ LOCKABLE_SHARE_WDDM = 0.45
 # than 4 GiB only half.
 KEPT_SHARE = 0.10
 KEPT_BYTES = 2 * GIB
+# Smaller slabs that are pageable come from torch's allocator, which keeps freed memory of such sizes for its next.
+OWN_PAGES_BYTES = 128 * KIB
 
 
 # -- layout: arithmetic only
@@ -122,6 +134,21 @@ def lay_out(
 # -- allocation
 
 
+@dataclass(frozen=True, slots=True)
+class HostSlab:
+    """A slab, and the memory that it lies in."""
+
+    data: torch.Tensor
+    memory: SlabMemory | None = None
+    """None where that cannot be cut into pieces."""
+    begin: int = 0
+    """Where in it the slab begins."""
+
+    def piece(self, begin: int, end: int) -> torch.Tensor | None:
+        """Return bytes of the slab as memory of their own ([Note: pieces] in `slab_memory.py`), where that can be."""
+        return self.memory.piece(self.begin + begin, end - begin) if self.memory is not None else None
+
+
 class Slabs:
     """Host slabs of the bytes asked for, in that order, each made when its turn comes. Iterate once.
 
@@ -147,27 +174,41 @@ class Slabs:
         """What has been locked so far, rounding included."""
         self.was_refused = False
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[HostSlab]:
         arenas = {arena.slabs[0]: arena for arena in self.arenas}
-        locked: dict[int, torch.Tensor] = {}
+        locked: dict[int, HostSlab] = {}
         for number, size in enumerate(self.sizes):
             if number in arenas and not self.was_refused:
                 locked = self.allocate(arenas[number])
-            yield locked.pop(number) if number in locked else allocate_bytes(size)
+            yield locked.pop(number) if number in locked else allocate_slab(size)
 
-    def allocate(self, arena: Arena) -> dict[int, torch.Tensor]:
+    def allocate(self, arena: Arena) -> dict[int, HostSlab]:
         """Return an arena's slabs by their numbers; none if the driver refuses."""
         assert self.locker is not None
-        pages = self.locker.lock(arena.num_bytes, self.before_unlock)
-        if pages is None:
+        locked = self.locker.lock(arena.num_bytes, self.before_unlock)
+        if locked is None:
             self.was_refused = True
             return {}
         self.locked_bytes += arena.num_bytes
+        pages, memory = locked
         with torch.inference_mode(False):
             return {
-                number: torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=self.sizes[number])
+                number: HostSlab(
+                    torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=self.sizes[number]), memory, offset
+                )
                 for number, offset in zip(arena.slabs, arena.offsets, strict=True)
             }
+
+
+def allocate_slab(num_bytes: int) -> HostSlab:
+    """Return a pageable slab."""
+    if not CAN_CUT or num_bytes < OWN_PAGES_BYTES:
+        return HostSlab(allocate_bytes(num_bytes))
+    memory = SlabMemory(num_bytes)
+    pages = memory.slab_view()
+    weakref.finalize(pages, memory.end_slabs).atexit = False
+    with torch.inference_mode(False):
+        return HostSlab(torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes), memory)
 
 
 def allocate_bytes(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
@@ -181,7 +222,10 @@ def allocate_bytes(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
 # entries are put and popped, and no sum is kept.
 locked_arenas: dict[int, int] = {}
 # Memory that the driver would not unlock: it must not be given to anyone else.
-stuck: list[torch.Tensor] = []
+stuck: list[SlabMemory | torch.Tensor] = []
+
+Locked: TypeAlias = tuple[memoryview, SlabMemory | None]
+"""Locked bytes, which are unlocked when the last tensor on them is gone; and the memory, if that can be cut then."""
 
 
 def pinned_used_bytes() -> int:
@@ -197,12 +241,17 @@ class Registrar:
     cudart: Any
     rounding = staticmethod(round_to_pages)
 
-    def lock(self, num_bytes: int, before_unlock: Callable[[], object]) -> memoryview | None:
+    def lock(self, num_bytes: int, before_unlock: Callable[[], object]) -> Locked | None:
         """Return so many locked bytes, or None if the driver refuses. Touches every page."""
-        memory = allocate_bytes(num_bytes + PAGE_BYTES)
-        start = -memory.data_ptr() % PAGE_BYTES
-        address = memory.data_ptr() + start
-        pages = memory.numpy().data[start : start + num_bytes]
+        memory: SlabMemory | torch.Tensor
+        if CAN_CUT:
+            memory = SlabMemory(num_bytes)
+            pages = memory.slab_view()[:num_bytes]
+        else:
+            memory = allocate_bytes(num_bytes + PAGE_BYTES)
+            start = -memory.data_ptr() % PAGE_BYTES
+            pages = memory.numpy().data[start : start + num_bytes]
+        address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
         if int(self.cudart.cudaHostRegister(address, num_bytes, PORTABLE)):
             discard_error(self.accelerator)
             return None
@@ -210,9 +259,9 @@ class Registrar:
         # The finalizer holds the memory, so that it is freed after it was unlocked. It is not called at the end
         # of the process: devices may be gone by then, and the driver unlocks everything.
         weakref.finalize(pages, self.unlock, memory, address, before_unlock).atexit = False
-        return pages
+        return pages, memory if isinstance(memory, SlabMemory) else None
 
-    def unlock(self, memory: torch.Tensor, address: int, before_unlock: Callable[[], object]) -> None:
+    def unlock(self, memory: SlabMemory | torch.Tensor, address: int, before_unlock: Callable[[], object]) -> None:
         try:
             before_unlock()
         finally:
@@ -221,6 +270,8 @@ class Registrar:
                 discard_error(self.accelerator)
             else:
                 del locked_arenas[address]
+                if isinstance(memory, SlabMemory):
+                    memory.end_slabs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +280,7 @@ class TorchAllocator:
 
     rounding = staticmethod(round_to_power_of_two)
 
-    def lock(self, num_bytes: int, before_unlock: Callable[[], object]) -> memoryview | None:
+    def lock(self, num_bytes: int, before_unlock: Callable[[], object]) -> Locked | None:
         """Return so many locked bytes, or None if the driver refuses; torch reads the error itself."""
         try:
             memory = allocate_bytes(num_bytes, pinned=True)
@@ -238,7 +289,7 @@ class TorchAllocator:
         pages = memory.numpy().data
         locked_arenas[memory.data_ptr()] = num_bytes
         weakref.finalize(pages, self.unlock, memory, before_unlock).atexit = False
-        return pages
+        return pages, None
 
     def unlock(self, memory: torch.Tensor, before_unlock: Callable[[], object]) -> None:
         try:

@@ -144,7 +144,7 @@ def small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def allocate(sizes: list[int], pinned_bytes: int = UNLIMITED) -> tuple[list[torch.Tensor], Slabs]:
     slabs = Slabs(sizes, pinned_bytes=pinned_bytes, before_unlock=Waits())
-    return list(slabs), slabs
+    return [slab.data for slab in slabs], slabs
 
 
 @pytest.mark.usefixtures("small_arenas")
@@ -216,7 +216,7 @@ def test_an_arena_is_locked_when_its_first_slab_is_asked_for(hardware: ModuleTyp
     slabs = iter(Slabs([40 * KIB] * 4, pinned_bytes=UNLIMITED, before_unlock=Waits()))
     assert pinned_used_bytes() == 0
     for number in range(1, 5):
-        kept = next(slabs)
+        kept = next(slabs).data
         assert kept.is_pinned() and pinned_used_bytes() == 40 * KIB, f"slab {number} alone: those before are gone"
 
 
