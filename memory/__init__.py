@@ -5,10 +5,10 @@ The public names load torch when they are first used: reading a header or an err
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import DoesNotFit, InvalidInput
+from .lazy_names import lazy_names
 from .manager.default import default_manager, existing_manager
 
 if TYPE_CHECKING:
@@ -38,21 +38,16 @@ __all__ = [
     "manage",
 ]
 
-LAZY = {
-    "BudgetItem": "options.budget",
-    "MemoryManager": "manager.manager",
-    "OffloadProfile": "options.profile",
-    "Verification": "verification.findings",
-    "Watermark": "manager.watermark",
-    "discover_components": "weights.discovery",
-    "load_model": "model_loading",
-    "load_weights": "model_loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{LAZY.get(name, 'api')}", __name__), name)
-    globals()[name] = value
-    return value
+_, __getattr__ = lazy_names(
+    __name__,
+    {
+        "api": ["Managed", "manage"],
+        "manager.manager": ["MemoryManager"],
+        "manager.watermark": ["Watermark"],
+        "model_loading": ["load_model", "load_weights"],
+        "options.budget": ["BudgetItem"],
+        "options.profile": ["OffloadProfile"],
+        "verification.findings": ["Verification"],
+        "weights.discovery": ["discover_components"],
+    },
+)

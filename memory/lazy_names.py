@@ -1,13 +1,19 @@
-"""A room's public names, each imported from its file when it is first used: so a room costs no torch by itself."""
+"""A room's public names, each imported from its file when it is first used: so a room costs no torch by itself.
+
+The only file that imports what a variable names: files of this package, and two libraries of models.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-__all__ = ["lazy_names"]
+__all__ = ["import_library", "lazy_names"]
+
+LIBRARIES = ("diffusers", "transformers")
 
 
 def lazy_names(package: str, names_of: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[[str], Any]]:
@@ -22,3 +28,9 @@ def lazy_names(package: str, names_of: Mapping[str, Sequence[str]]) -> tuple[lis
         return value
 
     return sorted(file_of), get
+
+
+def import_library(name: str) -> ModuleType:
+    """Return a library that has classes of models; raises ModuleNotFoundError where it is not installed."""
+    assert name in LIBRARIES, name
+    return import_module(name)

@@ -8,14 +8,13 @@ of rotary embeddings, are in no file: they are real from the start.
 
 from __future__ import annotations
 
-import base64
+import binascii
 import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import InvalidInput, allowed_values, quoted, require
+from .lazy_names import import_library
 from .runtime.managed_component import refuse_managed
 from .runtime.parameter_slots import split_owner
 from .weights.file_reader import torch_dtype
@@ -38,6 +38,7 @@ __all__ = ["bounded_parameters", "load_model", "load_weights", "source_of"]
 
 Paths = str | Path | Sequence[str | Path]
 
+BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}", re.ASCII)
 SHARD_NUMBER = re.compile(r"-\d{5}-of-(\d{5})(?=\.safetensors$)")
 # What diffusers reads of a config beside the arguments of its class.
 DIFFUSERS_NOTES = ("_class_name", "_diffusers_version", "_use_default_values")
@@ -113,7 +114,7 @@ def load_model(
             "build the module yourself, then use load_weights"
         )
     sources[module] = source
-    return module.eval()
+    return module.train(False)
 
 
 def load_weights(
@@ -194,13 +195,20 @@ def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dic
     if "config_base64" in metadata:  # as mmgp writes it
         where = f"{path}: config_base64 in its metadata"
         try:
-            return parse_config(base64.b64decode(metadata["config_base64"], validate=True), where)
+            return parse_config(decode_base64(metadata["config_base64"]), where)
         except ValueError as error:
             raise error if isinstance(error, InvalidInput) else InvalidInput(f"{where} is not base64") from None
     if "config" in metadata:
         return parse_config(metadata["config"], f"{path}: config in its metadata")
     beside = path.with_name("config.json")
     return read_config_file(beside) if beside.is_file() else None
+
+
+def decode_base64(text: str) -> bytes:
+    """Return the bytes of a text in base64. Raises ValueError for any other text."""
+    if not BASE64.fullmatch(text):
+        raise ValueError("not base64")
+    return binascii.a2b_base64(text)
 
 
 def find_class(config: Mapping[str, Any] | None, path: Path) -> Callable[..., nn.Module]:
@@ -217,7 +225,7 @@ def find_class(config: Mapping[str, Any] | None, path: Path) -> Callable[..., nn
     else:
         raise InvalidInput(f"{path}: its config names no class under '_class_name' or 'architectures'; pass a class")
     try:
-        found = getattr(import_module(library), name, None)
+        found = getattr(import_library(library), name, None)
     except ModuleNotFoundError as error:
         raise InvalidInput(f"{path}: is a {name}: {error.name} is not installed, pip install {library}") from None
     # A library hands on names of other libraries, too.

@@ -49,8 +49,8 @@ MODEL_NODES: tuple[type[io.ComfyNode], ...] = (
 )
 
 
-def remember_needs() -> None:
-    """Keep what is learned of models' needs in the host's folder for its own data, which it serves to no page."""
+def remember_in_host() -> None:
+    """Keep what is learned of models and links in the host's folder for its own data, which it serves to no page."""
     import folder_paths
 
     from ..memory.manager.default import remember_needs_in
@@ -75,7 +75,7 @@ class HighwaterExtension(ComfyExtension):
         if self.has_joined:
             return
         self.has_joined = True
-        remember_needs()
+        remember_in_host()
         try:
             from server import PromptServer
 

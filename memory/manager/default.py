@@ -14,11 +14,11 @@ __all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "rem
 lock = threading.Lock()
 made: list[MemoryManager] = []
 needs_folder: list[tuple[Path | None, str]] = []
-"""The folder of learned needs and the host that they hold for, if set; else the user's cache folder is used."""
+"""The folder of what is learned and the host that it holds for, if set; else the user's cache folder is used."""
 
 
 def remember_needs_in(folder: str | Path | None, *, host: str = "") -> None:
-    """Store what forwards need in a folder, or only in this process; call it before the manager is made.
+    """Store what forwards need and links do in a folder, or in this process only; call it before the manager is made.
 
     Args:
         host: what of the host changes what forwards need, such as its version; learned needs hold for that only.
@@ -42,13 +42,16 @@ def default_manager() -> MemoryManager:
     """Return the process-wide manager that every workflow shares; made at first use."""
     with lock:
         if not made:
+            from ..transfer.link_speed import remember_links_in
             from .manager import MemoryManager
             from .needs_file import FILE_NAME, NeedsFile, cache_path
 
-            path, host = cache_path(), ""
             if needs_folder:
                 folder, host = needs_folder[0]
                 path = folder and folder / FILE_NAME
+                remember_links_in(folder and folder / "links", keep=True)
+            else:
+                path, host = cache_path(), ""
             made.append(MemoryManager(needs_file=NeedsFile(path, host=host) if path is not None else None))
         return made[0]
 

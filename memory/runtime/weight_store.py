@@ -121,7 +121,7 @@ class FileStore:
                 parts.append((part, target[first - begin : last - begin]))
                 filled += last - first
             self.source.read_into(to_read, drop_pages=True)
-            self.bounce.send(parts)
+            self.bounce.queue_copies(parts)
 
     def windows(self, begin: int, end: int) -> Iterator[list[tuple[int, int, int]]]:
         """Yield what fits a bounce buffer: places of leaves, and the bytes of each, between two bytes of the slab."""

@@ -60,7 +60,7 @@ class BounceBuffers:
         self.done[self.turn].synchronize()
         return self.buffers[self.turn]
 
-    def send(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def queue_copies(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Queue the copies of what was read into parts of the buffer that was taken last, each to its target."""
         for source, target in parts:
             self.copies.copy(target, source)

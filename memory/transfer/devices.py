@@ -91,16 +91,16 @@ def read_cgroups(root: Path, *, below: int) -> Iterator[tuple[int, int]]:
         group = mount / path.lstrip("/") if ".." not in path.split("/") else mount
         for folder in (group, *group.parents):
             limit = min(
-                (found for name in files.limits if (found := read_bytes(folder / name)) is not None), default=below
+                (found for name in files.limits if (found := read_number(folder / name)) is not None), default=below
             )
             if limit < below:
-                used = read_bytes(folder / files.used) or 0
+                used = read_number(folder / files.used) or 0
                 yield limit, max(0, used - read_cached(folder / "memory.stat", files.caches))
             if folder == mount:
                 break
 
 
-def read_bytes(path: Path) -> int | None:
+def read_number(path: Path) -> int | None:
     """Return a cgroup file's number, or None where there is none (``max``, or no such file)."""
     try:
         text = path.read_text().strip()

@@ -22,9 +22,14 @@ links_folder: list[Path | None] = []
 """The folder of measured links, if one was set; else the user's cache folder is used."""
 
 
-def remember_links_in(folder: Path | None) -> None:
-    """Store measured links in a folder, or nowhere."""
-    links_folder[:] = [folder]
+def remember_links_in(folder: Path | None, *, keep: bool = False) -> None:
+    """Store measured links in a folder, or nowhere.
+
+    Args:
+        keep: what was said before counts, if anything was.
+    """
+    if not (keep and links_folder):
+        links_folder[:] = [folder]
 
 
 def cache_directory() -> Path | None:

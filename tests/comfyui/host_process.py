@@ -130,6 +130,7 @@ class HostProcess:
         *,
         models: Path,
         with_pack: bool = True,
+        pack: Path = REPOSITORY,
         total_bytes: Sequence[int] = (),
         strict: bool = True,
         arguments: Sequence[str] = (),
@@ -138,6 +139,7 @@ class HostProcess:
 
         Args:
             models: the folder of `model_files.ensure_model_files`.
+            pack: the folder of the pack, if it is installed.
             total_bytes: the size of each simulated GPU; none means the CPU.
             strict: the simulated GPUs defer copies and look for races.
             arguments: more for the host's command line.
@@ -153,7 +155,7 @@ class HostProcess:
             (self.base / folder).mkdir()
         (self.base / "custom_nodes" / "highwater_test").symlink_to(HERE / "helper_pack")
         if with_pack:
-            (self.base / "custom_nodes" / "highwater").symlink_to(REPOSITORY)
+            (self.base / "custom_nodes" / "highwater").symlink_to(pack)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -78,16 +78,29 @@ def test_a_user_without_a_home_stores_nothing(tmp_path: Path) -> None:
     assert told.stdout.split() == ["None", "None", "None"]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_host_that_names_a_folder_needs_no_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """Neither a library that knows the system's folders, nor a folder beside the host's."""
+    from highwater.memory.manager import default
+
+    monkeypatch.setattr(default, "needs_folder", [])
+    monkeypatch.setattr(default, "made", [])
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    default.remember_needs_in(tmp_path if named else None)
+    default.default_manager()
+    assert link_speed.cache_directory() == (tmp_path / "links" if named else None)
+
+
 def test_no_other_file_computes_such_a_folder() -> None:
     """Only the simulated devices read the variable too: they refuse a name that depends on the working directory."""
-    words = ("XDG_", "LOCALAPPDATA", "platformdirs", ".cache", "AppData")
+    words = ("XDG_CACHE_HOME", "XDG_DATA_HOME", "LOCALAPPDATA", ".cache", "AppData")
     found = {
         path.relative_to(PACK).as_posix()
         for area in ("memory", "nodes", "headless")
         for path in (PACK / area).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Constant)
-        and isinstance(node.value, str)
-        and node.value in (*words, "XDG_CACHE_HOME", "XDG_DATA_HOME")
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in words
     }
     assert found <= {"memory/user_folders.py", "headless/simdevice/build.py"}

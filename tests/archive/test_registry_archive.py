@@ -1,0 +1,158 @@
+"""What ComfyUI's registry gets: enough to run, nothing else, and nothing that its scan hides a version for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from highwater.tests.archive.registry_archive import REPOSITORY, RULES, archived_files, scan, write_archive
+
+RUNS = {"__init__.py", "LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
+FOLDERS = {"memory", "nodes", "web", "locales", "workflows"}
+
+LOAD = """
+import asyncio, importlib.util, json, sys
+from pathlib import Path
+from aiohttp import web
+from highwater.headless.comfy_stub.comfy_api import install
+
+install()
+before = set(sys.modules)
+pack = Path(sys.argv[1])
+name = str(pack).replace(".", "_x_")  # as ComfyUI names it
+spec = importlib.util.spec_from_file_location(name, pack / "__init__.py")
+module = sys.modules[name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+nodes = asyncio.run(asyncio.run(module.comfy_entrypoint()).get_node_list())
+
+
+class Server:
+    routes = web.RouteTableDef()
+
+
+routes = importlib.import_module(".nodes.routes", name)
+routes.add_routes(Server)
+for path in sorted(pack.rglob("*.py")):  # all of it, whether a node needs it at once or later
+    parts = path.relative_to(pack).with_suffix("").parts
+    if "host" in parts or "comfy_models" in parts:
+        continue  # wants ComfyUI's own modules
+    importlib.import_module("." + ".".join(parts if parts[-1] != "__init__" else parts[:-1]), name)
+print(json.dumps({
+    "nodes": sorted(node.define_schema().node_id for node in nodes),
+    "routes": sorted(route.path for route in Server.routes),
+    "foreign": sorted(module for module in set(sys.modules) - before if module.startswith("highwater")),
+    "web": (pack / module.WEB_DIRECTORY).is_dir(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("custom_nodes") / "highwater-memory"
+    with zipfile.ZipFile(write_archive(folder.with_suffix(".zip"))) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_the_archive_holds_what_runs_and_nothing_else() -> None:
+    names = archived_files()
+    assert {name.partition("/")[0] for name in names} == RUNS | FOLDERS
+    assert {name for name in names if "/" not in name} == RUNS
+    assert not [name for name in names if "headless" in name or "test" in name or name.endswith("__main__.py")]
+
+
+def test_nothing_that_runs_is_left_out() -> None:
+    """An unanchored pattern would: ``docs/`` names the help pages in ``web/docs/``, too."""
+    listed = subprocess.run(["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, check=True, text=True)
+    assert set(listed.stdout.splitlines()) - set(archived_files()) == {"memory/README.md"}
+
+
+def test_the_scan_finds_nothing_in_it(unpacked: Path) -> None:
+    found = []
+    for name in archived_files():
+        text = (unpacked / name).read_text(encoding="utf-8", errors="replace")
+        found += scan(name, "" if name.endswith((".jpg", ".png")) else text)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("python_command_injection_risk", "subprocess.run(['nvidia-smi'])"),
+        ("python_environment_manipulation", 'os.environ.get("HOME")'),
+        ("python_environment_manipulation", 'os.getenv("HOME")'),
+        ("python_network_operations", "this.onResize = this.onResize.bind(this)"),
+        ("python_network_operations", "sqlite3.connect(path)"),
+        ("python_dynamic_execution", "model.eval()"),
+        ("python_dynamic_execution", "base64.b64decode(text)"),
+        ("python_bytecode_manipulation", 'importlib.import_module("torch")'),
+    ],
+)
+def test_the_rules_find_what_the_scan_is_known_to_find(rule: str, text: str) -> None:
+    assert rule in RULES and rule in {finding.rule for finding in scan("a.py", text)}
+
+
+def test_it_runs_without_the_rest_of_the_repository(unpacked: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", LOAD, str(unpacked)], cwd=unpacked.parent, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout.splitlines()[-1])
+    assert found["foreign"] == [] and found["web"]
+    assert {"HighwaterLoadPipeline", "HighwaterMemoryReport"} <= set(found["nodes"])
+    assert {"/highwater/report", "/highwater/free"} <= set(found["routes"])
+
+
+@pytest.mark.parametrize("area", ["memory", "nodes"])
+def test_what_is_archived_imports_nothing_that_is_not(area: str) -> None:
+    kept_out = {"headless", "benchmarks", "tests", "scripts"}
+    for path in (REPOSITORY / area).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                names = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+            else:
+                names = {part for alias in getattr(node, "names", ()) for part in getattr(alias, "name", "").split(".")}
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert not names & kept_out, f"{path}:{node.lineno}"
+
+
+def test_the_requirements_are_the_projects_dependencies() -> None:
+    """But for the page, which ComfyUI brings in a version of its own."""
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    listed = text.partition("\ndependencies = [")[2].partition("]")[0]
+    dependencies = {line.strip().strip('",') for line in listed.splitlines() if line.strip()}
+    required = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    wanted = {line for line in required if line and not line.startswith("#")}
+    assert {name for name in dependencies if not name.startswith("comfyui-frontend-package")} == wanted
+
+
+def find_client() -> str | None:
+    return os.environ.get("COMFY_CLI") or shutil.which("comfy")
+
+
+@pytest.mark.skipif(find_client() is None, reason="comfy-cli is not installed (see CONTRIBUTING.md)")
+def test_the_registrys_client_packs_the_same_and_finds_nothing(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", REPOSITORY.as_uri(), str(clone)], check=True)
+    environment = {**os.environ, "HOME": str(tmp_path), "DO_NOT_TRACK": "1", "COMFY_NO_TELEMETRY": "1"}
+    for command in ("validate", "pack"):
+        told = subprocess.run(
+            [str(find_client()), "--skip-prompt", "node", command],
+            cwd=clone,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert "warning" not in told.stdout.lower()
+    with zipfile.ZipFile(clone / "node.zip") as archive:
+        assert sorted(archive.namelist()) == archived_files(clone)
