@@ -100,6 +100,9 @@ def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType
     ):
         function = getattr(_accelerator, per_device)
         functions[per_device] = lambda device=None, function=function: function(index_of(device))
+    # What `torch.cuda` and `torch.xpu` call so; `torch.accelerator` has it flattened only.
+    read_stats = torch._C._accelerator_getDeviceStats
+    functions["memory_stats_as_nested_dict"] = lambda device=None: read_stats(index_of(device))
     functions["mem_get_info"] = lambda device=None: _accelerator.get_memory_info(index_of(device))
     for key, function in functions.items():
         setattr(module, key, function)

@@ -209,8 +209,8 @@ class Admission:
             idle = self.victims(device, member) if evicts else []
             others = sum(victim.device_bytes for victim in idle)
             own = self.ledger.held(member.id, device.name) if member else 0
-            if in_pass and member is not None:
-                own += max(0, device.allocated_bytes() - member.allocated_at_entry.get(device.name, 0))
+            if in_pass and member is not None and device.name in member.allocated_at_entry:
+                own += max(0, device.allocated_bytes() - member.allocated_at_entry[device.name])
             available = device.free_bytes() + own + others - low - self.kept_for_sharing(member, device.name)
             capacities.append(
                 DeviceCapacity(

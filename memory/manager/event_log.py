@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -44,12 +44,13 @@ class Interval:
 class EventLog:
     """Keeps the event log and the timeline, and measures peaks between their points.
 
-    Peaks come from the allocator, which keeps one per device: every point reads it and starts it anew. So a point
-    counts for all that goes on: the open node, and every interval.
+    Peaks come from the allocator, which keeps one per device: every look at a device reads it and starts it anew. So a
+    look counts for all that goes on: the open node, and every interval. A pass looks at the devices that it computes
+    on, runs and nodes look at all.
     """
 
     def __init__(self, devices: Sequence[Device], ledger: Ledger, bytes_moved: Callable[[], int]) -> None:
-        self.devices = [device for device in devices if not device.is_cpu]
+        self.devices = {device.name: device for device in devices if not device.is_cpu}
         self.ledger = ledger
         self.bytes_moved = bytes_moved
         self.begin = time.monotonic()
@@ -59,6 +60,10 @@ class EventLog:
         self.runs: deque[RunReport] = deque(maxlen=MAX_ENTRIES)
         self.node: OpenNode | None = None
         self.intervals: dict[object, Interval] = {}
+        self.last: dict[str, Sample] = {}
+        """The last point of each device."""
+        self.left_out_peaks: dict[str, int] = {}
+        """The most that was allocated on a device since then, where later points were left out."""
         self.weights_before: dict[str, int] = {}
         """The managed weights on each device at the last point."""
         self.peaks: Counter[str] = Counter()
@@ -91,49 +96,71 @@ class EventLog:
         for listener in list(self.listeners):
             listener(message)
 
-    def sample(self) -> None:
-        """Enter a timeline point per device and start the next interval between two of them."""
-        for device in self.devices:
-            name, peak = device.name, device.peak_bytes()
-            held = self.ledger.by_component(name)
-            point = Sample(
-                t_s=round(self.now_s, 6),
-                device=name,
-                component_bytes=held,
-                allocated_bytes=device.allocated_bytes(),
-                peak_bytes=peak,
-            )
-            self.samples.append(point)
-            self.peaks[name] = max(self.peaks[name], peak)
-            if self.node is not None:
-                self.node.peaks[name] = max(self.node.peaks[name], peak)
-            weights = sum(held.values())
-            # What was loaded or evicted since the last point is no activation.
-            beside = peak - max(weights, self.weights_before.get(name, 0))
-            self.weights_before[name] = weights
-            for interval in self.intervals.values():
-                interval.most[name] = max(interval.most[name], beside)
-            device.reset_peak()
+    def sample(self, devices: Iterable[str] | None = None, *, always: bool = False) -> None:
+        """Look at devices, by default at all, and enter a timeline point for each that has changed; or ``always``."""
+        for name in self.devices if devices is None else devices:
+            if name in self.devices:
+                self.look(name, always=always)
 
-    def begin_interval(self, key: object) -> None:
-        """Measure what is needed beside the weights from now on, for whatever else is measured meanwhile."""
-        begin = {device.name: device.allocated_bytes() - self.ledger.used(device.name) for device in self.devices}
-        self.intervals[key] = Interval(begin)
+    def look(self, name: str, *, always: bool = False) -> int:
+        """Take a device's peak for all that is measured, and start it anew; returns what is allocated there now.
+
+        Reads the allocator's numbers once. Where the components have what they had at the last point, and no more was
+        allocated than then, there is no new one: the next has the peak of this one, too.
+        """
+        device = self.devices[name]
+        _, allocated, peak = device.allocator_bytes()
+        device.reset_peak()
+        held, weights = self.ledger.by_component(name), self.ledger.used(name)
+        self.peaks[name] = max(self.peaks[name], peak)
+        if self.node is not None:
+            self.node.peaks[name] = max(self.node.peaks[name], peak)
+        # What was loaded or evicted since the last point is no activation.
+        beside = peak - max(weights, self.weights_before.get(name, 0))
+        self.weights_before[name] = weights
+        for interval in self.intervals.values():
+            if name in interval.begin:
+                interval.most[name] = max(interval.most[name], beside)
+        peak = max(peak, self.left_out_peaks.pop(name, 0))
+        last = self.last.get(name)
+        if last is not None and held is not last.component_bytes and held == last.component_bytes:
+            held = last.component_bytes
+        if not always and last is not None and held is last.component_bytes and peak <= last.peak_bytes:
+            self.left_out_peaks[name] = peak
+            return allocated
+        self.last[name] = Sample(
+            t_s=round(self.now_s, 6),
+            device=name,
+            component_bytes=held,
+            allocated_bytes=allocated,
+            peak_bytes=peak,
+        )
+        self.samples.append(self.last[name])
+        return allocated
+
+    def begin_interval(self, key: object, devices: Iterable[str]) -> dict[str, int]:
+        """Measure what is needed on devices beside the weights from now on; returns what is allocated there now.
+
+        Whatever else is measured meanwhile is not disturbed.
+        """
+        allocated = {name: self.look(name) for name in devices if name in self.devices}
+        self.intervals[key] = Interval({name: had - self.weights_before[name] for name, had in allocated.items()})
+        return allocated
 
     def end_interval(self, key: object) -> dict[str, int]:
         """Return the most bytes by device that were needed beside the weights and what was there at the beginning."""
-        self.sample()
-        interval = self.intervals.pop(key, None)
+        interval = self.intervals.get(key)
         if interval is None:
             return {}
+        self.sample(interval.begin)
+        self.intervals.pop(key, None)
         return {name: max(0, interval.most[name] - begin) for name, begin in interval.begin.items()}
 
     def used_by_node(self, component: str) -> None:
         """Credit the open node with what a component that it uses has on devices."""
         if self.node is not None:
-            for device in self.devices:
-                held = self.ledger.held(component, device.name)
-                self.node.weights[device.name] = max(self.node.weights[device.name], held)
+            for name in self.devices:
+                self.node.weights[name] = max(self.node.weights[name], self.ledger.held(component, name))
 
     def needed_by_node(self, device: str, activation_bytes: int) -> None:
         """Credit the open node with what a forward needed beside everything that was there."""
@@ -149,7 +176,7 @@ class EventLog:
         self.runs.append(
             RunReport(run_id=run_id, name=name, begin_s=begin_s, end_s=None, bytes_moved=0, num_evictions=0)
         )
-        self.sample()
+        self.sample(always=True)
 
     def end_run(self) -> None:
         """Close the open run, and the node that an error left open. Idempotent."""
@@ -185,7 +212,7 @@ class EventLog:
             seconds=round(self.now_s - node.begin_s, 6),
             peak_bytes=dict(node.peaks),
             weights_bytes={name: held for name, held in node.weights.items() if held},
-            activation_bytes={device.name: node.activations[device.name] for device in self.devices},
+            activation_bytes={name: node.activations[name] for name in self.devices},
             bytes_moved=self.bytes_moved() - node.moved_before,
             tiers=tiers,
         )

@@ -21,7 +21,7 @@ from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
 from ..planner.plan import Plan
 from ..runtime.forward_pass import Guest, Pass
 from ..runtime.input_size import Size
-from ..runtime.ledger import Ledger
+from ..runtime.ledger import Entry, Ledger
 from ..runtime.managed_component import ManagedComponent
 from ..transfer.devices import Device, list_devices
 from .admission import Admission, computable
@@ -56,7 +56,7 @@ class MemoryManager:
         self.lock = threading.RLock()
         self.inside: WeakSet[Inside] = WeakSet()
         self.released: list[Member] = []
-        self.ledger = Ledger()
+        self.ledger = Ledger(self.count_bytes)
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
         self.members: dict[str, Member] = {}
         self.watchers: list[Callable[[str, int, int], None]] = []
@@ -109,6 +109,15 @@ class MemoryManager:
         """Return the bytes of weights copied to devices since the start."""
         members = list(self.members.values())  # in one step: another thread may add or remove some
         return self.registry.moved_by_released + sum(member.managed.bytes_moved for member in members)
+
+    def count_bytes(self) -> Counter[Entry]:
+        """Return what components have where, counted by them, not read from the books; for `Ledger.check`."""
+        total: Counter[Entry] = Counter()
+        for member in list(self.members.values()):
+            for place, kind, num_bytes in member.managed.count_bytes():
+                if num_bytes:
+                    total[place, member.id, kind] += num_bytes
+        return total
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
@@ -197,11 +206,13 @@ class MemoryManager:
             try:
                 member.leases.add(holder)
                 member.last_use, member.last_use_s = next(self.uses), self.event_log.now_s
-                self.event_log.sample()
                 self.recover_abandoned(member)
-                if self.is_at_rest(member, holder):
+                is_at_rest = self.is_at_rest(member, holder)
+                if is_at_rest:
                     self.load_for(member, holder.size if is_own_pass(holder) else None)
-                self.event_log.begin_interval(holder)
+                allocated = self.event_log.begin_interval(holder, member.managed.device_names)
+                if is_at_rest:
+                    member.allocated_at_entry = allocated
                 self.event_log.used_by_node(member.id)
             except BaseException:
                 member.leases.discard(holder)
@@ -244,7 +255,6 @@ class MemoryManager:
             member.settled.add(size)
         if member.managed.moves is not None:
             member.managed.moves.swaps.begin()
-        member.allocated_at_entry = {name: found.allocated_bytes() for name, found in self.devices.items()}
 
     def enter(self, member: Member, managed: ManagedComponent, current: Pass) -> bool:
         """Acquire a component for a pass; False if another managed component has it now, or none."""
@@ -263,7 +273,7 @@ class MemoryManager:
             forwards = lender.managed.forwards
             for guest in (guest for host, guest in managed.forwards.guests if host is forwards):
                 self.acquire(lender, guest)
-                member.allocated_at_entry = lender.allocated_at_entry  # the lender takes some of what was free
+                member.allocated_at_entry |= lender.allocated_at_entry  # the lender takes some of what was free
             if not lender.leases:
                 raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
 
@@ -448,6 +458,7 @@ class MemoryManager:
         """End what interrupts left open; called where nothing can be computing."""
         for member in self.members.values():
             member.managed.passes.recover_for(None)
+            member.managed.settle_books()
 
     def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
         with self.exclusive():

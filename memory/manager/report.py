@@ -44,11 +44,15 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One point of the timeline: who has what on a device, and the most that was allocated since the last point."""
+    """One point of the timeline: who has what on a device, and the most that was allocated since the last point.
+
+    There is one whenever that changes, and whenever more was allocated than the last one says.
+    """
 
     t_s: float
     device: str
-    component_bytes: dict[str, int]
+    component_bytes: Mapping[str, int]
+    """Equal ones are one object."""
     allocated_bytes: int
     peak_bytes: int
 

@@ -203,6 +203,19 @@ class DeviceShare:
         for kind, held in ((Kind.SCRATCH, self.held_scratch()), (Kind.STAGING, self.held_staging())):
             self.ledger.settle(name, self.owner, kind, held.get(name, 0))
 
+    def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
+        """Yield place, kind and bytes of all memory that is there now, as the tensors have it that hold it."""
+        for group in self.groups:
+            if group.copy is not None:
+                yield self.device.name, Kind.WEIGHTS, group.copy.slab.untyped_storage().nbytes()
+        if self.scratch is not None:
+            yield self.device.name, Kind.SCRATCH, self.scratch.untyped_storage().nbytes()
+        if self.streamer is not None:
+            yield self.device.name, Kind.STAGING, self.streamer.area.count_bytes()
+        if self.bounce is not None:
+            for tier, num_bytes in self.bounce.count_bytes().items():
+                yield tier, Kind.STAGING, num_bytes
+
     def held_scratch(self) -> dict[str, int]:
         return {self.device.name: self.scratch.numel()} if self.scratch is not None else {}
 

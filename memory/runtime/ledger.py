@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
-__all__ = ["Kind", "Ledger"]
+from ..units import format_bytes
+
+__all__ = ["Entry", "Kind", "Ledger"]
 
 
 class Kind(enum.Enum):
@@ -19,26 +23,50 @@ class Kind(enum.Enum):
     """Where eight-bit weights are widened."""
 
 
-class Ledger:
-    """Byte-exact entries per place, component and kind; a place is a device or a host tier (``pinned``, ``host``)."""
+Entry: TypeAlias = tuple[str, str, Kind]
+"""Place, component and kind."""
 
-    def __init__(self) -> None:
-        self.entries: Counter[tuple[str, str, Kind]] = Counter()
+
+class Ledger:
+    """Byte-exact entries per place, component and kind; a place is a device or a host tier (``pinned``, ``host``).
+
+    Reading one component's bytes costs the same however many components there are, and so does reading a place again
+    that has not changed. Reading is safe while other threads change entries.
+
+    Args:
+        count: returns what is there, counted by the components themselves, for `check`.
+    """
+
+    def __init__(self, count: Callable[[], Mapping[Entry, int]] | None = None) -> None:
+        self.count = count
+        self.books: defaultdict[str, dict[tuple[str, Kind], int]] = defaultdict(dict)
+        """The entries of each place."""
+        self.num_changes: Counter[str] = Counter()
+        """How often each place has changed."""
+        self.summaries: dict[str, tuple[int, dict[str, int], int]] = {}
+        """Of each place, after so many changes: the bytes by component, and all of them together."""
+
+    @property
+    def entries(self) -> dict[Entry, int]:
+        """Every entry with its bytes; empty once everything is released."""
+        return {
+            (place, component, kind): num_bytes
+            for place, book in list(self.books.items())
+            for (component, kind), num_bytes in list(book.items())
+        }
+
+    # -- changing them
 
     def charge(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Enter bytes that have been allocated; none make no entry."""
         assert num_bytes >= 0, num_bytes
-        if num_bytes:
-            self.entries[place, component, kind] += num_bytes
+        self.write(place, component, kind, self.entry(place, component, kind) + num_bytes)
 
     def credit(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Strike bytes that have been freed; never more than were entered."""
-        held = self.entries[place, component, kind]
+        held = self.entry(place, component, kind)
         assert 0 <= num_bytes <= held, (place, component, kind, num_bytes, held)
-        if num_bytes == held:
-            self.entries.pop((place, component, kind), None)
-        else:
-            self.entries[place, component, kind] = held - num_bytes
+        self.write(place, component, kind, held - num_bytes)
 
     def change(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Charge bytes, or credit them where the number is negative."""
@@ -49,30 +77,68 @@ class Ledger:
 
     def settle(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         """Set an entry to the bytes that are there, whatever it was."""
-        self.change(place, component, kind, num_bytes - self.entries[place, component, kind])
+        if self.entry(place, component, kind) != num_bytes:
+            self.write(place, component, kind, num_bytes)
+
+    def write(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
+        self.num_changes[place] += 1  # before and after: who reads in between keeps nothing that is out of date
+        if num_bytes:
+            self.books[place][component, kind] = num_bytes
+        else:
+            self.books[place].pop((component, kind), None)
+        self.num_changes[place] += 1
+
+    # -- reading them
+
+    def entry(self, place: str, component: str, kind: Kind) -> int:
+        """Return the bytes of one entry."""
+        book = self.books.get(place)
+        return book.get((component, kind), 0) if book else 0
 
     def used(self, place: str) -> int:
         """Return the bytes that all components have in a place."""
-        entries = list(self.entries.items())  # in one step: other threads may change them
-        return sum(num_bytes for (where, _, _), num_bytes in entries if where == place)
+        return self.summary(place)[1]
 
     def held(self, component: str, place: str) -> int:
         """Return the bytes that one component has in a place."""
-        return sum(self.entries[place, component, kind] for kind in Kind if (place, component, kind) in self.entries)
+        book = self.books.get(place)
+        return sum([book.get((component, kind), 0) for kind in Kind]) if book else 0
 
     def places(self, component: str) -> dict[str, int]:
         """Return the bytes of one component by place; empty once everything is released."""
-        return {
-            place: self.held(component, place)
-            for place, owner, _ in sorted(self.entries, key=str)
-            if owner == component
-        }
+        held = ((place, self.held(component, place)) for place in sorted(self.books))
+        return {place: num_bytes for place, num_bytes in held if num_bytes}
 
-    def by_component(self, place: str) -> dict[str, int]:
-        """Return the bytes in one place by component."""
-        return {owner: self.held(owner, place) for where, owner, _ in sorted(self.entries, key=str) if where == place}
+    def by_component(self, place: str) -> Mapping[str, int]:
+        """Return the bytes in one place by component: the same object as long as nothing there changes."""
+        return self.summary(place)[0]
+
+    def summary(self, place: str) -> tuple[dict[str, int], int]:
+        num_changes = self.num_changes[place]
+        known = self.summaries.get(place)
+        if known is None or known[0] != num_changes:
+            held: dict[str, int] = {}
+            book = self.books.get(place)
+            for (component, _), num_bytes in list(book.items()) if book else ():
+                held[component] = held.get(component, 0) + num_bytes
+            self.summaries[place] = known = num_changes, held, sum(held.values())
+        return known[1:]
+
+    # -- checking them
 
     def check(self) -> None:
-        """Assert that no entry is empty; run whenever nothing computes."""
-        for entry, num_bytes in self.entries.items():
-            assert num_bytes > 0, (entry, num_bytes)
+        """Assert that the books say what is there, entry by entry; run whenever nothing computes.
+
+        Raises:
+            AssertionError: they differ; names each entry, what the books say and what is there.
+        """
+        written = self.entries
+        there = written if self.count is None else self.count()
+        wrong = [
+            f"{component}'s {kind.value} at {place}: {format_bytes(written.get(entry, 0))} in the books, "
+            f"{format_bytes(there.get(entry, 0))} there ({written.get(entry, 0)}, {there.get(entry, 0)} bytes)"
+            for entry in dict.fromkeys([*written, *there])
+            for place, component, kind in [entry]
+            if written.get(entry, 0) != there.get(entry, 0) or written.get(entry, 1) <= 0
+        ]
+        assert not wrong, "; ".join(wrong)

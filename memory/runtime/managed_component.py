@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from weakref import WeakSet, ref
@@ -31,7 +31,7 @@ from .eight_bit_weight import EightBitWeight
 from .forward_blocks import Forwards
 from .forward_hooks import Hooks, remove_hooks_of
 from .forward_pass import Pass, Passes
-from .ledger import Ledger
+from .ledger import Kind, Ledger
 from .leftovers import Leftovers
 from .move_guard import MoveGuard
 from .other_offloaders import find_rival
@@ -151,6 +151,11 @@ class ManagedComponent:
         return self.shares[0].device
 
     @property
+    def device_names(self) -> list[str]:
+        """The devices that it computes on, the primary first."""
+        return [share.device.name for share in self.shares]
+
+    @property
     def passes(self) -> Passes:
         return self.forwards.passes
 
@@ -167,6 +172,22 @@ class ManagedComponent:
     def bytes_moved(self) -> int:
         """Bytes of weights copied to devices so far."""
         return sum(share.bytes_moved for share in self.shares)
+
+    def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
+        """Yield place, kind and bytes of all its memory that is there now, for `Ledger.check`; reads no books."""
+        for share in self.shares:
+            yield from share.count_bytes()
+        for tier, num_bytes in self.packing.count_bytes().items():
+            yield tier, Kind.WEIGHTS, num_bytes
+
+    def settle_books(self) -> None:
+        """Enter in the ledger what is on devices and on its way there: an interrupt may have come before an entry."""
+        bounce: Counter[str] = Counter()
+        for share in self.shares:
+            share.settle()
+            bounce.update(share.bounce.host_bytes if share.bounce is not None else {})
+        for tier in ("pinned", "host"):
+            self.ledger.settle(tier, self.owner, Kind.STAGING, bounce[tier])
 
     def build_shares(self, devices: dict[str, Device], *, host_replaces: bool) -> list[DeviceShare]:
         specs = [tensor for block in [*self.component.blocks, self.component.non_block] for tensor in block.tensors]
@@ -662,6 +683,7 @@ class ManagedComponent:
         ``progress`` is called with the bytes of each block that was queued; what it raises cancels the loading.
         """
         queued = 0
+        self.settle_books()
         try:
             for share, part in zip(self.shares, plan.shares, strict=True):
                 queued += share.load(part, progress)

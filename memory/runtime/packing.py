@@ -11,6 +11,7 @@ from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
+from ..transfer.pinned_memory import count_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
@@ -223,6 +224,18 @@ class Packing:
             self.host_bytes["host"] += group.store.kept_bytes
         share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.locks_bounce = bool(self.plan.pinned_bytes)
+
+    def count_bytes(self) -> dict[str, int]:
+        """Return what the weight stores take of host memory now, by tier, as they have it themselves.
+
+        What computes in place in the memory that it came in has no slab: it counts as one.
+        """
+        slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
+        kept_bytes = sum(group.store.kept_bytes for group in self.groups if isinstance(group.store, FileStore))
+        in_place = [group for share in self.shares if share.copies is None for group in share.groups]
+        in_place_bytes = sum(group.slab_bytes for group in in_place if not group.cast_names)
+        taken = count_slabs(slabs)
+        return {**taken, "host": taken["host"] + kept_bytes + in_place_bytes}
 
     def charge_host(self, num_bytes: int) -> None:
         if num_bytes:

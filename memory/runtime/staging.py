@@ -82,6 +82,11 @@ class StagingArea:
         """The latest use that the copy stream waits for: those before it are over as well."""
         self.bytes_moved = 0
 
+    def count_bytes(self) -> int:
+        """Return the bytes of the memory that is there now."""
+        storages = {slot.slab.untyped_storage().data_ptr(): slot.slab.untyped_storage().nbytes() for slot in self}
+        return sum(storages.values())
+
     def find(self, block: int, round_number: int, version: int) -> StagingSlot:
         """Return where a block is; if it is nowhere, where it comes to be in this round."""
         staging_slots = self.staging_slots[block]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from .copy_stream import CopyStream
-from .pinned_memory import Slabs
+from .pinned_memory import Slabs, count_slabs
 
 __all__ = ["BounceBuffers", "allocate_slabs"]
 
@@ -34,6 +34,10 @@ class BounceBuffers:
     def host_bytes(self) -> dict[str, int]:
         """What the buffers take of host memory, by tier."""
         return self.slabs[1]
+
+    def count_bytes(self) -> dict[str, int]:
+        """Return the same from the memory that is there now."""
+        return count_slabs(self.buffers)
 
     @property
     def buffer_bytes(self) -> int:

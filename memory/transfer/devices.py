@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ import torch
 from ..errors import InvalidInput, allowed_values
 from ..options.placement import canonical_device
 
-__all__ = ["CPU", "Device", "HostMemory", "find_device", "list_devices"]
+__all__ = ["CPU", "AllocatorBytes", "Device", "DeviceMemory", "HostMemory", "find_device", "list_devices"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +118,31 @@ def read_cached(path: Path, names: tuple[str, ...]) -> int:
     return sum(int(number) for name, number in pairs if name in names)
 
 
+class AllocatorBytes(NamedTuple):
+    """What torch's allocator has of a device."""
+
+    reserved: int
+    """Taken from the driver, in use or kept for later."""
+    allocated: int
+    """In live tensors."""
+    peak: int
+    """The most in live tensors since `Device.reset_peak`."""
+
+
+class DeviceMemory(NamedTuple):
+    """A device's memory at one moment, in bytes."""
+
+    total: int
+    free: int
+    """What an allocation can get: the driver's free bytes and those that the allocator keeps for later."""
+    reserved: int
+    allocated: int
+    peak: int
+
+
+NOTHING_ALLOCATED = AllocatorBytes(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One place where tensors live and compute; equal devices have equal names."""
@@ -134,27 +160,45 @@ class Device:
     def is_cpu(self) -> bool:
         return self.torch_device.type == "cpu"
 
+    def memory(self) -> DeviceMemory:
+        """Return all of a device's numbers, from one read of the driver's and one of the allocator's.
+
+        For the CPU they are those of the RAM, or the container's limit if smaller; torch does not count its tensors.
+        """
+        if self.is_cpu:
+            host = HostMemory.now()
+            return DeviceMemory(host.total_bytes, host.free_bytes, *NOTHING_ALLOCATED)
+        driver_free, total = self.module.mem_get_info(self.torch_device)
+        torchs = self.allocator_bytes()
+        return DeviceMemory(int(total), int(driver_free) + torchs.reserved - torchs.allocated, *torchs)
+
+    def allocator_bytes(self) -> AllocatorBytes:
+        """Return what torch's allocator counts, without asking the driver; zeros for the CPU.
+
+        `memory_stats` and what is built on it flatten the same dict by a function that calls itself, which leaves
+        cyclic garbage and costs ten times as much.
+        """
+        stats = {} if self.is_cpu else self.module.memory_stats_as_nested_dict(self.torch_device)
+        if not stats:  # nothing was allocated yet
+            return NOTHING_ALLOCATED
+        allocated = stats["allocated_bytes"]["all"]
+        return AllocatorBytes(stats["reserved_bytes"]["all"]["current"], allocated["current"], allocated["peak"])
+
     def total_bytes(self) -> int:
         """Return the device's memory in bytes; for the CPU the RAM, or the container's limit if smaller."""
-        if self.is_cpu:
-            return HostMemory.now().total_bytes
-        return int(self.module.mem_get_info(self.torch_device)[1])
+        return self.memory().total if self.is_cpu else int(self.module.mem_get_info(self.torch_device)[1])
 
     def free_bytes(self) -> int:
         """Return bytes that an allocation can get now: the driver's free and the allocator's cached ones."""
-        if self.is_cpu:
-            return HostMemory.now().free_bytes
-        driver_free = int(self.module.mem_get_info(self.torch_device)[0])
-        reserved = int(self.module.memory_reserved(self.torch_device))
-        return driver_free + reserved - self.allocated_bytes()
+        return self.memory().free
 
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors; 0 for the CPU, whose tensors torch does not count."""
-        return 0 if self.is_cpu else int(self.module.memory_allocated(self.torch_device))
+        return self.allocator_bytes().allocated
 
     def peak_bytes(self) -> int:
         """Return the most bytes of live tensors since `reset_peak`; 0 for the CPU."""
-        return 0 if self.is_cpu else int(self.module.max_memory_allocated(self.torch_device))
+        return self.allocator_bytes().peak
 
     def reset_peak(self) -> None:
         if not self.is_cpu:

@@ -24,7 +24,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,6 +41,7 @@ __all__ = [
     "HostSlab",
     "Slabs",
     "allocate_slab",
+    "count_slabs",
     "lay_out",
     "pin_limit_bytes",
     "pinned_used_bytes",
@@ -226,6 +228,20 @@ stuck: list[SlabMemory | torch.Tensor] = []
 
 Locked: TypeAlias = tuple[memoryview, SlabMemory | None]
 """Locked bytes, which are unlocked when the last tensor on them is gone; and the memory, if that can be cut then."""
+
+
+def count_slabs(slabs: Iterable[torch.Tensor]) -> dict[str, int]:
+    """Return the bytes that slabs take of each host tier: of page-locked memory the whole arenas they lie in."""
+    arenas = locked_arenas.copy()
+    begins = sorted(arenas)
+    found, pageable_bytes = set[int](), 0
+    for slab in slabs:
+        place = bisect_right(begins, slab.data_ptr()) - 1
+        if place >= 0 and slab.data_ptr() < begins[place] + arenas[begins[place]]:
+            found.add(begins[place])
+        else:
+            pageable_bytes += slab.numel()
+    return {"pinned": sum(arenas[begin] for begin in found), "host": pageable_bytes}
 
 
 def pinned_used_bytes() -> int:

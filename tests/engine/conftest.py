@@ -66,7 +66,8 @@ def toys() -> SimpleNamespace:
 def machine(sim) -> Callable[..., AbstractContextManager[object]]:
     """Return a context manager: simulated devices of these MiB, strict, and a fresh manager without a watermark.
 
-    Leaving it releases everything and fails on leaked device or pinned bytes and on races.
+    Leaving it compares the books with what is there, releases everything, and fails on leaked device or pinned bytes
+    and on races.
     """
     from highwater.memory import MemoryManager
 
@@ -78,6 +79,7 @@ def machine(sim) -> Callable[..., AbstractContextManager[object]]:
             manager.set_watermark("*", low, high)
             try:
                 yield manager
+                manager.ledger.check()
             finally:
                 manager.release_all()
                 manager.ledger.check()

@@ -1,0 +1,49 @@
+"""A device's numbers: one read of the driver's and one of the allocator's, equal to what torch says one by one."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from highwater.memory.transfer.devices import CPU, find_device
+
+
+@settings(max_examples=30)
+@given(sizes=st.lists(st.integers(0, 9000), max_size=6), num_freed=st.integers(0, 6))
+def test_they_are_those_of_torch(sim, sizes: list[int], num_freed: int) -> None:
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)] * 2):
+        device, module = find_device("gpu:1"), torch.sim
+        tensors = [torch.empty(size, dtype=torch.uint8, device="sim:1") for size in sizes]
+        del tensors[:num_freed]
+        memory = device.memory()
+        free, total = module.mem_get_info(1)
+        reserved, allocated = module.memory_reserved(1), module.memory_allocated(1)
+        assert memory == (total, free + reserved - allocated, reserved, allocated, module.max_memory_allocated(1))
+        assert memory[2:] == device.allocator_bytes()
+        assert (device.free_bytes(), device.allocated_bytes(), device.peak_bytes()) == (memory.free, *memory[3:])
+        device.reset_peak()
+        assert device.memory().peak == allocated
+        del tensors
+
+
+def test_reading_them_leaves_no_garbage(sim) -> None:
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)]):
+        device = find_device("gpu:0")
+        tensor = torch.ones(4, device="sim:0")
+        gc.collect()
+        gc.disable()
+        try:
+            device.memory(), device.free_bytes(), device.peak_bytes(), device.reset_peak()
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+        del tensor
+
+
+def test_the_cpus_are_those_of_the_ram() -> None:
+    memory = CPU.memory()
+    assert 0 < memory.free <= memory.total
+    assert memory[2:] == CPU.allocator_bytes() == (0, 0, 0)
