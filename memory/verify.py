@@ -191,7 +191,7 @@ def describe_reference(references: Sequence[Reference]) -> str:
 
 def describe_notes(members: Sequence[Member], changed: Sequence[str]) -> list[str]:
     notes = []
-    cast = [member.name for member in members if member.managed.plan.cast]
+    cast = [member.name for member in members if member.managed.plan.forms]
     if cast:
         notes.append(f"{', '.join(cast)}: eight-bit weights, widened in the reference as they are stored")
     compiled = [member.name for member in members if member.managed.compiles]

@@ -445,7 +445,7 @@ def computable(member: Member, ceilings: Mapping[str, int]) -> dict[str, int]:
     """Return a host's ceilings, none of them under what the component needs to compute at all."""
     component, plan = member.managed.component, member.managed.plan
     least = {
-        share.device: least_bytes(component, share.blocks, plan.cast, first=index == 0)
+        share.device: least_bytes(component, share.blocks, plan.forms, first=index == 0)
         for index, share in enumerate(plan.shares)
     }
     return {device: max(ceiling, least.get(device, 0)) for device, ceiling in ceilings.items()}

@@ -156,7 +156,7 @@ def is_least(member: Member, share: DevicePlan) -> bool:
     """Whether a share holds no more than it takes to compute at all."""
     managed = member.managed
     is_first = share.device == managed.plan.shares[0].device
-    return share.device_bytes <= least_bytes(managed.component, share.blocks, managed.plan.cast, first=is_first)
+    return share.device_bytes <= least_bytes(managed.component, share.blocks, managed.plan.forms, first=is_first)
 
 
 def most_free(member: Member, admission: Admission, share: DevicePlan) -> int:

@@ -19,6 +19,7 @@ from ..planner.plan import Plan, plan_components
 from ..planner.sizes import least_bytes
 from ..runtime.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
+from ..weights.form_numbers import AS_THEY_CAME
 from ..weights.module_component import component_from_module
 from ..weights.quantized import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
@@ -121,7 +122,7 @@ def take_least(refusals: list[tuple[int, DoesNotFit | InvalidInput]]) -> DoesNot
 
 def least_alone(component: Component) -> int:
     """Return the fewest bytes of one device with which a component can compute as it is stored."""
-    return least_bytes(component, range(len(component.blocks)), frozenset(), first=True)
+    return least_bytes(component, range(len(component.blocks)), AS_THEY_CAME, first=True)
 
 
 def is_tight(plan: Plan) -> bool:

@@ -18,6 +18,7 @@ from ..options.budget import BudgetItem
 from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 from ..weights.component import Component
+from ..weights.form_numbers import Forms
 from .capacity import DeviceCapacity, KeptFree, Machine
 from .residents import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
 from .sizes import block_bytes, fixed_tensors, resting_bytes, wide_bytes
@@ -108,7 +109,7 @@ def plan_share(
     blocks: tuple[int, ...],
     machine: Machine,
     profile: OffloadProfile,
-    cast: frozenset[str],
+    forms: Forms,
     *,
     first: bool,
     from_disk: bool = False,
@@ -136,14 +137,14 @@ def plan_share(
         capacity = replace(capacity, link_bytes_per_s=None, pageable_bytes_per_s=None)
     ours = frozenset(blocks)
     in_order = [number for number in block_seconds or blocks if number in ours]
-    sizes = {number: block_bytes(component.blocks[number], cast) for number in in_order}
+    sizes = {number: block_bytes(component.blocks[number], forms) for number in in_order}
     whole = DevicePlan(
         device=device,
         blocks=blocks,
         resident=frozenset(blocks),
         fixed_bytes=resting_bytes(fixed_tensors(component, blocks, first=first)),
         resident_bytes=sum(sizes.values()),
-        scratch_bytes=max((wide_bytes(component.blocks[number], cast) for number in blocks), default=0),
+        scratch_bytes=max((wide_bytes(component.blocks[number], forms) for number in blocks), default=0),
     )
     if device == "cpu":
         return whole

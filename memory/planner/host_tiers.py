@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from ..errors import InvalidInput, allowed_values
 from ..options.placement import PlacementItem
+from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..units import LOCK_LIMIT_BYTES, format_bytes
 from ..weights.component import Component
+from ..weights.form_numbers import AS_THEY_CAME, Forms
 from .capacity import Machine
 from .device_plan import DevicePlan
 from .sizes import (
@@ -46,8 +48,9 @@ class StoreSpec:
 
     component: Component
     item: PlacementItem
-    cast: frozenset[str]
-    cast_by_profile: bool
+    forms: Forms
+    precision: Precision
+    forms_by_profile: bool
     num_devices: int
     on_cpu: bool
     shares: tuple[DevicePlan, ...] = ()
@@ -65,12 +68,12 @@ class StoreSpec:
     @property
     def can_rest_on_disk(self) -> bool:
         """Whether a file has what rests; eight-bit weights are made from it, but a profile's wish for them can wait."""
-        return self.has_file and not self.on_cpu and (not self.cast or self.cast_by_profile)
+        return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
 
     @property
     def ram_bytes(self) -> int:
         """The bytes of all weight stores."""
-        return all_resident_bytes(self.component, self.cast)
+        return all_resident_bytes(self.component, self.forms)
 
     @property
     def host_bytes(self) -> int:
@@ -99,7 +102,7 @@ class StoreSpec:
         fixed = [fixed_tensors(self.component, s.blocks, first=index == 0) for index, s in enumerate(self.shares)]
         blocks = enumerate(self.component.blocks)
         return [
-            *((block.name, block_bytes(block, self.cast), number in streamed) for number, block in blocks),
+            *((block.name, block_bytes(block, self.forms), number in streamed) for number, block in blocks),
             ("", sum(map(resting_bytes, fixed)), False),
         ]
 
@@ -128,9 +131,9 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
             part = replace(part, tier="disk", reasons=(reason,))
         if part.tier != "disk":
             left -= part.ram_bytes - part.bounce_bytes
-        elif part.cast:
+        elif part.forms:
             reason = f"stays as stored: profile {profile.name}'s eight bits are made in RAM"
-            part = replace(part, cast=frozenset(), reasons=(*part.reasons, reason))
+            part = replace(part, forms=AS_THEY_CAME, reasons=(*part.reasons, reason))
         decided[index] = part
     return [
         replace(part, reasons=("on demand: has no file to be read from, stays in RAM",))

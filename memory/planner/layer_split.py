@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
+from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import find_limit
 from .residents import cut_runs
@@ -21,14 +22,14 @@ def split_blocks(
     devices: Sequence[SplitRatio],
     machine: Machine,
     profile: OffloadProfile,
-    cast: frozenset[str],
+    forms: Forms,
     reasons: list[str],
 ) -> list[tuple[int, ...]]:
     """Cut the blocks into one run per device, in order, by bytes: as the ratios say, else by what is available.
 
     Without ratios, if a run needs more than its device may give, the nearest cut that fits is taken.
     """
-    sizes = [block_bytes(block, cast) for block in component.blocks]
+    sizes = [block_bytes(block, forms) for block in component.blocks]
     if len(devices) == 1:
         return [tuple(range(len(sizes)))]
     left = 1.0 - sum(share.ratio or 0.0 for share in devices)
@@ -42,9 +43,9 @@ def split_blocks(
     fitting = runs
     if all(share.ratio is None for share in devices):
         limits = [weight_limit(component, share.device, machine, profile) for share in devices]
-        needs = [least_bytes(component, run, cast, first=index == 0) for index, run in enumerate(runs)]
+        needs = [least_bytes(component, run, forms, first=index == 0) for index, run in enumerate(runs)]
         if any(need > limit for need, limit in zip(needs, limits, strict=True)):
-            fitting = nearest_fitting(component, runs, limits, cast) or runs
+            fitting = nearest_fitting(component, runs, limits, forms) or runs
     for share, run, ratio in zip(devices, fitting, ratios, strict=True):
         reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
     if fitting != runs:
@@ -61,15 +62,15 @@ def weight_limit(component: Component, device: str, machine: Machine, profile: O
 
 
 def nearest_fitting(
-    component: Component, runs: Sequence[tuple[int, ...]], limits: Sequence[int], cast: frozenset[str]
+    component: Component, runs: Sequence[tuple[int, ...]], limits: Sequence[int], forms: Forms
 ) -> list[tuple[int, ...]] | None:
     """Return the runs nearest to these with which each device can compute within its limit; None if there are none.
 
     The distance is the number of blocks by which the cuts are moved, summed over all cuts.
     """
     numbers = range(len(component.blocks))
-    sizes = [block_bytes(component.blocks[number], cast) for number in numbers]
-    widths = [wide_bytes(component.blocks[number], cast) for number in numbers]
+    sizes = [block_bytes(component.blocks[number], forms) for number in numbers]
+    widths = [wide_bytes(component.blocks[number], forms) for number in numbers]
     buffers = [resting_bytes(fixed_tensors(component, (number,), first=False)) for number in numbers]
     rest = resting_bytes(fixed_tensors(component, numbers, first=True)) - sum(buffers)
     # By the block at which the next run may begin: the distance so far, and the ends of the runs before it.

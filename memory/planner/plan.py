@@ -14,9 +14,10 @@ from ..options.precision import Precision
 from ..options.profile import LANGUAGE, TITLES, OffloadProfile, covers
 from ..units import format_bytes
 from ..weights.component import Component
+from ..weights.form_numbers import Forms
 from .capacity import DeviceCapacity, Machine
-from .cast_choice import cast_tensors, explain_wide
 from .device_plan import DevicePlan, plan_share
+from .form_choice import choose_forms, explain_wide
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
 from .sizes import all_resident_bytes, explain_rest
@@ -48,7 +49,7 @@ class ComponentPlan:
     shares: tuple[DevicePlan, ...]
     tier: str
     precision: Precision
-    cast: frozenset[str]
+    forms: Forms
     placement: PlacementItem
     pinned: frozenset[str] = frozenset()
     """The blocks whose weight stores are page-locked, by name, and ``""`` for the rest and the buffers."""
@@ -215,21 +216,21 @@ def plan_components(
     shared = []
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
         seconds = (block_seconds or {}).get(part.component.name)
-        groups = split_blocks(part.component, devices, machine, profile, part.cast, reasons)
+        groups = split_blocks(part.component, devices, machine, profile, part.forms, reasons)
         shares = tuple(
             plan_share(
-                part.component, share.device, group, machine, profile, part.cast,
+                part.component, share.device, group, machine, profile, part.forms,
                 first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
                 pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
             )
             for index, (share, group) in enumerate(zip(devices, groups, strict=True))
         )  # fmt: skip
-        refuse_streaming_at_tier_device(part.component, part.tier, shares, part.cast)
+        refuse_streaming_at_tier_device(part.component, part.tier, shares, part.forms)
         shared.append(replace(part, shares=shares))
     plans = []
     for part, (_, devices, reasons) in zip(lock_pages(shared, machine, profile), drafts, strict=True):
         assert part.tier is not None
-        if part.cast and part.cast_by_profile:
+        if part.forms and part.forms_by_profile:
             reasons.append(f"rests in eight bits: profile {profile.name} says so, no precision was asked for")
         plans.append(
             ComponentPlan(
@@ -238,8 +239,8 @@ def plan_components(
                 weight_bytes=part.ram_bytes,
                 shares=part.shares,
                 tier=part.tier,
-                precision=Precision.FP8_SCALED if part.cast else Precision.AS_STORED,
-                cast=part.cast,
+                precision=part.precision if part.forms else Precision.AS_STORED,
+                forms=part.forms,
                 placement=replace(part.item, component=part.component.name, devices=tuple(devices), tier=part.tier),
                 pinned=part.pinned,
                 host_bytes=part.host_bytes,
@@ -259,21 +260,23 @@ def draft(
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
     by_profile = precision is None and wants_eight_bits(component, profile)
-    cast = cast_tensors(component, Precision.FP8_SCALED if by_profile else precision or Precision.AS_STORED)
-    if by_profile or precision is Precision.FP8_SCALED:
-        if not cast:
+    precision = Precision.FP8_SCALED if by_profile else precision or Precision.AS_STORED
+    forms = choose_forms(component, precision)
+    if precision is not Precision.AS_STORED:
+        if not forms:
             reasons.append("no block has weights that can be cast: everything stays as stored")
-        if kept := explain_wide(component):
+        if kept := explain_wide(component, precision):
             reasons.append(kept)
-        if cast and component.from_header:
+        if forms and component.from_header:
             reasons.append("planned from a header: what its class keeps out of eight bits, if anything, is not known")
     if component.non_block.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
         reasons.append(rest)
     stores = StoreSpec(
         component=component,
         item=item,
-        cast=cast,
-        cast_by_profile=by_profile,
+        forms=forms,
+        precision=precision,
+        forms_by_profile=by_profile,
         num_devices=len(devices),
         on_cpu=devices[0].device == "cpu",
     )
@@ -317,22 +320,22 @@ def replan(
     """
     shares = tuple(
         plan_share(
-            component, share.device, share.blocks, machine, profile, plan.cast,
+            component, share.device, share.blocks, machine, profile, plan.forms,
             first=index == 0, from_disk=plan.tier == "disk", block_seconds=block_seconds, current=share,
             pinned=plan.pinned, keeps_free=plan.tier != "device",
         )
         for index, share in enumerate(plan.shares)
     )  # fmt: skip
-    refuse_streaming_at_tier_device(component, plan.tier, shares, plan.cast)
+    refuse_streaming_at_tier_device(component, plan.tier, shares, plan.forms)
     return replace(plan, shares=shares)
 
 
 def refuse_streaming_at_tier_device(
-    component: Component, tier: str | None, shares: Sequence[DevicePlan], cast: frozenset[str]
+    component: Component, tier: str | None, shares: Sequence[DevicePlan], forms: Forms
 ) -> None:
     if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
-            f"{component.name} at tier 'device' needs {format_bytes(all_resident_bytes(component, cast))}, "
+            f"{component.name} at tier 'device' needs {format_bytes(all_resident_bytes(component, forms))}, "
             f"which its budget does not hold; allow a tier of pinned or host, or choose 'fp8 scaled'"
         )
 

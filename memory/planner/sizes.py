@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
 from ..weights.blocks import LARGEST_REST_SHARE
 from ..weights.component import Block, Component, TensorSpec
-from .cast_choice import stored_bytes
+from ..weights.form_numbers import AS_THEY_CAME, Forms
 
 __all__ = [
     "NUM_BOUNCE_BUFFERS",
@@ -52,19 +52,25 @@ def slab_bytes(sizes: Iterable[int]) -> int:
     return slab_offsets(sizes)[1]
 
 
-def resting_bytes(tensors: Iterable[TensorSpec], cast: frozenset[str] = frozenset()) -> int:
+def leaf_bytes(tensor: TensorSpec, forms: Forms) -> tuple[int, ...]:
+    """Return the bytes that a weight takes at rest, leaf by leaf."""
+    numbers = forms.get(tensor.name)
+    return numbers.leaf_bytes(tensor) if numbers is not None else tensor.leaves or (tensor.weight_bytes,)
+
+
+def resting_bytes(tensors: Iterable[TensorSpec], forms: Forms = AS_THEY_CAME) -> int:
     """Return the bytes of a slab that holds tensors as they rest."""
-    return slab_bytes(num_bytes for tensor in tensors for num_bytes in stored_bytes(tensor, cast))
+    return slab_bytes(num_bytes for tensor in tensors for num_bytes in leaf_bytes(tensor, forms))
 
 
-def block_bytes(block: Block, cast: frozenset[str]) -> int:
+def block_bytes(block: Block, forms: Forms) -> int:
     """Return the bytes of the block's slab at rest."""
-    return resting_bytes(block.tensors, cast)
+    return resting_bytes(block.tensors, forms)
 
 
-def wide_bytes(block: Block, cast: frozenset[str]) -> int:
-    """Return the bytes of the block's cast weights once widened."""
-    return slab_bytes(tensor.weight_bytes for tensor in block.tensors if tensor.name in cast)
+def wide_bytes(block: Block, forms: Forms) -> int:
+    """Return the bytes of the block's encoded weights as they compute."""
+    return slab_bytes(tensor.weight_bytes for tensor in block.tensors if tensor.name in forms)
 
 
 def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: bool) -> int:
@@ -72,23 +78,23 @@ def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: b
 
     As wide as the largest of what moves at once, but no wider than `BOUNCE_BUFFER_BYTES`: more passes in windows.
     """
-    sizes = [block_bytes(component.blocks[number], frozenset()) for number in blocks]
+    sizes = [block_bytes(component.blocks[number], AS_THEY_CAME) for number in blocks]
     largest = max([*sizes, resting_bytes(fixed_tensors(component, blocks, first=first))])
     return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
 
 
-def least_bytes(component: Component, blocks: Sequence[int], cast: frozenset[str], *, first: bool) -> int:
+def least_bytes(component: Component, blocks: Sequence[int], forms: Forms, *, first: bool) -> int:
     """Return the fewest device bytes with which these blocks can compute: the largest, what is fixed, the scratch."""
     parts = [component.blocks[number] for number in blocks]
-    largest = max((block_bytes(block, cast) for block in parts), default=0)
-    scratch = max((wide_bytes(block, cast) for block in parts), default=0)
+    largest = max((block_bytes(block, forms) for block in parts), default=0)
+    scratch = max((wide_bytes(block, forms) for block in parts), default=0)
     return resting_bytes(fixed_tensors(component, blocks, first=first)) + largest + scratch
 
 
-def all_resident_bytes(component: Component, cast: frozenset[str]) -> int:
+def all_resident_bytes(component: Component, forms: Forms) -> int:
     """Return the bytes of the whole component at rest: the rest, all buffers and every block."""
     everything = fixed_tensors(component, range(len(component.blocks)), first=True)
-    return resting_bytes(everything) + sum(block_bytes(block, cast) for block in component.blocks)
+    return resting_bytes(everything) + sum(block_bytes(block, forms) for block in component.blocks)
 
 
 def explain_rest(component: Component) -> str:

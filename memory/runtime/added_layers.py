@@ -20,8 +20,8 @@ from torch import nn
 
 from ..weights.component import TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES, leaf_bytes
-from ..weights.quantized import Wrapper, leaves_of
-from .eight_bit_weight import EightBitWeight
+from ..weights.quantized import form_of, leaves_of
+from .encoded_weight import EncodedWeight
 from .parameter_slots import ParameterSlot, repoint
 
 __all__ = ["Structure", "Tree", "bring_home", "walk"]
@@ -90,11 +90,11 @@ class Tree:
                     if tensor is None or (is_buffer and module in known and (module, name) not in entry_at):
                         continue
                     slot = entry_at.get((module, name)) or entry_of.get(id(tensor))
-                    if slot is None and isinstance(tensor, EightBitWeight):  # another parameter made of one of ours
+                    if slot is None and isinstance(tensor, EncodedWeight):  # another parameter made of one of ours
                         tensor = tensor.plain()
                         places[name] = tensor  # type: ignore[assignment]
                     if slot is None:
-                        slot = ParameterSlot(describe(tensor), [], is_buffer, wrapper=Wrapper.of(tensor))
+                        slot = ParameterSlot(describe(tensor), [], is_buffer, form=form_of(tensor))
                         slot.is_inference = tensor.is_inference()
                         entry_of[id(tensor)] = slot
                         added[id(slot)] = home, slot

@@ -41,8 +41,8 @@ class Bundle:
         return self.own.copy is not None
 
     @property
-    def is_cast(self) -> bool:
-        return bool(self.own.cast_names)
+    def is_encoded(self) -> bool:
+        return bool(self.own.encoded)
 
     @property
     def state(self) -> BlockState:
@@ -70,7 +70,7 @@ class Bundle:
             offset += group.slab_bytes
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
-        """Give the module its weights in staging memory, or the resident copies; widens what is cast."""
+        """Give the module its weights in staging memory, or the resident copies; decodes what is encoded."""
         parts = (
             self.parts(slab)
             if slab is not None

@@ -36,7 +36,7 @@ def ignore(num_bytes: int) -> None:
 class DeviceShare:
     """The groups of one component on one device; every allocation is entered in the ledger as it happens.
 
-    On the CPU the weight stores compute in place: nothing is loaded, only cast weights need scratch.
+    On the CPU the weight stores compute in place: nothing is loaded, only encoded weights need scratch.
 
     Args:
         host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's
@@ -433,7 +433,7 @@ class DeviceShare:
 
     def changes_hands(self, number: int) -> bool:
         """Whether the memory that a block computes from now is used for other weights after it."""
-        return self.computing.get(number) is not None or self.blocks[number].is_cast
+        return self.computing.get(number) is not None or self.blocks[number].is_encoded
 
     def recover(self) -> None:
         """Bring every block that an interrupt left computing back to rest."""

@@ -11,9 +11,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import InvalidInput
-from ..weights.fp8 import upcast_into
 from .computing_parameter import DATA, ComputingWeight
-from .eight_bit_weight import stored_leaf
 from .parameter_slots import ParameterSlot
 from .weight_group import WeightGroup
 from .weight_swaps import Swaps, foreign_tensors
@@ -79,7 +77,7 @@ def write_over(slot: ParameterSlot, ours: torch.Tensor, given: torch.Tensor | No
     name = slot.spec.name
     if given is None:
         return f"{name!r} was removed"
-    if slot.wrapper is not None or (given.shape, given.dtype) != (ours.shape, ours.dtype) or given.is_meta:
+    if slot.is_quantized or (given.shape, given.dtype) != (ours.shape, ours.dtype) or given.is_meta:
         return f"{name!r} was replaced by a {given.dtype} {list(given.shape)}"
     with torch.no_grad():
         ours.copy_(given.detach())
@@ -95,10 +93,9 @@ def own_memory(group: WeightGroup, index: int) -> torch.Tensor:
     assert group.origin is not None
     slab, _, scratch, _ = group.origin
     slot = group.slots[index]
-    if slot.scale is None or scratch is None:
+    if slot.encoding is None or scratch is None:
         return group.leaf_views(slab)[index][0]
-    number = sum(other.scale is not None for other in group.slots[:index])
-    return group.wide_layout.views(scratch)[number]
+    return group.wide_layout.views(scratch)[list(group.encoded).index(index)]
 
 
 def is_pointed_elsewhere(group: WeightGroup, weight: ComputingWeight) -> bool:
@@ -118,17 +115,17 @@ def take_data(group: WeightGroup, weight: ComputingWeight) -> str | None:
 
 
 def save_wide(group: WeightGroup) -> str | None:
-    """Quantize wide weights that a forward changed to eight bits again; returns what cannot be kept."""
+    """Encode wide weights that a forward changed again; returns what cannot be kept."""
     refused = None
     slab = group.resting_slab
     assert slab is not None
-    for index, slot in enumerate(group.slots):
-        if slot.scale is None:
-            continue
-        wide, leaf = own_memory(group, index), group.leaf_views(slab)[index][0]
+    for index in group.encoded:
+        slot = group.slots[index]
+        assert slot.encoding is not None
+        wide, leaves = own_memory(group, index), group.leaf_views(slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
             before = torch.empty_like(wide)
-            upcast_into(before, stored_leaf(leaf).to(wide.device), slot.scale)
+            slot.encoding.decode_into(before, [leaf.to(wide.device) for leaf in leaves])
             if torch.equal(wide, before):
                 continue
         try:

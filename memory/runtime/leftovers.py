@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiled_blocks import untraced
 from .deep_copies import OwnHook
-from .eight_bit_weight import EightBitWeight
+from .encoded_weight import EncodedWeight
 from .parameter_slots import OWN_DICTS
 from .watched_data import AbsentWeight, WatchedTensor, plainly, unwatch
 
@@ -83,7 +83,7 @@ class Leftovers:
                 return getattr(tensor.bring, "home", None) is not None
             return (
                 is_away(tensor)
-                or isinstance(tensor, WatchedTensor | EightBitWeight)
+                or isinstance(tensor, WatchedTensor | EncodedWeight)
                 or (bool(storages) and bool(address_of(tensor)) and tensor.untyped_storage()._cdata in storages)
             )
 
@@ -104,7 +104,7 @@ class Leftovers:
 def at_home(tensor: torch.Tensor) -> Any:
     """Return a parameter or buffer in plain host memory, the same object where torch allows that."""
     home = plain_copy(tensor)
-    is_plain = not tensor.is_inference() and not isinstance(tensor, AbsentWeight | EightBitWeight)
+    is_plain = not tensor.is_inference() and not isinstance(tensor, AbsentWeight | EncodedWeight)
     if is_plain and torch._has_compatible_shallow_copy_type(unwatch(tensor), home):
         tensor.data = home
         return tensor
@@ -115,7 +115,7 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy in host memory, of torch's own class where the tensor is of one of ours."""
     if isinstance(tensor, AbsentWeight):
         tensor = tensor.present()
-    if isinstance(tensor, EightBitWeight):
+    if isinstance(tensor, EncodedWeight):
         tensor = tensor.plain()
     with plainly():
         return tensor.detach().to("cpu", copy=True)

@@ -27,7 +27,7 @@ from .compiled_blocks import CompiledBlocks
 from .deep_copies import OwnHook
 from .device_answers import DeviceAnswers
 from .device_share import DeviceShare
-from .eight_bit_weight import EightBitWeight
+from .encoded_weight import EncodedWeight
 from .forward_blocks import Forwards
 from .forward_hooks import Hooks, remove_hooks_of
 from .forward_pass import Pass, Passes
@@ -199,12 +199,12 @@ class ManagedComponent:
                 number: WeightGroup(
                     self.component.blocks[number].name,
                     [slots[tensor.name] for tensor in self.component.blocks[number].tensors],
-                    cast=self.plan.cast,
+                    forms=self.plan.forms,
                     shows_wide=self.guards_state,
                 )
                 for number in part.blocks
             }
-            fixed_group = WeightGroup("", [slots[tensor.name] for tensor in fixed], cast=frozenset())
+            fixed_group = WeightGroup("", [slots[tensor.name] for tensor in fixed])
             shares.append(
                 DeviceShare(
                     self.owner, devices[part.device], fixed_group, groups, self.ledger, host_replaces=host_replaces
@@ -298,7 +298,7 @@ class ManagedComponent:
         if self.guards_state:
             self.leftovers = self.leftovers or Leftovers(self.module, self.find_lent_modules())
             self.handles += self.leftovers.hook(self.owner)
-        if self.guards_state and (self.plan.cast or self.plan.tier == "disk"):
+        if self.guards_state and (self.plan.forms or self.plan.tier == "disk"):
             rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
         blocks = self.find_blocks()
@@ -491,8 +491,8 @@ class ManagedComponent:
             for is_buffer, places in ((False, part._parameters), (True, part._buffers)):
                 for name, tensor in list(places.items()):
                     group, index = known.get(id(tensor), (None, 0))
-                    if isinstance(tensor, EightBitWeight):
-                        group, index = slots.get(id(tensor.bits.slot), (None, 0))
+                    if isinstance(tensor, EncodedWeight):
+                        group, index = slots.get(id(tensor.encoded.slot), (None, 0))
                     if group is None or group.slots[index].is_buffer != is_buffer:
                         continue
                     if (part, name) not in group.slots[index].owners:
@@ -610,7 +610,9 @@ class ManagedComponent:
                 taken.add(names[name])
         if names:
             self.packing.rename(names)
-            self.plan = replace(self.plan, cast=frozenset(names.get(name, name) for name in self.plan.cast))
+            self.plan = replace(
+                self.plan, forms={names.get(name, name): numbers for name, numbers in self.plan.forms.items()}
+            )
 
     def describe_added(self) -> None:
         """Update the component and the plan to what the groups hold now, with all added weights."""
@@ -740,7 +742,7 @@ def refuse_managed(module: nn.Module) -> None:
 
 def has_other_form(slot: ParameterSlot) -> bool:
     """Whether a plain parameter has another shape or dtype than it had when it was described."""
-    if slot.is_buffer or slot.wrapper is not None or not slot.owners:
+    if slot.is_buffer or slot.is_quantized or not slot.owners:
         return False
     held, spec = slot.held, slot.spec
     return held.shape != spec.shape or SAFETENSORS_NAMES[str(held.dtype)] != spec.dtype

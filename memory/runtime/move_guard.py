@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from ..errors import UnsafeState
-from ..weights.fp8 import FP8
 from ..weights.quantized import Wrapper, leaves_of
-from .eight_bit_weight import EightBitWeight
+from ..weights.storage_form import AS_STORED
+from .encoded_weight import EncodedWeight
 from .parameter_slots import as_held, repoint
 from .watched_data import plainly, watch
 from .weight_group import BlockState, WeightGroup
@@ -151,7 +151,7 @@ class Witness:
     def __init__(self, group: WeightGroup) -> None:
         self.group = group
         order = sorted(
-            (slot.wrapper is not None, slot.is_buffer, not slot.held.is_floating_point(), index)
+            (slot.is_quantized, slot.is_buffer, not slot.held.is_floating_point(), index)
             for index, slot in enumerate(group.slots)
             if slot.held.numel()
         )
@@ -160,7 +160,7 @@ class Witness:
         self.plain = [
             (number, sum(group.num_leaves[:number]))
             for number, slot in enumerate(group.slots)
-            if not slot.is_buffer and slot.wrapper is None and slot.owners and slot.held.numel()
+            if not slot.is_buffer and not slot.is_quantized and slot.owners and slot.held.numel()
         ]
         """The plain parameters: their place among the entries and among the leaves."""
 
@@ -196,8 +196,8 @@ class Witness:
             return [*map(ADDRESS, own), *map(STRIDE, own)] != addresses
 
     def addresses(self) -> list[Any]:
-        """Return where the plain parameters rest, 0 for eight bits that are shown wide; then their strides."""
-        return [*self.places(), *(self.group.layout.forms[leaf].strides for _, leaf in self.plain)]
+        """Return where the plain parameters rest, 0 for encoded ones that are shown wide; then their strides."""
+        return [*self.places(), *(self.group.held_form(number).strides for number, _ in self.plain)]
 
     def places(self) -> list[int]:
         group, slab = self.group, self.group.resting_slab
@@ -244,17 +244,16 @@ class Witness:
         if not self.plain:
             leaf = leaves_of(self.slot.held)[0] if self.slot is not None and self.slot.owners else None
             return None if leaf is None or leaf.dtype is group.layout.forms[self.leaf].dtype else leaf.dtype
-        for number, place in self.plain:
+        for number, _ in self.plain:
             slot, placed = group.slots[number], group.placed[number]
-            own = group.wide_dtypes[slot.spec.name] if group.shows(slot) else group.layout.forms[place].dtype
-            if slot.owners and placed.dtype is not own:
+            if slot.owners and placed.dtype is not group.held_form(number).dtype:
                 return placed.dtype
         return None
 
     def changed_shape(self) -> str | None:
         """Describe a plain parameter that got data of another shape, as when transformers resizes embeddings."""
-        for number, place in self.plain:
-            slot, form = self.group.slots[number], self.group.layout.forms[place]
+        for number, _ in self.plain:
+            slot, form = self.group.slots[number], self.group.held_form(number)
             if slot.owners and slot.held.shape != form.shape:
                 return f"{slot.spec.name!r} was replaced by a {slot.held.dtype} {list(slot.held.shape)}"
         return None
@@ -267,7 +266,7 @@ class Witness:
             return
         for index, (slot, leaves) in enumerate(zip(group.slots, group.leaf_views(slab), strict=True)):
             held = slot.held
-            is_plain = slot.wrapper is None and slot.scale is None and not slot.is_buffer
+            is_plain = slot.form is AS_STORED and not slot.is_buffer
             if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
                 with torch.no_grad():
                     given = held.detach().to(slab.device)
@@ -286,19 +285,19 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
     name = slot.spec.name
     if given is None:
         return f"{name!r} was removed"
-    if isinstance(given, EightBitWeight):
+    if isinstance(given, EncodedWeight):
         given = given.plain()
     is_wide = given.dtype is group.wide_dtypes[name] and given.shape == group.placed[index].shape and not given.is_meta
     if slab is not None and group.shows(slot) and is_wide and Wrapper.of(given) is None:
-        ours = group.show(slot, group.leaf_views(slab)[index][0])
+        ours = group.show(slot, group.leaf_views(slab)[index])
         ours.data = given
-        ours.bits.settle()
+        ours.encoded.settle()
         return None
     leaves = group.leaf_views(slab)[index] if slab is not None else leaves_of(group.placed[index])
     theirs = leaves_of(given)
     is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in leaves]
-    if not is_alike or (Wrapper.of(given) is None) != (slot.wrapper is None):
-        if given.shape == group.placed[index].shape and given.dtype not in (FP8, group.wide_dtypes[name]):
+    if not is_alike or (Wrapper.of(given) is not None) != slot.is_quantized:
+        if given.shape == group.placed[index].shape and given.dtype not in (leaves[0].dtype, group.wide_dtypes[name]):
             return f"its weights were changed to {given.dtype}"
         return f"{name!r}{resting_form(group, index)} was replaced by a {given.dtype} {list(given.shape)}"
     if all(leaf.is_meta for leaf in (*leaves, *theirs)):
@@ -313,7 +312,7 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
                 DATA.__set__(group.placed[index], leaves[0])
         if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, leaves, strict=True)):
             return None
-        if slot.scale is not None:
+        if slot.encoding is not None:
             return f"{name!r}{resting_form(group, index)} was replaced"
         for leaf, own in zip(moved, leaves, strict=True):
             own.copy_(leaf)
@@ -326,7 +325,7 @@ def bits_of(leaf: torch.Tensor) -> torch.Tensor:
 
 def resting_form(group: WeightGroup, index: int) -> str:
     """Return, for people, where a weight rests that others cannot replace where it is."""
-    if group.slots[index].scale is not None:
+    if group.slots[index].encoding is not None:
         return ", which rests in eight bits,"
     return ", which rests in its file," if group.placed[index].is_meta else ""
 
@@ -344,8 +343,8 @@ def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
         if slot.is_plain_buffer:
             resting.append(store)
         elif group.shows(slot):
-            resting.append(group.show(slot, own[0]))
-        elif slot.wrapper is None and not own[0].is_meta and torch._has_compatible_shallow_copy_type(store, own[0]):
+            resting.append(group.show(slot, own))
+        elif not slot.is_quantized and not own[0].is_meta and torch._has_compatible_shallow_copy_type(store, own[0]):
             with plainly():
                 DATA.__set__(store, own[0])  # others' assignments of the same memory in another order are copied
             resting.append(watch(store, group.asked, aliases=group.aliases))

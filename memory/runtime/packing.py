@@ -94,7 +94,7 @@ class Packing:
         return tells
 
     def measure(self) -> None:
-        """Find how weights will be cast; changes nothing. Raises `InvalidInput` for weights that cannot be."""
+        """Find how weights will be encoded; changes nothing. Raises `InvalidInput` for weights that cannot be."""
         for group in self.groups:
             group.measure()
 
@@ -110,7 +110,7 @@ class Packing:
             for share in self.shares
             for group in share.groups
             for slot in group.slots
-            if share.copies is not None or group.cast_names or slot.held.is_meta
+            if share.copies is not None or group.encoded or slot.held.is_meta
         )
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
@@ -118,7 +118,7 @@ class Packing:
 
         Holds, beside the weight stores, one arena of slabs at a time. The caller measured all that it packs, before any
         weight loses a bit: after that only ``progress``, the files or a lack of memory can fail, and what rests in
-        eight bits by then comes back widened, as there is no copy of what it was.
+        an encoded form by then comes back decoded, as there is no copy of what it was.
 
         Args:
             progress: called with the bytes that were packed or read since it was called last, of `to_pack` in all,
@@ -139,7 +139,7 @@ class Packing:
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
         """Move a share's weight stores into host slabs, page-locked as the plan says and the driver agrees."""
         if share.copies is None:  # others compute in place, in the memory they came in
-            groups = [group for group in share.groups if group.cast_names]
+            groups = [group for group in share.groups if group.encoded]
             for group in share.groups:
                 if group not in groups:
                     group.fill(self.source, progress)
@@ -170,7 +170,7 @@ class Packing:
         if not slots:
             return
         bring_home(slots)
-        group = WeightGroup(bundle.name, slots, cast=frozenset())
+        group = WeightGroup(bundle.name, slots)
         group.asked, group.notes_data = bundle.own.asked, bundle.own.notes_data
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in

@@ -11,23 +11,23 @@ import torch
 from torch import nn
 
 from ..weights.component import TensorSpec
-from ..weights.quantized import Wrapper, leaves_of
+from ..weights.quantized import Wrapper, form_of
 from ..weights.source import WeightsSource
+from ..weights.storage_form import AS_STORED, EncodedForm, StorageForm
 from .watched_data import unwatch
 
 __all__ = [
     "ParameterSlot",
     "add_up",
     "as_held",
-    "assemble",
     "become",
-    "copy_leaves",
     "fill_slots",
     "find_slots",
     "in_list",
     "read_weights",
     "repoint",
     "split_owner",
+    "store_weight",
 ]
 
 EMPTY = torch.empty(0)
@@ -42,10 +42,8 @@ class ParameterSlot:
     spec: TensorSpec
     owners: list[tuple[nn.Module, str]]
     is_buffer: bool
-    scale: float | None = None
-    """The power of two of a weight that rests in eight bits."""
-    wrapper: Wrapper | None = None
-    """How a quantized weight is made of its leaves."""
+    form: StorageForm = AS_STORED
+    """How it rests."""
     is_inference: bool = False
     """Whether it was made in inference mode."""
     lists: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
@@ -69,8 +67,18 @@ class ParameterSlot:
         return module._buffers if self.is_buffer else module._parameters  # type: ignore[return-value]
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether the module holds a wrapper around its leaves."""
+        return isinstance(self.form, Wrapper)
+
+    @property
+    def encoding(self) -> EncodedForm | None:
+        """Its form if it computes from a copy that is made of its leaves."""
+        return self.form if isinstance(self.form, EncodedForm) else None
+
+    @property
     def is_plain_buffer(self) -> bool:
-        return self.is_buffer and self.wrapper is None
+        return self.is_buffer and not self.is_quantized
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
@@ -103,7 +111,7 @@ def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Para
             spec,
             owners,
             is_buffer,
-            wrapper=Wrapper.of(tensor),
+            form=form_of(tensor),
             is_inference=tensor.is_inference(),
             lists=lists.get(id(tensor), []),
         )
@@ -149,25 +157,21 @@ def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def as_held(leaves: Iterator[torch.Tensor], slot: ParameterSlot, *, lasting: bool = False) -> torch.Tensor:
     """Return what the module holds for a weight whose next leaves these are; ``lasting``: as it came."""
     # A wrapper made outside of inference mode cannot be used inside it, one made inside can compute in both.
-    with torch.inference_mode(slot.wrapper is not None and (slot.is_inference or not lasting)):
-        tensor = assemble(leaves, slot.wrapper)
+    with torch.inference_mode(slot.is_quantized and (slot.is_inference or not lasting)):
+        tensor = slot.form.assemble(leaves)
         if slot.is_buffer:
             return tensor
-        if slot.wrapper is not None:
+        if slot.is_quantized:
             tensor._is_param = True  # what nn.Parameter() does after a detach(), in which some wrappers copy
             return tensor
         # Weights are read-only at inference: device copies never ask for a gradient.
         return nn.Parameter(tensor, requires_grad=False)
 
 
-def assemble(leaves: Iterator[torch.Tensor], wrapper: Wrapper | None) -> torch.Tensor:
-    return wrapper.assemble(leaves) if wrapper else next(leaves)
-
-
-def copy_leaves(targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
-    """Write a weight into views, leaf by leaf."""
+def store_weight(slot: ParameterSlot, targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
+    """Write a weight into views of its leaves, in its form."""
     with torch.no_grad():
-        for target, leaf in zip(targets, leaves_of(weight), strict=True):
+        for target, leaf in zip(targets, slot.form.encode(weight), strict=True):
             target.copy_(leaf.detach())
 
 
@@ -204,7 +208,7 @@ def repoint(slot: ParameterSlot, leaves: Sequence[torch.Tensor], *, lasting: boo
     inference mode, quantized weights and those without memory not at all: these are replaced.
     """
     held = slot.held
-    if held.is_inference() or slot.wrapper or held.is_meta or leaves[0].is_meta:
+    if held.is_inference() or slot.is_quantized or held.is_meta or leaves[0].is_meta:
         held = as_held(iter(leaves), slot, lasting=lasting)
         slot.hold(held)
     else:

@@ -1,4 +1,4 @@
-"""What ``state_dict()`` and ``load_state_dict()`` do while weights rest in eight bits or in their file."""
+"""What ``state_dict()`` and ``load_state_dict()`` do while weights rest encoded or in their file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["StateGuard"]
 
 
 class StateGuard:
-    """Completes the state of a module whose weights rest in eight bits or in their file, and refuses to load over them.
+    """Completes the state of a module whose weights rest encoded or in their file, and refuses to load over them.
 
     Args:
         owner: the component's id.
@@ -47,7 +47,7 @@ class StateGuard:
                 yield module.register_load_state_dict_pre_hook(refuse)
 
     def list_resting(self) -> dict[str, list[str]]:
-        """Return the names of weights that rest in eight bits or in their file, below each path that has any."""
+        """Return the names of weights that rest encoded or in their file, below each path that has any."""
         below: dict[str, list[str]] = defaultdict(list)
         for group in self.groups:
             for slot in group.slots:
@@ -59,7 +59,7 @@ class StateGuard:
         return below
 
     def complete(self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put real weights where shapes without memory, or eight bits without their scale, would be.
+        """Put real weights where shapes without memory, or encoded leaves, would be.
 
         Costs their bytes in RAM, and one reading of what rests in files.
 
@@ -75,7 +75,7 @@ class StateGuard:
                 keys = [key for key in (prefix + name[len(path) :] for name in names) if key in state]
                 if keys and state[keys[0]].is_meta:
                     on_meta[slot.spec.name] = slot, keys
-                elif keys and slot.scale is not None:
+                elif keys and slot.encoding is not None:
                     state.update(dict.fromkeys(keys, group.wide(slot.spec.name, torch.device("cpu"))))
         weights = read_weights([slot for slot, _ in on_meta.values()], self.source, drop_pages=True)
         for (_, keys), weight in zip(on_meta.values(), weights, strict=True):

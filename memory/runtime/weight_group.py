@@ -18,21 +18,22 @@ from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.pinned_memory import HostSlab, allocate_slab
 from ..transfer.slabs import Form, SlabLayout
-from ..weights.fp8 import FP8, find_scale, quantize_fp8, upcast_into
+from ..weights.form_numbers import AS_THEY_CAME, Forms
+from ..weights.known_forms import encoded_form
 from ..weights.quantized import leaves_of
 from ..weights.source import WeightsSource
+from ..weights.storage_form import AS_STORED, EncodedForm
 from .computing_parameter import ComputingWeight, note_data
-from .eight_bit_weight import EightBits, EightBitWeight, stored_leaf
+from .encoded_weight import EncodedLeaves, EncodedWeight
 from .parameter_slots import (
     ParameterSlot,
     add_up,
     as_held,
-    assemble,
     become,
-    copy_leaves,
     fill_slots,
     read_weights,
     repoint,
+    store_weight,
 )
 from .resident_copy import DeviceCopy, Known
 from .watched_data import Asked, device_of, plainly, unwatch, watch
@@ -45,44 +46,50 @@ Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
 """The slab and the scratch from which a group computes, each with its version at the start of the forward."""
 
 
+Decoding: TypeAlias = tuple[type[EncodedForm], list[ParameterSlot], list[torch.Tensor], list[list[torch.Tensor]]]
+"""Weights that rest in one encoded form: each one's place in the scratch, and its leaves."""
+
+
 class BlockState(enum.Enum):
     """What the module of a group holds, and what that costs."""
 
     HOST = "host"
     """The weight stores in host memory; no device bytes. A streamed block is here whenever it does not compute."""
     RESIDENT = "resident"
-    """Views into the group's own slab on the device, eight-bit weights unwidened; costs the slab."""
+    """Views into the group's own slab on the device, encoded weights as they rest; costs the slab."""
     COMPUTING = "computing"
-    """Views that its forward can use: its own slab or staging memory, cast weights in the shared scratch."""
+    """Views that its forward can use: its own slab or staging memory, encoded weights in the shared scratch."""
 
 
 class WeightGroup:
     """A block, or the fixed tensors of a device: moves as one slab and is in one `BlockState`.
 
     Args:
-        cast: names of the weights that rest in eight bits.
-        shows_wide: whether the module holds those as wide tensors at rest (`EightBitWeight`); a host that reads and
-            writes single weights by itself gets the eight bits.
+        forms: of the weights that rest in an encoded form.
+        shows_wide: whether the module holds those as wide tensors at rest (`EncodedWeight`); a host that reads and
+            writes single weights by itself gets the leaf, where a factor makes that the weight.
     """
 
     def __init__(
-        self, name: str, slots: Sequence[ParameterSlot], *, cast: frozenset[str], shows_wide: bool = False
+        self, name: str, slots: Sequence[ParameterSlot], *, forms: Forms = AS_THEY_CAME, shows_wide: bool = False
     ) -> None:
         self.name = name
         self.slots = list(slots)
-        self.cast_names = cast & {slot.spec.name for slot in slots}
+        self.encoded = {
+            index: encoded_form(forms[slot.spec.name]) for index, slot in enumerate(slots) if slot.spec.name in forms
+        }
+        """By the index of each weight that rests in an encoded form, which."""
         self.shows_wide = shows_wide
         self.asked: Asked | None = None
         """The function that its weights at rest call when asked for their device."""
-        self.opened: list[EightBits] = []
-        """Weights in eight bits of which others got views, or that were to be converted."""
+        self.opened: list[EncodedLeaves] = []
+        """Encoded weights of which others got views, or that were to be converted."""
         self.originals: dict[str, torch.Tensor] = {}
         """The module's own objects for weights that are shown wide."""
         self.wide_dtypes = {slot.spec.name: slot.held.dtype for slot in slots}
-        self.num_leaves = [len(self.stored_forms(slot)) for slot in self.slots]
+        self.num_leaves = [len(self.leaf_forms(index)) for index in range(len(self.slots))]
         self.layout = self.lay_out()
-        cast_slots = [slot for slot in self.slots if slot.spec.name in self.cast_names]
-        self.wide_layout = SlabLayout.of([Form.of(slot.held) for slot in cast_slots])
+        self.wide_layout = SlabLayout.of([Form.of(self.slots[index].held) for index in self.encoded])
         self.resting: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] = lambda num_bytes: None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
@@ -96,8 +103,8 @@ class WeightGroup:
         returned."""
         self.past_writes = 0
         """Makes up for the counters of objects that are weight stores no more."""
-        self.shown: weakref.WeakSet[EightBits] = weakref.WeakSet()
-        """What the wide tensors show that the module holds, or held, for weights in eight bits."""
+        self.shown: weakref.WeakSet[EncodedLeaves] = weakref.WeakSet()
+        """What the wide tensors show that the module holds, or held, for encoded weights."""
         self.readers_on_use: weakref.WeakSet[ReadOnUse] = weakref.WeakSet()
         """What weights without memory, and their ``.data``, call to be read."""
         self.given: list[tuple[ParameterSlot, weakref.ref[torch.Tensor]]] = []
@@ -111,7 +118,10 @@ class WeightGroup:
         """Those places, as the dicts of modules, with the number of the entry; empty until first used."""
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the weight stores, for who looks where they lie."""
-        self.view_cache: dict[int, list[torch.Tensor]] = {}
+        self.view_cache: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        """What the module holds to compute from slabs, by their ids."""
+        self.decodings: dict[tuple[int, ...], list[Decoding]] = {}
+        """What is decoded before that, by the same ids."""
         self.notes_data = False
         """Whether accesses to ``.data`` in a forward are recorded, which costs a little in every call."""
         self.looked: list[ComputingWeight] = []
@@ -121,22 +131,26 @@ class WeightGroup:
 
     def lay_out(self) -> SlabLayout:
         """Return the layout of a slab for what the module holds now."""
-        return SlabLayout.of([form for slot in self.slots for form in self.stored_forms(slot)])
+        return SlabLayout.of([form for index in range(len(self.slots)) for form in self.leaf_forms(index)])
 
-    def stored_forms(self, slot: ParameterSlot) -> list[Form]:
-        if slot.spec.name in self.cast_names:
-            return [Form.of(slot.held, FP8)]
-        return [Form.of(leaf) for leaf in leaves_of(slot.held)]
+    def leaf_forms(self, index: int) -> list[Form]:
+        held = self.slots[index].held
+        if index in self.encoded:
+            form = Form.of(held)
+            weight = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
+            leaves = self.encoded[index].empty_leaves(weight)
+            return [Form(leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves]
+        return [Form.of(leaf) for leaf in leaves_of(held)]
 
     def take_strides(self, index: int, given: torch.Tensor) -> bool:
         """Lay a plain weight out as a tensor that takes its place; returns whether that has other strides.
 
         The bytes are as many and begin where they did. The caller renews what the module holds and the cached views.
-        Weights in eight bits and in files keep their strides.
+        Encoded weights and those in files keep their strides.
         """
         slot, place = self.slots[index], sum(self.num_leaves[:index])
         form = Form.of(given)
-        if self.host_slab is None or slot.wrapper is not None or slot.scale is not None or slot.is_buffer:
+        if self.host_slab is None or slot.form is not AS_STORED or slot.is_buffer:
             return False
         if form.strides == self.layout.forms[place].strides or form.shape != self.layout.forms[place].shape:
             return False
@@ -207,43 +221,43 @@ class WeightGroup:
     # -- the weight store in host memory
 
     def measure(self) -> None:
-        """Find the scales of the cast weights that are in memory; one pass over them, changes nothing.
+        """Find the forms of the weights in memory that are to be encoded; one pass over them, changes nothing.
 
         Raises:
             InvalidInput: a weight holds NaN or infinity.
         """
-        for slot in self.slots:
-            if slot.spec.name in self.cast_names and not slot.held.is_meta:
-                slot.scale = find_scale(slot.held, name=slot.spec.name)
+        for index, form in self.encoded.items():
+            slot = self.slots[index]
+            if not slot.held.is_meta:
+                slot.form = form.measure(slot.held, name=slot.spec.name)
 
     def pack(
         self, slab: HostSlab, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Move the weight stores into a slab of host memory, cast weights in eight bits.
+        """Move the weight stores into a slab of host memory, weights encoded as they are to rest.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
-        on the meta device is read from the source, straight into the slab where it is not cast; ``progress`` is called
-        with the bytes packed or read since it was called last, and what it raises ends that.
+        on the meta device is read from the source, straight into the slab where it is not encoded; ``progress`` is
+        called with the bytes packed or read since it was called last, and what it raises ends that.
         """
         self.store = HostStore(slab)
         to_read = []
         copied_bytes = 0
         self.remember_on_meta()
-        for slot, views in zip(self.slots, self.leaf_views(slab.data), strict=True):
-            weight = slot.held
-            is_cast = slot.spec.name in self.cast_names
+        for index, (slot, views) in enumerate(zip(self.slots, self.leaf_views(slab.data), strict=True)):
+            weight, form = slot.held, self.encoded.get(index)
             copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
-            if weight.is_meta and is_cast:
+            if weight.is_meta and form is not None:
                 (weight,) = read_weights([slot], source, progress=add_up(progress))
-                slot.scale = find_scale(weight, name=slot.spec.name)
+                slot.form = form.measure(weight, name=slot.spec.name)
             if weight.is_meta:
                 to_read.append((slot.spec.name, views[0]))
             else:
-                copy_leaves(views, weight if slot.scale is None else quantize_fp8(weight.detach(), slot.scale))
-            store = repoint(slot, views)
+                store_weight(slot, views, weight.detach() if form is not None else weight)
+            store = repoint(slot, views if form is None else views[:1])
             if self.shows(slot):
                 self.originals[slot.spec.name] = store
-                store = self.show(slot, views[0])
+                store = self.show(slot, views)
                 slot.hold(store)
             self.resting.append(watch(store, self.asked, aliases=self.aliases))
         if progress is not None and copied_bytes:
@@ -254,25 +268,35 @@ class WeightGroup:
         self.placed = list(self.resting)
 
     def shows(self, slot: ParameterSlot) -> bool:
-        """Whether the module holds a wide tensor at rest for a weight in eight bits."""
-        return self.shows_wide and slot.scale is not None
+        """Whether the module holds a wide tensor at rest for an encoded weight."""
+        encoding = slot.encoding
+        return encoding is not None and (self.shows_wide or encoding.factor is None)
 
-    def show(self, slot: ParameterSlot, leaf: torch.Tensor) -> EightBitWeight:
-        """Return what the module holds at rest for eight-bit values."""
-        bits = EightBits(leaf, slot, self.wide_dtypes[slot.spec.name], self.opened)
-        self.shown.add(bits)
-        weight = EightBitWeight(bits)
+    def show(self, slot: ParameterSlot, leaves: Sequence[torch.Tensor]) -> EncodedWeight:
+        """Return what the module holds at rest for the leaves of an encoded weight."""
+        encoded = EncodedLeaves(leaves, slot, self.wide_form(slot), self.opened)
+        self.shown.add(encoded)
+        weight = EncodedWeight(encoded)
         weight._is_param = True
         vars(weight)["asked"] = self.asked
         return weight
 
+    def wide_form(self, slot: ParameterSlot) -> Form:
+        """Return what an encoded weight is when it computes."""
+        return self.wide_layout.forms[next(place for place, at in enumerate(self.encoded) if self.slots[at] is slot)]
+
+    def held_form(self, index: int) -> Form:
+        """Return what the module holds at rest for a weight of one leaf, or of an encoded form."""
+        slot = self.slots[index]
+        return self.wide_form(slot) if self.shows(slot) else self.layout.forms[sum(self.num_leaves[:index])]
+
     def settle(self) -> torch.dtype | None:
-        """Take over what was written to eight-bit weights through views; returns what one was to be converted to."""
+        """Take over what was written to encoded weights through views; returns what one was to be converted to."""
         dtype = None
         while self.opened:
-            bits = self.opened.pop()
-            dtype, bits.asked_dtype = bits.asked_dtype or dtype, None
-            bits.settle()
+            encoded = self.opened.pop()
+            dtype, encoded.asked_dtype = encoded.asked_dtype or dtype, None
+            encoded.settle()
         return dtype
 
     def remember_on_meta(self) -> None:
@@ -375,7 +399,7 @@ class WeightGroup:
     def overwrite(self, name: str, weight: torch.Tensor) -> None:
         """Make a weight (wide or quantized alike, on any device) the new version where the group rests.
 
-        Eight-bit weights get a scale of their own. A host does this for patched weights; what is written to the
+        Encoded weights are measured anew. A host does this for patched weights; what is written to the
         device is saved when the group leaves it. The caller ended every pass and copy.
         """
         index = self.index_of(name)
@@ -383,10 +407,9 @@ class WeightGroup:
         slab = self.resting_slab
         assert slab is not None
         with torch.no_grad():
-            if slot.scale is not None:
-                slot.scale = find_scale(weight, name=name)
-                weight = quantize_fp8(weight, slot.scale)
-            copy_leaves(self.leaf_views(slab)[index], weight)
+            if index in self.encoded:
+                slot.form = self.encoded[index].measure(weight, name=name)
+            store_weight(slot, self.leaf_views(slab)[index], weight)
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
@@ -394,17 +417,16 @@ class WeightGroup:
         index = self.index_of(name)
         slot, leaves = self.slots[index], self.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
-            if slot.scale is None:
-                return assemble(iter([leaf.to(device, copy=True) for leaf in leaves]), slot.wrapper)
-            copy = torch.empty_like(leaves[0], dtype=self.wide_dtypes[name], device=device)
-            upcast_into(copy, leaves[0].to(device), slot.scale)
+            if slot.encoding is None:
+                return slot.form.assemble(iter([leaf.to(device, copy=True) for leaf in leaves]))
+            copy = self.wide_form(slot).allocate(device)
+            slot.encoding.decode_into(copy, [leaf.to(device) for leaf in leaves])
             return copy
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
         for slot in self.slots:
             slot.spec = replace(slot.spec, name=names.get(slot.spec.name, slot.spec.name))
-        self.cast_names = frozenset(names.get(name, name) for name in self.cast_names)
         self.wide_dtypes = {names.get(name, name): dtype for name, dtype in self.wide_dtypes.items()}
         self.on_meta = {names.get(name, name): held for name, held in self.on_meta.items()}
         self.originals = {names.get(name, name): held for name, held in self.originals.items()}
@@ -413,7 +435,7 @@ class WeightGroup:
 
     def keeps_apart(self, slot: ParameterSlot) -> bool:
         """Whether a weight rests in another form, or at another place, than the one in which it computes."""
-        return slot.scale is not None or slot.spec.name in self.names_in_file
+        return slot.encoding is not None or slot.spec.name in self.names_in_file
 
     @property
     def names_in_file(self) -> frozenset[str]:
@@ -422,7 +444,7 @@ class WeightGroup:
         return frozenset(name for name in names if name is not None)
 
     def unpack(self, on_meta: Collection[str] = ()) -> None:
-        """Give the module ordinary tensors again and drop the slab; eight-bit weights come back widened.
+        """Give the module ordinary tensors again and drop the slab; encoded weights come back decoded.
 
         Weights that rest in their file are read from it, in one go.
 
@@ -460,15 +482,15 @@ class WeightGroup:
         self.forget_views()
         self.move_kept_to_host(source)
         self.forget_resting()
-        for slot in self.slots:  # only now: interrupted before, all of it is done again
-            slot.scale = None
+        for index in self.encoded:  # only now: interrupted before, all of it is done again
+            self.slots[index].form = AS_STORED
 
     def own_leaves(self, slot: ParameterSlot) -> list[torch.Tensor]:
         """Return what makes a weight in memory of its own: where it lies, if that can be, else a copy."""
         assert isinstance(self.store, HostStore)
         index = next(index for index, own in enumerate(self.slots) if own is slot)
         first = sum(self.num_leaves[:index])
-        if slot.scale is None:
+        if slot.encoding is None:
             leaves = [self.store.own_leaf(self.layout, first + number) for number in range(self.num_leaves[index])]
             if all(leaf is not None for leaf in leaves):
                 return [leaf for leaf in leaves if leaf is not None]
@@ -497,8 +519,8 @@ class WeightGroup:
                     homes[id(slot)] = form.detach().to("cpu", copy=True)
             return homes[id(slot)]
 
-        for bits in list(self.shown):
-            bits.end(find_home(bits.slot, bits.leaf))
+        for encoded in list(self.shown):
+            encoded.end(find_home(encoded.slot, encoded.leaves[0]))
         kept = [(slot, tensor) for slot, known in self.given if (tensor := known()) is not None]
         for bring in list(self.readers_on_use):
             if bring.home is None:
@@ -512,13 +534,14 @@ class WeightGroup:
         """Drop the weight stores, and let the module hold shapes without memory: it is no longer used. Reads
         nothing."""
         for slot in self.slots:
-            slot.wrapper = None
+            slot.form = AS_STORED
             unwatch(slot.held)
             repoint(slot, [torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")])
         self.forget_resting()
 
     def forget_resting(self) -> None:
-        self.resting, self.store, self.placed, self.view_cache, self.originals = [], None, [], {}, {}
+        self.resting, self.store, self.placed, self.originals = [], None, [], {}
+        self.forget_views()
         self.known, self.places, self.opened, self.aliases = (None, ([], [])), [], [], []
 
     # -- the copy on a device
@@ -549,6 +572,7 @@ class WeightGroup:
         self.put(self.resting, BlockState.HOST)
         given = [(slot, weakref.ref(view)) for slot, view in zip(self.slots, self.copy.views, strict=True)]
         self.copy = None
+        self.forget_views()
         self.given = [(slot, known) for slot, known in (*self.given, *given) if known() is not None]
         return self.slab_bytes
 
@@ -587,22 +611,15 @@ class WeightGroup:
     # -- what the module holds
 
     def compute_from(self, slab: torch.Tensor, scratch: torch.Tensor | None) -> None:
-        """Give the module its weights in a slab on the device; widens cast weights into the scratch there."""
+        """Give the module its weights in a slab on the device; decodes encoded weights into the scratch there."""
         is_resident = self.copy is not None and slab is self.copy.slab
-        views = self.copy.views if self.copy is not None and is_resident else self.cached_views(slab, self.layout)
-        if self.cast_names:
+        if self.encoded:
             assert scratch is not None
-            wide = iter(self.cached_views(scratch, self.wide_layout))
-            usable = []
-            for slot, view in zip(self.slots, views, strict=True):
-                if slot.scale is not None:
-                    target = next(wide)
-                    upcast_into(target, stored_leaf(view), slot.scale)
-                    view = target
-                usable.append(view)
-            views = usable
+            views = self.decoded(slab, scratch)
+        else:
+            views = self.copy.views if self.copy is not None and is_resident else self.cached_views(slab)
         self.put(views, BlockState.COMPUTING)
-        if self.cast_names and scratch is not None:
+        if self.encoded and scratch is not None:
             self.origin = slab, slab._version, scratch, scratch._version
         elif not is_resident:
             self.origin = slab, slab._version, None, 0
@@ -640,24 +657,56 @@ class WeightGroup:
     def forget_views(self) -> None:
         """Drop the cached views into staging memory and scratch: they would keep freed slabs alive."""
         self.view_cache.clear()
+        self.decodings.clear()
 
-    def cached_views(self, slab: torch.Tensor, layout: SlabLayout) -> list[torch.Tensor]:
+    def cached_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the module holds to compute from a slab without encoded weights, the same objects every time."""
         # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
-        if id(slab) not in self.view_cache:
-            views = self.held_views(slab, wide=layout is self.wide_layout)
-            self.view_cache[id(slab)] = [note_data(view, self.looked) for view in views] if self.notes_data else views
-        return self.view_cache[id(slab)]
+        if (id(slab),) not in self.view_cache:
+            self.view_cache[(id(slab),)] = self.noted(self.resting_views(slab))
+        return self.view_cache[(id(slab),)]
+
+    def decoded(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """Decode the encoded weights of a slab into the scratch; returns what the module then computes from."""
+        key = id(slab), id(scratch)
+        if key not in self.view_cache:
+            self.view_cache[key] = self.computing_views(slab, scratch)
+            self.decodings[key] = self.find_decodings(slab, scratch)
+        for kind, slots, wide, leaves in self.decodings[key]:
+            kind.decode_all([slot.form for slot in slots], wide, leaves)  # type: ignore[misc]
+        return self.view_cache[key]
+
+    def find_decodings(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[Decoding]:
+        targets, leaves = self.wide_layout.views(scratch), self.leaf_views(slab)
+        decodings: dict[type[EncodedForm], Decoding] = {}
+        for (index, kind), target in zip(self.encoded.items(), targets, strict=True):
+            _, slots, wide, stored = decodings.setdefault(kind, (kind, [], [], []))
+            slots.append(self.slots[index])
+            wide.append(target)
+            stored.append(leaves[index])
+        return list(decodings.values())
+
+    def computing_views(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the module holds to compute: encoded weights in the scratch, of the others what is in the
+        slab."""
+        wide = dict(zip(self.encoded, self.wide_layout.views(scratch), strict=True))
+        resident = self.copy.views if self.copy is not None and slab is self.copy.slab else None
+        views = []
+        for index, leaves in enumerate(self.leaf_views(slab)):
+            if resident is not None and index not in wide:
+                views.append(resident[index])
+            else:
+                own = iter([wide[index]] if index in wide else leaves)
+                views += self.noted([as_held(own, self.slots[index])])
+        return views
+
+    def noted(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [note_data(view, self.looked) for view in views] if self.notes_data else views
 
     def resting_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return what the module holds at rest for what is in a slab."""
-        views = zip(self.slots, self.held_views(slab), strict=True)
-        return [self.show(slot, view.detach()) if self.shows(slot) else view for slot, view in views]
-
-    def held_views(self, slab: torch.Tensor, *, wide: bool = False) -> list[torch.Tensor]:
-        layout = self.wide_layout if wide else self.layout
-        slots = [slot for slot in self.slots if not wide or slot.spec.name in self.cast_names]
-        leaves = iter(layout.views(slab))
-        return [as_held(leaves, slot) for slot in slots]
+        views = zip(self.slots, self.leaf_views(slab), strict=True)
+        return [self.show(slot, own) if self.shows(slot) else as_held(iter(own), slot) for slot, own in views]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
         for index, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):

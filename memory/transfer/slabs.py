@@ -34,6 +34,10 @@ class Form:
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
+    def allocate(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return a tensor of this form, its contents undefined."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
     def bytes_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a tensor in the order of this form; copies it if it has other strides."""
         if tensor.stride() != self.strides:

@@ -33,7 +33,6 @@ from ..runtime.managed_component import ManagedComponent
 from ..runtime.parameter_slots import ParameterSlot, as_held
 from ..runtime.weight_group import WeightGroup
 from ..runtime.weight_store import FileStore
-from ..weights.fp8 import quantize_fp8
 from ..weights.quantized import leaves_of
 from .comparison import same_bits
 from .recording import remove_hooks_of
@@ -223,8 +222,8 @@ class Reference:
         leaves = leaves_of(slot.held) if slot.is_buffer else read_master(group, index)
         with torch.inference_mode(False), torch.no_grad():
             here = [leaf.detach().to(target, copy=True) for leaf in leaves]
-            if slot.scale is not None:
-                here = [here[0].to(group.wide_dtypes[slot.spec.name]) * slot.scale]
+            if slot.encoding is not None:
+                here = [slot.encoding.decode(here, group.wide_dtypes[slot.spec.name])]
         return as_held(iter(here), slot)
 
     def take_away(self, number: int) -> None:
@@ -335,7 +334,7 @@ def read_master(group: WeightGroup, index: int) -> list[torch.Tensor]:
 
 def wide_bytes(group: WeightGroup, slot: ParameterSlot) -> int:
     """Return the bytes of a weight in the form in which it computes."""
-    if slot.scale is not None:
+    if slot.encoding is not None:
         return slot.spec.num_elements * group.wide_dtypes[slot.spec.name].itemsize
     return slot.spec.weight_bytes
 
@@ -364,11 +363,9 @@ def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
             with torch.inference_mode(False):
                 stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[slot.spec.name])
             source.read_into([(slot.spec.name, stored)], drop_pages=True)
-            if slot.scale is not None:
-                stored = quantize_fp8(stored, slot.scale)
-            (own,) = read_master(group, index)
             with torch.no_grad(), torch.inference_mode(False):
-                if not same_bits(own.detach().cpu(), stored):
+                pairs = zip(read_master(group, index), slot.form.encode(stored), strict=True)
+                if not all(same_bits(own.detach().cpu(), read) for own, read in pairs):
                     changed.append((group.name, slot.spec.name))
     return changed
 

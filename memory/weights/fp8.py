@@ -8,17 +8,51 @@ stays; the wide copy is scratch that the next block overwrites, so nothing is ev
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..errors import InvalidInput
+from .form_numbers import SCALED_FP8
+from .storage_form import EncodedForm
 
-__all__ = ["find_scale", "quantize_fp8", "upcast_into"]
+__all__ = ["ScaledFp8", "find_scale", "quantize_fp8", "upcast_into"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 # The inverse of a smaller scale overflows float32: weights that small become zeros rather than NaN.
 LEAST_SCALE = 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFp8(EncodedForm):
+    """A weight as float8_e4m3fn, times a power of two that every copy of it shares."""
+
+    name = SCALED_FP8.name
+    scale: float
+
+    @property
+    def factor(self) -> float:
+        return self.scale
+
+    @classmethod
+    def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(weight, dtype=FP8, device="meta")]
+
+    @classmethod
+    def measure(cls, weight: torch.Tensor, *, name: str) -> ScaledFp8:
+        return cls(find_scale(weight, name=name))
+
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        return [quantize_fp8(weight, self.scale)]
+
+    def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        with torch.no_grad():
+            return leaves[0].to(dtype) * self.scale
+
+    def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+        upcast_into(wide, leaves[0], self.scale)
 
 
 @torch.no_grad()

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Wrapper", "leaves_of"]
+from .storage_form import AS_STORED, StorageForm
+
+__all__ = ["Wrapper", "form_of", "leaves_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapper:
+class Wrapper(StorageForm):
     """How a quantized weight is put together from its leaves; holds none of them."""
 
     kind: type
@@ -39,11 +41,19 @@ class Wrapper:
         inner = tuple((name, cls.of(getattr(tensor, name))) for name in names)
         return cls(type(tensor), inner, context, tensor.size(), tensor.stride())
 
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        return leaves_of(weight)
+
     def assemble(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return a new weight around the next leaves, in the order of `leaves_of`; copies nothing."""
         inner = {name: nested.assemble(leaves) if nested else next(leaves) for name, nested in self.inner}
         weight: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)  # type: ignore[attr-defined]
         return weight
+
+
+def form_of(tensor: torch.Tensor) -> StorageForm:
+    """Return the form in which a weight came."""
+    return Wrapper.of(tensor) or AS_STORED
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -125,13 +125,13 @@ class Hosted:
     @property
     def cast_names(self) -> set[str]:
         """The keys of weights that rest in eight bits."""
-        return {key for key, weight in self.weights.items() if weight.slot.scale is not None}
+        return {key for key, weight in self.weights.items() if weight.slot.encoding is not None}
 
     @contextmanager
     def widened(self, key: str) -> Iterator[None]:
         """Give core the wide form of a weight that rests in eight bits, to read and write; others as they are."""
         weight = self.weights.get(key)
-        if weight is None or weight.slot.scale is None:
+        if weight is None or weight.slot.encoding is None:
             yield
         else:
             with weight.held_on(weight.slot.held.device):

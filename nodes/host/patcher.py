@@ -26,7 +26,6 @@ from comfy.patcher_extension import CallbacksMP
 
 from ...memory import default_manager
 from ...memory.manager.member import Member
-from ...memory.weights.fp8 import FP8
 from .guides import check_inputs
 from .hosted import Hosted, Request, is_cpu, name_of
 
@@ -201,8 +200,8 @@ class HighwaterPatcher(ModelPatcher):
         found: dict[str, Any] = super().get_key_patches(filter_prefix)
         for key, weight in self.hosted.weights.items():
             if key in found and key not in self.backup and key not in self.hook_backup:
-                scale = weight.slot.scale
-                convert = found[key][0][1] if scale is None else partial(multiply, scale)
+                factor = weight.slot.encoding.factor if weight.slot.encoding is not None else None
+                convert = found[key][0][1] if factor is None else partial(multiply, factor)
                 found[key][0] = (weight.group.resting[weight.group.index_of(key)], convert)
         return found
 
@@ -241,10 +240,12 @@ class HighwaterPatcher(ModelPatcher):
                     functions = list(self.weight_wrapper_patches.get(f"{name}.{attribute}", []))
                     setattr(module, f"{attribute}_function", functions)
         for group in self.hosted.groups:
-            for slot in group.slots:
+            for index in group.encoded:
+                slot = group.slots[index]
                 module, attribute = slot.owners[0]
-                if slot.scale is not None and hasattr(module, "weight_function"):
-                    module.weight_function.insert(0, Rescale(module, attribute, slot.scale))
+                factor = slot.encoding.factor if slot.encoding is not None else None
+                if factor is not None and hasattr(module, "weight_function"):
+                    module.weight_function.insert(0, Rescale(module, attribute, factor, group.held_form(index).dtype))
 
     def unmark_modules(self) -> None:
         for module in self.model.modules():
@@ -284,23 +285,25 @@ def loading_bar() -> Iterator[None]:
         end()
 
 
-def multiply(scale: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+def multiply(factor: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
     """A core conversion that widens an eight-bit weight which was cast without its scale."""
-    return weight * scale
+    return weight * factor
 
 
 class Rescale:
     """A core weight function for eight-bit weights at rest: multiplies the scale back in where no block did."""
 
-    def __init__(self, module: torch.nn.Module, attribute: str, scale: float) -> None:
+    def __init__(self, module: torch.nn.Module, attribute: str, factor: float, dtype: torch.dtype) -> None:
         self.module = weakref.ref(module)
         self.attribute = attribute
-        self.scale = scale
+        self.factor = factor
+        self.dtype = dtype
+        """That of the weight at rest."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         module = self.module()
-        at_rest = module is not None and module._parameters[self.attribute].dtype == FP8
-        return weight * self.scale if at_rest else weight
+        at_rest = module is not None and module._parameters[self.attribute].dtype == self.dtype
+        return weight * self.factor if at_rest else weight
 
 
 def arriving() -> list[Member]:

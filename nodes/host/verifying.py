@@ -223,12 +223,13 @@ def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str])
     """Give the twin the eight-bit weights of ours, widened; those that are patched have their patch in them."""
     patched = []
     for key, weight in patcher.hosted.weights.items():
-        if weight.slot.scale is None:
+        encoding = weight.slot.encoding
+        if encoding is None:
             continue
-        (stored,) = read_master(weight.group, weight.group.index_of(key))
+        stored = [leaf.detach() for leaf in read_master(weight.group, weight.group.index_of(key))]
         held = parameter_of(twin.model, key)
         with torch.no_grad(), torch.inference_mode(False):
-            wide = stored.detach().to(weight.group.wide_dtypes[key]) * weight.slot.scale
+            wide = encoding.decode(stored, weight.group.wide_dtypes[key])
             put_parameter(twin.model, key, wide.to(held.dtype))
         if key in patcher.hosted.patched and twin.patches.pop(key, None) is not None:
             patched.append(key)
@@ -246,7 +247,7 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[st
     odd = {
         key: weight
         for key, weight in patcher.hosted.weights.items()
-        if weight.slot.scale is None and not is_same(weight, parameter_of(twin.model, key))
+        if weight.slot.encoding is None and not is_same(weight, parameter_of(twin.model, key))
     }
     again = read_model_again(patcher) if odd else None
     lacking, changed = [], []

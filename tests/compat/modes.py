@@ -131,7 +131,7 @@ def what_did_not_happen(mode: Mode, handle: Managed) -> str:
             return "- (no blocks to stream)"
         if still := [name for name in large if name not in streamed]:
             return f"fails: {still[0]} has more blocks than its budget holds and does not stream"
-    if mode.arguments.get("precision") and not any(plan.cast for _, plan in members.values()):
+    if mode.arguments.get("precision") and not any(plan.forms for _, plan in members.values()):
         return "- (nothing to cast)"
     return ""
 
@@ -140,7 +140,7 @@ def exceeds_budget(component: Component, plan: ComponentPlan, profile: OffloadPr
     """Whether a device's part of a component is larger than what the profile lets the component take there."""
     limits = [item.limit_bytes for item in profile.budgets if item.target == component.name]
     needs = [
-        share.fixed_bytes + sum(block_bytes(component.blocks[number], plan.cast) for number in share.blocks)
+        share.fixed_bytes + sum(block_bytes(component.blocks[number], plan.forms) for number in share.blocks)
         for share in plan.shares
     ]
     return max(needs) > max(limits, default=MIB * MIB)
@@ -159,7 +159,7 @@ def run_managed(recipe: Recipe, mode: Mode) -> tuple[Outputs, str, dict[str, fro
             handle.reprofile(smallest_budgets(handle), **mode.arguments)
         outputs = run(recipe, pipe)
         missing = what_did_not_happen(mode, handle)
-        cast = {member.name: member.managed.plan.cast for member in handle.members}
+        cast = {member.name: member.managed.plan.forms for member in handle.members}
     manager.ledger.check()
     left = [name for name, module in modules_of(pipe).items() for weight in module.parameters() if not weight.is_cpu]
     assert not left, f"weights of {left[0]} are not on the CPU after release()"
@@ -172,7 +172,7 @@ def smallest_budgets(handle: Managed) -> OffloadProfile:
     for member in handle.members:
         component, plan = member.managed.component, member.managed.plan
         least = [
-            least_bytes(component, share.blocks, plan.cast, first=number == 0)
+            least_bytes(component, share.blocks, plan.forms, first=number == 0)
             for number, share in enumerate(plan.shares)
         ]
         largest = max((block.weight_bytes for block in component.blocks), default=0)

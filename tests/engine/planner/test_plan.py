@@ -17,11 +17,12 @@ from highwater.memory.options.budget import BudgetItem
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import OffloadProfile, parse_profile
-from highwater.memory.planner.cast_choice import cast_tensors
+from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.planner.plan import DeviceCapacity, Machine, Plan, plan_components, replan
 from highwater.memory.planner.sizes import all_resident_bytes, block_bytes, least_bytes, wide_bytes
 from highwater.memory.units import MIB, SLAB_ALIGNMENT
 from highwater.memory.weights.component import Block, Component, TensorSpec, component_from_files, group_tensors
+from highwater.memory.weights.form_numbers import Forms
 from highwater.memory.weights.module_component import component_from_module
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
@@ -95,7 +96,7 @@ def test_device_bytes_never_exceed_what_is_available(sizes: list[int], available
     try:
         decided = plan(part, on=machine(first=available), precision=precision)["transformer"]
     except DoesNotFit:
-        cast = plan(part, precision=precision, on=machine(first=1 << 40))["transformer"].cast
+        cast = plan(part, precision=precision, on=machine(first=1 << 40))["transformer"].forms
         least = 1024 + max(block_bytes(block, cast) for block in part.blocks)
         least += max(wide_bytes(block, cast) for block in part.blocks)
         assert least > available
@@ -107,9 +108,9 @@ def test_device_bytes_never_exceed_what_is_available(sizes: list[int], available
     for here in share.places:
         assert here.keys() == set(share.streamed)
         for number, begin in here.items():
-            num_bytes = block_bytes(part.blocks[number], decided.cast)
+            num_bytes = block_bytes(part.blocks[number], decided.forms)
             assert begin >= 0 == begin % SLAB_ALIGNMENT and begin + num_bytes <= share.staging_bytes
-    if all_resident_bytes(part, decided.cast) + share.scratch_bytes <= available:
+    if all_resident_bytes(part, decided.forms) + share.scratch_bytes <= available:
         assert not share.streamed
 
 
@@ -139,7 +140,7 @@ def test_a_split_without_ratios_fits_where_any_cut_does(
     part = component(sizes := sizes[:12])
     assume(len(sizes) >= num_devices)
     precision = data.draw(st.sampled_from(list(Precision)))
-    cast = cast_tensors(part, precision)
+    cast = choose_forms(part, precision)
     drawn = data.draw(st.permutations(range(1, len(sizes))))
     bounds = [0, *sorted(drawn[: num_devices - 1]), len(sizes)]
     limits = [
@@ -339,7 +340,7 @@ def test_pageable_memory_is_chosen_and_said_when_pinning_is_not_allowed() -> Non
     assert any("pageable" in reason for reason in decided.reasons)
 
 
-def pinned_bytes_by_name(part: Component, cast: frozenset[str]) -> dict[str, int]:
+def pinned_bytes_by_name(part: Component, cast: Forms) -> dict[str, int]:
     blocks = {block.name: block_bytes(block, cast) for block in part.blocks}
     return blocks | {"": all_resident_bytes(part, cast) - sum(blocks.values())}
 
@@ -348,7 +349,7 @@ def pinned_bytes_by_name(part: Component, cast: frozenset[str]) -> dict[str, int
 def test_streamed_blocks_are_page_locked_first_within_the_limit(sizes: list[int], locked: float, room: float) -> None:
     part, limit = component(sizes), int(locked * sum(sizes))
     decided = plan(part, on=machine(first=int(2048 + max(sizes) + room * sum(sizes)), pinned=limit))["transformer"]
-    groups = pinned_bytes_by_name(part, decided.cast)
+    groups = pinned_bytes_by_name(part, decided.forms)
     assert decided.pinned_bytes == sum(groups[name] for name in decided.pinned) <= limit
     assert decided.host_bytes == sum(groups.values())
     assert decided.tier == ("pinned" if decided.pinned else "host")

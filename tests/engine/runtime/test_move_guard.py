@@ -47,7 +47,7 @@ def masters_are_in_their_slabs(managed) -> bool:
         group.host_slab.data_ptr() <= leaves_of(slot.held)[0].data_ptr() < group.host_slab.data_ptr() + group.slab_bytes
         for group in groups
         for slot in group.slots
-        if slot.wrapper is None
+        if not slot.is_quantized
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, prune
 
 from highwater.memory import DoesNotFit, InvalidInput, manage
 from highwater.memory.options.precision import Precision
-from highwater.memory.planner.cast_choice import cast_tensors
+from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8
 from highwater.memory.weights.module_component import component_from_module
 
@@ -204,7 +204,7 @@ def build_net(name: str) -> nn.Module:
 
 
 def round_to_eight_bits(net: nn.Module) -> None:
-    for name in cast_tensors(component_from_module(net, name="model"), Precision.FP8_SCALED):
+    for name in choose_forms(component_from_module(net, name="model"), Precision.FP8_SCALED):
         weight = net.get_parameter(name)
         scale = find_scale(weight, name=name)
         weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.options.precision import Precision
-from highwater.memory.planner.cast_choice import cast_tensors
+from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8
 from highwater.memory.weights.module_component import component_from_module
 
@@ -95,7 +95,7 @@ def build(way: str) -> Net:
         torch.manual_seed(0)
         net = Net().eval().requires_grad_(False)
     if way.startswith("eight bits"):
-        for name in cast_tensors(component_from_module(net, name="model"), Precision.FP8_SCALED):
+        for name in choose_forms(component_from_module(net, name="model"), Precision.FP8_SCALED):
             weight = net.get_parameter(name)
             scale = find_scale(weight, name=name)
             weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)

@@ -254,7 +254,7 @@ class Pair:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.managed = manage(self.own, manager=manager, **choices)
-        self.cast = {member.name: member.managed.plan.cast for member in self.managed.members}
+        self.cast = {member.name: member.managed.plan.forms for member in self.managed.members}
         self.streams = "streamed" in mode
         to_eight_bits(self.other, self.cast)
         for part in parts_of(self.other).values():

@@ -69,7 +69,7 @@ def least_of(member) -> int:
     managed_component = member.managed
     plan = managed_component.plan
     return sum(
-        least_bytes(managed_component.component, share.blocks, plan.cast, first=not index)
+        least_bytes(managed_component.component, share.blocks, plan.forms, first=not index)
         for index, share in enumerate(plan.shares)
     )
 

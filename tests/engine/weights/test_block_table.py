@@ -23,7 +23,7 @@ from highwater.benchmarks.block_table import (
     transformers_models,
 )
 from highwater.memory.options.precision import Precision
-from highwater.memory.planner.cast_choice import cast_tensors
+from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.weights.module_component import component_from_module
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -74,7 +74,7 @@ def test_a_row_is_what_is_found(models, model: str) -> None:
     module = models[model]()
     component = component_from_module(module, name="model")
     assert row_of(model, component).markdown() in (ROWS["diffusers"] | ROWS["transformers"]).values()
-    for name in cast_tensors(component, Precision.FP8_SCALED):
+    for name in choose_forms(component, Precision.FP8_SCALED):
         assert not evict_last(module, name), f"{name} is cast against its class"
 
 

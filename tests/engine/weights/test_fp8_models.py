@@ -16,7 +16,8 @@ from torch.nn.functional import cosine_similarity
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.planner.cast_choice import explain_wide
+from highwater.memory.options.precision import Precision
+from highwater.memory.planner.form_choice import explain_wide
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -147,8 +148,8 @@ def test_a_model_in_eight_bits_is_close_to_as_stored(name: str, dtype: torch.dty
     wants = call(model)
     with manage(model, placement="cpu", precision="fp8 scaled", manager=MemoryManager()) as managed:
         plan, component = managed.plan.components[0], managed.members[0].managed.component
-        assert plan.cast, "nothing was cast"
-        kept = explain_wide(component)
+        assert plan.forms, "nothing was cast"
+        kept = explain_wide(component, Precision.FP8_SCALED)
         assert (kept in plan.reasons) if kept else not any("stay as stored" in line for line in plan.reasons)
         for got, want in zip(call(model), wants, strict=True):
             assert torch.isfinite(got).all()

@@ -80,7 +80,7 @@ def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
     """Return what does to unmanaged weights what resting in eight bits does."""
     from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
 
-    cast = {member.name: member.managed.plan.cast for member in managed.members}
+    cast = {member.name: member.managed.plan.forms for member in managed.members}
 
     def apply(net: Any, guide: Any) -> None:
         for name, module in {"transformer": net, "controlnet": guide}.items():

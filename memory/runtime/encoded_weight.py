@@ -1,12 +1,12 @@
-"""What a module holds at rest for a weight in eight bits: a tensor that is wide when it is read or written.
+"""What a module holds at rest for an encoded weight: a tensor that is wide when it is read or written.
 
-[Note: eight bits at rest] Others compute with weights that rest: peft adds a LoRA to them, gives its own layers their
+[Note: encoded at rest] Others compute with weights that rest: peft adds a LoRA to them, gives its own layers their
 dtype, and takes sums apart again. With float8 values without their scale all of that would fail, or be wrong without a
-word. So the tensor at rest has the dtype in which the weight computes, each operation on it widens it first, and what
-is written to it is brought into eight bits again, with a scale of its own. Reading costs the wide copy, writing three
-of them; whatever is written loses what eight bits lose. While the block computes the module holds plain tensors.
+word. So the tensor at rest has the dtype in which the weight computes, each operation on it decodes it first, and what
+is written to it is encoded again, measured anew. Reading costs the wide copy, writing three of them; whatever is
+written loses what its form loses. While the block computes the module holds plain tensors.
 
-A view cannot share memory with eight bits. It is one of a wide copy, the window, which is compared and taken over
+A view cannot share memory with encoded leaves. It is one of a wide copy, the window, which is compared and taken over
 before the weight is used the next time. What is written to the whole goes to a window, too, until another weight is
 written to: what follows in one go, such as the sums of two LoRAs, is rounded once.
 """
@@ -14,6 +14,7 @@ written to: what follows in one go, such as the sums of two LoRAs, is rounded on
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,33 +24,38 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidInput
-from ..weights.fp8 import find_scale, quantize_fp8, upcast_into
+from ..transfer.slabs import Form
 from .deep_copies import Copied
 from .parameter_slots import ParameterSlot
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
 from .watched_data import LEFT_ALONE, answer_device, device_in_backward, device_of
 
-__all__ = ["EightBitWeight", "EightBits", "stored_leaf"]
+__all__ = ["EncodedLeaves", "EncodedWeight"]
 
 DATA: Any = torch.Tensor.data  # the descriptor
+LEAF = "leaf"
+"""The names of its leaves begin so for the flatten protocol of torch."""
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class EightBits:
-    """The eight-bit values of one weight where they rest, for all tensors that show them.
+class EncodedLeaves:
+    """The leaves of one encoded weight where they rest, for all tensors that show them.
 
     Args:
-        leaf: float8_e4m3fn, in the group's slab.
+        leaves: in the group's slab.
+        wide: what the weight is when it computes.
         opened: takes this when a window is opened, for `settle` to be called.
     """
 
-    written: weakref.ref[EightBits] | None = None
+    written: weakref.ref[EncodedLeaves] | None = None
     """The one that was written to last, of all."""
 
-    def __init__(self, leaf: torch.Tensor, slot: ParameterSlot, dtype: torch.dtype, opened: list[EightBits]) -> None:
-        self.leaf = leaf
+    def __init__(
+        self, leaves: Sequence[torch.Tensor], slot: ParameterSlot, wide: Form, opened: list[EncodedLeaves]
+    ) -> None:
+        self.leaves = list(leaves)
         self.slot = slot
-        self.dtype = dtype
+        self.wide = wide
         self.opened = opened
         self.window: torch.Tensor | None = None
         self.has_views = False
@@ -60,17 +66,18 @@ class EightBits:
         """Whether it shows a plain tensor now."""
 
     def end(self, plain: torch.Tensor) -> None:
-        """Show this plain tensor from now on: the weight leaves its eight bits."""
-        self.window = self.leaf = plain.detach()
+        """Show this plain tensor from now on: the weight is encoded no more."""
+        self.window = plain.detach()
+        self.leaves = [self.window]
         self.opened, self.has_ended = [], True
 
     def widened(self, device: torch.device | None = None) -> torch.Tensor:
         """Return a wide copy, where the values are or on another device."""
-        assert self.slot.scale is not None
+        assert self.slot.encoding is not None
         with torch.no_grad():
-            leaf = self.leaf if device is None else self.leaf.to(device)
-            wide = torch.empty_like(leaf, dtype=self.dtype)
-            upcast_into(wide, leaf, self.slot.scale)
+            leaves = self.leaves if device is None else [leaf.to(device) for leaf in self.leaves]
+            wide = self.wide.allocate(leaves[0].device)
+            self.slot.encoding.decode_into(wide, leaves)
         return wide
 
     def current(self) -> torch.Tensor:
@@ -86,20 +93,22 @@ class EightBits:
 
     def note_write(self) -> None:
         """The window was written to: take over what was written to another one before, if it has no views."""
-        before = EightBits.written() if EightBits.written is not None else None
-        EightBits.written = weakref.ref(self)
+        before = EncodedLeaves.written() if EncodedLeaves.written is not None else None
+        EncodedLeaves.written = weakref.ref(self)
         if before is not None and before is not self and not before.has_views:
             before.settle()
 
     def store(self, weight: torch.Tensor) -> None:
-        """Bring a wide weight into eight bits. Raises `InvalidInput` for NaN and infinity; nothing has changed then."""
+        """Encode a wide weight. Raises `InvalidInput` for NaN and infinity; nothing has changed then."""
+        assert self.slot.encoding is not None
         with torch.no_grad():
-            scale = find_scale(weight, name=self.slot.spec.name)
-            before = self.leaf._version
-            self.leaf.copy_(quantize_fp8(weight, scale))
-            if self.leaf._version == before:  # below the layer of torch that counts writes
-                increment_version(self.leaf)
-        self.slot.scale = scale
+            form = self.slot.encoding.measure(weight, name=self.slot.spec.name)
+            before = self.leaves[0]._version
+            for leaf, encoded in zip(self.leaves, form.encode(weight), strict=True):
+                leaf.copy_(encoded)
+            if self.leaves[0]._version == before:  # below the layer of torch that counts writes
+                increment_version(self.leaves[0])
+        self.slot.form = form
 
     def settle(self) -> None:
         """Take over what was written to the window. Raises as `store`."""
@@ -110,21 +119,21 @@ class EightBits:
             self.store(window)
 
 
-class EightBitWeight(RestingWeight, torch.Tensor):
-    """A weight that rests in eight bits, shown in the form in which it computes ([Note: eight bits at rest])."""
+class EncodedWeight(RestingWeight, torch.Tensor):
+    """A weight that rests encoded, shown in the form in which it computes ([Note: encoded at rest])."""
 
-    bits: EightBits
+    encoded: EncodedLeaves
     rests_narrower = True
     """Tells `component.leaf_bytes` to describe it as the plain weight that it represents."""
 
     @staticmethod
-    def __new__(cls, bits: EightBits) -> EightBitWeight:
-        leaf = bits.leaf
+    def __new__(cls, encoded: EncodedLeaves) -> EncodedWeight:
+        wide, device = encoded.wide, encoded.leaves[0].device
         with torch.inference_mode(False):
-            weight: EightBitWeight = torch.Tensor._make_wrapper_subclass(
-                cls, leaf.shape, strides=leaf.stride(), dtype=bits.dtype, device=leaf.device, requires_grad=False
+            weight: EncodedWeight = torch.Tensor._make_wrapper_subclass(
+                cls, wide.shape, strides=wide.strides, dtype=wide.dtype, device=device, requires_grad=False
             )
-        weight.bits = bits
+        weight.encoded = encoded
         return weight
 
     @classmethod
@@ -133,7 +142,7 @@ class EightBitWeight(RestingWeight, torch.Tensor):
             given = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
             if given is not None:
                 return function(*given[0], **given[1])
-        others = [kind for kind in types if not issubclass(kind, EightBitWeight)]
+        others = [kind for kind in types if not issubclass(kind, EncodedWeight)]
         if others:  # as if this class had no function of its own
             return others[0].__torch_function__(function, others, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
@@ -144,8 +153,8 @@ class EightBitWeight(RestingWeight, torch.Tensor):
         return device_in_backward(self) or device_of(self)
 
     def copy_on(self, device: torch.device) -> torch.Tensor:
-        bits = self.bits
-        return bits.window.to(device, copy=True) if bits.window is not None else bits.widened(device)
+        encoded = self.encoded
+        return encoded.window.to(device, copy=True) if encoded.window is not None else encoded.widened(device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -153,44 +162,45 @@ class EightBitWeight(RestingWeight, torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in SAME:
-            return EightBitWeight(args[0].bits)
+            return EncodedWeight(args[0].encoded)
         returns = func._schema.returns
         is_view = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
-        shown: dict[int, tuple[EightBitWeight, torch.Tensor]] = {}
+        shown: dict[int, tuple[EncodedWeight, torch.Tensor]] = {}
 
-        def show(weight: EightBitWeight) -> torch.Tensor:
-            bits = weight.bits
-            if id(bits) not in shown:
+        def show(weight: EncodedWeight) -> torch.Tensor:
+            encoded = weight.encoded
+            if id(encoded) not in shown:
                 opens = is_view or func._schema.is_mutable
-                wide = bits.open_window(for_views=is_view) if opens else bits.current()
-                shown[id(bits)] = weight, wide
-            return shown[id(bits)][1]
+                wide = encoded.open_window(for_views=is_view) if opens else encoded.current()
+                shown[id(encoded)] = weight, wide
+            return shown[id(encoded)][1]
 
         def conceal(result: torch.Tensor) -> torch.Tensor:
             return next((weight for weight, wide in shown.values() if wide is result), result)
 
-        wide_args, wide_kwargs = tree_map_only(EightBitWeight, show, (args, kwargs))
+        wide_args, wide_kwargs = tree_map_only(EncodedWeight, show, (args, kwargs))
         with torch.inference_mode(False) if is_view else nullcontext():
             output = func(*wide_args, **wide_kwargs)
         if func._schema.is_mutable:
             for weight in written_weights(func._schema, args, kwargs):
-                weight.bits.note_write()
+                weight.encoded.note_write()
         return output if is_view else tree_map_only(torch.Tensor, conceal, output)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["leaf"], None
+        return [f"{LEAF}{number}" for number in range(len(self.encoded.leaves))], None
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> torch.Tensor:
-        return inner["leaf"]
+        return inner[f"{LEAF}0"]
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name.startswith(LEAF):
+            return self.encoded.leaves[int(name.removeprefix(LEAF))]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.bits.leaf.device if self.bits.has_ended else answer_device(self)
-
-    @property
-    def leaf(self) -> torch.Tensor:
-        return self.bits.leaf
+        return self.encoded.leaves[0].device if self.encoded.has_ended else answer_device(self)
 
     @property
     def data(self) -> torch.Tensor:
@@ -198,36 +208,36 @@ class EightBitWeight(RestingWeight, torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, EightBitWeight) and value.bits is self.bits:
+        if isinstance(value, EncodedWeight) and value.encoded is self.encoded:
             return  # what was written to it is there already
         if value.shape != self.shape:
-            name, has = self.bits.slot.spec.name, list(self.shape)
+            name, has = self.encoded.slot.spec.name, list(self.shape)
             raise InvalidInput(f"weight {name!r} has the shape {has}; allowed: that one, not {list(value.shape)}")
-        if value.dtype is not self.dtype and not self.bits.has_ended:
-            self.bits.asked_dtype = value.dtype
-            self.bits.opened.append(self.bits)
+        if value.dtype is not self.dtype and not self.encoded.has_ended:
+            self.encoded.asked_dtype = value.dtype
+            self.encoded.opened.append(self.encoded)
         with torch.no_grad():
-            given = value.detach().to(self.leaf.device, self.dtype)
-            if not torch.equal(given, self.bits.current()):  # else it was moved
+            given = value.detach().to(self.encoded.leaves[0].device, self.dtype)
+            if not torch.equal(given, self.encoded.current()):  # else it was moved
                 self.copy_(given)
 
     def plain(self) -> torch.Tensor:
         """Return a wide copy of torch's own class."""
-        wide = self.bits.current().clone()
+        wide = self.encoded.current().clone()
         return nn.Parameter(wide, requires_grad=False) if isinstance(self, nn.Parameter) else wide
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        bits, shared = self.bits, Copied.of(memo)
+        encoded, shared = self.encoded, Copied.of(memo)
         if isinstance(self, nn.Parameter):
             copied = self.plain()
-        elif bits.window is not None:  # views of it are copied with it
-            shared.kept.append(shown := bits.window.detach())
+        elif encoded.window is not None:  # views of it are copied with it
+            shared.kept.append(shown := encoded.window.detach())
             copied = shown.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         else:
-            shared.kept.append(bits)
-            copied = shared.found.setdefault(("bits", id(bits)), self.plain()).detach()
+            shared.kept.append(encoded)
+            copied = shared.found.setdefault(("encoded", id(encoded)), self.plain()).detach()
         memo[id(self)] = copied
         return copied
 
@@ -238,18 +248,13 @@ class EightBitWeight(RestingWeight, torch.Tensor):
         return repr(self.plain())
 
 
-def written_weights(schema: Any, args: Any, kwargs: Any) -> list[EightBitWeight]:
+def written_weights(schema: Any, args: Any, kwargs: Any) -> list[EncodedWeight]:
     """Return the weights that an operation writes to."""
     found = []
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, EightBitWeight):
+                if isinstance(each, EncodedWeight):
                     found.append(each)
     return found
-
-
-def stored_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the eight-bit values of a weight that rests in them; any other tensor itself."""
-    return tensor.bits.leaf if isinstance(tensor, EightBitWeight) else tensor

@@ -1,0 +1,78 @@
+"""Which weights rest in an encoded form, and what keeps the others as they came."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from ..options.precision import Precision
+from ..units import format_bytes
+from ..weights.component import Component, TensorSpec
+from ..weights.form_numbers import AS_THEY_CAME, NUMBERS, FormNumbers, Forms
+
+__all__ = ["choose_forms", "explain_wide"]
+
+# Less than this share of what could be encoded is not worth a line of the plan.
+WORTH_A_LINE = 0.001
+# Layers that place tokens: an error there moves the whole picture.
+SKIPPED_NAMES = re.compile(r"pos_?emb|position_embed|patch_embed|rope|relative_attention_bias")
+
+
+def choose_forms(component: Component, precision: Precision) -> Forms:
+    """Return the weights that rest in an encoded form.
+
+    The rest of a component never does: its embedders, norms and output layers are few bytes and cost the most quality.
+    Norm weights and biases inside blocks are vectors and stay too, and so does what `why_wide` says.
+    """
+    numbers = NUMBERS.get(precision)
+    if numbers is None:
+        return AS_THEY_CAME
+    usual = usual_dtype(component, numbers)
+    return {
+        tensor.name: numbers
+        for block in component.blocks
+        for tensor in block.tensors
+        if numbers.takes(tensor) and not why_wide(tensor, usual)
+    }
+
+
+def usual_dtype(component: Component, numbers: FormNumbers) -> str:
+    """Return the dtype of most of the weights that can be encoded; empty if there are none."""
+    counts: Counter[str] = Counter()
+    for block in component.blocks:
+        for tensor in block.tensors:
+            if numbers.takes(tensor):
+                counts[tensor.dtype] += tensor.num_elements
+    return max(counts, key=lambda dtype: counts[dtype], default="")
+
+
+def why_wide(tensor: TensorSpec, usual: str) -> str:
+    """Return what keeps a weight of a block as it came; empty for one that is encoded.
+
+    ComfyUI declares no names: a class builds what needs it in float32, in a model of 16 bits.
+    """
+    if tensor.kept_by:
+        return tensor.kept_by
+    if SKIPPED_NAMES.search(tensor.name):
+        return "positions"
+    if tensor.dtype == "F32" and usual != "F32":
+        return f"stored in F32 beside {usual}"
+    return ""
+
+
+def explain_wide(component: Component, precision: Precision) -> str:
+    """Return how many bytes of the blocks stay as stored though they could be encoded, and why; empty for next to
+    none."""
+    numbers = NUMBERS[precision]
+    usual = usual_dtype(component, numbers)
+    kept: Counter[str] = Counter()
+    total_bytes = 0
+    for block in component.blocks:
+        for tensor in filter(numbers.takes, block.tensors):
+            total_bytes += tensor.weight_bytes
+            if reason := why_wide(tensor, usual):
+                kept[reason] += tensor.weight_bytes
+    if kept.total() < WORTH_A_LINE * total_bytes or not kept:
+        return ""
+    reasons = ", ".join(f"{reason} {format_bytes(num_bytes)}" for reason, num_bytes in kept.most_common())
+    return f"{format_bytes(kept.total())} of the blocks stay as stored: {reasons}"

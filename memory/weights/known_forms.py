@@ -1,0 +1,16 @@
+"""The forms in which weights can be encoded, by their names."""
+
+from __future__ import annotations
+
+from .form_numbers import FormNumbers
+from .fp8 import ScaledFp8
+from .storage_form import EncodedForm
+
+__all__ = ["encoded_form"]
+
+FORMS: dict[str, type[EncodedForm]] = {form.name: form for form in (ScaledFp8,)}
+
+
+def encoded_form(numbers: FormNumbers) -> type[EncodedForm]:
+    """Return what encodes and decodes the form that a plan knows in numbers."""
+    return FORMS[numbers.name]

@@ -1,0 +1,88 @@
+"""How a weight rests, and how what rests becomes what computes.
+
+A weight rests as leaves: plain tensors in the slab of its block. As stored it is its own only leaf, and computes as it
+is. A quantized weight is a wrapper around its leaves (`quantized.Wrapper`). A weight in an encoded form is made of its
+leaves anew, as a wide copy in scratch, each time before it computes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, TypeVar
+
+import torch
+
+__all__ = ["AS_STORED", "EncodedForm", "StorageForm"]
+
+Own = TypeVar("Own", bound="EncodedForm")
+
+
+class StorageForm:
+    """The form of one weight. This one: as stored."""
+
+    __slots__ = ()
+
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """Return the leaves of a weight."""
+        return [weight]
+
+    def assemble(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Return what a module holds for the next leaves; copies nothing."""
+        return next(leaves)
+
+
+AS_STORED = StorageForm()
+
+
+class EncodedForm(StorageForm, ABC):
+    """The form of one weight that is encoded, in another dtype or other tensors than those that compute.
+
+    `FormNumbers` of the same name says what the leaves take. A form without state of its own has one instance for all
+    weights; one with a scale beside the leaves has one per weight, and another when the weight changes.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @property
+    def factor(self) -> float | None:
+        """What the only leaf is to be multiplied by to have the weight; None where it takes more than that."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
+        """Return the leaves of a weight, all without memory: the first has its elements, in its order."""
+
+    @classmethod
+    @abstractmethod
+    def measure(cls: type[Own], weight: torch.Tensor, *, name: str) -> Own:
+        """Return the form for this weight; changes nothing.
+
+        Raises:
+            InvalidInput: the weight holds NaN or infinity.
+        """
+
+    @abstractmethod
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        """Return the leaves of the weight for which the form was measured."""
+
+    @abstractmethod
+    def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight as it computes, by what defines it."""
+
+    @abstractmethod
+    def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+        """Write the weight, to the bit as `decode` gives it, over a tensor on the same device; no allocation."""
+
+    @classmethod
+    def decode_all(
+        cls: type[Own],
+        forms: Sequence[Own],
+        wide: Sequence[torch.Tensor],
+        leaves: Sequence[Sequence[torch.Tensor]],
+    ) -> None:
+        """Do the same for all weights of a block on one device."""
+        for form, target, own in zip(forms, wide, leaves, strict=True):
+            form.decode_into(target, own)
