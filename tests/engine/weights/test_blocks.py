@@ -15,6 +15,7 @@ from highwater.memory.errors import InvalidInput
 from highwater.memory.planner.sizes import explain_rest, least_bytes
 from highwater.memory.units import format_bytes
 from highwater.memory.weights.blocks import find_blocks
+from highwater.memory.weights.form_numbers import AS_THEY_CAME
 from highwater.memory.weights.module_component import component_from_module
 
 MIB = 1 << 20
@@ -292,7 +293,7 @@ def test_a_refusal_names_the_least_of_all_cuts(machine) -> None:
     with machine(4) as manager, pytest.raises(InvalidInput, match="needs at least") as refusal:
         manage(net, profile="0.01MiB", placement="gpu:0", manager=manager)
     whole = component_from_module(net, name="net")
-    least = least_bytes(whole, range(4), frozenset(), first=True)
+    least = least_bytes(whole, range(4), AS_THEY_CAME, first=True)
     assert f"needs at least {format_bytes(least)} " in str(refusal.value)
 
 
