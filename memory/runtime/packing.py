@@ -233,7 +233,7 @@ class Packing:
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
         kept_bytes = sum(group.store.kept_bytes for group in self.groups if isinstance(group.store, FileStore))
         in_place = [group for share in self.shares if share.copies is None for group in share.groups]
-        in_place_bytes = sum(group.slab_bytes for group in in_place if not group.cast_names)
+        in_place_bytes = sum(group.slab_bytes for group in in_place if not group.encoded)
         taken = count_slabs(slabs)
         return {**taken, "host": taken["host"] + kept_bytes + in_place_bytes}
 
