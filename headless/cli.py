@@ -213,14 +213,19 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from .commands.planning import plan_files, plan_workflow
+    from ..nodes.plans import plan_files
+    from .commands.planning import machine_for, plan_workflow
 
     hardware = described(options)
     files = [path for path in options.paths if path.suffix != ".json"]
     plans = {}
     if files:
         plans["files"] = plan_files(
-            files, hardware, profile=options.profile, placement=options.placement, precision=options.precision
+            files,
+            machine_for(hardware),
+            profile=options.profile,
+            placement=options.placement,
+            precision=options.precision,
         )
     for path in options.paths:
         if path.suffix == ".json":
@@ -234,38 +239,36 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_profiles(options: argparse.Namespace) -> int:
-    from ..memory.options.profile import PROFILES
+    from ..nodes.answers import describe_profiles
     from .commands.console import Console
 
-    profiles = [profile.to_json() for profile in PROFILES.values()]
+    answer = describe_profiles()
     if options.json:
-        print(json.dumps({"profiles": profiles}))
+        print(json.dumps(answer))
     else:
-        Console().show_profiles(profiles)
+        Console().show_profiles(answer["profiles"])
     return 0
 
 
 def run_devices(options: argparse.Namespace) -> int:
+    from ..nodes.answers import describe_devices
     from .commands.console import Console
-    from .commands.doctor import HIDING_VARIABLES
 
     simulate(options)
     from ..memory import MemoryManager
 
-    devices = MemoryManager().report()["devices"]
-    hiding = {name: os.environ[name] for name in HIDING_VARIABLES if name in os.environ}
-    for device in devices:
-        device["peers"] = peers_of(device["name"], [other["name"] for other in devices])
+    answer = describe_devices(MemoryManager(), os.environ)
     if options.json:
-        print(json.dumps({"devices": devices, "hidden_by": hiding}))
+        print(json.dumps(answer))
     else:
-        Console().show_devices(devices, hiding)
+        Console().show_devices(answer["devices"], answer["hidden_by"])
     return 0
 
 
 def run_needs(options: argparse.Namespace) -> int:
+    from ..nodes.learned_needs import describe_needs, forget_needs
     from .commands.console import Console
-    from .commands.learned import describe_needs, find_needs_files, forget_needs
+    from .commands.doctor import find_needs_files
 
     paths = find_needs_files(options.file, options.comfyui, os.environ)
     is_named = options.file is not None
@@ -337,16 +340,3 @@ def output_directory(options: argparse.Namespace) -> Path:
     if options.out.exists() and not options.out.is_dir():
         raise InvalidInput(f"{options.out}: is a file; --out expects a folder")
     return Path(options.out)
-
-
-def peers_of(name: str, others: Sequence[str]) -> list[str]:
-    """Return the devices that this one can read without the host; torch tells that of CUDA and ROCm only."""
-    import torch
-
-    from ..memory.transfer.devices import find_device
-
-    device = find_device(name).torch_device
-    if device.type != "cuda":  # the CPU, another backend, or a simulated device beside CUDA
-        return []
-    gpus = {other: find_device(other).torch_device for other in others if other not in ("cpu", name)}
-    return [other for other, gpu in gpus.items() if torch.cuda.can_device_access_peer(device, gpu)]

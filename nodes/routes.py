@@ -1,4 +1,7 @@
-"""What the page asks about memory: the report, and to free what is idle. The same in ComfyUI and in our own server."""
+"""What the page asks about memory: the report, to free what is idle, and the commands that tell something.
+
+The same in ComfyUI and in our own server.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..memory import existing_manager
+from ..memory import default_manager, existing_manager
+from .answers import describe_devices, describe_profiles, examine_host, plan_models, start_environment
 from .boundaries import features
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ def make_routes(
     *,
     is_running: Callable[[], bool],
     host_features: Callable[[], Mapping[str, bool | str]],
+    examine: Callable[[], dict[str, Any]] | None = None,
     find_manager: Callable[[], MemoryManager | None] = existing_manager,
 ) -> list[Route]:
     """Return our addresses with what answers them.
@@ -41,11 +46,28 @@ def make_routes(
     Args:
         is_running: whether the host runs a prompt now.
         host_features: what of the report this host keeps up to date, and why not the rest.
-        find_manager: returns the manager; None: there is none yet, and none is made.
+        examine: says whether the pack is in effect; looks at the ComfyUI that this process is by default.
+        find_manager: returns the manager; None: there is none yet. Only what needs one makes it.
     """
     from aiohttp import web
 
-    from ..memory.errors import InvalidInput
+    from ..memory.errors import DoesNotFit, InvalidInput
+
+    def telling(tell: Callable[[Mapping[str, str]], dict[str, Any]]) -> Callable[..., Awaitable[web.StreamResponse]]:
+        """Return a handler that answers with what a function returns for the words of the address, or why it cannot."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            try:
+                return web.json_response(await asyncio.to_thread(tell, request.query))
+            except (InvalidInput, DoesNotFit) as error:
+                return web.json_response({"error": str(error)}, status=400)
+
+        return answer
+
+    examine = examine or (lambda: examine_host(host_features()))
+
+    def manager() -> MemoryManager:
+        return find_manager() or default_manager()
 
     async def get_report(request: web.Request) -> web.StreamResponse:
         """Return the report; ``?only=nodes,components`` leaves out the rest, which can be long."""
@@ -63,7 +85,29 @@ def make_routes(
         freed = await asyncio.to_thread(free_idle, manager) if manager is not None else {}
         return web.json_response({"freed_bytes": freed})
 
-    return [("GET", "/highwater/report", get_report), ("POST", "/highwater/free", post_free)]
+    return [
+        ("GET", "/highwater/report", get_report),
+        ("POST", "/highwater/free", post_free),
+        ("GET", "/highwater/profiles", telling(lambda _: describe_profiles())),
+        ("GET", "/highwater/devices", telling(lambda _: describe_devices(manager(), start_environment()))),
+        ("GET", "/highwater/plan", telling(lambda words: plan_models(manager(), words.items()))),
+        (
+            "GET",
+            "/highwater/doctor",
+            telling(lambda _: examine()),
+        ),
+        ("GET", "/highwater/needs", telling(lambda _: list_needs())),
+        ("POST", "/highwater/needs/forget", telling(lambda _: list_needs(forgets=True))),
+    ]
+
+
+def list_needs(*, forgets: bool = False) -> dict[str, Any]:
+    """Return what was learned of models' needs, or delete it: what this process has read it knows until it ends."""
+    from ..memory.manager.default import needs_path
+    from .learned_needs import describe_needs, forget_needs
+
+    path = needs_path()
+    return {"files": (forget_needs if forgets else describe_needs)([path] if path is not None else [])}
 
 
 def make_report(

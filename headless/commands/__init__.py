@@ -7,10 +7,9 @@ __all__, __getattr__ = lazy_names(
     {
         "console": ["Console"],
         "demo": ["choose_hardware", "run_demo"],
-        "doctor": ["HIDING_VARIABLES", "examine"],
+        "doctor": ["examine", "find_needs_files"],
         "hardware": ["Hardware", "parse_hardware"],
-        "learned": ["describe_needs", "find_needs_files", "forget_needs"],
-        "planning": ["plan_files", "plan_workflow"],
+        "planning": ["machine_for", "plan_workflow"],
         "session": ["load_workflows", "make_runner", "run_workflow"],
         "tiny": ["ensure_pipelines"],
         "verifying": ["verify_workflow"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -16,6 +17,7 @@ from ...nodes.boundaries import FEATURES
 from ...nodes.routes import make_routes
 from ..comfy_stub.comfy_api import object_info
 from ..comfy_stub.comfy_io import ComfyNode
+from ..commands.doctor import examine
 from ..runner.runner import WorkflowRunner
 from ..runner.workflow import InvalidWorkflow, parse_workflow
 from .page_requests import Route, answer_json, read_count, read_object, texts, weigh_json
@@ -40,6 +42,7 @@ class RunRoutes:
             *make_routes(
                 is_running=self.runner.running.locked,
                 host_features=lambda: dict.fromkeys(FEATURES, True),
+                examine=lambda: examine(None, os.environ),
                 find_manager=lambda: self.runner.manager,
             ),
             ("GET", "/system_stats", self.get_system_stats),

@@ -13,6 +13,6 @@ __all__, __getattr__ = lazy_names(
         "member": ["Member"],
         "report": ["Report", "empty_report", "parts_of"],
         "manager": ["MemoryManager"],
-        "default": ["default_manager", "existing_manager", "keep_out_of_user_cache", "remember_needs_in"],
+        "default": ["default_manager", "existing_manager", "keep_out_of_user_cache", "needs_path", "remember_needs_in"],
     },
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .manager import MemoryManager
 
-__all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "remember_needs_in"]
+__all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "needs_path", "remember_needs_in"]
 
 lock = threading.Lock()
 made: list[MemoryManager] = []
@@ -38,20 +38,29 @@ def keep_out_of_user_cache() -> None:
     remember_links_in(None)
 
 
+def needs_path() -> Path | None:
+    """Return the file of what forwards need; it need not exist. None if it is stored in this process only."""
+    from .needs_file import FILE_NAME, cache_path
+
+    if not needs_folder:
+        return cache_path()
+    folder, _ = needs_folder[0]
+    return None if folder is None else folder / FILE_NAME
+
+
 def default_manager() -> MemoryManager:
     """Return the process-wide manager that every workflow shares; made at first use."""
     with lock:
         if not made:
             from ..transfer.link_speed import remember_links_in
             from .manager import MemoryManager
-            from .needs_file import FILE_NAME, NeedsFile, cache_path
+            from .needs_file import NeedsFile
 
+            host = ""
             if needs_folder:
                 folder, host = needs_folder[0]
-                path = folder and folder / FILE_NAME
-                remember_links_in(folder and folder / "links", keep=True)
-            else:
-                path, host = cache_path(), ""
+                remember_links_in(None if folder is None else folder / "links", keep=True)
+            path = needs_path()
             made.append(MemoryManager(needs_file=NeedsFile(path, host=host) if path is not None else None))
         return made[0]
 

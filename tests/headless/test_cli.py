@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from highwater.headless.cli import main, peers_of
+from highwater.headless.cli import main
 from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import GIB
+from highwater.nodes.answers import peers_of
 
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"
 

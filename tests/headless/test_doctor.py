@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from highwater.headless.cli import main
-from highwater.headless.commands import doctor
-from highwater.headless.commands.doctor import REQUIRED_COMFYUI
+from highwater.headless.commands.doctor import examine, find_comfyui
 from highwater.memory.errors import InvalidInput
+from highwater.nodes import doctor
+from highwater.nodes.doctor import REQUIRED_COMFYUI
 
-PACK = Path(doctor.__file__).parents[2]
+PACK = Path(doctor.__file__).parents[1]
 
 
 @pytest.fixture
@@ -32,12 +33,12 @@ def comfyui(tmp_path: Path) -> Path:
 
 
 def warnings(root: Path) -> dict[str, str]:
-    findings = doctor.examine(root, {})["findings"]
+    findings = examine(root, {})["findings"]
     return {finding["check"]: finding["text"] for finding in findings if finding["is_warning"]}
 
 
 def test_a_good_host_has_every_feature_and_no_warning_of_its_own(comfyui: Path) -> None:
-    answer = doctor.examine(comfyui, {})
+    answer = examine(comfyui, {})
     assert set(answer["features"].values()) == {True}
     assert not warnings(comfyui).keys() & {"ComfyUI", "pack", "other packs", "features"}
     texts = {finding["check"]: finding["text"] for finding in answer["findings"]}
@@ -54,7 +55,7 @@ def test_an_old_host_is_said_to_lack_its_features(comfyui: Path) -> None:
     (comfyui / "comfyui_version.py").write_text('__version__ = "0.8.0"\n')
     (comfyui / "comfy_execution" / "cache_provider.py").unlink()
     assert warnings(comfyui)["ComfyUI"].startswith("0.8.0 at")
-    features = doctor.examine(comfyui, {})["features"]
+    features = examine(comfyui, {})["features"]
     missing = "missing: comfy_execution/cache_provider.py has no register_cache_provider"
     assert [name for name, state in features.items() if state == missing] == [
         "run_boundaries",
@@ -124,9 +125,8 @@ def test_what_hides_devices_is_named() -> None:
     assert "--cuda-device 0 decides which devices are seen" in texts
 
 
-def test_a_device_that_torch_does_not_see_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "count_nvidia", lambda: 99)
-    (warning,) = (finding for finding in doctor.check_devices({}, None) if finding.is_warning)
+def test_a_device_that_torch_does_not_see_is_a_warning() -> None:
+    (warning,) = (finding for finding in doctor.check_devices({}, None, 99) if finding.is_warning)
     assert warning.text.startswith("the driver has 99 NVIDIA devices, torch sees ")
 
 
@@ -136,11 +136,11 @@ def test_no_compiler_is_a_warning() -> None:
 
 
 def test_the_named_folder_comes_before_the_variable(comfyui: Path, tmp_path: Path) -> None:
-    assert doctor.find_comfyui(None, {"COMFYUI_DIR": str(comfyui)}) == comfyui
-    assert doctor.find_comfyui(comfyui, {"COMFYUI_DIR": str(tmp_path)}) == comfyui
+    assert find_comfyui(None, {"COMFYUI_DIR": str(comfyui)}) == comfyui
+    assert find_comfyui(comfyui, {"COMFYUI_DIR": str(tmp_path)}) == comfyui
     for named, environment in ((tmp_path, {}), (None, {"COMFYUI_DIR": str(tmp_path)})):
         with pytest.raises(InvalidInput, match="no ComfyUI is there"):
-            doctor.find_comfyui(named, environment)
+            find_comfyui(named, environment)
 
 
 def test_the_command_prints_text_or_json(comfyui: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +162,7 @@ def test_a_folder_that_is_no_comfyui_is_bad_input(tmp_path: Path, capsys: pytest
 def test_without_comfyui_the_machine_is_still_examined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "find_comfyui", lambda *_: None)
+    monkeypatch.setattr("highwater.headless.commands.doctor.find_comfyui", lambda *_: None)
     assert main(["doctor", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["comfyui"] is None

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +17,14 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from safetensors.torch import save_file
 
+from highwater.headless.cli import main
+from highwater.headless.comfy_stub import folder_paths
 from highwater.memory import default_manager, existing_manager, manage
 from highwater.memory.manager import default
+from highwater.memory.manager.needs import Need
+from highwater.memory.manager.needs_file import NeedsFile
 from highwater.nodes.routes import add_routes
 
 
@@ -83,3 +94,98 @@ def test_nothing_is_freed_while_a_prompt_runs(ask: Callable[..., tuple[int, Any]
         assert manager.ledger.used("gpu:0") == 0
         model(torch.ones(1, 64, device=manager.devices["gpu:0"].torch_device))
         assert manager.ledger.used("gpu:0") == held
+
+
+def test_profiles_devices_and_needs_are_told_as_by_the_command_line(
+    ask: Callable[..., tuple[int, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(default, "needs_folder", [(tmp_path, "")])
+    for command in ("profiles", "devices"):
+        status, answer = ask("GET", f"/highwater/{command}")
+        main([command, "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert status == 200 and answer.keys() == told.keys()
+        if command == "profiles":
+            assert answer == told
+        else:
+            assert [device["name"] for device in answer["devices"]] == [device["name"] for device in told["devices"]]
+    path = str(tmp_path / "needs.sqlite3")
+    assert ask("GET", "/highwater/needs") == (200, {"files": [{"path": path, "needs": []}]})
+    file = NeedsFile(tmp_path / "needs.sqlite3")
+    file.write([(("0" * 32, "1" * 32), (1,), Need(used_s=int(time.time())))])
+    assert len(ask("GET", "/highwater/needs")[1]["files"][0]["needs"]) == 1
+    assert ask("POST", "/highwater/needs/forget") == (200, {"files": [{"path": path, "num_forgotten": 1}]})
+    assert ask("GET", "/highwater/needs")[1]["files"][0]["needs"] == []
+
+
+def test_what_is_learned_in_this_process_only_has_no_file(ask: Callable[..., Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(default, "needs_folder", [(None, "")])
+    assert ask("GET", "/highwater/needs") == (200, {"files": []})
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "models"
+    monkeypatch.setattr(folder_paths, "models_directory", folder)
+    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths)
+    (folder / "vae").mkdir(parents=True)
+    (folder / "diffusion_models").mkdir()
+    layers = {f"layers.{number}.weight": torch.ones(64, 64) for number in range(8)}
+    save_file(layers, folder / "diffusion_models" / "net.safetensors")
+    save_file({"decoder.weight": torch.ones(8, 8)}, folder / "vae" / "ae.safetensors")
+    return folder
+
+
+def test_a_plan_of_the_hosts_files_moves_nothing(ask: Callable[..., Any], models: Path) -> None:
+    files = "file=diffusion_models/net.safetensors&file=vae/ae.safetensors"
+    status, answer = ask("GET", f"/highwater/plan?{files}&profile=4")
+    assert status == 200, answer
+    assert [part["component"] for part in answer["plans"]["files"]["components"]] == ["net", "ae"]
+    assert answer["text"].startswith("net: ")
+    assert not default_manager().members
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "nothing to plan"),
+        ("file=vae/no.safetensors", "'no.safetensors' is not in the folder vae"),
+        ("file=../vae/ae.safetensors", "is not in the folder"),
+        ("file=vae/../../secret.safetensors", "is not in the folder vae"),
+        ("file=ae.safetensors", "allowed: folder/name"),
+        ("file=vae/ae.ckpt", "allowed: folder/name"),
+        ("file=vae/ae.safetensors&profile=9", "9"),
+        ("file=vae/ae.safetensors&placement=gpu:77", "gpu:77"),
+        ("file=vae/ae.safetensors&colour=red", "colour='red'"),
+        ("pipeline=../x", "pipeline"),
+        ("file=vae/ae.safetensors&precision=none", "precision"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_says_why(ask: Callable[..., Any], models: Path, words: str, told: str) -> None:
+    (models.parent / "secret.safetensors").write_bytes((models / "vae" / "ae.safetensors").read_bytes())
+    status, answer = ask("GET", f"/highwater/plan?{words}")
+    assert status == 400 and told in answer["error"] and "\n" not in answer["error"]
+
+
+def test_the_host_is_examined_from_inside(
+    ask: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the flags that it runs with."""
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.33.0"')
+    monkeypatch.setattr(folder_paths, "base_path", str(tmp_path), raising=False)
+    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths)
+    monkeypatch.setattr(sys, "argv", ["main.py", "--cuda-device", "1"])
+    status, answer = ask("GET", "/highwater/doctor")
+    texts = [finding["text"] for finding in answer["findings"]]
+    assert status == 200 and answer["comfyui"] == str(tmp_path)
+    assert f"0.33.0 at {tmp_path}, running with --cuda-device 1" in texts
+    assert "--cuda-device 1 decides which devices are seen" in texts
+    assert answer["features"]["run_boundaries"] == "missing: not inside of ComfyUI"
+
+
+def test_the_variables_are_those_that_the_process_was_started_with() -> None:
+    code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '7'; "
+    code += "from highwater.nodes.answers import start_environment; print(start_environment()['CUDA_VISIBLE_DEVICES'])"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
+    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "0"

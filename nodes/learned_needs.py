@@ -1,28 +1,14 @@
-"""What was learned of models' needs: where it rests, how much it is, and how it is forgotten."""
+"""What was learned of models' needs: how much it is, and how it is forgotten."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...memory.manager.needs_file import FILE_NAME, NeedsFile, cache_path, size_text
-from .doctor import find_comfyui
+from ..memory.manager.needs_file import NeedsFile, size_text
 
-__all__ = ["describe_needs", "find_needs_files", "forget_needs"]
-
-
-def find_needs_files(named: Path | None, comfyui: Path | None, environment: Mapping[str, str]) -> list[Path]:
-    """Return the files that may hold needs: the named one, else the user's and that of ComfyUI in its usual folder.
-
-    Raises:
-        InvalidInput: there is no ComfyUI where the user says.
-    """
-    if named is not None:
-        return [named]
-    host = find_comfyui(comfyui, environment)
-    found = [cache_path(), host / "user" / "__highwater" / FILE_NAME if host is not None else None]
-    return [path for path in found if path is not None]
+__all__ = ["describe_needs", "forget_needs"]
 
 
 def describe_needs(paths: Sequence[Path], *, are_named: bool = False) -> list[dict[str, Any]]:

@@ -1,0 +1,125 @@
+"""What a user asks beside a workflow: profiles, devices, a plan, and whether the pack is in effect.
+
+The command line prints these, the host's server answers with them (`routes.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .doctor import HIDING_VARIABLES, driver_devices, examine_comfyui
+
+if TYPE_CHECKING:
+    from ..memory import MemoryManager
+
+__all__ = ["describe_devices", "describe_profiles", "examine_host", "plan_models", "start_environment"]
+
+# A plan asked for by an address: what it may say beside the models, and what holds without.
+PLAN_WORDS = {"profile": "auto", "placement": "auto", "precision": "by profile"}
+MODEL_SUFFIXES = (".safetensors", ".sft")
+
+
+def describe_profiles() -> dict[str, Any]:
+    """Return the profiles with every value."""
+    from ..memory.options.profile import PROFILES
+
+    return {"profiles": [profile.to_json() for profile in PROFILES.values()]}
+
+
+def describe_devices(manager: MemoryManager, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the devices with total and free bytes, which others each reads without the host, and what hides some."""
+    devices = manager.report()["devices"]
+    for device in devices:
+        device["peers"] = peers_of(device["name"], [other["name"] for other in devices])
+    return {
+        "devices": devices,
+        "hidden_by": {name: environment[name] for name in HIDING_VARIABLES if name in environment},
+    }
+
+
+def peers_of(name: str, others: Sequence[str]) -> list[str]:
+    """Return the devices that this one can read without the host; torch tells that of CUDA and ROCm only."""
+    import torch
+
+    from ..memory.transfer.devices import find_device
+
+    device = find_device(name).torch_device
+    if device.type != "cuda":  # the CPU, another backend, or a simulated device beside CUDA
+        return []
+    gpus = {other: find_device(other).torch_device for other in others if other not in ("cpu", name)}
+    return [other for other, gpu in gpus.items() if torch.cuda.can_device_access_peer(device, gpu)]
+
+
+def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """Plan models of the host's folders, as if one workflow used them all.
+
+    Args:
+        asked: names and values: ``file`` is a model's folder and name, such as ``vae/ae.safetensors``, ``pipeline`` a
+            folder below ``diffusers``, either of them any number of times; ``profile``, ``placement``, ``precision``.
+
+    Raises:
+        InvalidInput, DoesNotFit: as the nodes that load; also for a word that is none of these.
+    """
+    from ..memory.errors import InvalidInput, allowed_values
+    from .pipelines.pipeline_folders import find_pipeline
+    from .plans import plan_files, plan_pipeline
+
+    words, files, pipelines = dict(PLAN_WORDS), [], []
+    for name, value in asked:
+        if name == "file":
+            files.append(find_model(value))
+        elif name == "pipeline":
+            pipelines.append(value)
+        elif name in words:
+            words[name] = value
+        else:
+            raise InvalidInput(f"{name}={value!r}: {allowed_values(name, ['file', 'pipeline', *words])}")
+    if not files and not pipelines:
+        raise InvalidInput("nothing to plan; name a model: ?file=diffusion_models/name.safetensors or ?pipeline=name")
+    machine = manager.admission.machine(None)
+    plans = {"files": plan_files(files, machine, **words)} if files else {}
+    plans |= {name: plan_pipeline(find_pipeline(name), machine, **words) for name in pipelines}
+    return {"plans": {name: plan.to_json() for name, plan in plans.items()}, "text": text_of(plans)}
+
+
+def text_of(plans: Mapping[str, Any]) -> str:
+    return "\n".join(plan.text() if name == "files" else f"{name}\n{plan.text()}" for name, plan in plans.items())
+
+
+def find_model(named: str) -> Path:
+    """Return the path of ``folder/name``. Raises `InvalidInput` where the host has no such folder or file."""
+    from ..memory.errors import InvalidInput
+    from .comfy_models.model_files import find_model_file
+
+    folder, slash, name = named.partition("/")
+    if not slash or not name.endswith(MODEL_SUFFIXES):
+        raise InvalidInput(
+            f"file={named!r} cannot be planned; allowed: folder/name.safetensors, such as vae/ae.safetensors"
+        )
+    try:
+        return Path(find_model_file(folder, name))
+    except KeyError:  # what the host says of a folder that it does not know
+        raise InvalidInput(f"file={named!r}: ComfyUI has no folder of models named {folder!r}") from None
+
+
+def start_environment() -> dict[str, str]:
+    """Return the variables that this process was started with."""
+    import psutil
+
+    return psutil.Process().environ()
+
+
+def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
+    """Examine the ComfyUI that this process is: what `highwater doctor` tells from outside."""
+    import folder_paths
+
+    return examine_comfyui(
+        Path(folder_paths.base_path),
+        flags=sys.argv[1:],
+        environment=start_environment(),
+        num_nvidia=driver_devices(),
+        features=features,
+    )

@@ -1,0 +1,327 @@
+"""Is the pack in effect, and what stands in its way: looks at ComfyUI's files and at devices; changes nothing.
+
+Every check takes what it looks at and returns `Finding`s, so that it can be tried without a ComfyUI.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..memory.units import format_bytes
+
+__all__ = ["HIDING_VARIABLES", "REQUIRED_COMFYUI", "Finding", "driver_devices", "examine_comfyui"]
+
+# As ``requires-comfyui`` in pyproject.toml, which is not installed with the package.
+REQUIRED_COMFYUI = (0, 33, 0)
+# What decides which accelerators torch can see at all.
+HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+HIDING_FLAGS = ("--cuda-device", "--default-device", "--directml", "--oneapi-device-selector")
+# Without any of these core uses dynamic VRAM on NVIDIA devices.
+STATIC_FLAGS = ("--disable-dynamic-vram", "--highvram", "--gpu-only", "--novram", "--cpu")
+# What each feature needs of the host: a file, and a name in it.
+PROVIDERS = ("comfy_execution/cache_provider.py", "register_cache_provider")
+HANDLERS = ("comfy_execution/progress.py", "add_progress_handler")
+FEATURE_NEEDS = {
+    "nodes": (("comfy_api/latest/__init__.py", "ComfyExtension"),),
+    "managed_models": (("comfy/model_patcher.py", "cached_patcher_init"),),
+    "run_boundaries": (PROVIDERS,),
+    "node_boundaries": (PROVIDERS, HANDLERS),
+    "events": (PROVIDERS,),
+}
+# Packs that decide over memory too, and what they replace; by folder name, in lower case with dashes.
+CONFLICTING_PACKS = {
+    "comfyui-multigpu": "core's load_models_gpu, get_torch_device, soft_empty_cache and ModelPatcher.partially_load",
+    "comfyui-reservedvram": "the reserve that core keeps free on every device",
+    "comfyui-wanblockswap": "the placement of a model's blocks, by swapping them itself",
+    "comfyui-wanvideowrapper": "core's loading of its own models: neither core nor Highwater can evict them",
+    "comfyui-seedvr2-videoupscaler": "core's loading of its own models: neither core nor Highwater can evict them",
+    "raylight": "core's loading, by worker processes that hold the weights",
+    "comfyui-distorchmemorymanager": "the caches of other packs, by purging them between nodes",
+    "comfyui-vram-manager": "the caches of other packs, by purging them between nodes",
+    "comfyui-memory-cleanup": "core's choice of who leaves: it unloads everything",
+    "comfyui-unload-model": "core's choice of who leaves: it unloads everything",
+}
+MMGP = "the forward and the devices of its models, through mmgp: neither core nor Highwater can evict them"
+OUR_NAME = re.compile(r"""^name\s*=\s*["']highwater(-memory)?["']""", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that was looked at; ``remedy`` says what to do about a warning."""
+
+    check: str
+    text: str
+    is_warning: bool = False
+    remedy: str = ""
+
+
+def examine_comfyui(
+    root: Path | None,
+    *,
+    flags: Sequence[str] | None,
+    environment: Mapping[str, str],
+    num_nvidia: int,
+    features: Mapping[str, bool | str] | None = None,
+) -> dict[str, Any]:
+    """Look at everything; imports torch.
+
+    Args:
+        root: ComfyUI's folder, if there is one.
+        flags: what it was started with; None: it does not run.
+        environment: the variables that decide which devices torch sees.
+        num_nvidia: how many devices NVIDIA's driver has, hidden or not.
+        features: what is in effect in the host that asks; read off its files otherwise.
+    """
+    findings: list[Finding] = []
+    if root is None:
+        features = dict.fromkeys(FEATURE_NEEDS, "missing: no ComfyUI was found")
+        findings.append(
+            Finding(
+                check="ComfyUI",
+                text="not found; the command line and Python programs work without it",
+                is_warning=True,
+                remedy="name its folder: --comfyui DIR or COMFYUI_DIR",
+            )
+        )
+    else:
+        features = {**check_features(root), **(features or {})}
+        custom_nodes = Path(flag_value(flags, "--base-directory") or root) / "custom_nodes"
+        findings += [
+            *check_host(root, flags),
+            *check_pack(custom_nodes, flags),
+            *check_dynamic_vram(root, flags),
+            *check_packs(custom_nodes),
+        ]
+    findings += [*check_torch(root), *check_devices(environment, flags, num_nvidia)]
+    findings += [*check_pinning(), check_compiler(environment)]
+    findings += [
+        Finding(check="features", text=f"{name}: {state}", is_warning=True)
+        for name, state in features.items()
+        if root is not None and state is not True
+    ]
+    if features["run_boundaries"] is True:
+        text = "run boundaries: core hashes every node's ancestors for them, from the first run with our nodes on"
+        findings.append(Finding(check="features", text=text))
+    return {
+        "comfyui": str(root) if root else None,
+        "findings": [asdict(finding) for finding in findings],
+        "features": dict(features),
+        "num_warnings": sum(finding.is_warning for finding in findings),
+    }
+
+
+# -- ComfyUI
+
+
+def check_host(root: Path, flags: Sequence[str] | None) -> list[Finding]:
+    """Compare the host's version with the one that the nodes need."""
+    version = version_of(root)
+    text = f"{version or 'of unknown version'} at {root}, "
+    text += "not running" if flags is None else f"running with {' '.join(flags) or 'no flags'}"
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if not numbers or numbers >= REQUIRED_COMFYUI:
+        return [Finding(check="ComfyUI", text=text)]
+    needed = ".".join(map(str, REQUIRED_COMFYUI))
+    return [Finding(check="ComfyUI", text=text, is_warning=True, remedy=f"update it: {needed} or newer is supported")]
+
+
+def version_of(root: Path) -> str:
+    """Return the version that ComfyUI's files name, or nothing."""
+    for name in ("comfyui_version.py", "pyproject.toml"):
+        found = re.search(r"""^(?:__version__|version)\s*=\s*["']([^"']+)""", read_text(root / name), re.MULTILINE)
+        if found:
+            return found[1]
+    return ""
+
+
+def check_features(root: Path) -> dict[str, bool | str]:
+    """Return for every feature True if the host's files have what it needs, else what is missing."""
+    states: dict[str, bool | str] = {}
+    for feature, needs in FEATURE_NEEDS.items():
+        lacking = [f"{file} has no {name}" for file, name in needs if name not in read_text(root / file)]
+        states[feature] = f"missing: {lacking[0]}" if lacking else True
+    return states
+
+
+def check_pack(custom_nodes: Path, flags: Sequence[str] | None = None) -> list[Finding]:
+    """Say where the host finds this pack, if it does."""
+    if "--disable-all-custom-nodes" in (flags or ()):
+        text, remedy = "not loaded: --disable-all-custom-nodes", "start ComfyUI without it"
+        return [Finding(check="pack", text=text, is_warning=True, remedy=remedy)]
+    places = [pack for pack in list_packs(custom_nodes) if OUR_NAME.search(read_text(pack / "pyproject.toml"))]
+    if len(places) == 1:
+        return [Finding(check="pack", text=f"installed as {places[0]}")]
+    if places:
+        text, remedy = f"installed {len(places)} times: {', '.join(map(str, places))}", "keep one"
+    else:
+        text, remedy = "not in custom_nodes: ComfyUI does not load it", "link or clone it there"
+    return [Finding(check="pack", text=text, is_warning=True, remedy=remedy)]
+
+
+def check_packs(custom_nodes: Path) -> list[Finding]:
+    """Name other packs that decide over memory; one that is switched off (``.disabled``) does not."""
+    findings = []
+    for pack in list_packs(custom_nodes):
+        name = re.sub(r"-(main|master)$", "", pack.name.lower().replace("_", "-"))
+        replaces = CONFLICTING_PACKS.get(name)
+        if replaces is None and re.search(r"^mmgp\b", read_text(pack / "requirements.txt"), re.MULTILINE):
+            replaces = MMGP
+        if replaces is not None:
+            remedy = "do not use its nodes and ours in one workflow"
+            findings.append(
+                Finding(check="other packs", text=f"{pack.name} replaces {replaces}", is_warning=True, remedy=remedy)
+            )
+    return findings
+
+
+def list_packs(custom_nodes: Path) -> list[Path]:
+    """Return the folders that the host imports."""
+    packs = sorted(custom_nodes.iterdir()) if custom_nodes.is_dir() else []
+    return [
+        pack for pack in packs if pack.is_dir() and not pack.name.endswith(".disabled") and pack.name[0] not in "._"
+    ]
+
+
+def flag_value(flags: Sequence[str] | None, name: str) -> str | None:
+    """Return what follows a flag, as ``--flag value`` or ``--flag=value``; None without it."""
+    for index, flag in enumerate(flags or ()):
+        found, equals, value = flag.partition("=")
+        if found == name:
+            return value if equals else next(iter((flags or ())[index + 1 : index + 2]), "")
+    return None
+
+
+def check_dynamic_vram(root: Path, flags: Sequence[str] | None) -> list[Finding]:
+    """Say whether core's own models are dynamic; ours are static ones beside them either way."""
+    version = installed_version("comfy-aimdo", root)
+    if version is None:
+        return [Finding(check="dynamic VRAM", text="off: comfy-aimdo is not installed")]
+    off = [flag for flag in flags or () if flag in STATIC_FLAGS]
+    if off:
+        return [Finding(check="dynamic VRAM", text=f"off: {', '.join(off)} (comfy-aimdo {version})")]
+    unknown = "" if flags is not None else f", unless started with {', '.join(STATIC_FLAGS)}"
+    return [Finding(check="dynamic VRAM", text=f"on for core's models on NVIDIA{unknown} (comfy-aimdo {version})")]
+
+
+def installed_version(name: str, root: Path | None) -> str | None:
+    """Return a distribution's version in ComfyUI's own Python if it has one, else in this one."""
+    folders = [str(folder) for folder in site_packages(root)] if root else []
+    found = metadata.distributions(name=name, **({"path": folders} if folders else {}))
+    return next((distribution.version for distribution in found), None)
+
+
+def site_packages(root: Path) -> list[Path]:
+    """Return where the Python that lies in or beside ComfyUI's folder keeps its packages."""
+    pythons = [
+        folder / name
+        for folder in (root, root.parent)
+        for name in ("venv", ".venv", "python_embeded", "python_embedded")
+    ]
+    patterns = ("lib/python3*/site-packages", "Lib/site-packages")
+    return [found for python in pythons for pattern in patterns for found in python.glob(pattern)]
+
+
+# -- the machine
+
+
+def check_torch(root: Path | None) -> list[Finding]:
+    """Name the torch of this Python, and ComfyUI's if that is another."""
+    import torch
+
+    text = f"{torch.__version__} in this Python"
+    theirs = installed_version("torch", root)
+    if theirs is not None and theirs != torch.__version__:
+        text += f", {theirs} in ComfyUI's"
+    return [Finding(check="torch", text=text)]
+
+
+def check_devices(environment: Mapping[str, str], flags: Sequence[str] | None, num_nvidia: int = 0) -> list[Finding]:
+    """List what torch sees, and what hides the rest."""
+    from ..memory.transfer.devices import list_devices
+
+    devices = list_devices()
+    shown = ", ".join(f"{device.name} {format_bytes(device.total_bytes())}" for device in devices)
+    findings = [Finding(check="devices", text=shown)]
+    if num_nvidia > len(devices) - 1:
+        findings.append(
+            Finding(
+                check="devices",
+                text=f"the driver has {num_nvidia} NVIDIA devices, torch sees {len(devices) - 1}",
+                is_warning=True,
+                remedy="see what hides them below, or install a torch that is built for them",
+            )
+        )
+    hiding = [f"{name}={environment[name]!r}" for name in HIDING_VARIABLES if name in environment]
+    hiding += [f"{flag} {value}" for flag in HIDING_FLAGS if (value := flag_value(flags, flag)) is not None]
+    findings += [Finding(check="devices", text=f"{hider} decides which devices are seen") for hider in hiding]
+    if sys.platform == "win32" and num_nvidia > 1:
+        text = "on Windows ComfyUI uses only the first device, unless started with --cuda-device all"
+        findings.append(Finding(check="devices", text=text))
+    return findings
+
+
+def driver_devices() -> int:
+    """Return how many devices NVIDIA's driver has, hidden or not, as Linux lists them; 0 elsewhere."""
+    listed = Path("/proc/driver/nvidia/gpus")
+    return len(list(listed.iterdir())) if listed.is_dir() else 0
+
+
+def check_pinning() -> list[Finding]:
+    """Say how much host memory there is to pin, and try to pin some where that is of use."""
+    import torch
+
+    from ..memory.transfer.devices import HostMemory
+    from ..memory.transfer.pinned_memory import pin_limit_bytes
+
+    memory = HostMemory.now()
+    limit_bytes = format_bytes(pin_limit_bytes(memory))
+    text = f"up to {limit_bytes} of {format_bytes(memory.total_bytes)} host memory may be pinned now"
+    limit = locked_limit()
+    if limit is not None:
+        text += f"; ulimit -l is {format_bytes(limit)}"
+    findings = [Finding(check="pinning", text=text)]
+    if torch.accelerator.is_available():
+        try:
+            torch.empty(1, pin_memory=True)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            remedy = "raise ulimit -l or the container's limit; without it copies block the host"
+            findings.append(Finding(check="pinning", text=f"failed: {reason}", is_warning=True, remedy=remedy))
+    return findings
+
+
+def locked_limit() -> int | None:
+    """Return ``ulimit -l`` in bytes, or None where there is no limit or no such thing."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def check_compiler(environment: Mapping[str, str]) -> Finding:
+    """Say whether there is a C++ compiler: torch.compile and the simulated devices need one."""
+    names = [environment["CXX"].split()[0]] if environment.get("CXX", "").strip() else ["c++", "g++", "clang++", "cl"]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is not None:
+        return Finding(check="compiler", text=found)
+    remedy = "install g++ or clang++, or name one in CXX"
+    return Finding(
+        check="compiler", text="none: no torch.compile and no simulated devices", is_warning=True, remedy=remedy
+    )
+
+
+def read_text(path: Path) -> str:
+    """Return what a file says, or nothing if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

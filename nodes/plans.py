@@ -1,0 +1,72 @@
+"""Plans of model files and pipeline folders, from their headers alone: nothing is loaded and nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..memory.errors import InvalidInput
+from ..memory.model_loading import load_model
+from ..memory.options.placement import parse_placement
+from ..memory.options.precision import parse_precision
+from ..memory.options.profile import parse_profile
+from ..memory.planner.plan import Machine, Plan, plan_components
+from ..memory.weights.component import Component, component_from_files
+from ..memory.weights.module_component import component_from_module
+
+__all__ = ["plan_files", "plan_pipeline"]
+
+
+def plan_files(paths: Sequence[Path], machine: Machine, *, profile: str, placement: str, precision: str | None) -> Plan:
+    """Plan single-file models as if one workflow used them all; precision None is what the profile says.
+
+    Raises:
+        InvalidInput, DoesNotFit: as `plan_components`, and for a bad header.
+    """
+    names = [path.stem for path in paths]
+    if len(set(names)) < len(names):
+        raise InvalidInput(f"two files are named {max(names, key=names.count)!r}; plan them one at a time")
+    parts = [describe([path], path.stem) for path in paths]
+    return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
+
+
+def plan_pipeline(folder: Path, machine: Machine, *, profile: str, placement: str, precision: str | None) -> Plan:
+    """Plan the components of a pipeline folder, as `plan_files` does for files."""
+    from .pipelines.pipeline_folders import check_pipeline, weights_files
+
+    parts = [
+        describe(weights_files(folder / name) or sorted((folder / name).glob("*.safetensors")), name)
+        for name in check_pipeline(folder)
+    ]
+    return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
+
+
+def plan_parts(
+    parts: Sequence[Component], machine: Machine, *, profile: str, placement: str, precision: str | None
+) -> Plan:
+    devices = [device.name for device in machine.devices]
+    names = [part.name for part in parts]
+    return plan_components(
+        parts,
+        machine,
+        placement=parse_placement(placement, devices=devices, components=names),
+        profile=parse_profile(profile, devices=devices, components=names),
+        precision=parse_precision(precision),
+    )
+
+
+def describe(paths: Sequence[Path], name: str) -> Component:
+    """Return a model in numbers: as a module where a config beside the files names its class, else from the headers.
+
+    A class declares which of its parts are one piece and which weights stay out of eight bits. Building its module
+    without memory imports its library.
+    """
+    header = component_from_files(paths, name=name)
+    if not (paths[0].parent / "config.json").is_file():
+        return header
+    try:
+        module = load_model(list(paths), ignore_unexpected=True)
+    except InvalidInput:  # another model's config, or names that its library translates: the plan says what is missing
+        return header
+    return replace(component_from_module(module, name=name, kind=header.kind), has_file=True)
