@@ -35,6 +35,10 @@ def test_it_has_all_nodes_routes_and_help(archive_host: HostProcess, cpu_host: H
     )
     assert found == expected and len(found) >= 15
     assert "components" in archive_host.get("/highwater/report")
+    for command in ("profiles", "devices", "doctor", "needs"):
+        assert archive_host.get(f"/highwater/{command}")
+    answer = archive_host.get("/highwater/plan?file=diffusion_models/tiny_flux.safetensors&profile=4")
+    assert answer["text"].startswith("tiny_flux: ")
     scripts = [name for name in archive_host.get("/extensions") if "/highwater/" in name]
     assert scripts and all(archive_host.get(name) for name in scripts)
     for name in found:
