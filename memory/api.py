@@ -17,7 +17,7 @@ from .manager.default import default_manager
 from .manager.manager import MemoryManager
 from .manager.member import Member
 from .model_loading import source_of
-from .options.placement import Placement, parse_placement
+from .options.placement import AUTO, Placement, parse_placement
 from .options.precision import Precision, parse_precision
 from .options.profile import OffloadProfile, build_profile
 from .pipeline_parts import Parts
@@ -282,10 +282,10 @@ class Managed:
 
 def manage(
     target: Any,
-    profile: str | int | OffloadProfile = "auto",
+    profile: str | int | OffloadProfile = AUTO,
     *,
-    placement: str = "auto",
-    precision: str | None = None,
+    placement: str | Placement = AUTO,
+    precision: str | Precision | None = None,
     files: Mapping[str, str | Path | Sequence[str | Path] | WeightsSource] | None = None,
     blocks: Mapping[str, str] | None = None,
     manager: MemoryManager | None = None,

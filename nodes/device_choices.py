@@ -9,10 +9,15 @@ from __future__ import annotations
 import re
 import sys
 from itertools import permutations
+from typing import TYPE_CHECKING
+
+from ..memory.options.placement import AUTO, AUTO_PLACEMENT
+
+if TYPE_CHECKING:
+    from ..memory.options.placement import Placement
 
 __all__ = [
     "ALL",
-    "AUTO",
     "DEFAULT",
     "Choices",
     "device_names",
@@ -22,7 +27,7 @@ __all__ = [
     "watermark_choices",
 ]
 
-DEFAULT, AUTO = "default", "auto"  # the host's word and the engine's for "you choose"
+DEFAULT = "default"  # the host's word for "you choose"; the engine's is auto
 ALL = "*"
 DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
 
@@ -59,8 +64,8 @@ def device_names() -> list[str]:
 # -- where a model computes
 
 
-def resolve_placement(placement: str) -> tuple[str, list[str]]:
-    """Return a placement in the engine's words, and what the node has to say about it.
+def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
+    """Return a placement in the engine's form, and what the node has to say about it.
 
     Raises:
         InvalidInput: it is no placement on any machine; names the column.
@@ -69,7 +74,7 @@ def resolve_placement(placement: str) -> tuple[str, list[str]]:
     from ..memory.options.placement import canonical_device, names_device, parse_placement
 
     if placement in (DEFAULT, AUTO):
-        return AUTO, []
+        return AUTO_PLACEMENT, []
     choices = f"allowed: {', '.join(placement_choices())}"
     if not isinstance(placement, str):
         raise InvalidInput(f"placement {placement!r} is not a text; {choices}")
@@ -81,8 +86,9 @@ def resolve_placement(placement: str) -> tuple[str, list[str]]:
     if str(parsed) != "&".join(devices) or len(devices) > 2:
         raise InvalidInput(f"placement {placement!r} is more than a node takes: one device, or two; {choices}")
     if missing:
-        return AUTO, [f"placement {placement}: this machine has no {' or '.join(missing)}; default is used; {choices}"]
-    return str(parsed), []
+        note = f"placement {placement}: this machine has no {' or '.join(missing)}; default is used; {choices}"
+        return AUTO_PLACEMENT, [note]
+    return parsed, []
 
 
 class Placements(Choices):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 __all__ = ["report_progress", "showing_loadings"]
@@ -19,10 +19,14 @@ def report_progress(done: int, total: int) -> None:
 
     ComfyUI's ``set_progress`` does not look at the Cancel button (0.33), its samplers do: so do we, as they do.
     """
+    set_progress(done, total)
+    raise_if_cancelled()
+
+
+def set_progress(done: int, total: int) -> None:
     from comfy_api.latest import ComfyAPISync
 
     ComfyAPISync().execution.set_progress(done, total)
-    raise_if_cancelled()
 
 
 def raise_if_cancelled() -> None:
@@ -32,16 +36,14 @@ def raise_if_cancelled() -> None:
 
 
 @contextmanager
-def showing_loadings() -> Iterator[None]:
-    """Show on the node's bar what is packed, read and loaded meanwhile; Cancel ends it within one block.
+def showing_loadings(show_bar: Callable[[int, int], object] = set_progress) -> Iterator[None]:
+    """Show on a bar, the node's by default, what is packed, read and loaded meanwhile; Cancel ends it in one block.
 
     Our own host watches every node itself.
     """
     if "comfy.model_management" not in sys.modules:
         yield
         return
-    from comfy_api.latest import ComfyAPISync
-
     from ..memory import default_manager
 
     shown_s = -math.inf
@@ -50,7 +52,7 @@ def showing_loadings() -> Iterator[None]:
         nonlocal shown_s
         raise_if_cancelled()
         if done >= total or time.monotonic() - shown_s > SHOWN_EVERY_S:
-            ComfyAPISync().execution.set_progress(done, total)
+            show_bar(done, total)
             shown_s = time.monotonic()
 
     end = default_manager().watch_loading(show)

@@ -8,6 +8,8 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "placement": [
+            "AUTO",
+            "AUTO_PLACEMENT",
             "INTEGER",
             "KINDS",
             "Placement",
@@ -20,6 +22,6 @@ __all__, __getattr__ = lazy_names(
         ],
         "budget": ["BudgetItem", "exact_size"],
         "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "build_profile", "covers", "parse_profile"],
-        "precision": ["Precision", "parse_precision"],
+        "precision": ["PRECISION_NAMES", "Precision", "parse_precision"],
     },
 )

@@ -21,6 +21,7 @@ from ..errors import InvalidInput, allowed_values, quoted
 
 __all__ = [
     "AUTO",
+    "AUTO_PLACEMENT",
     "KINDS",
     "Placement",
     "PlacementItem",
@@ -83,6 +84,10 @@ class Placement:
             if key in by_component:
                 return by_component[key]
         return PlacementItem(component="*")
+
+
+AUTO_PLACEMENT = Placement(items=(PlacementItem(component="*"),))
+"""Nothing is placed: the plan chooses the device."""
 
 
 class Scanner:

@@ -6,7 +6,7 @@ import enum
 
 from ..errors import InvalidInput, allowed_values, require
 
-__all__ = ["BY_PROFILE", "Precision", "parse_precision"]
+__all__ = ["BY_PROFILE", "PRECISION_NAMES", "Precision", "parse_precision"]
 
 # The word for no precision of one's own.
 BY_PROFILE = "by profile"
@@ -21,6 +21,9 @@ class Precision(enum.Enum):
     """Block weights as float8_e4m3fn with one power-of-two scale each: half the bytes of bf16."""
 
 
+PRECISION_NAMES = (*(precision.value for precision in Precision), BY_PROFILE)
+
+
 def parse_precision(text: str | None) -> Precision | None:
     """Return the precision that a text names; None, for `BY_PROFILE` and for no text, is what the profile says.
 
@@ -29,8 +32,7 @@ def parse_precision(text: str | None) -> Precision | None:
     """
     if text is None:
         return None
-    names = [*(precision.value for precision in Precision), BY_PROFILE]
-    require(text, str, what="precision", allowed=f"a text, one of {', '.join(names)}")
-    if text not in names:
-        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}")
+    require(text, str, what="precision", allowed=f"a text, one of {', '.join(PRECISION_NAMES)}")
+    if text not in PRECISION_NAMES:
+        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, PRECISION_NAMES)}")
     return None if text == BY_PROFILE else Precision(text)

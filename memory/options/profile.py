@@ -29,7 +29,7 @@ from .budget import (
     read_mmgp_budgets,
     read_target,
 )
-from .placement import WORD, Scanner, resolve_kind
+from .placement import AUTO, WORD, Scanner, resolve_kind
 
 __all__ = [
     "LANGUAGE",
@@ -41,7 +41,6 @@ __all__ = [
     "parse_profile",
 ]
 
-AUTO = "auto"
 TITLES = {
     "1": "HighRAM_HighVRAM",
     "2": "HighRAM_LowVRAM",

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from ..device_choices import DEFAULT, device_names, placement_choices, resolve_placement
-from ..pipelines.pipeline import PRECISION_TOOLTIP, PRECISIONS, PROFILE_TOOLTIP
+from ...memory.options.placement import AUTO
+from ...memory.options.precision import parse_precision
+from ..device_choices import DEFAULT, placement_choices, resolve_placement
 from ..watermark import Watermark, WatermarkType
+from ..widget_values import DEFAULT_PRECISION, PRECISION_TOOLTIP, PRECISIONS, PROFILE_TOOLTIP, read_profile
 
 if TYPE_CHECKING:
     from ..host import Request
 
 __all__ = ["ModelNode", "answer", "read_request", "request_inputs"]
-
-AUTO_PROFILE = "auto"
 
 
 def request_inputs(*, optional: bool = False) -> list[io.Input]:
@@ -28,14 +28,14 @@ def request_inputs(*, optional: bool = False) -> list[io.Input]:
         io.String.Input(
             "profile",
             optional=optional,
-            default=AUTO_PROFILE,
+            default=AUTO,
             tooltip=PROFILE_TOOLTIP,
         ),
         io.Combo.Input(
             "precision",
             optional=optional,
             options=PRECISIONS,
-            default=PRECISIONS[0],
+            default=DEFAULT_PRECISION,
             tooltip=PRECISION_TOOLTIP,
         ),
         io.Combo.Input(
@@ -65,29 +65,18 @@ class ModelNode(io.ComfyNode):
         from ...memory.errors import InvalidInput
 
         try:
-            check_profile(profile)
+            if profile is not None:  # a linked widget's value is known when the node runs
+                read_profile(profile)
         except InvalidInput as error:
             return str(error)
         return True
 
 
-def check_profile(profile: str | None) -> None:
-    """Check a profile; None is a linked widget, known when the node runs.
-
-    Raises:
-        InvalidInput: naming the column and what is allowed there.
-    """
-    from ...memory.options.profile import parse_profile
-
-    if profile is not None:
-        parse_profile(str(profile), devices=device_names())
-
-
 def read_request(
     node: type[io.ComfyNode],
     *,
-    profile: str = AUTO_PROFILE,
-    precision: str = PRECISIONS[0],
+    profile: str = AUTO,
+    precision: str = DEFAULT_PRECISION,
     placement: str = DEFAULT,
     watermark: Watermark | None = None,
 ) -> tuple[Request, list[str]]:
@@ -100,11 +89,14 @@ def read_request(
     """
     from ..host import Request
 
-    check_profile(profile)
+    asked = read_profile(profile)
     resolved, notes = resolve_placement(placement)
     if watermark is not None:
         watermark.apply()
-    return Request(profile=str(profile), precision=precision, placement=resolved, node_id=node.hidden.unique_id), notes
+    request = Request(
+        profile=asked, precision=parse_precision(precision), placement=resolved, node_id=node.hidden.unique_id
+    )
+    return request, notes
 
 
 def answer(*models: Any, notes: list[str]) -> io.NodeOutput:

@@ -17,7 +17,7 @@ from comfy.patcher_extension import WrappersMP
 from torch.utils.hooks import RemovableHandle
 
 from ...memory.errors import InvalidInput
-from .hosted import name_of
+from ...memory.hosted_component import device_name
 
 __all__ = ["bring_guides", "check_inputs"]
 
@@ -41,9 +41,8 @@ def prepare_guides(
     prepared = executor(model, noise_shape, conds, *args, **options)
     if any(reads_weights(guide) for guide in guides):
         refuse_eight_bits(model)
-    member = model.model.highwater.member
-    if guides and member is not None:
-        member.managed.finish_copies()  # some read the model's weights before it computes, and so before it waits
+    if guides:
+        model.model.highwater.finish_copies()  # some read the weights before the model computes, and so waits
     return prepared
 
 
@@ -77,25 +76,25 @@ def bring(guide: Any, model: ModelPatcher) -> None:
     """
     here = model.load_device
     if hasattr(guide, "t2i_model"):  # moved by core itself, to the device that is written on it
-        if name_of(guide.device) != name_of(here):
+        if device_name(guide.device) != device_name(here):
             guide.device = here
             guide.cond_hint = None  # core makes hint and features again
         return
     patcher = getattr(guide, "control_model_wrapped", None)
     there = patcher.load_device if patcher is not None else comfy.model_management.get_torch_device()
-    if name_of(there) == name_of(here):
+    if device_name(there) == device_name(here):
         return
     ours = getattr(patcher, "hosted", None)
-    if ours is not None and ours.request.placement == "auto":
+    if ours is not None and not ours.request.devices:
         follow(guide, here)
         return
-    places = f"computes on {name_of(there)}, the model that it guides on {name_of(here)}"
+    places = f"computes on {device_name(there)}, the model that it guides on {device_name(here)}"
     if ours is not None:
-        remedy = f"give it placement default or {name_of(here)}"
+        remedy = f"give it placement default or {device_name(here)}"
     elif patcher is not None:
-        remedy = f"load it with Highwater's Load ControlNet, or give the model placement {name_of(there)}"
+        remedy = f"load it with Highwater's Load ControlNet, or give the model placement {device_name(there)}"
     else:  # a ControlLora: core builds it from the model's weights, on its default device
-        remedy = f"give the model placement {name_of(there)}"
+        remedy = f"give the model placement {device_name(there)}"
     raise InvalidInput(f"{title_of(patcher or guide)} {places}; allowed: the same device, {remedy}")
 
 
@@ -149,9 +148,9 @@ def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[
     hosted = getattr(module, "highwater", None)
     device = hosted.loaded_on if hosted is not None else None
     noisy = kwargs.get("x")
-    if device is not None and isinstance(noisy, torch.Tensor) and name_of(noisy.device) != name_of(device):
+    if device is not None and isinstance(noisy, torch.Tensor) and device_name(noisy.device) != device_name(device):
         raise InvalidInput(
-            f"ControlNet {hosted.name} computes on {name_of(device)}, the model that it guides on "
-            f"{name_of(noisy.device)}; allowed: the same device, give it placement {name_of(noisy.device)}, "
+            f"ControlNet {hosted.name} computes on {device_name(device)}, the model that it guides on "
+            f"{device_name(noisy.device)}; allowed: the same device, give it placement {device_name(noisy.device)}, "
             "or load the model with Highwater's Load Diffusion Model"
         )

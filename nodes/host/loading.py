@@ -19,10 +19,10 @@ from comfy.model_patcher import ModelPatcher
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...memory.errors import InvalidInput
-from ...memory.options.precision import Precision, parse_precision
-from ...memory.options.profile import covers, parse_profile
-from ...memory.transfer.devices import list_devices
-from ...memory.weights.safetensors_header import read_header
+from ...memory.hosted_component import refuse_damaged
+from ...memory.options.placement import AUTO_PLACEMENT
+from ...memory.options.precision import Precision
+from ...memory.options.profile import covers
 from .guides import bring_guides
 from .hosted import Hosted, Request, is_cpu
 from .patcher import HighwaterPatcher, load_device_for
@@ -72,10 +72,8 @@ def adopt(
         InvalidInput: the request cannot be met here.
     """
     notes: list[str] = []
-    device = load_device_for(request.placement, notes)
-    precision = parse_precision(request.precision)
-    names = [found.name for found in list_devices()]
-    profile = parse_profile(request.profile, devices=names)
+    device = load_device_for(request, notes)
+    profile, precision = request.profile, request.precision
     reason = why_unmanageable(patcher)
     if reason is not None:
         patcher.load_device = device
@@ -246,9 +244,9 @@ def adopt_control(control: Any, name: str, request: Request) -> Any:
         setattr(control, NOTE, "not managed: this kind of ControlNet has no patcher of its own")
         return control
     notes = []
-    if request.placement == "cpu" and not is_cpu(comfy.model_management.get_torch_device()):
+    if request.devices == ("cpu",) and not is_cpu(comfy.model_management.get_torch_device()):
         notes.append("placement cpu: a ControlNet computes where the model does that it guides")
-        request = replace(request, placement="auto")
+        request = replace(request, placement=AUTO_PLACEMENT)
     adopted = adopt(wrapped, name=name, kind="control", request=request)
     if isinstance(adopted, HighwaterPatcher):
         adopted.hosted.notes += notes
@@ -343,4 +341,4 @@ def annotate(patcher: ModelPatcher, note: str) -> ModelPatcher:
 def check_file(path: str) -> None:
     """Refuse a damaged safetensors file before core reads it. Raises `InvalidInput`."""
     if path.lower().endswith((".safetensors", ".sft")):
-        read_header(path)
+        refuse_damaged(path)

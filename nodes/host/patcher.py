@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import comfy.model_management
@@ -24,10 +20,10 @@ import torch
 from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
 
-from ...memory import default_manager
-from ...memory.manager.member import Member
+from ...memory.hosted_component import device_name, watch_evictions
+from ..progress import showing_loadings
 from .guides import check_inputs
-from .hosted import Hosted, Request, is_cpu, name_of
+from .hosted import Hosted, Request, is_cpu
 
 __all__ = ["HighwaterPatcher", "load_device_for"]
 
@@ -70,7 +66,7 @@ class HighwaterPatcher(ModelPatcher):
     ) -> int | None:
         """Leave the device that another clone had it on: core would call it loaded wherever that is."""
         before = self.hosted.loaded_on
-        if before is not None and name_of(before) != name_of(device_to):
+        if before is not None and device_name(before) != device_name(device_to):
             extra_memory += self.model.model_loaded_weight_memory
             self.unpatch_model(self.offload_device, unpatch_weights=True)
         loaded: int | None = super().partially_load(device_to, extra_memory, force_patch_weights)
@@ -89,33 +85,22 @@ class HighwaterPatcher(ModelPatcher):
             self.leave_host()
             self.check_inputs()
             return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load)
-        manager = default_manager()
         with self.use_ejected():
             self.unpatch_hooks()
-            if tell_core_of_eviction not in manager.event_log.listeners:
-                manager.subscribe(tell_core_of_eviction)
-            with loading_bar():
-                member = self.hosted.join(self.model, torch.device(device_to))
+            watch_evictions(tell_core_of)
+            with showing_loadings(comfy.utils.ProgressBar(1).update_absolute):
+                self.hosted.join(self.model, torch.device(device_to))
             self.write_patches(torch.device(device_to))
             # Not `full_load`: core says so whenever its bytes exceed what we call our size, which is a plan's.
             limited = 0 < lowvram_model_memory < UNLIMITED_BYTES  # 0.1 byte is core's word for as little as possible
-            ceilings = {name_of(device_to): int(lowvram_model_memory)} if limited else None
-            self.clear_other_devices(member)
-            with loading_bar():
-                manager.load(member, ceilings)
+            self.clear_other_devices()
+            with showing_loadings(comfy.utils.ProgressBar(1).update_absolute):
+                self.hosted.load(int(lowvram_model_memory) if limited else None)
             self.check_inputs()
             self.mark_modules()
             self.tell_core(device_to)
             self.model.current_weight_patches_uuid = self.patches_uuid
-            plan = member.managed.plan
-            logging.info(
-                "highwater: %s: %d of %d blocks resident, %.2f MB on %s",
-                member.id,
-                sum(len(share.resident) for share in plan.shares),
-                plan.num_blocks,
-                self.model.model_loaded_weight_memory / 2**20,
-                " & ".join(share.device for share in plan.shares),
-            )
+            logging.info("highwater: %s", self.hosted.summary())
             for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
                 callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
             self.apply_hooks(self.forced_hooks, force_apply=True)
@@ -124,24 +109,25 @@ class HighwaterPatcher(ModelPatcher):
         self, device_to: torch.device, memory_to_free: float = 0, force_patch_weights: bool = False
     ) -> int:
         """Ask the manager to free bytes of our load device, of components that it chooses; returns what was freed."""
-        if self.hosted.member is None or is_cpu(self.load_device):
+        if not self.hosted.is_managed or is_cpu(self.load_device):
             return int(super().partially_unload(device_to, memory_to_free, force_patch_weights))
         with self.use_ejected():
             self.unpatch_hooks()
-            return default_manager().free_memory(
-                name_of(self.load_device),
+            # What core is about to load it takes off its list before it asks others for room.
+            listed = {id(loaded.model.model) for loaded in comfy.model_management.current_loaded_models if loaded.model}
+            return self.hosted.free_memory(
+                self.load_device,
                 int(memory_to_free),
                 "ComfyUI asked for memory; idle longest",
-                exclude=[member for member in arriving() if member is not self.hosted.member],
-                allow_unrunnable=False,
+                is_loaded=lambda module: id(module) in listed,
             )
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        if unpatch_weights and self.hosted.member is not None:
+        if unpatch_weights and self.hosted.is_managed:
             self.eject_model()
             self.unpatch_hooks()
-            self.hosted.member.managed.settle()  # the weight stores are written to below
-            default_manager().unload(self.hosted.member)
+            self.hosted.settle()  # the weight stores are written to below
+            self.hosted.unload()
             self.write_originals()
             self.unmark_modules()
         super().unpatch_model(device_to, unpatch_weights)
@@ -149,8 +135,8 @@ class HighwaterPatcher(ModelPatcher):
     # -- weight hooks: core writes into parameters between steps
 
     def patch_hooks(self, hooks: Any) -> None:
-        if self.hosted.member is not None and (hooks is not None or self.hook_backup):
-            self.hosted.member.managed.settle()
+        if hooks is not None or self.hook_backup:
+            self.hosted.settle()
         super().patch_hooks(hooks)
 
     def patch_hook_weight_to_device(
@@ -164,16 +150,15 @@ class HighwaterPatcher(ModelPatcher):
             super().patch_cached_hook_weights(cached_weights, key, memory_counter)
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
-        if self.hosted.member is not None and self.hook_backup:
-            self.hosted.member.managed.settle()
+        if self.hosted.is_managed and self.hook_backup:
+            self.hosted.settle()
             for key in self.hosted.cast_names & set(whitelist_keys_set or self.hook_backup) & set(self.hook_backup):
-                self.hosted.weights[key].group.overwrite(key, self.hook_backup.pop(key)[0])
+                self.hosted.weights[key].overwrite(self.hook_backup.pop(key)[0])
         super().unpatch_hooks(whitelist_keys_set)
 
     def cleanup(self) -> None:
         """Called in the sampler's ``finally``, also after an interrupt that ran no hook."""
-        if self.hosted.member is not None:
-            self.hosted.member.managed.passes.recover_for(None)
+        self.hosted.recover()
         super().cleanup()
 
     # -- patches
@@ -183,7 +168,7 @@ class HighwaterPatcher(ModelPatcher):
         kept."""
         for key, weight in self.hosted.weights.items():
             if key in self.patches and key not in self.hosted.patched:
-                original = weight.group.wide(key, torch.device("cpu"))
+                original = weight.wide(torch.device("cpu"))
                 with weight.held_on(device):
                     self.patch_weight_to_device(key, device_to=device)
                 self.backup[key] = Backup(original, False)
@@ -192,7 +177,7 @@ class HighwaterPatcher(ModelPatcher):
     def write_originals(self) -> None:
         """Undo `write_patches`."""
         for key in self.hosted.patched:
-            self.hosted.weights[key].group.overwrite(key, self.backup.pop(key).weight)
+            self.hosted.weights[key].overwrite(self.backup.pop(key).weight)
         self.hosted.patched.clear()
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
@@ -200,9 +185,8 @@ class HighwaterPatcher(ModelPatcher):
         found: dict[str, Any] = super().get_key_patches(filter_prefix)
         for key, weight in self.hosted.weights.items():
             if key in found and key not in self.backup and key not in self.hook_backup:
-                factor = weight.slot.encoding.factor if weight.slot.encoding is not None else None
-                convert = found[key][0][1] if factor is None else partial(multiply, factor)
-                found[key][0] = (weight.group.resting[weight.group.index_of(key)], convert)
+                stored, widen = weight.reader()
+                found[key][0] = (stored, widen or found[key][0][1])
         return found
 
     def model_state_dict_for_saving(self, model: torch.nn.Module | None = None, prefix: str = "") -> dict[str, Any]:
@@ -210,7 +194,7 @@ class HighwaterPatcher(ModelPatcher):
         state: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)
         for key in self.hosted.cast_names:
             if key.startswith(prefix) and key[len(prefix) :] in state:
-                state[key[len(prefix) :]] = self.hosted.weights[key].group.wide(key, torch.device("cpu"))
+                state[key[len(prefix) :]] = self.hosted.weights[key].wide(torch.device("cpu"))
         return state
 
     def check_inputs(self) -> None:
@@ -220,7 +204,7 @@ class HighwaterPatcher(ModelPatcher):
 
     def leave_host(self) -> None:
         """Give the weights back to core, unpatched: it loads them on the CPU itself."""
-        if self.hosted.member is not None:
+        if self.hosted.is_managed:
             self.unpatch_model(self.offload_device, unpatch_weights=True)
             self.hosted.release()
 
@@ -239,13 +223,10 @@ class HighwaterPatcher(ModelPatcher):
                 for attribute in ("weight", "bias"):
                     functions = list(self.weight_wrapper_patches.get(f"{name}.{attribute}", []))
                     setattr(module, f"{attribute}_function", functions)
-        for group in self.hosted.groups:
-            for index in group.encoded:
-                slot = group.slots[index]
-                module, attribute = slot.owners[0]
-                factor = slot.encoding.factor if slot.encoding is not None else None
-                if factor is not None and hasattr(module, "weight_function"):
-                    module.weight_function.insert(0, Rescale(module, attribute, factor, group.held_form(index).dtype))
+        for weight in self.hosted.weights.values():
+            rescale = weight.rescale()
+            if rescale is not None and hasattr(weight.owner, "weight_function"):
+                weight.owner.weight_function.insert(0, rescale)
 
     def unmark_modules(self) -> None:
         for module in self.model.modules():
@@ -253,87 +234,30 @@ class HighwaterPatcher(ModelPatcher):
 
     def tell_core(self, device: torch.device) -> None:
         """Keep the numbers on the model that core's arithmetic reads."""
-        member = self.hosted.member
-        assert member is not None
         self.model.model_lowvram = True  # core then asks again before every run, and `load` is cheap
         self.model.lowvram_patch_counter = 0
         self.model.device = torch.device(device)
         tell_core_of(self.model)
 
-    def clear_other_devices(self, member: Member) -> None:
+    def clear_other_devices(self) -> None:
         """Ask core for room on the other devices of a split; for the load device it has done so."""
-        for share in member.managed.plan.shares[1:]:
-            missing = share.device_bytes - default_manager().ledger.held(member.id, share.device)
-            if missing > 0:
-                device = default_manager().devices[share.device].torch_device
-                comfy.model_management.free_memory(missing, device)
-
-
-@contextmanager
-def loading_bar() -> Iterator[None]:
-    """Show core's progress bar on the node while a model is packed or copied; core's interrupt cancels in one block."""
-    bar = comfy.utils.ProgressBar(1)
-
-    def show(component: str, done_bytes: int, total_bytes: int) -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        bar.update_absolute(done_bytes, total_bytes)
-
-    end = default_manager().watch_loading(show)
-    try:
-        yield
-    finally:
-        end()
-
-
-def multiply(factor: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
-    """A core conversion that widens an eight-bit weight which was cast without its scale."""
-    return weight * factor
-
-
-class Rescale:
-    """A core weight function for eight-bit weights at rest: multiplies the scale back in where no block did."""
-
-    def __init__(self, module: torch.nn.Module, attribute: str, factor: float, dtype: torch.dtype) -> None:
-        self.module = weakref.ref(module)
-        self.attribute = attribute
-        self.factor = factor
-        self.dtype = dtype
-        """That of the weight at rest."""
-
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        module = self.module()
-        at_rest = module is not None and module._parameters[self.attribute].dtype == self.dtype
-        return weight * self.factor if at_rest else weight
-
-
-def arriving() -> list[Member]:
-    """Return the components that core is about to load: it takes them off its list before it asks others for room."""
-    listed = {id(loaded.model.model) for loaded in comfy.model_management.current_loaded_models if loaded.model}
-    hosted = [member for member in default_manager().members.values() if member.is_hosted]
-    return [member for member in hosted if id(member.managed.module) not in listed]
+        for device, num_bytes in self.hosted.missing_bytes().items():
+            comfy.model_management.free_memory(num_bytes, device)
 
 
 def tell_core_of(model: torch.nn.Module) -> None:
-    member = model.highwater.member
-    held = default_manager().ledger.held(member.id, member.managed.primary.name) if member else 0
-    model.model_loaded_weight_memory = held
+    """Update the number of a model's bytes that core reads; also when the manager has taken some."""
+    model.model_loaded_weight_memory = model.highwater.held_bytes
 
 
-def tell_core_of_eviction(message: dict[str, Any]) -> None:
-    """Update core's number of a model that the manager has taken bytes from."""
-    member = default_manager().members.get(message.get("component", ""))
-    if member is not None and member.is_hosted and message.get("kind") == "evict":
-        tell_core_of(member.managed.module)
-
-
-def load_device_for(placement: str, notes: list[str]) -> torch.device:
-    """Return the torch device that computes a placement's first part; core's own choice for ``auto``."""
-    if placement == "cpu":
+def load_device_for(request: Request, notes: list[str]) -> torch.device:
+    """Return the torch device that computes a placement's first part; core's own choice where it names none."""
+    if request.devices == ("cpu",):
         return torch.device("cpu")
     default = comfy.model_management.get_torch_device()
-    if placement == "auto":
+    if not request.devices:
         return default
     if is_cpu(default):
-        notes.append(f"placement {placement}: ComfyUI runs on the CPU (--cpu); so does this model")
+        notes.append(f"placement {request.placement}: ComfyUI runs on the CPU (--cpu); so does this model")
         return default
-    return comfy.model_management.get_all_torch_devices()[int(placement.partition("&")[0].partition(":")[2])]
+    return comfy.model_management.get_all_torch_devices()[int(request.devices[0].partition(":")[2])]

@@ -19,25 +19,9 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...memory.errors import InvalidInput
-from ...memory.verification.comparison import same_bits
-from ...memory.verification.findings import (
-    NUM_LISTED,
-    Difference,
-    Side,
-    Verification,
-    compare_sides,
-    kept_bytes,
-    run_side,
-)
-from ...memory.verification.recording import Recording, places_of
-from ...memory.verification.reference import read_master
-from ...memory.verification.snapshot import RandomState, Snapshot, go_through
-from ...memory.weights.component import Component
-from ...memory.weights.module_component import component_from_module
-from ...memory.weights.quantized import leaves_of
+from ...memory.hosted_component import Comparison, Verification, same_bits
 from . import loading
 from .guides import KEY as GUIDES_KEY
-from .hosted import Weight
 from .patcher import HighwaterPatcher
 
 __all__ = ["verify_clip", "verify_model", "verify_vae"]
@@ -72,7 +56,7 @@ def verify_model(
         )
         return result
 
-    return compare_with_core(model, "diffusion", sample)
+    return compare_with_core(model, sample)
 
 
 def verify_clip(clip: Any, text: str) -> Verification:
@@ -83,7 +67,7 @@ def verify_clip(clip: Any, text: str) -> Verification:
         other.patcher, other.cond_stage_model = patcher, patcher.model
         return other.encode_from_tokens_scheduled(other.tokenize(text))
 
-    return compare_with_core(clip.patcher, "text", encode)
+    return compare_with_core(clip.patcher, encode)
 
 
 def verify_vae(vae: Any, image: torch.Tensor | None, latent: dict[str, Any] | None) -> Verification:
@@ -98,10 +82,10 @@ def verify_vae(vae: Any, image: torch.Tensor | None, latent: dict[str, Any] | No
         given = results[0] if latent is None else latent["samples"]
         return [*results, other.decode(given.clone())]
 
-    return compare_with_core(vae.patcher, "vae", run)
+    return compare_with_core(vae.patcher, run)
 
 
-def compare_with_core(patcher: Any, kind: str, run: Callable[[ModelPatcher], Any]) -> Verification:
+def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verification:
     """Run something with a managed model, recorded and unwatched, then with core's; all is put back.
 
     Raises:
@@ -113,74 +97,37 @@ def compare_with_core(patcher: Any, kind: str, run: Callable[[ModelPatcher], Any
             f"{type(getattr(patcher, 'model', patcher)).__name__} is not managed: connect what one of Highwater's "
             f"loaders or Manage nodes gives{''.join(f' ({note})' for note in notes)}"
         )
-    name, room_bytes, random = patcher.hosted.name, kept_bytes(), RandomState()
     was_loaded = patcher.loaded_size() > 0
-    notes: list[str] = []
+    comfy.model_management.load_models_gpu([patcher])
+    comparison = patcher.hosted.compare(patcher.model, left_out=CORES_OWN)
     try:
-        managed, unwatched = run_managed(patcher, kind, run, room_bytes)
-        component = describe(patcher, kind)
+        comparison.run_managed(lambda: run(patcher))
         cast = patcher.hosted.cast_names
-        twin, how = make_twin(patcher, notes)
+        twin, how = make_twin(patcher, comparison.notes)
         unload(patcher)  # which puts the originals back where patches were written
-        weights = settle_weights(patcher, twin, notes)
-        random.put_back()
+        settle_weights(patcher, twin, comparison)
         try:
-            recording = Recording(places_of(twin.model, component), room_bytes=room_bytes)
-            reference = run_side(lambda: run(twin), recording, room_bytes=room_bytes)
+            comparison.run_reference(twin.model, lambda: run(twin))
             if getattr(twin.model, "model_lowvram", False):
                 how += "; block by block, as all of it does not fit: core casts the rest layer by layer"
                 if twin.patches:
-                    notes.append("core computes LoRAs in another way on layers that it has no room for")
+                    comparison.notes.append("core computes LoRAs in another way on layers that it has no room for")
         finally:
             unload(twin)
         if cast:
-            notes.append("eight-bit weights, widened in the reference as they are stored")
-        found = compare_sides(
-            name,
-            managed=managed,
-            unwatched=unwatched,
-            reference=reference,
-            weights=weights,
-            how=how,
-            notes=notes,
-        )
+            comparison.notes.append("eight-bit weights, widened in the reference as they are stored")
+        found = comparison.result(how)
     finally:
-        random.put_back()
+        comparison.put_back_random()
     if was_loaded:
         comfy.model_management.load_models_gpu([patcher])
     return found
-
-
-def run_managed(
-    patcher: HighwaterPatcher, kind: str, run: Callable[[ModelPatcher], Any], room_bytes: int
-) -> tuple[Side, Side]:
-    """Return what the managed model gives, recorded and not; its caches and buffers are put back after each."""
-    comfy.model_management.load_models_gpu([patcher])
-    recording = Recording(places_of(patcher.model, describe(patcher, kind)), room_bytes=room_bytes)
-    slots = [slot for group in patcher.hosted.groups for slot in group.slots]
-    parts = list(patcher.model.children())  # what core keeps on the model itself is core's
-    snapshot = Snapshot(parts, slots, left_out=CORES_OWN)
-    sides = []
-    for one in (recording, None):
-        try:
-            sides.append(run_side(lambda: run(patcher), one, room_bytes=room_bytes))
-        finally:
-            go_through(snapshot.put_back)
-    return sides[0], sides[1]
 
 
 # What core writes on modules as it loads them.
 CORES_OWN = frozenset(
     {"comfy_cast_weights", "prev_comfy_cast_weights", "comfy_patched_weights", "weight_function", "bias_function"}
 )
-
-
-def describe(patcher: HighwaterPatcher, kind: str) -> Component:
-    """Return the blocks by which the model is managed, or would be."""
-    member = patcher.hosted.member
-    if member is not None:
-        return member.managed.component
-    return component_from_module(patcher.model, name=patcher.hosted.name, kind=kind)
 
 
 def unload(patcher: ModelPatcher) -> None:
@@ -223,14 +170,11 @@ def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str])
     """Give the twin the eight-bit weights of ours, widened; those that are patched have their patch in them."""
     patched = []
     for key, weight in patcher.hosted.weights.items():
-        encoding = weight.slot.encoding
-        if encoding is None:
+        if not weight.is_cast:
             continue
-        stored = [leaf.detach() for leaf in read_master(weight.group, weight.group.index_of(key))]
         held = parameter_of(twin.model, key)
         with torch.no_grad(), torch.inference_mode(False):
-            wide = encoding.decode(stored, weight.group.wide_dtypes[key])
-            put_parameter(twin.model, key, wide.to(held.dtype))
+            put_parameter(twin.model, key, weight.read_stored().to(held.dtype))
         if key in patcher.hosted.patched and twin.patches.pop(key, None) is not None:
             patched.append(key)
     if patched:
@@ -239,41 +183,27 @@ def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str])
         )
 
 
-def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> list[Difference]:
-    """Return the weights of ours that are not what core reads; give the twin those that the file lacks.
+def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, comparison: Comparison) -> None:
+    """Note the weights of ours that are not what core reads; give the twin those that the file lacks.
 
     Core leaves weights that a file lacks as the memory was, so these differ from load to load.
     """
     odd = {
         key: weight
         for key, weight in patcher.hosted.weights.items()
-        if weight.slot.encoding is None and not is_same(weight, parameter_of(twin.model, key))
+        if not weight.is_cast and not weight.is_same(parameter_of(twin.model, key))
     }
     again = read_model_again(patcher) if odd else None
-    lacking, changed = [], []
+    lacking = []
     for key, weight in odd.items():
         read, reread = (parameter_of(model, key) for model in (twin.model, again or twin.model))
         if same_bits(read, reread):
-            text = f"{key} in host memory is not what core reads from the file"
-            changed.append(Difference(place=weight.group.name or key, what="weights", text=text))
+            comparison.note_changed(weight.block, key, f"{key} in host memory is not what core reads from the file")
         else:
             lacking.append(key)
             with torch.no_grad(), torch.inference_mode(False):
-                (own,) = read_master(weight.group, weight.group.index_of(key))
-                put_parameter(twin.model, key, own.detach().clone())
-    if lacking:
-        names = ", ".join(lacking[:NUM_LISTED]) + (", ..." if len(lacking) > NUM_LISTED else "")
-        notes.append(f"{len(lacking)} weights that the file lacks are taken as they are: {names}")
-    return changed
-
-
-def is_same(weight: Weight, read: torch.Tensor) -> bool:
-    """Whether a weight store has the bytes that core has read; true where core keeps it in another form."""
-    own = read_master(weight.group, weight.group.index_of(weight.slot.spec.name))
-    theirs = leaves_of(read)
-    if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
-        return True
-    return all(same_bits(one.detach(), other.detach().cpu()) for one, other in zip(own, theirs, strict=True))
+                put_parameter(twin.model, key, weight.read_stored())
+    comparison.note_lacking(lacking)
 
 
 def parameter_of(model: torch.nn.Module, key: str) -> torch.Tensor:

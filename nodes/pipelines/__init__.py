@@ -9,9 +9,6 @@ __all__, __getattr__ = lazy_names(
         "pipeline": [
             "HighwaterLoadPipeline",
             "HighwaterSamplePipeline",
-            "PRECISIONS",
-            "PRECISION_TOOLTIP",
-            "PROFILE_TOOLTIP",
             "PipelineType",
         ],
         "pipeline_folders": ["check_pipeline", "find_pipeline", "weights_files"],

@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
+from ...memory.options.placement import AUTO
 from ..schema import make_schema
 from ..watermark import Watermark, WatermarkType
+from ..widget_values import (
+    DEFAULT_PRECISION,
+    PRECISION_TOOLTIP,
+    PRECISIONS,
+    PROFILE_TOOLTIP,
+    read_placement,
+    read_profile,
+)
 
 if TYPE_CHECKING:
     from .diffusers_pipelines import LoadedPipeline
@@ -15,16 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "PipelineType"]
 
 PipelineType = io.Custom("HIGHWATER_PIPELINE")
-PRECISIONS = ["as stored", "fp8 scaled", "by profile"]
-PROFILE_TOOLTIP = (
-    "How much memory the weights may take. auto uses what is free; 1 to 5 are ready-made, from much RAM and VRAM (1) "
-    "to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leave that free). Or a profile and what to "
-    "change in it: 4,diffusion=2GiB,prefetch=2."
-)
-PRECISION_TOOLTIP = (
-    "as stored changes nothing. fp8 scaled halves the bytes of 16-bit block weights, with a scale per tensor. "
-    "by profile is what the profile says: 1 to 5 choose eight bits for the diffusion model, auto does not."
-)
 
 
 class HighwaterLoadPipeline(io.ComfyNode):
@@ -49,18 +48,18 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 ),
                 io.String.Input(
                     "profile",
-                    default="auto",
+                    default=AUTO,
                     tooltip=PROFILE_TOOLTIP,
                 ),
                 io.Combo.Input(
                     "precision",
                     options=PRECISIONS,
-                    default=PRECISIONS[0],
+                    default=DEFAULT_PRECISION,
                     tooltip=PRECISION_TOOLTIP,
                 ),
                 io.String.Input(
                     "placement",
-                    default="auto",
+                    default=AUTO,
                     tooltip=(
                         "auto, or a device per part: diffusion=gpu:0,text=gpu:1. Split over two: "
                         "diffusion=gpu:0&gpu:1. In its file until it is used, at no cost of RAM: text=gpu:0:disk."
@@ -86,9 +85,15 @@ class HighwaterLoadPipeline(io.ComfyNode):
     ) -> bool | str:
         """Check what a shared workflow may name wrongly, before anything is loaded."""
         from ...memory.errors import InvalidInput
+        from .pipeline_folders import check_pipeline, find_pipeline
 
         try:
-            check_request(pipeline, profile, placement)
+            if pipeline is not None:
+                components = tuple(check_pipeline(find_pipeline(pipeline)))  # reads headers only
+                if profile is not None:  # None is a linked widget, read when the node runs
+                    read_profile(profile, components)
+                if placement is not None:
+                    read_placement(placement, components)
         except InvalidInput as error:
             return str(error)
         return True
@@ -107,42 +112,24 @@ class HighwaterLoadPipeline(io.ComfyNode):
         from ...memory import manage
         from ..progress import showing_loadings
         from .diffusers_pipelines import LoadedPipeline, find_sources, load_pipeline
-        from .pipeline_folders import find_pipeline
+        from .pipeline_folders import check_pipeline, find_pipeline
 
         folder = find_pipeline(pipeline)
+        components = tuple(check_pipeline(folder))
+        chosen_profile = read_profile(profile, components)
+        chosen_placement = read_placement(placement, components)
         pipe = load_pipeline(folder)
         with showing_loadings():
             managed = manage(
                 pipe,
-                profile=profile,
-                placement=placement,
+                profile=chosen_profile,
+                placement=chosen_placement,
                 precision=precision,
                 files=find_sources(pipe, folder),
                 name=pipeline,
                 node_id=cls.hidden.unique_id,
             )
         return io.NodeOutput(LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark))
-
-
-def check_request(pipeline: str | None, profile: str | None, placement: str | None) -> None:
-    """Check what is known of a request (None is a linked widget); reads the headers of the weights only.
-
-    Raises:
-        InvalidInput: naming the value, or the file of the pipeline that is no good.
-    """
-    from ...memory.options.placement import parse_placement
-    from ...memory.options.profile import parse_profile
-    from ...memory.transfer.devices import list_devices
-    from .pipeline_folders import check_pipeline, find_pipeline
-
-    if pipeline is None:
-        return
-    components = list(check_pipeline(find_pipeline(pipeline)))
-    devices = [device.name for device in list_devices()]
-    if profile is not None:
-        parse_profile(profile, devices=devices, components=components)
-    if placement is not None:
-        parse_placement(placement, devices=devices, components=components)
 
 
 class HighwaterSamplePipeline(io.ComfyNode):

@@ -128,3 +128,38 @@ def test_a_room_is_asked_only_for_what_it_gives(path: Path) -> None:
         if target.parent in ROOMS and target.parent != path.parent and target.with_suffix(".py").is_file():
             given = importlib.import_module(f"highwater.{'.'.join(target.parent.relative_to(PACK).parts)}").__all__
             assert {alias.name for alias in node.names} <= set(given)
+
+
+# What a host may know of the engine: one facade, what the user's texts mean, errors and units.
+FOR_HOSTS = {"memory/hosted_component", "memory/errors", "memory/units"}
+HOST_FILES = sorted((PACK / "nodes/host").glob("*.py"))
+INNER_WORDS = {
+    "admission",
+    "event_log",
+    "groups",
+    "ledger",
+    "managed",
+    "member",
+    "packing",
+    "registry",
+    "shares",
+    "slots",
+}
+
+
+def engine_imports(path: Path) -> Iterator[str]:
+    """Yield what a file imports of the engine, by its path in the pack; a name of the package itself, too."""
+    folder = path.parent.relative_to(PACK).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = [*folder[: len(folder) + 1 - node.level], *filter(None, (node.module or "").split("."))]
+            if parts[:1] == ["memory"]:
+                named = [alias.name for alias in node.names] if len(parts) == 1 else [""]
+                yield from ("/".join([*parts, name]).rstrip("/") for name in named)
+
+
+@pytest.mark.parametrize("path", HOST_FILES, ids=lambda path: path.name)
+def test_the_host_knows_one_facade_of_the_engine(path: Path) -> None:
+    assert {name for name in engine_imports(path) if not name.startswith("memory/options/")} <= FOR_HOSTS
+    used = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not used & INNER_WORDS

@@ -17,10 +17,13 @@ from safetensors.numpy import save_file
 from highwater.headless.comfy_stub import comfy_api, folder_paths
 from highwater.headless.comfy_stub.comfy_io import HiddenHolder, Input, NodeOutput
 from highwater.memory.errors import InvalidInput
+from highwater.memory.options.placement import AUTO_PLACEMENT, Placement
+from highwater.memory.options.precision import Precision
+from highwater.memory.options.profile import OffloadProfile, parse_profile
 
 comfy_api.install()
-from highwater.nodes import device_choices  # noqa: E402
-from highwater.nodes.comfy_models import model_files, model_request  # noqa: E402
+from highwater.nodes import device_choices, widget_values  # noqa: E402
+from highwater.nodes.comfy_models import model_files  # noqa: E402
 from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
 from highwater.nodes.watermark import Watermark  # noqa: E402
@@ -48,9 +51,9 @@ REQUEST = {"profile": "6GiB", "precision": "fp8 scaled", "placement": "default"}
 class Request:
     """As the adaptor's; the real one cannot be imported without ComfyUI."""
 
-    profile: str
-    precision: str
-    placement: str
+    profile: OffloadProfile
+    precision: Precision | None
+    placement: Placement
     node_id: str | None
 
 
@@ -100,7 +103,7 @@ def models(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_choices, "device_names", lambda: ["cpu", "gpu:0", "gpu:1"])
-    monkeypatch.setattr(model_request, "device_names", device_choices.device_names)
+    monkeypatch.setattr(widget_values, "device_names", device_choices.device_names)
 
 
 def write_tensors(path: Path, *names: str) -> None:
@@ -123,7 +126,8 @@ def test_a_loader_asks_for_the_file_as_the_widgets_say(host: Recorder, models: P
     more = {"type": "flux"} if name == "LoadTextEncoder" else {}
     path = models / SECOND_FOLDERS.get(kind, kind) / "sub" / "a.safetensors"
     output = run(name, **{widget: "sub/a.safetensors"}, **more, **REQUEST)
-    request = Request(profile="6GiB", precision="fp8 scaled", placement="auto", node_id="5:7")
+    profile = parse_profile("6GiB", devices=["cpu"])
+    request = Request(profile=profile, precision=Precision.FP8_SCALED, placement=AUTO_PLACEMENT, node_id="5:7")
     first = [str(path)] if name == "LoadTextEncoder" else str(path)
     assert host.calls == [(call, first, *more.values(), request)]
     assert output.args == (host.loaded if isinstance(host.loaded, tuple) else (host.loaded,))
@@ -149,7 +153,8 @@ def test_the_profile_widget_takes_the_whole_grammar(host: Recorder, two_gpus: No
     if name in MANAGERS:
         run(name, **{MANAGERS[name]: "another's", **REQUEST, "profile": profile, "precision": "by profile"})
         [(_, _, request)] = host.calls
-        assert (request.profile, request.precision) == (profile, "by profile")
+        assert request.profile == parse_profile(profile, devices=["cpu", "gpu:0", "gpu:1"])
+        assert request.precision is None
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -165,7 +170,7 @@ def test_a_manage_node_hands_on_what_it_was_given(host: Recorder, name: str) -> 
     host.notes = ["read again from its file", "read again from its file"]
     output = run(name, **{MANAGERS[name]: "another's"}, **REQUEST)
     [(call, given, request)] = host.calls
-    assert (call, given, request.placement) == (f"manage_{MANAGERS[name]}", "another's", "auto")
+    assert (call, given, request.placement) == (f"manage_{MANAGERS[name]}", "another's", AUTO_PLACEMENT)
     assert output.ui_dict() == {"text": ["read again from its file"]}
 
 
@@ -177,7 +182,8 @@ def test_up_to_four_files_make_one_text_encoder(host: Recorder, models: Path) ->
     [(_, paths, clip_type, request)] = host.calls
     assert [Path(path).stem for path in paths] == ["c", "b", "d"]
     assert clip_type == "stable_diffusion"  # the host's word; two files of SDXL say the rest
-    assert request == Request(profile="auto", precision="as stored", placement="auto", node_id="5:7")
+    stored = Precision.AS_STORED
+    assert request == Request(profile=OffloadProfile(), precision=stored, placement=AUTO_PLACEMENT, node_id="5:7")
 
 
 def test_a_linked_watermark_is_set_before_the_model_is_loaded(
@@ -314,7 +320,7 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
     for name in NODES:
         assert placement in inputs_of(name)["placement"].options["options"]
     resolved, notes = device_choices.resolve_placement(placement)
-    assert resolved == words
+    assert str(resolved) == words
     assert len(notes) == bool(said) and said in "".join(notes)
 
 
@@ -349,7 +355,7 @@ def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Pat
     output = run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "placement": "gpu:7"})
     first, second = output.ui_dict()["text"]
     assert first.startswith("placement gpu:7: this machine has no gpu:7; default is used") and second == host.notes[0]
-    assert host.calls[0][2].placement == "auto"
+    assert host.calls[0][2].placement == AUTO_PLACEMENT
 
 
 @pytest.mark.parametrize("profile", ["6", 6, "fast", "gpu:5=1GiB", "6GiB;", "500%"])

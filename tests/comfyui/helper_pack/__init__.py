@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import faulthandler
+import functools
 import gc
 import hashlib
 import os
@@ -162,9 +164,9 @@ class TestFlip:
         def with_flip(apply_model: Any, arguments: Any) -> Any:
             hosted = getattr(apply_model.__self__, "highwater", None)
             if hosted is not None and not flipped:
-                (group,) = (group for group in hosted.groups if group.name == block)
+                (group,) = (group for group in hosted.member.managed.groups if group.name == block)
                 flipped.append(group)
-                hosted.member.managed.settle()
+                hosted.settle()
                 with torch.inference_mode(False):
                     group.resting_slab[1] ^= 0x40
             return apply_model(arguments["input"], arguments["timestep"], **arguments["c"])
@@ -321,6 +323,45 @@ async def forget_needs(request: web.Request) -> web.Response:
                     learned.clear()
                 manager.admission.epoch += 1
     return web.json_response({})
+
+
+calls: list[str] = []
+
+
+def count_calls() -> None:
+    """Count, from now on, the texts that are read as a profile or a placement, and the plans that are made."""
+    for module_name, name in (
+        ("options.placement", "Scanner.__init__"),
+        ("manager.module_plans", "plan_components"),
+        ("manager.admission", "replan"),
+    ):
+        (module,) = (m for n, m in list(sys.modules.items()) if n.endswith(f"highwater.memory.{module_name}"))
+        *owners, attribute = name.split(".")
+        owner = functools.reduce(getattr, owners, module)
+        setattr(owner, attribute, counted(getattr(owner, attribute), name.partition(".")[0]))
+
+
+def counted(function: Any, name: str) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(f"{name} {kwargs['what']}" if "what" in kwargs else name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@PromptServer.instance.routes.get("/highwater_test/calls")
+async def send_calls(request: web.Request) -> web.Response:
+    """What was called since this was last asked; nothing is counted before the first time."""
+    if not counting:
+        counting.append(True)
+        count_calls()
+    found = collections.Counter(calls)
+    calls.clear()
+    return web.json_response(found)
+
+
+counting: list[bool] = []
 
 
 @PromptServer.instance.routes.get("/highwater_test/loaded")

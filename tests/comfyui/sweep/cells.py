@@ -29,6 +29,7 @@ from highwater.memory import default_manager
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
 from highwater.nodes.host.hosted import Request
@@ -42,6 +43,7 @@ from highwater.tests.comfyui.sweep.weights import fill
 __all__ = ["cell"]
 
 SPLIT = "gpu:0&gpu:1"
+GPUS = ["gpu:0", "gpu:1"]
 # Of a model's bytes, as a budget for one device.
 PERCENTS = (5, 10, 15, 20, 25, 30, 35, 40, 50, 60, 70, 80, 90, 95, 97)
 Tensor = torch.Tensor
@@ -180,12 +182,13 @@ def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Reque
         text = ",".join(
             f"{device}={whole * percent / 100:.3f}MiB" for device, percent in zip(devices, percents, strict=True)
         )
+        profile = parse_profile(text, devices=GPUS)
         try:
             _, plan = plan_modules(
                 {"probe": model},
                 default_manager().admission.machine(None),
-                placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=["gpu:0", "gpu:1"]),
-                profile=parse_profile(text, devices=["gpu:0", "gpu:1"], components=["probe"]),
+                placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=GPUS),
+                profile=profile,
                 precision=None,
                 kinds={"probe": kind},
                 sources={},
@@ -193,7 +196,7 @@ def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Reque
         except (DoesNotFit, InvalidInput):
             continue
         if all(share.streamed for share in plan["probe"].shares):
-            fitting.append(Request(profile=text, placement=placement))
+            fitting.append(Request(profile=profile, placement=parse_placement(placement, devices=GPUS)))
             if len(fitting) > 2:
                 break
     if not fitting:
@@ -208,7 +211,8 @@ def request_for(model: torch.nn.Module, kind: str, form: str) -> Request:
     placement = SPLIT if form.startswith("split") else "auto"
     if form.endswith("streamed"):
         return streamed_request(model, kind, placement)
-    return Request(placement=placement, precision="fp8 scaled" if form == "fp8" else "as stored")
+    precision = Precision.FP8_SCALED if form == "fp8" else Precision.AS_STORED
+    return Request(placement=parse_placement(placement, devices=GPUS), precision=precision)
 
 
 def request_for_control(form: str, model: torch.nn.Module) -> Request:
@@ -216,7 +220,7 @@ def request_for_control(form: str, model: torch.nn.Module) -> Request:
     try:
         return request_for(model, "control", "resident" if form == "fp8" else form)
     except Nothing:
-        return Request(placement=SPLIT if form.startswith("split") else "auto")
+        return Request(placement=parse_placement(SPLIT if form.startswith("split") else "auto", devices=GPUS))
     finally:
         gc.collect()  # the frames of what did not fit, from which that model is seen which it guides
 

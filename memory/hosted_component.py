@@ -1,0 +1,406 @@
+"""A component that a host loads and unloads: what the host may ask the engine about it, and what it may tell.
+
+The host (ComfyUI) decides when a component comes and goes and writes single weights; the engine decides which blocks
+are resident, and who leaves when memory runs short. A host needs no other file of the engine, beside the values of
+`options/`, errors and units.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
+from .manager.default import default_manager
+from .manager.member import Member
+from .manager.module_plans import plan_modules
+from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
+from .options.precision import Precision
+from .options.profile import OffloadProfile
+from .runtime.parameter_slots import ParameterSlot
+from .runtime.weight_group import WeightGroup
+from .transfer.devices import list_devices
+from .verification.comparison import same_bits
+from .verification.findings import Verification
+from .verification.reference import read_master
+from .verify_hosted import Comparison
+from .weights.component import Component
+from .weights.module_component import component_from_module
+from .weights.quantized import leaves_of
+from .weights.safetensors_header import read_header
+
+__all__ = [
+    "Comparison",
+    "HostedComponent",
+    "HostedWeight",
+    "Rescale",
+    "Verification",
+    "device_name",
+    "refuse_damaged",
+    "same_bits",
+    "watch_evictions",
+]
+
+
+class HostedComponent:
+    """One component of a host; under management from `join` to `release`, by the process-wide manager.
+
+    Args:
+        kind: what it is (diffusion, text, vae, control, vision).
+        placement: the device that computes it is the host's to say; a split of this placement counts if it begins
+            there.
+        node_id: the node that loads it, for the report.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        *,
+        profile: OffloadProfile | None = None,
+        precision: Precision | None = Precision.AS_STORED,
+        placement: Placement = AUTO_PLACEMENT,
+        node_id: str | None = None,
+    ) -> None:
+        self.name = name
+        self.kind = kind
+        self.profile = OffloadProfile() if profile is None else profile
+        self.precision = precision
+        self.placement = placement
+        self.node_id = node_id
+        self.member: Member | None = None
+        self.weights_of: Member | None = None
+        self.known_weights: dict[str, HostedWeight] = {}
+
+    # -- what the host may ask
+
+    @property
+    def is_managed(self) -> bool:
+        return self.member is not None
+
+    @property
+    def weights(self) -> Mapping[str, HostedWeight]:
+        """The weights under management by the host's keys; none before `join`."""
+        if self.member is None:
+            return {}
+        if self.weights_of is not self.member:
+            self.weights_of = self.member
+            self.known_weights = {
+                slot.spec.name: HostedWeight(group, slot)
+                for group in self.member.managed.groups
+                for slot in group.slots
+                if not slot.is_buffer
+            }
+        return self.known_weights
+
+    @property
+    def cast_names(self) -> set[str]:
+        """The keys of weights that rest in eight bits."""
+        return {key for key, weight in self.weights.items() if weight.is_cast}
+
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that it has of the device on which it begins."""
+        if self.member is None:
+            return 0
+        return default_manager().ledger.held(self.member.id, self.member.managed.primary.name)
+
+    def missing_bytes(self) -> dict[torch.device, int]:
+        """Return what its plan takes beyond what it has there of the other devices of a split."""
+        if self.member is None:
+            return {}
+        manager = default_manager()
+        missing = {
+            manager.devices[share.device].torch_device: share.device_bytes
+            - manager.ledger.held(self.member.id, share.device)
+            for share in self.member.managed.plan.shares[1:]
+        }
+        return {device: num_bytes for device, num_bytes in missing.items() if num_bytes > 0}
+
+    def summary(self) -> str:
+        """Return what is loaded in one line for a log."""
+        if self.member is None:
+            return f"{self.name}: not managed"
+        plan = self.member.managed.plan
+        return (
+            f"{self.member.id}: {sum(len(share.resident) for share in plan.shares)} of {plan.num_blocks} blocks "
+            f"resident, {self.held_bytes / 2**20:.2f} MB on {' & '.join(share.device for share in plan.shares)}"
+        )
+
+    def describe(self, module: nn.Module) -> Component:
+        """Return the blocks by which the module is managed, or would be."""
+        if self.member is not None:
+            return self.member.managed.component
+        return component_from_module(module, name=self.name, kind=self.kind)
+
+    def planned_bytes(self, module: nn.Module, device: torch.device) -> int:
+        """Return the bytes that the component would take of a device now: of the free, its own and the idle ones.
+
+        Raises:
+            InvalidInput: no form of this component meets the budget.
+        """
+        manager, name = default_manager(), device_name(device)
+        if self.member is not None and self.member.managed.primary.torch_device == device:
+            return manager.planned_bytes(self.member, name)
+        try:
+            _, plan = plan_modules(
+                {self.name: module},
+                manager.admission.machine(None, is_hosted=True),
+                placement=self.placement_on(device),
+                profile=self.profile,
+                precision=self.precision,
+                kinds={self.name: self.kind},
+                sources={},
+            )
+        except DoesNotFit:
+            return self.describe(module).weight_bytes
+        return plan[self.name].device_bytes.get(name, 0)
+
+    def placement_on(self, device: torch.device) -> Placement:
+        """Return the placement that was asked for if it begins on this device, else the device.
+
+        Raises:
+            InvalidInput: the engine does not see this device.
+        """
+        here, names = device_name(device), [found.name for found in list_devices()]
+        if here not in names:
+            raise InvalidInput(f"placement of {self.name}: device {here!r} is not here; {allowed_values(here, names)}")
+        asked = self.placement.item_for(self.name, self.kind)
+        if asked.devices and asked.devices[0].device == here:
+            return self.placement
+        return Placement(items=(PlacementItem(component="*", devices=(SplitRatio(device=here),)),))
+
+    # -- what the host may tell
+
+    def join(self, module: nn.Module, device: torch.device) -> None:
+        """Take the module under management for a device, packed in host memory; again if the device changed."""
+        if self.member is not None and self.member.managed.primary.torch_device != device:
+            self.release()
+        if self.member is None:
+            (self.member,), _ = default_manager().add(
+                {self.name: module},
+                kinds={self.name: self.kind},
+                placement=self.placement_on(device),
+                profile=self.profile,
+                precision=self.precision,
+                name=None,
+                node_id=self.node_id,
+                is_hosted=True,
+            )
+
+    def load(self, ceiling_bytes: int | None = None) -> None:
+        """Load it now; it takes at most so many bytes of its first device, or the least with which it can compute.
+
+        Raises:
+            DoesNotFit, InvalidInput: no plan fits the device, or the budget.
+            torch.OutOfMemoryError, or whatever ends the loading: nothing of the component is on a device.
+        """
+        member = self.joined()
+        ceilings = None if ceiling_bytes is None else {member.managed.primary.name: ceiling_bytes}
+        default_manager().load(member, ceilings)
+
+    def unload(self) -> None:
+        """Take it off every device; it stays packed in host memory."""
+        default_manager().unload(self.joined())
+
+    def free_memory(
+        self, device: torch.device, num_bytes: int, reason: str, *, is_loaded: Callable[[nn.Module], bool]
+    ) -> int:
+        """Free bytes of a device, of components that the manager chooses; returns what was freed.
+
+        Args:
+            is_loaded: whether the host counts a module as loaded. The others it is about to load, and the room is for
+                them.
+        """
+        member, manager = self.joined(), default_manager()
+        hosted = [other for other in manager.members.values() if other.is_hosted]
+        arriving = [other for other in hosted if other is not member and not is_loaded(other.managed.module)]
+        return manager.free_memory(device_name(device), num_bytes, reason, exclude=arriving, allow_unrunnable=False)
+
+    def release(self) -> None:
+        """Leave every device and the books; the module's weights are ordinary tensors again. Idempotent."""
+        member, self.member = self.member, None
+        self.weights_of, self.known_weights = None, {}
+        if member is not None:
+            default_manager().remove(member)
+
+    def settle(self) -> None:
+        """End open passes and wait for copies: the host may then write any weight where it is."""
+        if self.member is not None:
+            self.member.managed.settle()
+
+    def finish_copies(self) -> None:
+        """Wait until nothing is copied to any device: the host may then read any weight where it is."""
+        if self.member is not None:
+            self.member.managed.finish_copies()
+
+    def recover(self) -> None:
+        """Close a pass that an interrupt left open."""
+        if self.member is not None:
+            self.member.managed.passes.recover_for(None)
+
+    @contextmanager
+    def widened(self, key: str) -> Iterator[None]:
+        """Give the host the wide form of a weight that rests in eight bits, to read and write; others as they are."""
+        weight = self.weights.get(key)
+        if weight is None or not weight.is_cast:
+            yield
+        else:
+            with weight.held_on(weight.slot.held.device):
+                yield
+
+    def compare(self, module: nn.Module, *, left_out: frozenset[str]) -> Comparison:
+        """Begin to compare runs of the loaded component with runs of the host's own load of it.
+
+        Args:
+            left_out: attributes of modules that the host keeps, and a run may change.
+        """
+        slots = [slot for group in self.member.managed.groups for slot in group.slots] if self.member else []
+        return Comparison(self.name, self.describe(module), module, slots, left_out=left_out)
+
+    def joined(self) -> Member:
+        if self.member is None:
+            raise UnsafeState(f"{self.name} is not managed: join it first")
+        return self.member
+
+
+@dataclass(frozen=True, slots=True)
+class HostedWeight:
+    """One weight under management, for a host that reads and writes weights one by one."""
+
+    group: WeightGroup
+    slot: ParameterSlot
+
+    @property
+    def block(self) -> str:
+        """The name of its block; empty for weights beside the blocks."""
+        return self.group.name
+
+    @property
+    def owner(self) -> nn.Module:
+        """The first module that holds it."""
+        return self.slot.owners[0][0]
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it rests in eight bits."""
+        return self.slot.encoding is not None
+
+    @property
+    def factor(self) -> float | None:
+        """What the only leaf of an encoded weight is to be multiplied by; None where that is not all."""
+        return self.slot.encoding.factor if self.slot.encoding is not None else None
+
+    def reader(self) -> tuple[torch.Tensor, Callable[..., torch.Tensor] | None]:
+        """Return the weight store's own tensor, and what makes of it what computes; None where that is the same.
+
+        Neither refers to the module.
+        """
+        stored = self.group.resting[self.group.index_of(self.slot.spec.name)]
+        return stored, None if self.factor is None else partial(multiply, self.factor)
+
+    def wide(self, device: torch.device) -> torch.Tensor:
+        """Return a copy on a device in the form in which it computes."""
+        return self.group.wide(self.slot.spec.name, device)
+
+    def overwrite(self, weight: torch.Tensor) -> None:
+        """Make a weight the new version, where it rests. The caller has settled the component."""
+        self.group.overwrite(self.slot.spec.name, weight)
+
+    @contextmanager
+    def held_on(self, device: torch.device) -> Iterator[None]:
+        """Give the host a wide copy on a device to write to; what it wrote is the new version."""
+        resting = self.slot.held
+        with torch.inference_mode(False):
+            self.slot.hold(nn.Parameter(self.wide(device), requires_grad=False))
+        try:
+            yield
+            written = self.slot.held
+        finally:
+            self.slot.hold(resting)
+        self.overwrite(written)
+
+    def rescale(self) -> Rescale | None:
+        """Return what a host's layer calls with the weight that it reads outside of its block; None if nothing."""
+        if self.factor is None:
+            return None
+        module, attribute = self.slot.owners[0]
+        form = self.group.held_form(self.group.index_of(self.slot.spec.name))
+        return Rescale(module, attribute, self.factor, form.dtype)
+
+    def read_stored(self) -> torch.Tensor:
+        """Return the weight as stored, in host memory and in the dtype in which it computes."""
+        name, encoding = self.slot.spec.name, self.slot.encoding
+        leaves = [leaf.detach() for leaf in read_master(self.group, self.group.index_of(name))]
+        if encoding is not None:
+            return encoding.decode(leaves, self.group.wide_dtypes[name])
+        (leaf,) = leaves
+        return leaf.clone()
+
+    def is_same(self, read: torch.Tensor) -> bool:
+        """Whether it has the bytes that the host has read; true where the host keeps it in another form."""
+        own = read_master(self.group, self.group.index_of(self.slot.spec.name))
+        theirs = leaves_of(read)
+        if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
+            return True
+        return all(same_bits(one.detach(), other.detach().cpu()) for one, other in zip(own, theirs, strict=True))
+
+
+def multiply(factor: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    return weight * factor
+
+
+class Rescale:
+    """Multiplies the scale back into an eight-bit weight at rest, where no block did; refers to its module weakly."""
+
+    def __init__(self, module: nn.Module, attribute: str, factor: float, dtype: torch.dtype) -> None:
+        self.module = weakref.ref(module)
+        self.attribute = attribute
+        self.factor = factor
+        self.dtype = dtype
+        """That of the weight at rest."""
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        module = self.module()
+        held = module._parameters[self.attribute] if module is not None else None
+        return weight * self.factor if held is not None and held.dtype == self.dtype else weight
+
+
+# -- what concerns all of a host's components
+
+
+def device_name(device: Any) -> str:
+    """Return a torch device in our words: ``cpu`` or ``gpu:N``."""
+    device = torch.device(device)
+    return "cpu" if device.type == "cpu" else f"gpu:{device.index or 0}"
+
+
+def refuse_damaged(path: str) -> None:
+    """Check a safetensors file before the host reads it; reads its header. Raises `InvalidInput`."""
+    read_header(path)
+
+
+@dataclass(frozen=True)
+class EvictionListener:
+    """Hears all that the manager tells; two with the same function are equal."""
+
+    tell: Callable[[nn.Module], None]
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        member = default_manager().members.get(message.get("component", ""))
+        if member is not None and member.is_hosted and message.get("kind") == "evict":
+            self.tell(member.managed.module)
+
+
+def watch_evictions(tell: Callable[[nn.Module], None]) -> None:
+    """Call a function with the module of every hosted component that lost bytes of a device. Idempotent."""
+    listeners: Collection[Any] = default_manager().event_log.listeners
+    if EvictionListener(tell) not in listeners:
+        default_manager().subscribe(EvictionListener(tell))

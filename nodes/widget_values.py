@@ -1,0 +1,59 @@
+"""What the texts of profile, precision and placement widgets mean: read once, into the engine's frozen values."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..memory.errors import require
+from ..memory.options.placement import Placement, parse_placement
+from ..memory.options.precision import PRECISION_NAMES, Precision
+from ..memory.options.profile import OffloadProfile, parse_profile
+from .device_choices import device_names
+
+__all__ = [
+    "DEFAULT_PRECISION",
+    "PRECISIONS",
+    "PRECISION_TOOLTIP",
+    "PROFILE_TOOLTIP",
+    "read_placement",
+    "read_profile",
+]
+
+PRECISIONS = list(PRECISION_NAMES)
+DEFAULT_PRECISION = Precision.AS_STORED.value
+PROFILE_TOOLTIP = (
+    "How much memory the weights may take. auto uses what is free; 1 to 5 are ready-made, from much RAM and VRAM (1) "
+    "to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leave that free). Or a profile and what to "
+    "change in it: 4,diffusion=2GiB,prefetch=2."
+)
+PRECISION_TOOLTIP = (
+    "as stored changes nothing. fp8 scaled halves the bytes of 16-bit block weights, with a scale per tensor. "
+    "by profile is what the profile says: 1 to 5 choose eight bits for the diffusion model, auto does not."
+)
+NUM_REMEMBERED = 64
+
+
+def read_profile(text: object, components: tuple[str, ...] = ()) -> OffloadProfile:
+    """Return the profile that a widget names on this machine.
+
+    Raises:
+        InvalidInput: naming the column and what is allowed there.
+    """
+    return parse_profile_once(str(text), tuple(device_names()), components)
+
+
+def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
+    """Return the placement that a widget names on this machine. Raises as `read_profile`."""
+    require(text, str, what="placement", allowed="a text")
+    return parse_placement_once(text, tuple(device_names()), components)
+
+
+# The host has a widget checked before the run and hands its text to the node again: one reading serves both.
+@lru_cache(maxsize=NUM_REMEMBERED)
+def parse_profile_once(text: str, devices: tuple[str, ...], components: tuple[str, ...]) -> OffloadProfile:
+    return parse_profile(text, devices=devices, components=components)
+
+
+@lru_cache(maxsize=NUM_REMEMBERED)
+def parse_placement_once(text: str, devices: tuple[str, ...], components: tuple[str, ...]) -> Placement:
+    return parse_placement(text, devices=devices, components=components)
