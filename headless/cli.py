@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..memory.errors import DoesNotFit, InvalidInput, one_line
+from ..memory.options.placement import AUTO
+from .server.address import DEFAULT_PORT, LOOPBACK
 
 if TYPE_CHECKING:
     from .commands.hardware import Hardware
@@ -116,8 +118,8 @@ def build_parser() -> Parser:
     verify.add_argument("workflow", type=Path, metavar="WORKFLOW.json")
     plan = add("plan", run_plan, "print where everything would live; reads headers only, moves nothing")
     plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
-    plan.add_argument("--profile", default="auto", metavar="TEXT", help=PROFILE_HELP)
-    plan.add_argument("--placement", default="auto", help="such as gpu:0&gpu:1 (files only)")
+    plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
+    plan.add_argument("--placement", default=AUTO, help="such as gpu:0&gpu:1 (files only)")
     plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
     add("profiles", run_profiles, "list the profiles with every value")
     devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
@@ -133,8 +135,8 @@ def build_parser() -> Parser:
         "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: $COMFYUI_DIR, or where this pack lies"
     )
     serve = add("serve", run_serve, "show the nodes in the ComfyUI web page, without ComfyUI's backend")
-    serve.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    serve.add_argument("--port", type=int, default=8188, help="the port to listen on")
+    serve.add_argument("--host", default=LOOPBACK, help="the address to listen on")
+    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="the port to listen on")
     serve.add_argument(
         "--allow-host",
         action="append",

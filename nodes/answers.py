@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..memory.options.placement import AUTO
+from ..memory.options.precision import BY_PROFILE
 from .doctor import HIDING_VARIABLES, driver_devices, examine_comfyui
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["describe_devices", "describe_profiles", "examine_host", "plan_models", "start_environment"]
 
 # A plan asked for by an address: what it may say beside the models, and what holds without.
-PLAN_WORDS = {"profile": "auto", "placement": "auto", "precision": "by profile"}
+PLAN_WORDS = {"profile": AUTO, "placement": AUTO, "precision": BY_PROFILE}
 MODEL_SUFFIXES = (".safetensors", ".sft")
 
 

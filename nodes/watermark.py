@@ -52,6 +52,10 @@ class HighwaterWatermark(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        from ..memory.manager.watermark import Watermark as Marks
+        from ..memory.units import format_bytes
+
+        default = Marks()
         return make_schema(
             node_id="HighwaterWatermark",
             display_name="Watermark",
@@ -70,12 +74,12 @@ class HighwaterWatermark(io.ComfyNode):
                 ),
                 io.String.Input(
                     "low",
-                    default="512MiB",
+                    default=format_bytes(default.low_bytes),
                     tooltip="Eviction starts when less than this would be free. A number and GiB, MiB, GB or MB.",
                 ),
                 io.String.Input(
                     "high",
-                    default="1GiB",
+                    default=format_bytes(default.high_bytes),
                     tooltip="Eviction stops when this much is free. At least the low mark.",
                 ),
             ],

@@ -5,6 +5,7 @@ from ...memory.lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
+        "address": ["DEFAULT_PORT", "LOOPBACK"],
         "app": ["serve"],
     },
 )

@@ -19,6 +19,7 @@ from ...memory.errors import InvalidInput
 from ..comfy_stub.comfy_api import list_node_classes
 from ..comfy_stub.comfy_io import ComfyNode
 from ..runner.runner import WorkflowRunner
+from .address import DEFAULT_PORT, LOOPBACK
 from .page_files import FileRoutes
 from .page_guard import ServerNames, add_page_headers, refuse_foreign_requests
 from .page_requests import MAX_REQUEST_BYTES, explain_bad_input
@@ -27,7 +28,6 @@ from .user_directory import UserDirectory, default_user_directory
 
 __all__ = ["make_app", "serve"]
 
-LOOPBACK = "127.0.0.1"
 # From a connection, or from the end of its last answer, to the end of the next request's header.
 HEADER_TIMEOUT_S = 30.0
 
@@ -36,7 +36,7 @@ def serve(
     runner: WorkflowRunner,
     *,
     host: str = LOOPBACK,
-    port: int = 8188,
+    port: int = DEFAULT_PORT,
     allowed_hosts: Iterable[str] = (),
     announce: Callable[[str], None] | None = None,
 ) -> None:

@@ -13,7 +13,7 @@ import psutil
 from aiohttp import web
 
 from ...memory.errors import InvalidInput
-from ...nodes.boundaries import FEATURES
+from ...nodes.boundaries import EVENT, FEATURES
 from ...nodes.routes import make_routes
 from ..comfy_stub.comfy_api import object_info
 from ..comfy_stub.comfy_io import ComfyNode
@@ -67,7 +67,7 @@ class RunRoutes:
         """Run the worker as long as the application; what the manager tells goes to every page."""
         self.sockets.loop = asyncio.get_running_loop()
         manager = self.runner.manager
-        unsubscribe = manager.subscribe(lambda message: self.sockets.publish("highwater.memory", message))
+        unsubscribe = manager.subscribe(lambda message: self.sockets.publish(EVENT, message))
         self.queue.start()
         yield
         unsubscribe()

@@ -22,6 +22,6 @@ __all__, __getattr__ = lazy_names(
         ],
         "budget": ["BudgetItem", "exact_size"],
         "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "build_profile", "covers", "parse_profile"],
-        "precision": ["PRECISION_NAMES", "Precision", "parse_precision"],
+        "precision": ["BY_PROFILE", "PRECISION_NAMES", "Precision", "parse_precision"],
     },
 )

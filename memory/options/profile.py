@@ -300,7 +300,8 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
             scanner.fail("nothing would be left for weights; allowed: more than 0% and less than 100%", at=begin)
         return word, as_left_free(item)
     if word == "prefetch":
-        return "prefetch_blocks", parse_choice(scanner, word, {AUTO: None, "1": 1, "2": 2, "3": 3, "4": 4})
+        numbers = {str(number): number for number in range(1, LARGEST_PREFETCH + 1)}
+        return "prefetch_blocks", parse_choice(scanner, word, {AUTO: None, **numbers})
     if word == "compile":
         return word, parse_choice(scanner, word, {"on": True, "off": False})
     return {"disk": "on_demand"}.get(word, word), parse_names(scanner, components, with_language=word == "quantize")

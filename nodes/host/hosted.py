@@ -16,7 +16,10 @@ from ...memory.options.placement import AUTO_PLACEMENT, Placement
 from ...memory.options.precision import Precision
 from ...memory.options.profile import OffloadProfile
 
-__all__ = ["Hosted", "Request", "is_cpu"]
+__all__ = ["UNLIMITED_BYTES", "Hosted", "Request", "is_cpu"]
+
+# Core says "everything" with this many bytes.
+UNLIMITED_BYTES = 1e30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

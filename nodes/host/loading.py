@@ -24,7 +24,7 @@ from ...memory.options.placement import AUTO_PLACEMENT
 from ...memory.options.precision import Precision
 from ...memory.options.profile import covers
 from .guides import bring_guides
-from .hosted import Hosted, Request, is_cpu
+from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
 from .patcher import HighwaterPatcher, load_device_for
 
 __all__ = [
@@ -43,8 +43,6 @@ __all__ = [
 # Where a model that is not ours carries what its node has to say.
 NOTE = "highwater_note"
 
-# Core says "everything" with this many bytes.
-UNLIMITED_BYTES = 1e30
 # Those whose ways we know; ComfyUI 0.8.0 has no dynamic one.
 KNOWN_PATCHERS = {ModelPatcher, getattr(comfy.model_patcher, "ModelPatcherDynamic", ModelPatcher), HighwaterPatcher}
 

@@ -23,14 +23,12 @@ from comfy.patcher_extension import CallbacksMP
 from ...memory.hosted_component import device_name, watch_evictions
 from ..progress import showing_loadings
 from .guides import check_inputs
-from .hosted import Hosted, Request, is_cpu
+from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
 
 __all__ = ["HighwaterPatcher", "load_device_for"]
 
 # The form in which core keeps the original of a patched weight.
 Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
-# Core says "everything" with this many bytes.
-UNLIMITED_BYTES = 1e30
 
 
 class HighwaterPatcher(ModelPatcher):

@@ -22,11 +22,11 @@ from ...memory.errors import InvalidInput
 from ...memory.hosted_component import Comparison, Verification, same_bits
 from . import loading
 from .guides import KEY as GUIDES_KEY
+from .hosted import UNLIMITED_BYTES
 from .patcher import HighwaterPatcher
 
 __all__ = ["verify_clip", "verify_model", "verify_vae"]
 
-UNLIMITED_BYTES = 1e30
 # One step of the plainest sampler: the model is called once, or once for each half of the guidance.
 SAMPLER, SCHEDULER, STEPS = "euler", "simple", 1
 

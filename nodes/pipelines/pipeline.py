@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
@@ -135,6 +135,10 @@ class HighwaterLoadPipeline(io.ComfyNode):
 class HighwaterSamplePipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
+        from .diffusers_pipelines import FRAME_STEP, PIXEL_STEP
+
+        tooltip = f"In pixels, a multiple of {PIXEL_STEP}."
+        pixels: Any = {"default": 1024, "min": PIXEL_STEP, "max": 16384, "step": PIXEL_STEP, "tooltip": tooltip}
         return make_schema(
             node_id="HighwaterSamplePipeline",
             display_name="Sample Pipeline",
@@ -150,16 +154,14 @@ class HighwaterSamplePipeline(io.ComfyNode):
                     default="",
                     tooltip="What to avoid. Guidance-distilled models such as Flux ignore it.",
                 ),
-                io.Int.Input("width", default=1024, min=16, max=16384, step=16, tooltip="In pixels, a multiple of 16."),
-                io.Int.Input(
-                    "height", default=1024, min=16, max=16384, step=16, tooltip="In pixels, a multiple of 16."
-                ),
+                io.Int.Input("width", **pixels),
+                io.Int.Input("height", **pixels),
                 io.Int.Input(
                     "frames",
                     default=1,
                     min=1,
                     max=1025,
-                    step=4,
+                    step=FRAME_STEP,
                     tooltip="1 for an image; 4n + 1 with a video pipeline.",
                 ),
                 io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
