@@ -54,6 +54,17 @@ class ScaledFp8(EncodedForm):
     def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
         upcast_into(wide, leaves[0], self.scale)
 
+    @classmethod
+    def decode_all(
+        cls, forms: list[ScaledFp8], wide: list[torch.Tensor], leaves: list[list[torch.Tensor]]
+    ) -> None:
+        if wide[0].is_cpu:
+            for form, target, (stored,) in zip(forms, wide, leaves, strict=True):
+                upcast_into(target, stored, form.scale)
+        else:  # two kernels for the whole block, launched at the price of one weight's
+            torch._foreach_copy_(wide, [stored for (stored,) in leaves])
+            torch._foreach_mul_(wide, [form.scale for form in forms])
+
 
 @torch.no_grad()
 def find_scale(weight: torch.Tensor, *, name: str) -> float:

@@ -78,10 +78,7 @@ class EncodedForm(StorageForm, ABC):
 
     @classmethod
     def decode_all(
-        cls: type[Own],
-        forms: Sequence[Own],
-        wide: Sequence[torch.Tensor],
-        leaves: Sequence[Sequence[torch.Tensor]],
+        cls: type[Own], forms: list[Own], wide: list[torch.Tensor], leaves: list[list[torch.Tensor]]
     ) -> None:
         """Do the same for all weights of a block on one device."""
         for form, target, own in zip(forms, wide, leaves, strict=True):
