@@ -55,9 +55,7 @@ class ScaledFp8(EncodedForm):
         upcast_into(wide, leaves[0], self.scale)
 
     @classmethod
-    def decode_all(
-        cls, forms: list[ScaledFp8], wide: list[torch.Tensor], leaves: list[list[torch.Tensor]]
-    ) -> None:
+    def decode_all(cls, forms: list[ScaledFp8], wide: list[torch.Tensor], leaves: list[list[torch.Tensor]]) -> None:
         if wide[0].is_cpu:
             for form, target, (stored,) in zip(forms, wide, leaves, strict=True):
                 upcast_into(target, stored, form.scale)

@@ -6,7 +6,7 @@ from .form_numbers import FormNumbers
 from .fp8 import ScaledFp8
 from .storage_form import EncodedForm
 
-__all__ = ["encoded_form"]
+__all__ = ["FORMS", "encoded_form"]
 
 FORMS: dict[str, type[EncodedForm]] = {form.name: form for form in (ScaledFp8,)}
 

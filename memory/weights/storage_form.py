@@ -53,7 +53,7 @@ class EncodedForm(StorageForm, ABC):
     @classmethod
     @abstractmethod
     def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
-        """Return the leaves of a weight, all without memory: the first has its elements, in its order."""
+        """Return the leaves of a weight, all without memory."""
 
     @classmethod
     @abstractmethod

@@ -1,0 +1,327 @@
+"""Storage forms: whatever a form makes of a weight, the engine computes with what the form's own `decode` gives.
+
+Two forms that the engine does not know are defined here and nowhere else: eight bits with a scale per row, and four
+bits with one, packed in pairs. They stand where a plan otherwise means float8.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from highwater.memory import MemoryManager, manage
+from highwater.memory.errors import InvalidInput
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.precision import Precision
+from highwater.memory.options.profile import parse_profile
+from highwater.memory.planner.sizes import block_bytes, wide_bytes
+from highwater.memory.weights.component import TensorSpec
+from highwater.memory.weights.form_numbers import NUMBERS, FormNumbers
+from highwater.memory.weights.known_forms import FORMS, encoded_form
+from highwater.memory.weights.storage_form import EncodedForm
+
+X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+
+
+class RowNumbers(FormNumbers):
+    """Codes, and one float per row."""
+
+    def leaf_bytes(self, tensor: TensorSpec) -> tuple[int, ...]:
+        return (-(-tensor.num_elements * self.element_bits // 8), 4 * tensor.shape[0])
+
+
+class RowInt8(EncodedForm):
+    numbers = RowNumbers(name="int8 by rows", element_bits=8)
+    name = numbers.name
+    largest = 127
+
+    @classmethod
+    def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(weight, dtype=torch.int8), torch.empty(weight.shape[0], device="meta")]
+
+    @classmethod
+    def measure(cls, weight: torch.Tensor, *, name: str) -> RowInt8:
+        if not weight.isfinite().all():
+            raise InvalidInput(f"weight {name!r} holds NaN or infinity; use precision 'as stored'")
+        return cls()
+
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        rows = weight.detach().float().flatten(1)
+        scales = rows.abs().amax(1).clamp(min=1e-30) / self.largest
+        codes = (rows / scales[:, None]).round().to(torch.int8)
+        return [self.pack(codes.view(weight.shape)), scales]
+
+    def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        codes, scales = leaves
+        codes = self.unpack(codes, len(scales))
+        return (codes.float() * scales.view(-1, *[1] * (codes.dim() - 1))).to(dtype)
+
+    def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
+        wide.copy_(self.decode(leaves, wide.dtype).view(wide.shape))
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes
+
+    def unpack(self, codes: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return codes
+
+
+class PackedInt4(RowInt8):
+    """For matrices with an even number of columns."""
+
+    numbers = RowNumbers(name="int4 by rows", element_bits=4)
+    name = numbers.name
+    largest = 7
+
+    @classmethod
+    def empty_leaves(cls, weight: torch.Tensor) -> list[torch.Tensor]:
+        codes = torch.empty(weight.numel() // 2, dtype=torch.uint8, device="meta")
+        return [codes, torch.empty(weight.shape[0], device="meta")]
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        low, high = (codes.reshape(-1, 2) + 8).to(torch.uint8).unbind(1)
+        return low | (high << 4)
+
+    def unpack(self, codes: torch.Tensor, num_rows: int) -> torch.Tensor:
+        pairs = torch.stack([codes & 15, codes >> 4], 1)
+        return pairs.view(num_rows, -1).to(torch.int8) - 8
+
+
+KNOWN = dict(FORMS)
+TOYS = {form.name: form for form in (RowInt8, PackedInt4)}
+MODES = {
+    "resident": ("auto", "gpu:0"),
+    "streamed": ("gpu:0=0.35MiB", "gpu:0"),
+    "split": ("auto", "gpu:0&gpu:1"),
+    "split and streamed": ("gpu:0=0.3MiB,gpu:1=0.3MiB", "gpu:0&gpu:1"),
+    "cpu": ("auto", "cpu"),
+}
+
+
+@pytest.fixture(params=[*TOYS, *KNOWN])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[EncodedForm]:
+    """Return a form that stands where a user says "fp8 scaled"."""
+    if request.param in TOYS:
+        monkeypatch.setitem(FORMS, request.param, TOYS[request.param])
+        monkeypatch.setitem(NUMBERS, Precision.FP8_SCALED, TOYS[request.param].numbers)
+    return FORMS[request.param]
+
+
+def coded(form: type[EncodedForm], weight: torch.Tensor) -> torch.Tensor:
+    """Return what a weight is after it rested in a form."""
+    measured = form.measure(weight, name="w")
+    return measured.decode(measured.encode(weight.detach()), weight.dtype).view(weight.shape)
+
+
+def is_encoded(name: str) -> bool:
+    return name.startswith(("doubles", "singles")) and name.endswith(("up.weight", "down.weight"))
+
+
+@torch.no_grad()
+def code_weights(net: nn.Module, form: type[EncodedForm]) -> nn.Module:
+    for name, weight in net.named_parameters():
+        if is_encoded(name):
+            weight.copy_(coded(form, weight))
+    return net
+
+
+def managed_net(net: nn.Module, manager: MemoryManager, mode: str, *, is_hosted: bool = False, **options: Any) -> Any:
+    profile, placement = MODES[mode]
+    if not is_hosted:
+        return manage(net, profile, placement=placement, precision="fp8 scaled", manager=manager, **options)
+    names = ["gpu:0", "gpu:1", "cpu"]
+    (member,), _ = manager.add(
+        {"model": net},
+        placement=parse_placement(placement, devices=names),
+        profile=parse_profile(profile, devices=names, components=["model"]),
+        precision=Precision.FP8_SCALED,
+        name=None,
+        node_id=None,
+        is_hosted=True,
+    )
+    return member
+
+
+@pytest.mark.parametrize("shape", [(64, 384), (3, 2), (5, 8, 3, 2)])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_numbers_say_what_leaves_take(form: type[EncodedForm], dtype: str, shape: tuple[int, ...]) -> None:
+    numbers = NUMBERS[Precision.FP8_SCALED]
+    spec = TensorSpec(name="w", dtype=dtype, shape=shape, castable=True)
+    torch_dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
+    weight = torch.randn(shape).to(torch_dtype)
+    empty = form.empty_leaves(weight.to("meta"))
+    leaves = form.measure(weight, name="w").encode(weight)
+    assert encoded_form(numbers) is form and numbers.takes(spec)
+    assert numbers.leaf_bytes(spec) == tuple(leaf.nbytes for leaf in empty) == tuple(leaf.nbytes for leaf in leaves)
+    assert [(leaf.shape, leaf.dtype) for leaf in empty] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_way_to_decode_gives_the_same_bits(form: type[EncodedForm], dtype: torch.dtype, machine) -> None:
+    weights = [torch.randn(6, 2 * n, generator=torch.Generator().manual_seed(n)).to(dtype) for n in (1, 40, 3000)]
+    forms = [form.measure(weight, name="w") for weight in weights]
+    leaves = [form.encode(weight) for form, weight in zip(forms, weights, strict=True)]
+    wants = [one.decode(own, dtype).view(6, -1) for one, own in zip(forms, leaves, strict=True)]
+    with machine(4):
+        for device in ("cpu", "sim:0"):
+            there = [[leaf.to(device) for leaf in own] for own in leaves]
+            wide = [torch.empty_like(weight, device=device) for weight in weights]
+            for one, target, own in zip(forms, wide, there, strict=True):
+                one.decode_into(target, own)
+            assert all(torch.equal(got.cpu(), want) for got, want in zip(wide, wants, strict=True))
+            for target in wide:
+                target.fill_(9)
+            form.decode_all(forms, wide, there)
+            assert all(torch.equal(got.cpu(), want) for got, want in zip(wide, wants, strict=True))
+            del there, wide, target, own
+
+
+@pytest.mark.parametrize("is_hosted", [False, True], ids=["managed", "hosted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_a_forward_computes_with_what_the_form_decodes(toys, machine, form, mode: str, dtype, is_hosted: bool) -> None:
+    x = X.to(dtype)
+    plain = code_weights(toys.build_net(dtype=dtype), form)
+    with machine(4, 4) as manager:
+        net = toys.build_net(dtype=dtype)
+        managed = managed_net(net, manager, mode, is_hosted=is_hosted)
+        managed = managed if is_hosted else managed.members[0]
+        given = x.to("sim:0") if is_hosted and mode != "cpu" else x
+        for _ in range(3):
+            if is_hosted:
+                manager.load(managed)
+            assert torch.equal(net(given).cpu(), plain(x))
+            manager.ledger.check()
+        plan, component = managed.managed.plan, managed.managed.component
+        assert {name for name, _ in plain.named_parameters() if is_encoded(name)} == {*plan.forms}
+        groups = {group.name: group for group in managed.managed.groups}
+        for block in component.blocks:
+            assert block_bytes(block, plan.forms) == groups[block.name].slab_bytes
+            assert wide_bytes(block, plan.forms) == groups[block.name].wide_layout.slab_bytes
+        managed.managed.unload()
+        if not is_hosted:
+            assert torch.equal(net(x).cpu(), plain(x))
+        manager.remove(managed)
+        del groups, managed, given
+        for (name, got), want in zip(net.named_parameters(), plain.parameters(), strict=True):
+            assert type(got) is nn.Parameter and got.device.type == "cpu", name
+            assert torch.equal(got, want), name
+        assert torch.equal(net(x), plain(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_at_rest_weights_read_and_copy_as_decoded(toys, machine, form, mode: str) -> None:
+    plain = code_weights(toys.build_net(), form)
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+        with managed_net(net, manager, mode):
+            net(X)
+            for (name, got), want in zip(net.named_parameters(), plain.parameters(), strict=True):
+                assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
+                assert torch.equal(got.cpu(), want), name
+            state = net.state_dict()
+            assert all(torch.equal(state[name].cpu(), want) for name, want in plain.state_dict().items())
+            del state, got  # views of what is on a device
+            copied = copy.deepcopy(net.singles[0].up.weight)
+            assert type(copied) is nn.Parameter and torch.equal(copied.cpu(), plain.singles[0].up.weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_a_merged_lora_rests_in_its_form(toys, machine, form, mode: str) -> None:
+    plain = code_weights(toys.build_net(), form)
+    lora = {
+        name: 0.1 * torch.randn(w.shape[0], 2) @ torch.randn(2, w.shape[1])
+        for name, w in plain.named_parameters()
+        if is_encoded(name)
+    }
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+        with managed_net(net, manager, mode):
+            net(X)
+            for name, delta in lora.items():
+                weight = net.get_parameter(name)
+                weight.data += delta.to(weight.device)
+                own = plain.get_parameter(name)
+                own.copy_(coded(form, own + delta))
+            assert torch.equal(net(X).cpu(), plain(X))
+            for name in list(lora)[:3]:  # whole weights, as who loads others writes them
+                net.get_parameter(name).copy_(lora[name])
+                plain.get_parameter(name).copy_(coded(form, lora[name]))
+            assert torch.equal(net(X).cpu(), plain(X))
+        assert torch.equal(net(X), plain(X))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_what_a_forward_writes_rests_in_its_form(toys, machine, form, mode: str) -> None:
+    plain = code_weights(toys.build_net(), form)
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+
+        def double(module: nn.Module, args: Any, output: Any) -> None:
+            module.up.weight.mul_(2.0)
+
+        with managed_net(net, manager, mode):
+            net(X)
+            hook = net.singles[1].register_forward_hook(double)
+            want = plain(X)
+            assert torch.equal(net(X).cpu(), want)
+            hook.remove()
+            up = plain.singles[1].up.weight
+            up.copy_(coded(form, 2.0 * up))
+            assert torch.equal(net(X).cpu(), plain(X))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verify_agrees(toys, machine, form, mode: str) -> None:
+    with machine(4, 4) as manager, torch.no_grad():
+        net = toys.build_net()
+        with managed_net(net, manager, mode) as managed:
+            net(X)
+            found = managed.verify(lambda: net(X))
+            assert found.is_equal, str(found)
+
+
+@pytest.mark.parametrize("tier", ["pinned", "host"])
+@torch.no_grad()
+def test_weights_without_memory_are_encoded_from_their_file(toys, machine, form, tier: str, tmp_path: Path) -> None:
+    plain = toys.build_net()
+    path = tmp_path / "net.safetensors"
+    save_file({name: weight.contiguous() for name, weight in plain.named_parameters()}, path)
+    code_weights(plain, form)
+    with torch.device("meta"):
+        net = toys.Net().eval().requires_grad_(False)
+    for name, buffer in plain.named_buffers():
+        owner, _, attribute = name.rpartition(".")
+        net.get_submodule(owner)._buffers[attribute] = buffer.clone()
+    with machine(4) as manager:
+        options = {"precision": "fp8 scaled", "files": {"net": [path]}, "manager": manager}
+        with pytest.raises(InvalidInput, match="disk"):
+            manage({"net": net}, placement="gpu:0:disk", **options)
+        with manage({"net": net}, placement=f"gpu:0:{tier}", **options) as managed:
+            assert torch.equal(net(X).cpu(), plain(X))
+            found = managed.verify(lambda: net(X))
+            assert found.is_equal, str(found)
+        assert torch.equal(net(X), plain(X))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_a_form_refuses_stays_as_it_was(toys, machine, form, value: float) -> None:
+    with machine(4) as manager:
+        net = toys.build_net()
+        with torch.no_grad():
+            net.singles[4].down.weight[3, 5] = value
+        before = {name: (weight, weight.data_ptr()) for name, weight in net.named_parameters()}
+        with pytest.raises(InvalidInput, match=r"singles\.4\.down\.weight.*NaN or infinity"):
+            managed_net(net, manager, "resident")
+        assert all(net.get_parameter(name) is w and w.data_ptr() == at for name, (w, at) in before.items())
