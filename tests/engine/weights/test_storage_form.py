@@ -233,6 +233,7 @@ def test_at_rest_weights_read_and_copy_as_decoded(toys, machine, form, mode: str
             del state, got  # views of what is on a device
             copied = copy.deepcopy(net.singles[0].up.weight)
             assert type(copied) is nn.Parameter and torch.equal(copied.cpu(), plain.singles[0].up.weight)
+            del copied
 
 
 @pytest.mark.parametrize("mode", MODES)
