@@ -184,7 +184,7 @@ class Managed:
         sources = {name: source for name, module in modules.items() if (source := source_of(module)) is not None}
         members, _ = self.manager.add(dict(modules), **choices, sources=sources, name=None, node_id=None)
         for member in members:
-            member.call = self.members[0].call
+            member.come_with(self.members[0])
         return members
 
     def verify(self, *args: Any, **kwargs: Any) -> Verification:

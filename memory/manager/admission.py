@@ -126,8 +126,8 @@ class Admission:
         if member is None or self.devices[device].is_cpu:
             return 0
         num_bytes = sum(computable(lender, {device: 0})[device] for lender in member.lenders if not lender.leases)
-        for other in self.members.values():
-            if member in other.lenders and other.leases:
+        for other in self.borrowers(member):
+            if other.leases:
                 shares = other.managed.plan.shares
                 num_bytes += sum(max(0, share.keeps_bytes) for share in shares if share.device == device)
         return num_bytes
@@ -179,7 +179,8 @@ class Admission:
 
     def foreign_bytes(self, device: Device) -> int:
         """Return what others than torch's allocator have of a device: other programs, the driver, other libraries."""
-        return device.total_bytes() - device.free_bytes() - device.allocated_bytes()
+        memory = device.memory()
+        return memory.total - memory.free - memory.allocated
 
     def machine(
         self,
@@ -204,18 +205,20 @@ class Admission:
         is_hosted = member.is_hosted if member is not None else is_hosted
         capacities = []
         computing = [other.id for other in self.siblings(member) if other.leases] if member else []
+        memory = {name: device.memory() for name, device in self.devices.items()}
         for device in self.devices.values():
+            total_bytes, free_bytes, _, allocated_bytes, _ = memory[device.name]
             low = 0 if device.is_cpu else self.watermark(device.name).low_bytes
             idle = self.victims(device, member) if evicts else []
             others = sum(victim.device_bytes for victim in idle)
             own = self.ledger.held(member.id, device.name) if member else 0
             if in_pass and member is not None and device.name in member.allocated_at_entry:
-                own += max(0, device.allocated_bytes() - member.allocated_at_entry[device.name])
-            available = device.free_bytes() + own + others - low - self.kept_for_sharing(member, device.name)
+                own += max(0, allocated_bytes - member.allocated_at_entry[device.name])
+            available = free_bytes + own + others - low - self.kept_for_sharing(member, device.name)
             capacities.append(
                 DeviceCapacity(
                     name=device.name,
-                    total_bytes=device.total_bytes(),
+                    total_bytes=total_bytes,
                     available_bytes=max(0, available),
                     kept_free_bytes=low,
                     link_bytes_per_s=self.links.get(device.name),
@@ -235,7 +238,8 @@ class Admission:
         # What a member keeps in host memory is decided when it is added.
         pinned = 0
         if member is None and len(self.devices) > 1:
-            pinned = pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
+            host = HostMemory(total_bytes=memory["cpu"].total, free_bytes=memory["cpu"].free)
+            pinned = pin_limit_bytes(host, freed_bytes=freed_bytes)
         return Machine(devices=tuple(capacities), pinned_bytes=pinned, needs=needs)
 
     def replan(
@@ -269,14 +273,19 @@ class Admission:
 
     def siblings(self, member: Member) -> list[Member]:
         """Return the others that came under management by the same call."""
-        return [other for other in self.members.values() if other is not member and other.call is member.call]
+        return [other for other in member.call if other is not member and self.members.get(other.id) is other]
+
+    def borrowers(self, member: Member) -> list[Member]:
+        """Return the components that borrow weights of this one."""
+        return [other for other in member.borrowers if self.members.get(other.id) is other]
 
     def victims(self, device: Device, member: Member | None) -> list[Victim]:
         """Return the idle components with bytes on a device, other than the member."""
+        held_here = ((self.members.get(owner), held) for owner, held in self.ledger.by_component(device.name).items())
         return [
             Victim(component=other.id, device_bytes=held, last_use=other.last_use, evict_last=other.evict_last)
-            for other in self.members.values()
-            if other is not member and not other.leases and (held := self.ledger.held(other.id, device.name))
+            for other, held in held_here
+            if other is not None and other is not member and not other.leases
         ]
 
     def make_room(self, device: Device, need_bytes: int, member: Member | None, *, keeps_bytes: int = 0) -> None:

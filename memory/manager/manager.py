@@ -172,7 +172,7 @@ class MemoryManager:
 
     def is_lent(self, member: Member) -> bool:
         """Whether other components borrow weights of this one."""
-        return any(member in other.lenders for other in list(self.members.values()))
+        return bool(self.admission.borrowers(member))
 
     def release_all(self) -> None:
         """Release every component.

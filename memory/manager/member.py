@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan
 from ..runtime.input_size import Size
 from ..runtime.leftovers import address_of, computed_weights
-from ..runtime.managed_component import ManagedComponent, attached
+from ..runtime.managed_component import ManagedComponent
 from ..runtime.other_offloaders import find_rival, is_scripted
 from ..runtime.parameter_slots import split_owner
 from ..weights.component import Component
@@ -40,13 +41,15 @@ class Member:
         self.managed: ManagedComponent
         self.is_hosted = False
         """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
-        self.call: object = self
-        """The call of `Registry.add` that it came with; those of one call share a profile's budget for a device."""
+        self.call: WeakSet[Member] = WeakSet([self])
+        """Those that came with the same call of `Registry.add`: they share a profile's budget for a device."""
         self.look: Callable[[], None] | None = None
         """Called before it computes; raises if the pipeline that it is a part of has an unmanaged part now."""
         self.patterns: Mapping[str, str] | None = None
         self.lenders: tuple[Member, ...] = ()
         """The owners of weights that its module borrows ([Note: sharing] in `weights/sharing.py`), by their ranks."""
+        self.borrowers: WeakSet[Member] = WeakSet()
+        """Those whose lender it is, or was before they were released."""
         self.rank = 0
         """Of the members that hold a weight, the one with the lowest rank owns it."""
         self.num_holders = 1
@@ -85,11 +88,24 @@ class Member:
         self.taken_seconds: dict[str, dict[int, float]] = {}
         """The same by device, until all devices of a split have timed theirs, which may be in different passes."""
 
+    def come_with(self, other: Member) -> None:
+        """Share a device's budget with all that came under management by the call with which the other one came."""
+        self.call.discard(self)
+        self.call = other.call
+        self.call.add(self)
+
+    def borrow_from(self, lenders: Iterable[Member]) -> None:
+        """Take others as the owners of weights that its module has, too."""
+        self.lenders = tuple(lenders)
+        for lender in self.lenders:
+            lender.borrowers.add(self)
+
 
 def refuse_unsuitable(
     module: nn.Module,
     component: Component,
-    members: Iterable[Member],
+    sharers: Iterable[ManagedComponent],
+    members: Mapping[str, Member],
     source: WeightsSource | None,
     *,
     lent: Collection[tuple[nn.Module, str]] = (),
@@ -98,6 +114,8 @@ def refuse_unsuitable(
     """Refuse weights that are on a device, have no memory, or are managed already, before anything is changed.
 
     Args:
+        sharers: the managed components, of every manager, that may have weights of the module.
+        members: those of this manager.
         lent: the places of weights that other components own and lend.
         borrowers: the members to which this one lends.
     """
@@ -105,7 +123,7 @@ def refuse_unsuitable(
     rival = find_rival(module.modules())
     if rival is not None:
         raise InvalidInput(f"{name} has {rival}")
-    managed = find_managed(list(members), borrowers)
+    managed = find_managed(sharers, members, borrowers)
     for parameter_name, parameter in module.named_parameters():
         if split_owner(module, parameter_name) in lent:
             continue
@@ -124,22 +142,19 @@ def refuse_unsuitable(
             )
 
 
-def find_managed(members: Collection[Member], borrowers: Collection[Member]) -> dict[int, str]:
-    """Return by what each parameter is managed, by id, except by borrowers; of all managers in this process."""
-    ours = {id(other.managed) for other in members}
-    owners = {
-        id(parameter): f"by {other.id!r}"
-        for other in members
-        if other not in borrowers
-        for parameter in other.managed.module.parameters()
-    }
-    elsewhere = {
-        id(parameter): f"as {other.owner!r} of another MemoryManager"
-        for other in list(attached)
-        if id(other) not in ours
-        for parameter in other.module.parameters()
-    }
-    return owners | elsewhere
+def find_managed(
+    sharers: Iterable[ManagedComponent], members: Mapping[str, Member], borrowers: Collection[Member]
+) -> dict[int, str]:
+    """Return by what each parameter is managed, by id, except by borrowers."""
+    lent_to = {id(other.managed) for other in borrowers}
+    found: dict[int, str] = {}
+    for managed in sharers:
+        member = members.get(managed.owner)
+        is_ours = member is not None and member.managed is managed
+        by = f"by {managed.owner!r}" if is_ours else f"as {managed.owner!r} of another MemoryManager"
+        if id(managed) not in lent_to:
+            found.update((id(parameter), by) for parameter in managed.module.parameters())
+    return found
 
 
 def refuse_odd(name: str, module: nn.Module) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -15,10 +16,10 @@ from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.forward_pass import Pass
-from ..runtime.managed_component import ManagedComponent, Phase
+from ..runtime.managed_component import ManagedComponent, Phase, find_holders, find_sharers
 from ..runtime.packing import Ending
 from ..weights.component import Component, guess_kind
-from ..weights.sharing import NOTHING_SHARED, Shared, find_shared
+from ..weights.sharing import NOTHING_SHARED, Shared, find_shared, named_tensors
 from ..weights.source import WeightsSource
 from .admission import Admission
 from .member import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
@@ -53,6 +54,10 @@ class Registry:
         self.enter = enter
         self.give_back = give_back
         self.show_progress = show_progress
+        self.by_module: dict[int, Member] = {}
+        """The members that no host manages, by the ids of their modules."""
+        self.groups: defaultdict[str, set[str]] = defaultdict(set)
+        """The ids of members by what they have before a slash."""
         self.ranks = itertools.count()
         self.moved_by_released = 0
         """Bytes of weights that those who left had copied to devices."""
@@ -94,7 +99,8 @@ class Registry:
         ids = {component: self.free_name(prefix + component) for component in new}
         # The diffusion model comes first, so that it owns what it shares with its guides.
         ranked = sorted(new, key=lambda component: kinds[component] != "diffusion")
-        shared = {} if is_hosted else self.find_shared({ids[component]: new[component] for component in ranked})
+        sharers = [] if is_hosted else find_sharers(new.values())
+        shared = self.find_shared({ids[component]: new[component] for component in ranked}, sharers)
         common = {component: shared[ids[component]] for component in new if ids[component] in shared}
         components, plan = plan_modules(
             new,
@@ -110,20 +116,21 @@ class Registry:
         self.refuse_apart(shared, {ids[part.name]: (new[part.name], part, plan[part.name]) for part in components})
         workflow_id = self.event_log.node.workflow_id if self.event_log.node else None
         members: dict[str, Member] = {}
-        call = object()
         for component in ranked:
             member = Member(ids[component], component, node_id, workflow_id, profile)
-            member.call = call
             member.is_hosted = is_hosted
             member.patterns = patterns
             member.rank = next(self.ranks)
             member.choices = choices[component]
             by_id = self.members | {other.id: other for other in members.values()}
-            member.lenders = tuple(by_id[owner] for owner in common.get(component, NOTHING_SHARED).owners)
+            member.borrow_from(by_id[owner] for owner in common.get(component, NOTHING_SHARED).owners)
+            for other in members.values():
+                member.come_with(other)
             members[component] = member
         described = {component.name: component for component in components}
         self.join(
-            [(members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked]
+            [(members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked],
+            sharers,
         )
         for member in found.values():
             member.num_holders += 1
@@ -133,16 +140,24 @@ class Registry:
         return [everyone[component] for component in modules], Plan(components=tuple(plans), profile=profile)
 
     def join(
-        self, newcomers: Sequence[tuple[Member, nn.Module, Component, ComponentPlan, WeightsSource | None]]
+        self,
+        newcomers: Sequence[tuple[Member, nn.Module, Component, ComponentPlan, WeightsSource | None]],
+        sharers: Sequence[ManagedComponent],
     ) -> None:
-        """Prepare and attach new components, lenders before their borrowers: all of them or none."""
+        """Prepare and attach new components, lenders before their borrowers: all of them or none.
+
+        Args:
+            sharers: what is managed already and may have weights of theirs (`find_sharers`).
+        """
+        near = list(sharers)
         prepared: list[tuple[Member, nn.Module]] = []
         try:
             for member, module, component, plan, source in newcomers:
-                self.prepare(member, module, component, plan, source)
+                self.prepare(member, module, component, plan, source, near)
                 prepared.append((member, module))
             for member, _ in prepared:
-                self.attach(member)
+                self.attach(member, near)
+                near.append(member.managed)
         except BaseException:
             for member, module in reversed(prepared):
                 self.detach(member, Ending.TAKEN_BACK)
@@ -159,8 +174,8 @@ class Registry:
         Raises:
             InvalidInput: other choices were made for one of them.
         """
-        by_module = {id(m.managed.module): m for m in self.members.values() if not m.is_hosted}
-        found = {name: by_module[id(module)] for name, module in modules.items() if id(module) in by_module}
+        here = ((name, self.by_module.get(id(module))) for name, module in modules.items())
+        found = {name: member for name, member in here if member is not None}
         for name, member in found.items():
             if member.choices != choices[name]:
                 raise InvalidInput(
@@ -169,9 +184,14 @@ class Registry:
                 )
         return found
 
-    def find_shared(self, new: Mapping[str, nn.Module]) -> dict[str, Shared]:
-        """Return what present and new components share, by id; a present one owns what a new one shares with it."""
-        known = sorted((m for m in self.members.values() if not m.is_hosted), key=lambda member: member.rank)
+    def find_shared(self, new: Mapping[str, nn.Module], sharers: Iterable[ManagedComponent]) -> dict[str, Shared]:
+        """Return what present and new components share, by id; a present one owns what a new one shares with it.
+
+        Args:
+            sharers: those that may share something with a new one, or with one another.
+        """
+        near = [m for one in sharers if (m := self.members.get(one.owner)) is not None and m.managed is one]
+        known = sorted((member for member in near if not member.is_hosted), key=lambda member: member.rank)
         same = {
             id(tensor): id(slot.held)
             for member in known
@@ -245,9 +265,9 @@ class Registry:
 
     def refuse_lending(self, members: Collection[Member]) -> None:
         """Refuse to release components while others borrow their weights. Raises `UnsafeState`."""
-        for other in self.members.values():
-            for lender in other.lenders:
-                if lender in members and other not in members and self.members.get(lender.id) is lender:
+        for lender in members:
+            for other in sorted(self.admission.borrowers(lender), key=lambda borrower: borrower.rank):
+                if other not in members and self.members.get(lender.id) is lender:
                     raise UnsafeState(f"{other.id} borrows weights of {lender.id}; release that first")
 
     def replace(
@@ -268,7 +288,8 @@ class Registry:
         ids = {member.name: member.id for member in members}
         modules = {member.name: member.managed.module for member in members}
         hosted = any(member.is_hosted for member in members)
-        shared = {} if hosted else self.find_shared({})
+        sharers = self.find_near(members)
+        shared = {} if hosted else self.find_shared({}, sharers)
         sources = {m.name: m.managed.source for m in members if m.managed.source is not None}
         kinds = {member.name: member.managed.component.kind for member in members}
         asked, placement = placement, self.keep_together(placement, kinds, ids, shared)
@@ -297,8 +318,8 @@ class Registry:
                 item = asked.item_for(member.name, kinds[member.name])
                 member.choices = choices_of(item, profile, precision)
                 new = component, plan[component.name], sources.get(component.name)
-                self.prepare(member, modules[member.name], *new, after=member.managed)
-                self.attach(member)
+                self.prepare(member, modules[member.name], *new, self.find_near([member]), after=member.managed)
+                self.attach(member, self.find_near([member]))
         except BaseException:
             for member, managed, old_profile in before:
                 changed = member.managed is not managed or member.id not in self.members
@@ -323,8 +344,8 @@ class Registry:
         self.give(member, profile)
         try:
             former = managed.component, managed.plan, managed.source
-            self.prepare(member, managed.module, *former, after=member.managed)
-            self.attach(member, tells=False)  # who cancelled would cancel this, too
+            self.prepare(member, managed.module, *former, self.find_near([member]), after=member.managed)
+            self.attach(member, self.find_near([member]), tells=False)  # who cancelled would cancel this, too
         except BaseException:
             managed.hooks.remove()
             raise
@@ -340,6 +361,7 @@ class Registry:
         component: Component,
         plan: ComponentPlan,
         source: WeightsSource | None,
+        sharers: Iterable[ManagedComponent],
         *,
         after: ManagedComponent | None = None,
     ) -> None:
@@ -366,33 +388,43 @@ class Registry:
         try:
             for lender in member.lenders:
                 lender.managed.lend_to(module)
-            for other in self.members.values():
-                if member in other.lenders:
-                    managed.lend_to(other.managed.module)
+            for other in self.admission.borrowers(member):
+                managed.lend_to(other.managed.module)
             if not member.is_hosted:
-                self.refuse_unsuitable(member, module, component, source)
+                self.refuse_unsuitable(member, module, component, source, sharers)
         except BaseException:
             self.take_back(member, module)
             raise
         member.managed = managed
         managed.packing.measure()
 
+    def find_near(self, members: Iterable[Member]) -> list[ManagedComponent]:
+        """Return what may share weights with components, themselves included while they are managed."""
+        ids = {id(weight) for member in members for weight in member.managed.known_weights()}
+        ids |= {id(weight) for member in members for _, weight in named_tensors(member.managed.module)}
+        return find_holders(ids)
+
     def refuse_unsuitable(
-        self, member: Member, module: nn.Module, component: Component, source: WeightsSource | None
+        self,
+        member: Member,
+        module: nn.Module,
+        component: Component,
+        source: WeightsSource | None,
+        sharers: Iterable[ManagedComponent],
     ) -> None:
         groups = [group for lender in member.lenders for group in lender.managed.groups]
         lent = {place for group in groups for slot in group.slots for place in slot.owners}
-        borrowers = [other for other in self.members.values() if member in other.lenders]
-        refuse_unsuitable(module, component, self.members.values(), source, lent=lent, borrowers=borrowers)
+        borrowers = self.admission.borrowers(member)
+        refuse_unsuitable(module, component, sharers, self.members, source, lent=lent, borrowers=borrowers)
 
-    def attach(self, member: Member, *, tells: bool = True) -> None:
+    def attach(self, member: Member, sharers: Iterable[ManagedComponent], *, tells: bool = True) -> None:
         """Pack and hook a component that was prepared; ``tells`` those who watch loadings."""
         managed, plan = member.managed, member.managed.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
-            self.refuse_unsuitable(member, managed.module, managed.component, managed.source)
+            self.refuse_unsuitable(member, managed.module, managed.component, managed.source, sharers)
         try:
             managed.attach(self.show_progress(member, managed.packing.to_pack()) if tells else None)
-            self.members[member.id] = member
+            self.enter_member(member)
         except BaseException:
             if member.id not in self.members:
                 managed.detach(Ending.TAKEN_BACK)
@@ -412,9 +444,23 @@ class Registry:
 
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""
-        taken = set(self.members) | {member_id.partition("/")[0] for member_id in self.members}
         candidates = itertools.chain([wanted], (f"{wanted}#{number}" for number in itertools.count(2)))
-        return next(candidate for candidate in candidates if candidate not in taken)
+        return next(name for name in candidates if name not in self.members and name not in self.groups)
+
+    def enter_member(self, member: Member) -> None:
+        self.groups[member.id.partition("/")[0]].add(member.id)
+        if not member.is_hosted:
+            self.by_module[id(member.managed.module)] = member
+        self.members[member.id] = member
+
+    def strike_member(self, member: Member) -> None:
+        group = member.id.partition("/")[0]
+        self.groups[group].discard(member.id)
+        if not self.groups[group]:
+            del self.groups[group]
+        if self.by_module.get(id(member.managed.module)) is member:
+            del self.by_module[id(member.managed.module)]
+        del self.members[member.id]
 
     def detach(self, member: Member, ending: Ending | None = None) -> None:
         if self.members.get(member.id) is not member:
@@ -429,7 +475,7 @@ class Registry:
         except InvalidInput as problem:  # of a file: all else is done
             error = problem
         self.take_back(member, member.managed.module)
-        del self.members[member.id]  # last: interrupted before, it can be released again
+        self.strike_member(member)  # last: interrupted before, it can be released again
         self.moved_by_released += member.managed.bytes_moved
         for place, num_bytes in freed.items():
             self.event_log.note("release", member.id, num_bytes, place, "released")

@@ -21,6 +21,13 @@ __all__, __getattr__ = lazy_names(
         "forward_pass": ["Guest", "Hold", "Pass"],
         "leftovers": ["address_of", "computed_weights"],
         "execution_order": ["in_execution_order"],
-        "managed_component": ["ManagedComponent", "Phase", "attached", "refuse_managed"],
+        "managed_component": [
+            "ManagedComponent",
+            "Phase",
+            "attached",
+            "find_holders",
+            "find_sharers",
+            "refuse_managed",
+        ],
     },
 )

@@ -9,7 +9,6 @@ out of the tree again gets plain memory, and is forgotten.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -38,6 +37,7 @@ class Structure:
         self.modules = list(root.modules())
         self.children = [module._modules for module in self.modules]
         self.parameters = [module._parameters for module in self.modules]
+        self.buffers = [module._buffers for module in self.modules]
         # The objects themselves: another one might get the id of one that is gone.
         self.known = self.list_children()
         self.counts = list(map(len, self.parameters))
@@ -45,14 +45,16 @@ class Structure:
     def list_children(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self.children)))
 
+    def tensors(self) -> Iterator[torch.Tensor | None]:
+        """Yield what the modules hold now, as parameters and as buffers, at each of its places."""
+        return chain(
+            chain.from_iterable(map(dict.values, self.parameters)), chain.from_iterable(map(dict.values, self.buffers))
+        )
+
     def has_changed(self) -> bool:
         """Whether anything was added or taken away since."""
-        now = self.list_children()
-        return (
-            len(now) != len(self.known)
-            or any(map(operator.is_not, now, self.known))
-            or list(map(len, self.parameters)) != self.counts
-        )
+        # Modules are equal only to themselves.
+        return self.list_children() != self.known or list(map(len, self.parameters)) != self.counts
 
 
 class Tree:

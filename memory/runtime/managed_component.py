@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from weakref import WeakSet, ref
@@ -140,6 +142,8 @@ class ManagedComponent:
         """Set while attached, unless a host moves single weights itself."""
         self.structure: Structure | None = None
         """The module tree as it was when last checked; set as long as ``moves``."""
+        self.tree: Structure | None = None
+        """The module tree as it was when `has_any` looked last."""
         self.answers: DeviceAnswers | None = None
         """Set as long as ``moves``."""
         self.came_with: frozenset[nn.Module] = frozenset()
@@ -271,7 +275,7 @@ class ManagedComponent:
         if self.moves is not None:
             self.packing.written |= self.moves.swaps.names
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
-        self.structure, self.came_with = None, frozenset()
+        self.structure, self.tree, self.came_with = None, None, frozenset()
         error: InvalidInput | None = None
         try:
             self.packing.end(ending)
@@ -421,6 +425,7 @@ class ManagedComponent:
             if slot.held.is_meta:
                 what = f"{self.owner}: {slot.spec.name!r} was added without memory"
                 raise InvalidInput(f"{what}; load its weights, or remove the layer")
+        self.refuse_layers_of_others([slot for _, slot in tree.added])
         has_changed = False
         for share in self.shares:
             changed = [bundle for bundle in share.bundles if self.join(share, bundle, tree)]
@@ -458,6 +463,18 @@ class ManagedComponent:
                 place = path if home is None else blocks[home].name
                 raise UnsafeState(f"{self.owner}: {place} holds layers of {blocks[was].name} now: call reprofile()")
 
+    def refuse_layers_of_others(self, slots: Iterable[ParameterSlot]) -> None:
+        """Refuse added layers whose weights another component manages: both would move them.
+
+        Raises:
+            UnsafeState: there is one.
+        """
+        names = {id(slot.held): slot.spec.name for slot in slots}
+        for other in find_holders(names.keys()) if names else ():
+            name = next((names[id(weight)] for weight in other.known_weights() if id(weight) in names), None)
+            if name is not None and other is not self:
+                raise UnsafeState(f"{self.owner}: {name!r} was added, and {other.owner!r} manages it: release that")
+
     def guard_moves(self, after: MoveGuard | None = None) -> MoveGuard:
         groups = [(group, share.device.torch_device) for share in self.shares for group in share.groups]
         return MoveGuard(self.owner, groups, wait=self.finish_copies, after=after)
@@ -466,6 +483,24 @@ class ManagedComponent:
         """Return the places in the module that hold other components' weights, or temporary replacements of ours."""
         loans = self.moves.swaps.loans if self.moves is not None else []
         return self.find_lent() | {loan.owner: loan.slot for loan in loans}
+
+    def has_any(self, ids: AbstractSet[int]) -> bool:
+        """Whether any of these objects is in its module now: modules in the tree, and weights there or at rest."""
+        tree = self.tree
+        if tree is None or tree.has_changed():
+            self.tree = tree = Structure(self.module)
+        return not (
+            ids.isdisjoint(map(id, tree.tensors()))
+            and ids.isdisjoint(map(id, tree.modules))
+            and all(
+                ids.isdisjoint(map(id, tensors)) for group in self.groups for tensors in (group.resting, group.placed)
+            )
+        )
+
+    def known_weights(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors that its module holds, or may hold, at rest."""
+        for group in self.groups:
+            yield from (tensor for _, tensor in group.known_tensors())
 
     # -- what several components have in common ([Note: sharing] in `weights/sharing.py`)
 
@@ -726,6 +761,39 @@ def answer_of(forwards: Forwards, device: torch.device) -> Asked:
         return asked.flows_on() or (device if in_backward() else None)
 
     return answer
+
+
+def find_sharers(modules: Iterable[nn.Module]) -> list[ManagedComponent]:
+    """Return all that have hooks in place, of every manager, and may have weights of these modules.
+
+    What hangs in a managed module without having joined it yet is not found: `ManagedComponent.join_layers` looks.
+    """
+    roots = list(modules)
+    trees = [Structure(root) for root in roots]
+    if not has_other_holders(trees):
+        return []
+    ids = {id(tensor) for tree in trees for tensor in tree.tensors() if tensor is not None} | set(map(id, roots))
+    return find_holders(ids)
+
+
+def find_holders(ids: AbstractSet[int]) -> list[ManagedComponent]:
+    """Return all that have hooks in place, of every manager, and any of these objects. Looks at each of them."""
+    return [managed for managed in list(attached) if managed.has_any(ids)]
+
+
+def has_other_holders(trees: Iterable[Structure]) -> bool:
+    """Whether anything but these module trees refers to a weight in them, as whoever manages it does.
+
+    Counts references, so that it takes no longer where there are many components. One that comes from elsewhere counts,
+    too, such as a list of weights.
+    """
+    held = [tensor for tree in trees for tensor in tree.tensors() if tensor is not None]
+    num_places = Counter(map(id, held))
+    weights: list[object] = list(dict(zip(map(id, held), held, strict=True)).values())
+    held.clear()
+    weights.append(object())  # to which nothing refers but the list
+    *counts, least = map(sys.getrefcount, weights)
+    return any(count - least != num_places[id(weight)] for count, weight in zip(counts, weights, strict=False))
 
 
 def refuse_managed(module: nn.Module) -> None:
