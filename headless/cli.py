@@ -328,11 +328,12 @@ def models_directory(options: argparse.Namespace) -> Path:
             raise InvalidInput(f"{options.models}: no such folder; --models expects ComfyUI's models folder")
         return Path(options.models)
     from ..memory.user_folders import cache_folder
-    from .commands.tiny import ensure_pipelines
+    from ..nodes.pipelines.tiny_pipelines import ensure_pipelines
 
     cache = cache_folder()
     if cache is None:
         raise InvalidInput("this user has no home for tiny models; name a folder: --models DIR or XDG_CACHE_HOME")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the libraries ask the network even for local folders
     ensure_pipelines(cache / "models" / "diffusers")
     return cache / "models"
 

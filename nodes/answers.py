@@ -17,7 +17,14 @@ from .doctor import HIDING_VARIABLES, driver_devices, examine_comfyui
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["describe_devices", "describe_profiles", "examine_host", "plan_models", "start_environment"]
+__all__ = [
+    "describe_devices",
+    "describe_profiles",
+    "examine_host",
+    "make_tiny_pipelines",
+    "plan_models",
+    "start_environment",
+]
 
 # A plan asked for by an address: what it may say beside the models, and what holds without.
 PLAN_WORDS = {"profile": AUTO, "placement": AUTO, "precision": BY_PROFILE}
@@ -105,6 +112,16 @@ def find_model(named: str) -> Path:
         return Path(find_model_file(folder, name))
     except KeyError:  # what the host says of a folder that it does not know
         raise InvalidInput(f"file={named!r}: ComfyUI has no folder of models named {folder!r}") from None
+
+
+def make_tiny_pipelines() -> dict[str, Any]:
+    """Make what is missing of the tiny pipelines, in the host's folder of pipelines: about 10 s, 60 MB."""
+    import folder_paths
+
+    from .pipelines.tiny_pipelines import ensure_pipelines
+
+    folders = ensure_pipelines(folder_paths.get_folder_paths("diffusers")[0])
+    return {"pipelines": {name: str(folder) for name, folder in folders.items()}}
 
 
 def start_environment() -> dict[str, str]:

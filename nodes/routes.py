@@ -10,7 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
-from .answers import describe_devices, describe_profiles, examine_host, plan_models, start_environment
+from .answers import (
+    describe_devices,
+    describe_profiles,
+    examine_host,
+    make_tiny_pipelines,
+    plan_models,
+    start_environment,
+)
 from .boundaries import features
 
 if TYPE_CHECKING:
@@ -97,6 +104,7 @@ def make_routes(
             telling(lambda _: examine()),
         ),
         ("GET", "/highwater/needs", telling(lambda _: list_needs())),
+        ("POST", "/highwater/tiny-pipelines", telling(lambda _: make_tiny_pipelines())),
         ("POST", "/highwater/needs/forget", telling(lambda _: list_needs(forgets=True))),
     ]
 

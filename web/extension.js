@@ -82,8 +82,26 @@ async function fetchReport(parts) {
   return response.json();
 }
 
+/** Make the pipelines that the first example uses: random weights, small enough for any machine. */
+async function makeTinyPipelines() {
+  const summary = "Tiny pipelines";
+  notify({ severity: "info", summary, detail: "They are being made; this takes some seconds." });
+  try {
+    const response = await api.fetchApi("/highwater/tiny-pipelines", { method: "POST" });
+    const answer = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
+    if (!response.ok) throw new Error(answer.error);
+    const names = Object.keys(answer.pipelines).join(", ");
+    notify({ severity: "success", summary, detail: `${names} are in models/diffusers; press R to see them in Load Pipeline.` });
+  } catch (error) {
+    notify({ severity: "error", summary, detail: error instanceof Error ? error.message : String(error) });
+  }
+}
+
 app.registerExtension({
   name: "highwater.readouts",
+
+  commands: [{ id: "Highwater.MakeTinyPipelines", label: "Highwater: make tiny pipelines", function: makeTinyPipelines }],
+  menuCommands: [{ path: ["Extensions", "Highwater"], commands: ["Highwater.MakeTinyPipelines"] }],
 
   nodeCreated(node) {
     texts();
@@ -117,7 +135,7 @@ app.registerExtension({
   },
 });
 
-/** @param {{ severity: "warn" | "error", summary: string, detail: string } | null} notice */
+/** @param {{ severity: "success" | "info" | "warn" | "error", summary: string, detail: string } | null} notice */
 function notify(notice) {
   if (notice) app.extensionManager.toast.add({ ...notice, life: NOTICE_MS });
 }

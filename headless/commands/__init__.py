@@ -11,7 +11,6 @@ __all__, __getattr__ = lazy_names(
         "hardware": ["Hardware", "parse_hardware"],
         "planning": ["machine_for", "plan_workflow"],
         "session": ["load_workflows", "make_runner", "run_workflow"],
-        "tiny": ["ensure_pipelines"],
         "verifying": ["verify_workflow"],
     },
 )

@@ -12,5 +12,6 @@ __all__, __getattr__ = lazy_names(
             "PipelineType",
         ],
         "pipeline_folders": ["check_pipeline", "find_pipeline", "weights_files"],
+        "tiny_pipelines": ["ensure_pipelines"],
     },
 )

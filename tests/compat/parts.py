@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from highwater.headless.commands.tiny import byte_characters, clip_tokenizer, t5_tokenizer
+from highwater.nodes.pipelines.tiny_pipelines import byte_characters, clip_tokenizer, t5_tokenizer
 
 __all__ = [
     "clip_text",

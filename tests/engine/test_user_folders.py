@@ -30,7 +30,7 @@ def test_the_named_cache_holds_everything(tmp_path: Path, monkeypatch: pytest.Mo
     from highwater.headless.simdevice.build import default_build_directory
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("highwater.headless.commands.tiny.ensure_pipelines", lambda folder: {})
+    monkeypatch.setattr("highwater.nodes.pipelines.tiny_pipelines.ensure_pipelines", lambda folder: {})
     options = cli.build_parser().parse_args(["run", "a.json"])
     found = [cache_path(), link_speed.cache_directory(), default_build_directory(), cli.models_directory(options)]
     assert all(path is not None and path.is_relative_to(tmp_path / "highwater") for path in found)

@@ -12,11 +12,11 @@ import torch
 
 from highwater.headless.cli import main
 from highwater.headless.comfy_stub import comfy_api
-from highwater.headless.commands.tiny import ensure_pipelines
 from highwater.headless.commands.verifying import load_for_verifying, verify_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.memory.runtime.weight_group import WeightGroup
+from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
 comfy_api.install()
 MIB = 1 << 20

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from highwater.headless.commands.tiny import ensure_pipelines
 from highwater.headless.runner.runner import WorkflowRunner
 from highwater.memory import default_manager
+from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from highwater.headless.commands import tiny
 from highwater.headless.runner import output_cache
 from highwater.headless.runner.runner import InterruptedRun, WorkflowRunner
 from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
+from highwater.nodes.pipelines import tiny_pipelines as tiny
 from highwater.nodes.pipelines.diffusers_pipelines import find_sources, load_pipeline
 from highwater.nodes.pipelines.pipeline_folders import check_pipeline, weights_files
 

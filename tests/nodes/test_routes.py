@@ -25,6 +25,7 @@ from highwater.memory import default_manager, existing_manager, manage
 from highwater.memory.manager import default
 from highwater.memory.manager.needs import Need
 from highwater.memory.manager.needs_file import NeedsFile
+from highwater.nodes.pipelines.pipeline_folders import list_pipelines
 from highwater.nodes.routes import add_routes
 
 
@@ -189,3 +190,28 @@ def test_the_variables_are_those_that_the_process_was_started_with() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "0"
+
+
+def test_tiny_pipelines_are_made_where_the_host_looks(ask: Callable[..., Any], models: Path) -> None:
+    status, answer = ask("POST", "/highwater/tiny-pipelines")
+    assert status == 200 and set(answer["pipelines"]) == {"tiny-flux", "tiny-sd", "tiny-wan"}
+    assert all(Path(folder).parent == models / "diffusers" for folder in answer["pipelines"].values())
+    assert set(list_pipelines()) == set(answer["pipelines"])
+    status, plan = ask("GET", "/highwater/plan?pipeline=tiny-flux&profile=12MiB")
+    assert status == 200 and "transformer: " in plan["text"]
+
+
+def test_tiny_pipelines_are_made_without_the_network(tmp_path: Path) -> None:
+    """In ComfyUI, where nothing keeps the libraries from asking it."""
+    code = """if True:
+        import socket, sys
+        def refuse(*_): raise AssertionError("asked the network")
+        socket.socket.connect = socket.getaddrinfo = refuse
+        from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
+        print(len(ensure_pipelines(sys.argv[1])))
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert told.stdout.split()[-1:] == ["3"], told.stderr

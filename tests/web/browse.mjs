@@ -30,6 +30,10 @@ await eventually("report on its node", () => document.querySelector(".highwater-
 await eventually("image on its node", () => app.rootGraph.nodes.find((node) => node.type === "HighwaterSaveImage").imgs?.[0]?.naturalWidth, (width) => width === 64);
 await shoot("canvas");
 
+// The menu's command, which a user needs in ComfyUI; here the pipelines are there already.
+await page.evaluate(() => app.extensionManager.command.execute("Highwater.MakeTinyPipelines"));
+await page.getByText(/tiny-flux, tiny-sd, tiny-wan are in models.diffusers/).first().waitFor();
+
 // The same values in the other renderer, and again after a reload.
 await setting("Comfy.VueNodes.Enabled", true);
 await eventually("Nodes 2.0 after the switch", inPage, allBytes);

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import highwater
-from highwater.headless.commands.tiny import ensure_pipelines
+from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
 PAGE = Path(highwater.__path__[0], "docs", "mmgp.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))

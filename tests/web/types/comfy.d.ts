@@ -36,6 +36,8 @@ interface ComfyToast {
 }
 interface ComfyExtension {
   name: string;
+  commands?: { id: string; label: string; function: () => void | Promise<void> }[];
+  menuCommands?: { path: string[]; commands: string[] }[];
   nodeCreated?(node: ComfyNode): void;
   afterConfigureGraph?(): void | Promise<void>;
   setup?(): void | Promise<void>;

@@ -8,7 +8,6 @@ the head width, group counts that divide the channels). The tokenizers know sing
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,6 @@ def ensure_pipelines(directory: str | Path) -> dict[str, Path]:
 
     A folder appears complete or not at all: it is written beside its place and renamed.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the libraries ask the network even for local folders
     directory = Path(directory)
     folders = {name: directory / name for name in RECIPES}
     missing = [name for name, folder in folders.items() if not is_current(folder)]
@@ -54,7 +52,7 @@ def current_stamp() -> dict[str, Any]:
     """Tokenizer files differ between the major versions of transformers, so these belong to the recipe."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from ...nodes.pipelines.diffusers_pipelines import import_diffusers
+    from .diffusers_pipelines import import_diffusers
 
     try:
         majors = {package: version(package).split(".")[0] for package in ("diffusers", "transformers")}
@@ -81,7 +79,7 @@ def build_pipeline(name: str, folder: Path, scratch: Path) -> None:
     """Build one pipeline with seeded weights and save it; leaves torch's random state as it was."""
     import torch
 
-    from ...nodes.pipelines.diffusers_pipelines import import_diffusers, quiet_libraries
+    from .diffusers_pipelines import import_diffusers, quiet_libraries
 
     import_diffusers()
     seed = 1 + list(RECIPES).index(name)
