@@ -28,7 +28,7 @@ from ..transfer.pinned_memory import pin_limit_bytes
 from ..units import format_bytes
 from ..weights.component import Component
 from .event_log import EventLog
-from .eviction import EvictionPolicy, Victim
+from .eviction import Candidate, EvictionPolicy, Victim
 from .member import Member
 from .needs import Key, Needs, digest_component, digest_device
 from .watermark import Watermark, default_watermark, unlearned_bytes
@@ -170,12 +170,12 @@ class Admission:
                 return False
         return True
 
-    def lasting_bytes(self, device: str, victim: Victim) -> int:
+    def lasting_bytes(self, device: str, idle: Candidate) -> int:
         """Return what an idle component keeps of a device to be able to compute, where its host believes it loaded."""
-        member = self.members[victim.component]
+        member = self.members[idle.component]
         if not (member.is_hosted and member.managed.is_loaded):
             return 0
-        return min(victim.device_bytes, computable(member, {device: 0})[device])
+        return min(idle.device_bytes, computable(member, {device: 0})[device])
 
     def foreign_bytes(self, device: Device) -> int:
         """Return what others than torch's allocator have of a device: other programs, the driver, other libraries."""
@@ -209,8 +209,8 @@ class Admission:
         for device in self.devices.values():
             total_bytes, free_bytes, _, allocated_bytes, _ = memory[device.name]
             low = 0 if device.is_cpu else self.watermark(device.name).low_bytes
-            idle = self.victims(device, member) if evicts else []
-            others = sum(victim.device_bytes for victim in idle)
+            idle = self.candidates(device, member) if evicts else []
+            others = sum(candidate.device_bytes for candidate in idle)
             own = self.ledger.held(member.id, device.name) if member else 0
             if in_pass and member is not None and device.name in member.allocated_at_entry:
                 own += max(0, allocated_bytes - member.allocated_at_entry[device.name])
@@ -279,14 +279,25 @@ class Admission:
         """Return the components that borrow weights of this one."""
         return [other for other in member.borrowers if self.members.get(other.id) is other]
 
-    def victims(self, device: Device, member: Member | None) -> list[Victim]:
+    def candidates(self, device: Device, member: Member | None) -> list[Candidate]:
         """Return the idle components with bytes on a device, other than the member."""
         held_here = ((self.members.get(owner), held) for owner, held in self.ledger.by_component(device.name).items())
+        now_s = self.event_log.now_s
         return [
-            Victim(component=other.id, device_bytes=held, last_use=other.last_use, evict_last=other.evict_last)
+            Candidate(
+                component=other.id,
+                device_bytes=held,
+                last_use=other.last_use,
+                idle_s=now_s - other.last_use_s if other.last_use_s is not None else None,
+                evict_last=other.evict_last,
+            )
             for other, held in held_here
             if other is not None and other is not member and not other.leases
         ]
+
+    def victims(self, device: Device, member: Member | None) -> list[Victim]:
+        """Return the same in the order in which the policy wants them to leave."""
+        return self.policy.order(self.candidates(device, member))
 
     def make_room(self, device: Device, need_bytes: int, member: Member | None, *, keeps_bytes: int = 0) -> None:
         """Evict idle components if the need would leave less than the low mark free, until the high mark is.
@@ -314,17 +325,12 @@ class Admission:
         if left >= low:
             return
         need = f"{member.id} needs {format_bytes(max(0, need_bytes))}" if member else "the watermark was raised"
-        for victim in self.policy.order(self.victims(device, member)):
+        for victim in self.victims(device, member):
             if left >= high:
                 return
+            free = f"{format_bytes(device.free_bytes())} free, {format_bytes(low)} reserved"
+            reason = f"{need}; {free}; {victim.reason}"
             other = self.members[victim.component]
-            idle_s = self.event_log.now_s - (other.last_use_s or 0.0)
-            reason = (
-                f"{need}, {format_bytes(device.free_bytes())} are free of which {format_bytes(low)} are kept; "
-                f"idle longest, {idle_s:.1f} s"
-            )
-            if other.evict_last:
-                reason += "; it was to be kept, but nothing else is left"
             left += self.evict(other, device, high - left, reason, allow_unrunnable=allow_unrunnable)
 
     def left_free(self, device: Device, member: Member | None) -> int:
@@ -378,12 +384,12 @@ class Admission:
                 continue
             siblings = {other.id for other in self.siblings(member)}
             held = sum(self.ledger.held(sibling, device.name) for sibling in siblings)
-            for victim in self.policy.order(self.victims(device, member)):
+            for victim in self.victims(device, member):
                 excess = held + device_bytes - most
                 if excess > 0 and victim.component in siblings:
                     reason = (
                         f"{member.id} needs {format_bytes(device_bytes)}, others {format_bytes(held)}; "
-                        f"budget {budget} is for all of them together"
+                        f"budget {budget} is for all of them together; {victim.reason}"
                     )
                     held -= self.evict(self.members[victim.component], device, excess, reason)
 
@@ -391,7 +397,7 @@ class Admission:
         self,
         device_name: str,
         num_bytes: int,
-        reason: str,
+        cause: str,
         *,
         exclude: Collection[Member] = (),
         allow_unrunnable: bool = True,
@@ -399,15 +405,16 @@ class Admission:
         """Evict idle components until so many bytes of a device are free again; returns what really was freed.
 
         Args:
-            exclude: components that their host is about to load. The room is for them; they may be idle longest.
+            cause: who needs the bytes, for the event log; the policy says why it is this component that gives them.
+            exclude: components that their host is about to load. The room is for them, however long they were idle.
             allow_unrunnable: whether hosted components may lose the form in which they can compute.
         """
         freed = 0
         device = self.devices[device_name]
-        for victim in self.policy.order(self.victims(device, None)):
+        for victim in self.victims(device, None):
             if freed >= num_bytes:
                 break
-            member = self.members[victim.component]
+            member, reason = self.members[victim.component], f"{cause}; {victim.reason}"
             if member not in exclude:
                 freed += self.evict(member, device, num_bytes - freed, reason, allow_unrunnable=allow_unrunnable)
         return freed

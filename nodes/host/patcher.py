@@ -116,7 +116,7 @@ class HighwaterPatcher(ModelPatcher):
             return self.hosted.free_memory(
                 self.load_device,
                 int(memory_to_free),
-                "ComfyUI asked for memory; idle longest",
+                "ComfyUI asked for memory",
                 is_loaded=lambda module: id(module) in listed,
             )
 

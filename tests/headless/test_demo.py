@@ -68,7 +68,7 @@ def test_runs_a_b_a_and_evicts_for_the_watermark(demo) -> None:
     assert [run["name"] for run in runs] == ["A", "B", "A again", "A on two"]
     assert [bool(run["num_evictions"]) for run in runs] == [False, True, True, True]
     evictions = [event for event in demo.report["events"] if event["kind"] == "evict"]
-    assert all("are kept" in event["reason"] and event["bytes"] > 0 for event in evictions)
+    assert all("reserved; least recently used" in event["reason"] and event["bytes"] > 0 for event in evictions)
     first_owners = [event["component"].partition("/")[0] for event in evictions]
     assert first_owners[0] == "tiny-flux" and "tiny-sd" in first_owners
 

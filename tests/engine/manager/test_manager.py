@@ -60,7 +60,10 @@ def test_the_watermark_evicts_the_least_recently_used_across_runs(toys, machine,
             assert manager.devices["gpu:0"].free_bytes() >= int(1.2 * MIB)
         evictions = [event for event in manager.report()["events"] if event["kind"] == "evict"]
         assert [event["component"] for event in evictions] == ["b"]
-        assert "c needs 1.06MiB" in evictions[0]["reason"] and "1.20MiB are kept" in evictions[0]["reason"]
+        assert (
+            "c needs 1.06MiB" in evictions[0]["reason"]
+            and "1.20MiB reserved; least recently used" in evictions[0]["reason"]
+        )
         assert used(manager, "a") and used(manager, "c")
         runs = manager.report()["runs"]
         assert [run["num_evictions"] for run in runs] == [0, 0, 0, 1]

@@ -45,7 +45,7 @@ def test_what_is_to_stay_free_does_so_beside_all_components(toys, machine, profi
             assert torch.equal(parts[name](X).cpu(), want)
             assert manager.devices["gpu:0"].free_bytes() >= 2 * MIB
             assert manager.ledger.used("gpu:0") > 1.5 * MIB or name == PARTS[0]  # and no more
-        assert all("2.00MiB are kept" in event["reason"] for event in evictions(manager))
+        assert all("2.00MiB reserved" in event["reason"] for event in evictions(manager))
         assert evictions(manager)
 
 
