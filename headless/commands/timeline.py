@@ -1,6 +1,6 @@
 """The memory timeline as a picture: who had how much of each device, run by run, and where the watermark stood.
 
-Points are drawn in their order, equally far apart, one per load, lease and eviction: on a scale of seconds the
+Points are drawn in their order, equally far apart, one per change of any device: on a scale of seconds the
 moments at which memory changes hands would be slivers between long computes. Seconds stand at the runs' beginnings.
 """
 
@@ -31,6 +31,7 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
 
     samples = report["samples"]
     names = [device["name"] for device in report["devices"] if any(s["device"] == device["name"] for s in samples)]
+    times = sorted(sample["t_s"] for sample in samples)
     most = Counter()
     for sample in samples:
         most |= Counter(sample["component_bytes"])  # the maximum of each
@@ -41,12 +42,10 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
     )
     for panel, name in zip(panels[:, 0], names, strict=True):
         device = next(device for device in report["devices"] if device["name"] == name)
-        own = [sample for sample in samples if sample["device"] == name]
-        times = [sample["t_s"] for sample in own]
-        draw_device(panel, device, own, owners, colors)
+        draw_device(panel, device, samples_at(times, samples, name), owners, colors)
         mark_runs(panel, report, times)
         mark_evictions(panel, report, name, times, colors)
-    panels[-1, 0].set_xlabel("every load, lease and eviction in order; seconds where a run begins")
+    panels[-1, 0].set_xlabel("every change in order; seconds where a run begins")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[owner]) for owner in owners]
     labels = list(owners)
     handles += [
@@ -59,6 +58,17 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def samples_at(times: list[float], samples: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return what a device held at each time: as at its last point, where it has none of its own."""
+    own = {sample["t_s"]: sample for sample in samples if sample["device"] == name}
+    last = {"component_bytes": {}, "allocated_bytes": 0, "peak_bytes": 0}
+    found = []
+    for time in times:
+        last = own.get(time) or last | {"peak_bytes": last["allocated_bytes"]}
+        found.append(last)
+    return found
 
 
 def color_by_group(owners: list[str]) -> dict[str, tuple[float, float, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from highwater.tests.archive.registry_archive import REPOSITORY, RULES, archived_files, scan, write_archive
 
@@ -132,6 +134,27 @@ def test_the_requirements_are_the_projects_dependencies() -> None:
     required = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines()
     wanted = {line for line in required if line and not line.startswith("#")}
     assert {name for name in dependencies if not name.startswith("comfyui-frontend-package")} == wanted
+
+
+def test_what_is_installed_has_every_folder_of_the_package() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    listed = set(re.findall(r'^    "(highwater[\w.]*)",$', text, re.MULTILINE))
+    folders = [
+        path.parent for area in ("memory", "nodes", "headless") for path in (REPOSITORY / area).rglob("__init__.py")
+    ]
+    assert listed == {
+        "highwater",
+        *(".".join(("highwater", *folder.relative_to(REPOSITORY).parts)) for folder in folders),
+    }
+
+
+def test_the_registrys_pictures_are_there_in_the_sizes_that_it_wants() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    named = dict(re.findall(r'^(Icon|Banner) = ".*/main/([\w.]+)"', text, re.MULTILINE))
+    sizes = {key: Image.open(REPOSITORY / name).size for key, name in named.items()}
+    assert sizes["Icon"] == (400, 400)
+    width, height = sizes["Banner"]
+    assert width * 9 == height * 21
 
 
 def find_client() -> str | None:

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from highwater.headless.commands.timeline import samples_at
+
 SCRIPT = """
 import json, sys, dataclasses
 from pathlib import Path
@@ -147,3 +149,16 @@ def test_json_is_one_document(sim, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "highwater", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["version"] == 1
+
+
+def test_every_panel_of_the_picture_has_every_point(demo) -> None:
+    """A device has points of its own only where it changed; side by side all runs have the same width."""
+    samples = demo.report["samples"]
+    times = sorted(sample["t_s"] for sample in samples)
+    for name in ("gpu:0", "gpu:1"):
+        own = [sample for sample in samples if sample["device"] == name]
+        drawn = samples_at(times, samples, name)
+        assert len(drawn) == len(times) > len(own)
+        assert [sample for time, sample in zip(times, drawn, strict=True) if sample.get("t_s") == time] == own
+        begun = [sample for sample in drawn if "t_s" in sample]
+        assert begun[-1]["component_bytes"] == own[-1]["component_bytes"]
