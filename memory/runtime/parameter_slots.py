@@ -83,11 +83,7 @@ class ParameterSlot:
     def hold(self, tensor: torch.Tensor) -> None:
         """Put a tensor where the module tree looks for it; native dict entries, no attribute hooks."""
         for module, name in self.owners:
-            if self.is_buffer:
-                module._buffers[name] = tensor
-            else:
-                assert isinstance(tensor, nn.Parameter)
-                module._parameters[name] = tensor
+            self.tensors_of(module)[name] = tensor
         for place in self.lists:
             put_in_list(place, tensor)
 

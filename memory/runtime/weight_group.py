@@ -116,6 +116,7 @@ class WeightGroup:
         """What the module was given last, which it holds at the places of the entries."""
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
         """Those places, as the dicts of modules, with the number of the entry; empty until first used."""
+        self.in_lists = {index for index, slot in enumerate(self.slots) if slot.lists}
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the weight stores, for who looks where they lie."""
         self.view_cache: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -709,22 +710,28 @@ class WeightGroup:
         return [self.show(slot, own) if self.shows(slot) else as_held(iter(own), slot) for slot, own in views]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
-        for index, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):
+        """Give the module these tensors; writes to the places that hold others."""
+        places = self.known_places()
+        for index in {index for held, name, index in places if held.get(name) is not tensors[index]} | self.in_lists:
+            slot, tensor = self.slots[index], tensors[index]
             if slot.is_buffer and slot.owners and self.placed and slot.held is not self.placed[index]:
                 self.take_replaced(slot, tensor)
             slot.hold(tensor)
         self.placed, self.state = tensors, state
 
-    def is_as_placed(self) -> bool:
-        """Whether the module holds what it was given, everywhere: others may have put their own there."""
+    def known_places(self) -> list[tuple[dict[str, torch.Tensor], str, int]]:
         if not self.places:
             self.places = [
                 (slot.tensors_of(module), name, index)
                 for index, slot in enumerate(self.slots)
                 for module, name in slot.owners
             ]
+        return self.places
+
+    def is_as_placed(self) -> bool:
+        """Whether the module holds what it was given, everywhere: others may have put their own there."""
         placed = self.placed
-        for places, name, index in self.places if placed else ():  # noqa: SIM110 - half the time of all()
+        for places, name, index in self.known_places() if placed else ():  # noqa: SIM110 - half the time of all()
             if places.get(name) is not placed[index]:
                 return False
         return True

@@ -84,8 +84,8 @@ def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
     Args:
         scale: from `find_scale`, so that no quotient exceeds 448: above, some devices saturate and others give NaN.
     """
-    # In float16 a small scale would push large weights out of range.
-    weight = weight.float() if weight.dtype == torch.float16 else weight
+    # The inverse of a small scale is beyond float16. The CPU multiplies in float32; of other devices that is not known.
+    weight = weight.float() if weight.dtype == torch.float16 and not weight.is_cpu else weight
     return (weight * (1.0 / scale)).to(FP8)
 
 

@@ -90,6 +90,17 @@ def test_quantizing_rounds_as_in_double(seed: int, deviation: float, dtype: torc
     assert torch.equal(quantize_fp8(weight, scale).view(torch.uint8), exact.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_is_quantized_as_in_double(dtype: torch.dtype) -> None:
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+    every = every[torch.isfinite(every)]
+    for exponent in range(-126, 121):
+        fitting = every[every.double().abs() <= 448 * 2.0**exponent]
+        exact = (fitting.double() / 2.0**exponent).to(torch.float8_e4m3fn)
+        stored = quantize_fp8(fitting, 2.0**exponent)
+        assert torch.equal(stored.view(torch.uint8), exact.view(torch.uint8)), exponent
+
+
 def test_the_master_is_never_rewritten(toys, machine) -> None:
     x = torch.ones(1, 3, 64, dtype=torch.bfloat16)
     with machine(4) as manager, torch.no_grad():
