@@ -362,11 +362,13 @@ class WeightGroup:
         before = [(slot, slot.owners) for slot in self.slots]
         for slot, owners in before:
             slot.owners = [(part, name) for part, name in owners if slot.tensors_of(part).get(name) is not None]
+        self.places = []
         try:
             yield
         finally:
             for slot, owners in before:
                 slot.owners = owners
+            self.places = []
 
     def rest_in(self, slab: HostSlab) -> None:
         """Make a slab of host memory the weight store in place of the file."""
