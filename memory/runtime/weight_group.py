@@ -116,7 +116,9 @@ class WeightGroup:
         """What the module was given last, which it holds at the places of the entries."""
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
         """Those places, as the dicts of modules, with the number of the entry; empty until first used."""
-        self.in_lists = {index for index, slot in enumerate(self.slots) if slot.lists}
+        self.always_put = {index for index, slot in enumerate(self.slots) if slot.lists or slot.is_buffer}
+        """What is given to the module every time: whether lists hold it is not known, and `verify` gives back to the
+        group what the module had made its own."""
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the weight stores, for who looks where they lie."""
         self.view_cache: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -714,7 +716,7 @@ class WeightGroup:
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
         """Give the module these tensors; writes to the places that hold others."""
         places = self.known_places()
-        for index in {index for held, name, index in places if held.get(name) is not tensors[index]} | self.in_lists:
+        for index in {index for held, name, index in places if held.get(name) is not tensors[index]} | self.always_put:
             slot, tensor = self.slots[index], tensors[index]
             if slot.is_buffer and slot.owners and self.placed and slot.held is not self.placed[index]:
                 self.take_replaced(slot, tensor)
