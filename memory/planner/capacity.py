@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..weights.component import Component
+from ..weights.component import Component
 
 __all__ = ["EVERYTHING", "DeviceCapacity", "KeptFree", "Machine"]
 

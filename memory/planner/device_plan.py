@@ -18,10 +18,9 @@ from ..options.budget import BudgetItem
 from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 from ..weights.component import Component
-from ..weights.form_numbers import Forms
 from .capacity import DeviceCapacity, KeptFree, Machine
 from .residents import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
-from .sizes import block_bytes, fixed_tensors, resting_bytes, wide_bytes
+from .sizes import Sizes
 from .staging_layout import Places, Workload, pass_seconds
 
 __all__ = ["DevicePlan", "find_limit", "plan_share"]
@@ -104,12 +103,11 @@ class DevicePlan:
 
 
 def plan_share(
-    component: Component,
+    component_sizes: Sizes,
     device: str,
     blocks: tuple[int, ...],
     machine: Machine,
     profile: OffloadProfile,
-    forms: Forms,
     *,
     first: bool,
     from_disk: bool = False,
@@ -132,19 +130,20 @@ def plan_share(
         InvalidInput: the user's budget is below the least form.
         DoesNotFit: the device is.
     """
+    component = component_sizes.component
     capacity = machine.device(device)
     if from_disk:
         capacity = replace(capacity, link_bytes_per_s=None, pageable_bytes_per_s=None)
     ours = frozenset(blocks)
     in_order = [number for number in block_seconds or blocks if number in ours]
-    sizes = {number: block_bytes(component.blocks[number], forms) for number in in_order}
+    sizes = {number: component_sizes.blocks[number] for number in in_order}
     whole = DevicePlan(
         device=device,
         blocks=blocks,
         resident=frozenset(blocks),
-        fixed_bytes=resting_bytes(fixed_tensors(component, blocks, first=first)),
+        fixed_bytes=component_sizes.fixed_bytes(blocks, first=first),
         resident_bytes=sum(sizes.values()),
-        scratch_bytes=max((wide_bytes(component.blocks[number], forms) for number in blocks), default=0),
+        scratch_bytes=max((component_sizes.widths[number] for number in blocks), default=0),
     )
     if device == "cpu":
         return whole

@@ -18,17 +18,10 @@ from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..units import LOCK_LIMIT_BYTES, format_bytes
 from ..weights.component import Component
-from ..weights.form_numbers import AS_THEY_CAME, Forms
+from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import DevicePlan
-from .sizes import (
-    NUM_BOUNCE_BUFFERS,
-    all_resident_bytes,
-    block_bytes,
-    bounce_buffer_bytes,
-    fixed_tensors,
-    resting_bytes,
-)
+from .sizes import NUM_BOUNCE_BUFFERS, Sizes
 
 __all__ = ["StoreSpec", "choose_tiers", "lock_pages", "may_be_pinned"]
 
@@ -46,9 +39,8 @@ class StoreSpec:
     page-locked, and ``""`` for the rest and the buffers.
     """
 
-    component: Component
+    sizes: Sizes
     item: PlacementItem
-    forms: Forms
     precision: Precision
     forms_by_profile: bool
     num_devices: int
@@ -62,6 +54,14 @@ class StoreSpec:
     reasons: tuple[str, ...] = ()
 
     @property
+    def component(self) -> Component:
+        return self.sizes.component
+
+    @property
+    def forms(self) -> Forms:
+        return self.sizes.forms
+
+    @property
     def has_file(self) -> bool:
         return bool(getattr(self.component, "has_file", False))
 
@@ -73,7 +73,7 @@ class StoreSpec:
     @property
     def ram_bytes(self) -> int:
         """The bytes of all weight stores."""
-        return all_resident_bytes(self.component, self.forms)
+        return self.sizes.all_resident_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -85,10 +85,9 @@ class StoreSpec:
         """The bytes of the buffers through which a file is read; the most there can be until the shares are known."""
         everything = range(len(self.component.blocks))
         widths = [
-            bounce_buffer_bytes(self.component, share.blocks, first=index == 0)
-            for index, share in enumerate(self.shares)
+            self.sizes.bounce_buffer_bytes(share.blocks, first=index == 0) for index, share in enumerate(self.shares)
         ]
-        widths = widths or [bounce_buffer_bytes(self.component, everything, first=True)] * self.num_devices
+        widths = widths or [self.sizes.bounce_buffer_bytes(everything, first=True)] * self.num_devices
         return NUM_BOUNCE_BUFFERS * sum(widths)
 
     @property
@@ -99,11 +98,11 @@ class StoreSpec:
     def groups(self) -> list[tuple[str, int, bool]]:
         """Return what can be page-locked by itself: its name, its bytes, and whether it streams."""
         streamed = {number for share in self.shares for number in share.streamed}
-        fixed = [fixed_tensors(self.component, s.blocks, first=index == 0) for index, s in enumerate(self.shares)]
-        blocks = enumerate(self.component.blocks)
+        fixed = [self.sizes.fixed_bytes(share.blocks, first=index == 0) for index, share in enumerate(self.shares)]
+        blocks = zip(self.component.blocks, self.sizes.blocks, strict=True)
         return [
-            *((block.name, block_bytes(block, self.forms), number in streamed) for number, block in blocks),
-            ("", sum(map(resting_bytes, fixed)), False),
+            *((block.name, num_bytes, number in streamed) for number, (block, num_bytes) in enumerate(blocks)),
+            ("", sum(fixed), False),
         ]
 
 
@@ -133,7 +132,7 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
             left -= part.ram_bytes - part.bounce_bytes
         elif part.forms:
             reason = f"stays as stored: profile {profile.name}'s eight bits are made in RAM"
-            part = replace(part, forms=AS_THEY_CAME, reasons=(*part.reasons, reason))
+            part = replace(part, sizes=part.sizes.as_they_came, reasons=(*part.reasons, reason))
         decided[index] = part
     return [
         replace(part, reasons=("on demand: has no file to be read from, stays in RAM",))

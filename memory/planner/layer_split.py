@@ -8,30 +8,27 @@ from collections.abc import Sequence
 from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
-from ..weights.form_numbers import Forms
 from .capacity import Machine
 from .device_plan import find_limit
 from .residents import cut_runs
-from .sizes import block_bytes, fixed_tensors, least_bytes, resting_bytes, wide_bytes
+from .sizes import Sizes
 
 __all__ = ["split_blocks"]
 
 
 def split_blocks(
-    component: Component,
+    sizes: Sizes,
     devices: Sequence[SplitRatio],
     machine: Machine,
     profile: OffloadProfile,
-    forms: Forms,
     reasons: list[str],
 ) -> list[tuple[int, ...]]:
     """Cut the blocks into one run per device, in order, by bytes: as the ratios say, else by what is available.
 
     Without ratios, if a run needs more than its device may give, the nearest cut that fits is taken.
     """
-    sizes = [block_bytes(block, forms) for block in component.blocks]
     if len(devices) == 1:
-        return [tuple(range(len(sizes)))]
+        return [tuple(range(len(sizes.component.blocks)))]
     left = 1.0 - sum(share.ratio or 0.0 for share in devices)
     available = [machine.device(share.device).available_bytes for share in devices]
     open_bytes = sum(num_bytes for share, num_bytes in zip(devices, available, strict=True) if share.ratio is None)
@@ -39,13 +36,13 @@ def split_blocks(
         share.ratio if share.ratio is not None else left * num_bytes / max(1, open_bytes)
         for share, num_bytes in zip(devices, available, strict=True)
     ]
-    runs = cut_runs(sizes, ratios)
+    runs = cut_runs(sizes.blocks, ratios)
     fitting = runs
     if all(share.ratio is None for share in devices):
-        limits = [weight_limit(component, share.device, machine, profile) for share in devices]
-        needs = [least_bytes(component, run, forms, first=index == 0) for index, run in enumerate(runs)]
+        limits = [weight_limit(sizes.component, share.device, machine, profile) for share in devices]
+        needs = [sizes.least_bytes(run, first=index == 0) for index, run in enumerate(runs)]
         if any(need > limit for need, limit in zip(needs, limits, strict=True)):
-            fitting = nearest_fitting(component, runs, limits, forms) or runs
+            fitting = nearest_fitting(sizes, runs, limits) or runs
     for share, run, ratio in zip(devices, fitting, ratios, strict=True):
         reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
     if fitting != runs:
@@ -62,17 +59,15 @@ def weight_limit(component: Component, device: str, machine: Machine, profile: O
 
 
 def nearest_fitting(
-    component: Component, runs: Sequence[tuple[int, ...]], limits: Sequence[int], forms: Forms
+    sizes: Sizes, runs: Sequence[tuple[int, ...]], limits: Sequence[int]
 ) -> list[tuple[int, ...]] | None:
     """Return the runs nearest to these with which each device can compute within its limit; None if there are none.
 
     The distance is the number of blocks by which the cuts are moved, summed over all cuts.
     """
-    numbers = range(len(component.blocks))
-    sizes = [block_bytes(component.blocks[number], forms) for number in numbers]
-    widths = [wide_bytes(component.blocks[number], forms) for number in numbers]
-    buffers = [resting_bytes(fixed_tensors(component, (number,), first=False)) for number in numbers]
-    rest = resting_bytes(fixed_tensors(component, numbers, first=True)) - sum(buffers)
+    numbers = range(len(sizes.component.blocks))
+    buffers = sizes.buffer_bytes()
+    rest = sizes.fixed_bytes(numbers, first=True) - sum(buffers)
     # By the block at which the next run may begin: the distance so far, and the ends of the runs before it.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, (run, limit) in enumerate(zip(runs, limits, strict=True)):
@@ -82,8 +77,8 @@ def nearest_fitting(
             fixed, largest, scratch = 0 if index else rest, 0, 0
             for end in range(begin + 1, last_end + 1):
                 fixed += buffers[end - 1]
-                largest = max(largest, sizes[end - 1])
-                scratch = max(scratch, widths[end - 1])
+                largest = max(largest, sizes.blocks[end - 1])
+                scratch = max(scratch, sizes.widths[end - 1])
                 if fixed + largest + scratch > limit:
                     break
                 cost = moved + abs(end - (run[-1] + 1))

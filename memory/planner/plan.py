@@ -20,7 +20,7 @@ from .device_plan import DevicePlan, plan_share
 from .form_choice import choose_forms, explain_wide
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
-from .sizes import all_resident_bytes, explain_rest
+from .sizes import Sizes, explain_rest
 
 __all__ = [
     "ComponentPlan",
@@ -216,16 +216,16 @@ def plan_components(
     shared = []
     for part, (_, devices, reasons) in zip(stores, drafts, strict=True):
         seconds = (block_seconds or {}).get(part.component.name)
-        groups = split_blocks(part.component, devices, machine, profile, part.forms, reasons)
+        groups = split_blocks(part.sizes, devices, machine, profile, reasons)
         shares = tuple(
             plan_share(
-                part.component, share.device, group, machine, profile, part.forms,
+                part.sizes, share.device, group, machine, profile,
                 first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
                 pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
             )
             for index, (share, group) in enumerate(zip(devices, groups, strict=True))
         )  # fmt: skip
-        refuse_streaming_at_tier_device(part.component, part.tier, shares, part.forms)
+        refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
     plans = []
     for part, (_, devices, reasons) in zip(lock_pages(shared, machine, profile), drafts, strict=True):
@@ -272,9 +272,8 @@ def draft(
     if component.non_block.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
         reasons.append(rest)
     stores = StoreSpec(
-        component=component,
+        sizes=Sizes(component, forms),
         item=item,
-        forms=forms,
         precision=precision,
         forms_by_profile=by_profile,
         num_devices=len(devices),
@@ -318,24 +317,23 @@ def replan(
 
     What is resident now stays so where that is about as good. Raises as `plan_components`.
     """
+    sizes = Sizes(component, plan.forms)
     shares = tuple(
         plan_share(
-            component, share.device, share.blocks, machine, profile, plan.forms,
+            sizes, share.device, share.blocks, machine, profile,
             first=index == 0, from_disk=plan.tier == "disk", block_seconds=block_seconds, current=share,
             pinned=plan.pinned, keeps_free=plan.tier != "device",
         )
         for index, share in enumerate(plan.shares)
     )  # fmt: skip
-    refuse_streaming_at_tier_device(component, plan.tier, shares, plan.forms)
+    refuse_streaming_at_tier_device(sizes, plan.tier, shares)
     return replace(plan, shares=shares)
 
 
-def refuse_streaming_at_tier_device(
-    component: Component, tier: str | None, shares: Sequence[DevicePlan], forms: Forms
-) -> None:
+def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequence[DevicePlan]) -> None:
     if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
-            f"{component.name} at tier 'device' needs {format_bytes(all_resident_bytes(component, forms))}, "
+            f"{sizes.component.name} at tier 'device' needs {format_bytes(sizes.all_resident_bytes)}, "
             f"which its budget does not hold; allow a tier of pinned or host, or choose 'fp8 scaled'"
         )
 

@@ -6,7 +6,8 @@ The plan adds these numbers and the residency engine allocates by the same funct
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 
 from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
 from ..weights.blocks import LARGEST_REST_SHARE
@@ -15,6 +16,7 @@ from ..weights.form_numbers import AS_THEY_CAME, Forms
 
 __all__ = [
     "NUM_BOUNCE_BUFFERS",
+    "Sizes",
     "all_resident_bytes",
     "block_bytes",
     "bounce_buffer_bytes",
@@ -31,20 +33,6 @@ BOUNCE_BUFFER_BYTES = 64 * MIB
 NUMBER = re.compile(r"\d+")
 # How many layers of the rest are named, and the least share of the component that a named one has.
 NUM_NAMED, NAMED_SHARE = 3, 0.005
-
-
-def fixed_tensors(component: Component, blocks: Sequence[int], *, first: bool) -> list[TensorSpec]:
-    """Return what stays on a device beside its blocks: the rest on the first device, and its blocks' buffers."""
-    own = {component.blocks[number].name for number in blocks}
-    foreign = {block.name for block in component.blocks} - own
-
-    def lives_in(buffer: TensorSpec, names: set[str]) -> bool:
-        return any(buffer.name.startswith(f"{name}.") for name in names)
-
-    buffers = [
-        buffer for buffer in component.buffers if lives_in(buffer, own) or (first and not lives_in(buffer, foreign))
-    ]
-    return [*(component.non_block.tensors if first else ()), *buffers]
 
 
 def slab_bytes(sizes: Iterable[int]) -> int:
@@ -73,28 +61,109 @@ def wide_bytes(block: Block, forms: Forms) -> int:
     return slab_bytes(tensor.weight_bytes for tensor in block.tensors if tensor.name in forms)
 
 
-def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: bool) -> int:
-    """Return how wide each buffer is through which a file reaches the device of these blocks: whole pages.
+class Sizes:
+    """The bytes of one component in the forms in which its weights rest; each sum is made once, when it is first asked
+    for."""
 
-    As wide as the largest of what moves at once, but no wider than `BOUNCE_BUFFER_BYTES`: more passes in windows.
-    """
-    sizes = [block_bytes(component.blocks[number], AS_THEY_CAME) for number in blocks]
-    largest = max([*sizes, resting_bytes(fixed_tensors(component, blocks, first=first))])
-    return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
+    def __init__(self, component: Component, forms: Forms) -> None:
+        self.component = component
+        self.forms = forms
+        self.known_fixed: dict[tuple[Sequence[int], bool], int] = {}
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Of each block, the bytes of its slab at rest."""
+        return tuple(block_bytes(block, self.forms) for block in self.component.blocks)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """Of each block, the bytes of its encoded weights as they compute."""
+        return tuple(wide_bytes(block, self.forms) for block in self.component.blocks)
+
+    @cached_property
+    def as_they_came(self) -> Sizes:
+        """Those of the same component with all weights as they came."""
+        return Sizes(self.component, AS_THEY_CAME) if self.forms else self
+
+    @cached_property
+    def homes(self) -> tuple[frozenset[int], ...]:
+        """Of each buffer, the blocks that it lives in: none, or one, unless blocks lie in others."""
+        numbers = {block.name: number for number, block in enumerate(self.component.blocks)}
+        return tuple(
+            frozenset(numbers[path] for path in paths_above(buffer.name) if path in numbers)
+            for buffer in self.component.buffers
+        )
+
+    def fixed_tensors(self, blocks: Collection[int], *, first: bool) -> list[TensorSpec]:
+        """Return what stays on a device beside its blocks: the rest on the first device, and its blocks' buffers."""
+        own = frozenset(blocks)
+        buffers = [
+            buffer
+            for buffer, homes in zip(self.component.buffers, self.homes, strict=True)
+            if not homes.isdisjoint(own) or (first and not homes)
+        ]
+        return [*(self.component.non_block.tensors if first else ()), *buffers]
+
+    def fixed_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
+        """Return the bytes of that."""
+        if (blocks, first) not in self.known_fixed:
+            self.known_fixed[blocks, first] = resting_bytes(self.fixed_tensors(blocks, first=first))
+        return self.known_fixed[blocks, first]
+
+    def buffer_bytes(self) -> tuple[int, ...]:
+        """Return of each block the bytes of a slab of its buffers alone."""
+        lists: list[list[TensorSpec]] = [[] for _ in self.component.blocks]
+        for buffer, homes in zip(self.component.buffers, self.homes, strict=True):
+            for number in homes:
+                lists[number].append(buffer)
+        return tuple(map(resting_bytes, lists))
+
+    def bounce_buffer_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
+        """Return how wide each buffer is through which a file reaches the device of these blocks: whole pages.
+
+        As wide as the largest of what moves at once, but no wider than `BOUNCE_BUFFER_BYTES`: more passes in windows.
+        """
+        stored = self.as_they_came
+        largest = max([*(stored.blocks[number] for number in blocks), stored.fixed_bytes(blocks, first=first)])
+        return min(BOUNCE_BUFFER_BYTES, align_up(largest, PAGE_BYTES))
+
+    def least_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
+        """Return the fewest device bytes with which blocks can compute: the largest, what is fixed, the scratch."""
+        largest = max((self.blocks[number] for number in blocks), default=0)
+        scratch = max((self.widths[number] for number in blocks), default=0)
+        return self.fixed_bytes(blocks, first=first) + largest + scratch
+
+    @cached_property
+    def all_resident_bytes(self) -> int:
+        """The bytes of the whole component at rest: the rest, all buffers and every block."""
+        return self.fixed_bytes(range(len(self.component.blocks)), first=True) + sum(self.blocks)
+
+
+def paths_above(path: str) -> Iterator[str]:
+    """Yield the paths of the modules that a tensor is in, but for the root."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def fixed_tensors(component: Component, blocks: Collection[int], *, first: bool) -> list[TensorSpec]:
+    """Return what stays on a device beside its blocks, as `Sizes.fixed_tensors`."""
+    return Sizes(component, AS_THEY_CAME).fixed_tensors(blocks, first=first)
+
+
+def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: bool) -> int:
+    """Return how wide the buffers of a file are, as `Sizes.bounce_buffer_bytes`."""
+    return Sizes(component, AS_THEY_CAME).bounce_buffer_bytes(tuple(blocks), first=first)
 
 
 def least_bytes(component: Component, blocks: Sequence[int], forms: Forms, *, first: bool) -> int:
-    """Return the fewest device bytes with which these blocks can compute: the largest, what is fixed, the scratch."""
-    parts = [component.blocks[number] for number in blocks]
-    largest = max((block_bytes(block, forms) for block in parts), default=0)
-    scratch = max((wide_bytes(block, forms) for block in parts), default=0)
-    return resting_bytes(fixed_tensors(component, blocks, first=first)) + largest + scratch
+    """Return the fewest device bytes with which blocks can compute, as `Sizes.least_bytes`."""
+    return Sizes(component, forms).least_bytes(blocks, first=first)
 
 
 def all_resident_bytes(component: Component, forms: Forms) -> int:
-    """Return the bytes of the whole component at rest: the rest, all buffers and every block."""
-    everything = fixed_tensors(component, range(len(component.blocks)), first=True)
-    return resting_bytes(everything) + sum(block_bytes(block, forms) for block in component.blocks)
+    """Return the bytes of the whole component at rest."""
+    return Sizes(component, forms).all_resident_bytes
 
 
 def explain_rest(component: Component) -> str:

@@ -103,7 +103,27 @@ def test_options_and_planner_know_no_torch_and_no_device(path: Path) -> None:
 
 
 def test_planning_loads_no_torch(run_python: Callable[[str], None]) -> None:
-    run_python("import sys, highwater.memory.planner.plan\nassert 'torch' not in sys.modules")
+    """Nor anything of devices, whatever of the two rooms is imported, and also while a plan is made."""
+    files = [name.replace("/", ".") for name in reading_order() if room_of(name) in ("options", "planner")]
+    run_python(f"""
+import importlib, sys
+for name in {files!r}:
+    importlib.import_module(f"highwater.memory.{{name}}")
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
+from highwater.memory.planner.capacity import DeviceCapacity, Machine
+from highwater.memory.planner.plan import plan_components
+from highwater.memory.weights.component import Block, Component, TensorSpec
+weight = TensorSpec(name="b.0.weight", dtype="BF16", shape=(4, 4), castable=True)
+blocks = (Block(name="b.0", tensors=(weight,)),)
+part = Component(name="net", kind="diffusion", blocks=blocks, non_block=Block(name="", tensors=()))
+gpu, cpu = (DeviceCapacity(name=name, total_bytes=1 << 30, available_bytes=1 << 30) for name in ("gpu:0", "cpu"))
+profile = parse_profile("3", devices=["cpu", "gpu:0"])
+placement = parse_placement("auto", devices=["cpu", "gpu:0"])
+plan_components([part], Machine(devices=(cpu, gpu)), placement=placement, profile=profile).text()
+found = [name for name in sys.modules if name == "torch" or ".memory.transfer" in name or ".memory.runtime" in name]
+assert not found, found
+""")
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(PACK).as_posix())
