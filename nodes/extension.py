@@ -20,6 +20,7 @@ from .comfy_models.models import (
 from .comfy_models.verify import HighwaterVerify
 from .image import HighwaterSaveImage
 from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
+from .pipelines.verify import HighwaterVerifyPipeline
 from .report import HighwaterMemoryReport
 from .watermark import HighwaterWatermark
 
@@ -30,6 +31,7 @@ log = logging.getLogger("highwater")
 NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterLoadPipeline,
     HighwaterSamplePipeline,
+    HighwaterVerifyPipeline,
     HighwaterSaveImage,
     HighwaterWatermark,
     HighwaterMemoryReport,

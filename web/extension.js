@@ -16,7 +16,7 @@ const NOTICE_MS = 20_000;
 const ASK_MS = 200;
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
-const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Verify)$)/;
+const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Verify|VerifyPipeline)$)/;
 
 /**
  * Badge texts by key. Made before any badge reads it, and read back from the store: what is assigned is the plain

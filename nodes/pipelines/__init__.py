@@ -13,5 +13,6 @@ __all__, __getattr__ = lazy_names(
         ],
         "pipeline_folders": ["check_pipeline", "find_pipeline", "weights_files"],
         "tiny_pipelines": ["ensure_pipelines"],
+        "verify": ["HighwaterVerifyPipeline"],
     },
 )

@@ -13,6 +13,8 @@ import torch
 from highwater.headless.cli import main
 from highwater.headless.comfy_stub import comfy_api
 from highwater.headless.commands.verifying import load_for_verifying, verify_workflow
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.memory.runtime.weight_group import WeightGroup
@@ -78,8 +80,9 @@ def test_a_workflow_is_equal(choices: dict[str, str], devices, models: Path, tmp
     assert not default_manager().members
 
 
-def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, monkeypatch) -> None:
-    """One block computes with weights that are not its own."""
+@pytest.fixture
+def faulty(monkeypatch) -> list[str]:
+    """One block computes with weights that are not its own; the names that it had."""
     compute_from = WeightGroup.compute_from
 
     def corrupt(group: WeightGroup, *args: object) -> None:
@@ -92,10 +95,24 @@ def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, monke
 
     seen: list[str] = []
     monkeypatch.setattr(WeightGroup, "compute_from", corrupt)
+    return seen
+
+
+def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, faulty: list[str]) -> None:
     found = verify_workflow(write(graph(), tmp_path), models=models)
-    assert seen and not found.is_equal
-    assert found.first.place in {f"unet.{name}" for name in seen}, found.text()
+    assert faulty and not found.is_equal
+    assert found.first.place in {f"unet.{name}" for name in faulty}, found.text()
     assert "from equal inputs" in found.first.text and found.first.max_abs > 0
+
+
+def test_the_node_for_pipelines_finds_it_too(devices, models: Path, tmp_path: Path, faulty: list[str]) -> None:
+    runner = WorkflowRunner(default_manager(), models_directory=models, output_directory=tmp_path)
+    loader = next(node for node in graph().values() if node["class_type"] == "HighwaterLoadPipeline")
+    words = {"prompt": "a fox", "width": 64, "height": 64, "frames": 1, "guidance": 4.0, "seed": 1}
+    verify = {"class_type": "HighwaterVerifyPipeline", "inputs": {"pipeline": ["load", 0], **words}}
+    result = runner.run(parse_workflow({"load": loader, "verify": verify}), name="test")
+    text = "\n".join(result.outputs["verify"]["text"])
+    assert "equal, bit for bit" not in text and any(f"unet.{name}" in text for name in faulty), text
 
 
 def test_the_exit_code_tells(models: Path, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -454,3 +454,16 @@ def test_graphs_are_not_changed_by_running_them(runner: WorkflowRunner) -> None:
     before = copy.deepcopy(graph)
     run(runner, graph)
     assert graph == before
+
+
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+def test_a_pipeline_is_verified_by_a_node(runner: WorkflowRunner, precision: str) -> None:
+    result = runner.run(parse_workflow(make_verify_graph(precision=precision)), name="test")
+    assert "equal, bit for bit" in "\n".join(result.outputs["verify"]["text"])
+
+
+def make_verify_graph(**loaded: Any) -> dict[str, Any]:
+    graph = make_graph("tiny-flux", **loaded)
+    words = {name: graph["sample"]["inputs"][name] for name in ("pipeline", "prompt", "width", "height", "frames")}
+    verify = {"class_type": "HighwaterVerifyPipeline", "inputs": {**words, "guidance": 3.5, "seed": 2}}
+    return {"load": graph["load"], "verify": verify}

@@ -11,7 +11,7 @@ import pytest
 from highwater import comfy_entrypoint
 from highwater.headless.comfy_stub import comfy_api
 
-NAMES = {"LoadPipeline", "SamplePipeline", "SaveImage", "Watermark", "MemoryReport"}
+NAMES = {"LoadPipeline", "SamplePipeline", "VerifyPipeline", "SaveImage", "Watermark", "MemoryReport"}
 
 comfy_api.install()
 
