@@ -231,7 +231,8 @@ def plan_components(
     for part, (_, devices, reasons) in zip(lock_pages(shared, machine, profile), drafts, strict=True):
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
-            reasons.append(f"rests in eight bits: profile {profile.name} says so, no precision was asked for")
+            rests = next(iter(part.forms.values())).rests
+            reasons.append(f"rests {rests}: profile {profile.name} says so, no precision was asked for")
         plans.append(
             ComponentPlan(
                 component=part.component.name,

@@ -303,7 +303,7 @@ class ManagedComponent:
             self.leftovers = self.leftovers or Leftovers(self.module, self.find_lent_modules())
             self.handles += self.leftovers.hook(self.owner)
         if self.guards_state and (self.plan.forms or self.plan.tier == "disk"):
-            rests = "in its file" if self.plan.tier == "disk" else "in eight bits"
+            rests = next((numbers.rests for numbers in self.plan.forms.values()), "in its file")
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
         blocks = self.find_blocks()
         self.forwards.entries = frozenset(self.find_entry_modules())

@@ -325,8 +325,8 @@ def bits_of(leaf: torch.Tensor) -> torch.Tensor:
 
 def resting_form(group: WeightGroup, index: int) -> str:
     """Return, for people, where a weight rests that others cannot replace where it is."""
-    if group.slots[index].encoding is not None:
-        return ", which rests in eight bits,"
+    if index in group.encoded:
+        return f", which rests {group.encoded[index].numbers.rests},"
     return ", which rests in its file," if group.placed[index].is_meta else ""
 
 

@@ -21,9 +21,11 @@ class FormNumbers:
 
     Args:
         name: that of the form in `known_forms`, which encodes and decodes.
+        rests: how a weight rests, in a message.
     """
 
     name: str
+    rests: str
     element_bits: int
 
     def takes(self, tensor: TensorSpec) -> bool:
@@ -35,7 +37,7 @@ class FormNumbers:
         return (-(-tensor.num_elements * self.element_bits // 8),)
 
 
-SCALED_FP8 = FormNumbers(name="scaled fp8", element_bits=8)
+SCALED_FP8 = FormNumbers(name="scaled fp8", rests="in eight bits", element_bits=8)
 NUMBERS = {Precision.FP8_SCALED: SCALED_FP8}
 """By the precision that a user names, the form in which weights of blocks rest."""
 

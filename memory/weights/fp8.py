@@ -29,7 +29,7 @@ LEAST_SCALE = 2.0**-126
 class ScaledFp8(EncodedForm):
     """A weight as float8_e4m3fn, times a power of two that every copy of it shares."""
 
-    name = SCALED_FP8.name
+    numbers = SCALED_FP8
     scale: float
 
     @property

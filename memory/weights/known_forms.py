@@ -8,7 +8,7 @@ from .storage_form import EncodedForm
 
 __all__ = ["FORMS", "encoded_form"]
 
-FORMS: dict[str, type[EncodedForm]] = {form.name: form for form in (ScaledFp8,)}
+FORMS: dict[str, type[EncodedForm]] = {form.numbers.name: form for form in (ScaledFp8,)}
 
 
 def encoded_form(numbers: FormNumbers) -> type[EncodedForm]:

@@ -13,6 +13,8 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from .form_numbers import FormNumbers
+
 __all__ = ["AS_STORED", "EncodedForm", "StorageForm"]
 
 Own = TypeVar("Own", bound="EncodedForm")
@@ -38,12 +40,12 @@ AS_STORED = StorageForm()
 class EncodedForm(StorageForm, ABC):
     """The form of one weight that is encoded, in another dtype or other tensors than those that compute.
 
-    `FormNumbers` of the same name says what the leaves take. A form without state of its own has one instance for all
+    Its numbers say what the leaves take. A form without state of its own has one instance for all
     weights; one with a scale beside the leaves has one per weight, and another when the weight changes.
     """
 
     __slots__ = ()
-    name: ClassVar[str]
+    numbers: ClassVar[FormNumbers]
 
     @property
     def factor(self) -> float | None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.errors import InvalidInput
+from highwater.memory.errors import InvalidInput, UnsafeState
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
@@ -38,8 +38,7 @@ class RowNumbers(FormNumbers):
 
 
 class RowInt8(EncodedForm):
-    numbers = RowNumbers(name="int8 by rows", element_bits=8)
-    name = numbers.name
+    numbers = RowNumbers(name="int8 by rows", rests="in int8", element_bits=8)
     largest = 127
 
     @classmethod
@@ -76,8 +75,7 @@ class RowInt8(EncodedForm):
 class PackedInt4(RowInt8):
     """For matrices with an even number of columns."""
 
-    numbers = RowNumbers(name="int4 by rows", element_bits=4)
-    name = numbers.name
+    numbers = RowNumbers(name="int4 by rows", rests="in int4", element_bits=4)
     largest = 7
 
     @classmethod
@@ -95,7 +93,7 @@ class PackedInt4(RowInt8):
 
 
 KNOWN = dict(FORMS)
-TOYS = {form.name: form for form in (RowInt8, PackedInt4)}
+TOYS = {form.numbers.name: form for form in (RowInt8, PackedInt4)}
 MODES = {
     "resident": ("auto", "gpu:0"),
     "streamed": ("gpu:0=0.35MiB", "gpu:0"),
@@ -314,6 +312,21 @@ def test_weights_without_memory_are_encoded_from_their_file(toys, machine, form,
             found = managed.verify(lambda: net(X))
             assert found.is_equal, str(found)
         assert torch.equal(net(X), plain(X))
+
+
+@torch.no_grad()
+def test_messages_say_how_weights_rest(toys, machine, form) -> None:
+    rests = form.numbers.rests
+    state = toys.build_net(seed=1).state_dict()
+    with machine(4) as manager:
+        net = toys.build_net()
+        with managed_net(net, manager, "resident"):
+            with pytest.raises(UnsafeState, match=f"rests {rests}: release it"):
+                net.load_state_dict(state)
+            net.singles[1].up.weight = nn.Parameter(torch.zeros(7, 64), requires_grad=False)
+            with pytest.raises(UnsafeState, match=rf"which rests {rests}, was replaced by"):
+                net(X)
+            assert torch.equal(net(X).cpu(), code_weights(toys.build_net(), form)(X))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
