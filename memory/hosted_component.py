@@ -20,7 +20,7 @@ from torch import nn
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
 from .manager.default import default_manager
 from .manager.member import Member
-from .manager.module_plans import plan_modules
+from .manager.module_plans import Draft, bytes_in_ram, plan_modules
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import Precision
 from .options.profile import OffloadProfile
@@ -76,6 +76,8 @@ class HostedComponent:
         self.placement = placement
         self.node_id = node_id
         self.member: Member | None = None
+        self.draft: tuple[str, Draft] | None = None
+        """What was planned of it for a device before it joined."""
         self.weights_of: Member | None = None
         self.known_weights: dict[str, HostedWeight] = {}
 
@@ -150,18 +152,23 @@ class HostedComponent:
         if self.member is not None and self.member.managed.primary.torch_device == device:
             return manager.planned_bytes(self.member, name)
         try:
-            _, plan = plan_modules(
+            draft = plan_modules(
                 {self.name: module},
-                manager.admission.machine(None, is_hosted=True),
+                manager.admission.machine(None, freed_bytes=bytes_in_ram([module]), is_hosted=True),
                 placement=self.placement_on(device),
                 profile=self.profile,
                 precision=self.precision,
                 kinds={self.name: self.kind},
                 sources={},
+                draft=self.draft_for(name),
             )
         except DoesNotFit:
             return self.describe(module).weight_bytes
-        return plan[self.name].device_bytes.get(name, 0)
+        self.draft = name, draft
+        return draft.plan[self.name].device_bytes.get(name, 0)
+
+    def draft_for(self, device: str) -> Draft | None:
+        return self.draft[1] if self.draft is not None and self.draft[0] == device else None
 
     def placement_on(self, device: torch.device) -> Placement:
         """Return the placement that was asked for if it begins on this device, else the device.
@@ -193,7 +200,9 @@ class HostedComponent:
                 name=None,
                 node_id=self.node_id,
                 is_hosted=True,
+                draft=self.draft_for(device_name(device)),
             )
+            self.draft = None
 
     def load(self, ceiling_bytes: int | None = None) -> None:
         """Load it now; it takes at most so many bytes of its first device, or the least with which it can compute.

@@ -8,7 +8,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
-        "module_plans": ["plan_modules"],
+        "module_plans": ["Draft", "bytes_in_ram", "plan_modules"],
         "watermark": ["Watermark", "default_watermark", "unlearned_bytes"],
         "member": ["Member"],
         "report": ["Report", "empty_report", "parts_of"],

@@ -18,7 +18,7 @@ from functools import partial
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values, require
 from ..options.placement import canonical_device
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
-from ..planner.plan import ComponentPlan, replan
+from ..planner.plan import ComponentPlan, plan_holds, replan
 from ..planner.sizes import least_bytes
 from ..runtime.input_size import Size
 from ..runtime.ledger import Ledger
@@ -258,6 +258,9 @@ class Admission:
         """
         managed = member.managed
         machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass)
+        if member.block_seconds is None and plan_holds(managed.component, managed.plan, machine, member.profile):
+            return managed.plan
+        # A second plan: memory, its host's ceiling or what forwards are known to need has changed since the first.
         return replan(managed.component, managed.plan, machine, member.profile, member.block_seconds)
 
     def turn(self, member: Member) -> None:

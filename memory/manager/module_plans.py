@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -15,7 +15,7 @@ from ..options.placement import Placement
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
-from ..planner.plan import Plan, plan_components
+from ..planner.plan import Plan, fresh_plan_holds, plan_components
 from ..planner.sizes import least_bytes
 from ..runtime.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
@@ -25,7 +25,24 @@ from ..weights.quantized import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource
 
-__all__ = ["bytes_in_ram", "plan_modules"]
+__all__ = ["Draft", "bytes_in_ram", "plan_modules"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """Components and their plan, made before their modules came under management."""
+
+    described: tuple[Component, ...]
+    """The modules as they were then."""
+    components: list[Component]
+    """The same, cut into blocks as small as their devices ask for."""
+    plan: Plan
+
+    def holds(self, described: Sequence[Component], machine: Machine, profile: OffloadProfile) -> bool:
+        """Whether the same would come of it again."""
+        return self.described == tuple(described) and all(
+            fresh_plan_holds(component, self.plan[component.name], machine, profile) for component in self.components
+        )
 
 
 def plan_modules(
@@ -40,7 +57,8 @@ def plan_modules(
     patterns: Mapping[str, str] | None = None,
     in_file: Collection[str] = (),
     shared: Mapping[str, Shared] | None = None,
-) -> tuple[list[Component], Plan]:
+    draft: Draft | None = None,
+) -> Draft:
     """Return the components that modules are and their plan; moves nothing.
 
     Where two blocks, or one, are too large for their device the blocks inside them are planned with; parts that their
@@ -52,11 +70,13 @@ def plan_modules(
         patterns: what a block is, by component, as in `find_blocks`; those are not cut.
         in_file: the components whose weights rest in their file, whatever is on a device now.
         shared: what components share, by name.
+        draft: what came of it before, for the same placement, profile and precision; stays where it holds.
     """
     largest_bytes: int | None = None
     cuts_whole = False
     coarser: list[Component] = []
-    found: tuple[list[Component], Plan] | None = None
+    found: Draft | None = None
+    described: tuple[Component, ...] = ()
     refusals: list[tuple[int, DoesNotFit | InvalidInput]] = []
     while True:
         components = []
@@ -86,6 +106,11 @@ def plan_modules(
             if name in sources:
                 sources[name].alias_tied(component)
             components.append(replace(component, has_file=has_file))
+        if not described:
+            described = tuple(components)
+            # Planned a second time where the modules, or what their device can give, have changed since the draft.
+            if draft is not None and draft.holds(described, machine, profile):
+                return draft
         if components == coarser and found is not None:
             return found
         try:
@@ -100,7 +125,7 @@ def plan_modules(
                 raise take_least(refusals) from None  # from a call: a local name for it would make a cycle
             cuts_whole = cuts_whole or components == coarser  # nothing else fits
         else:
-            found = components, plan
+            found = Draft(described=described, components=components, plan=plan)
             if not is_tight(plan):
                 return found
         coarser = components

@@ -23,7 +23,7 @@ from ..weights.sharing import NOTHING_SHARED, Shared, find_shared, named_tensors
 from ..weights.source import WeightsSource
 from .admission import Admission
 from .member import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
-from .module_plans import bytes_in_ram, plan_modules
+from .module_plans import Draft, bytes_in_ram, plan_modules
 
 __all__ = ["Registry"]
 
@@ -75,6 +75,7 @@ class Registry:
         sources: Mapping[str, WeightsSource] | None = None,
         patterns: Mapping[str, str] | None = None,
         is_hosted: bool = False,
+        draft: Draft | None = None,
     ) -> tuple[list[Member], Plan]:
         """Take modules under management: plan, pack in host memory, hook. All of them or none.
 
@@ -83,6 +84,7 @@ class Registry:
             sources: the files of components by name: those may rest on disk.
             patterns: what a block is, by component (`find_blocks`), where structure does not tell.
             is_hosted: a host decides when they come (`load`) and go (`unload`).
+            draft: what was planned of them before, with the same choices.
         """
         refuse_unknown("files of", sources or {}, modules)
         refuse_unknown("blocks of", patterns or {}, modules)
@@ -102,7 +104,7 @@ class Registry:
         sharers = [] if is_hosted else find_sharers(new.values())
         shared = self.find_shared({ids[component]: new[component] for component in ranked}, sharers)
         common = {component: shared[ids[component]] for component in new if ids[component] in shared}
-        components, plan = plan_modules(
+        planned = plan_modules(
             new,
             self.admission.machine(None, freed_bytes=bytes_in_ram(new.values()), is_hosted=is_hosted),
             placement=self.keep_together(placement, kinds, ids, shared),
@@ -112,7 +114,9 @@ class Registry:
             sources=sources or {},
             patterns=patterns,
             shared=common,
+            draft=draft,
         )
+        components, plan = planned.components, planned.plan
         self.refuse_apart(shared, {ids[part.name]: (new[part.name], part, plan[part.name]) for part in components})
         workflow_id = self.event_log.node.workflow_id if self.event_log.node else None
         members: dict[str, Member] = {}
@@ -294,7 +298,7 @@ class Registry:
         kinds = {member.name: member.managed.component.kind for member in members}
         asked, placement = placement, self.keep_together(placement, kinds, ids, shared)
         locked = sum(member.managed.packing.host_bytes["pinned"] for member in members)
-        components, plan = plan_modules(
+        planned = plan_modules(
             modules,
             self.admission.machine(None, freed_bytes=locked),
             placement=placement,
@@ -306,6 +310,7 @@ class Registry:
             in_file=[member.name for member in members if member.managed.plan.tier == "disk"],
             shared={member.name: shared[member.id] for member in members if member.id in shared},
         )
+        components, plan = planned.components, planned.plan
         if shared:
             self.refuse_apart(
                 shared, {ids[part.name]: (modules[part.name], part, plan[part.name]) for part in components}

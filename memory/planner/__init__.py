@@ -10,6 +10,16 @@ __all__, __getattr__ = lazy_names(
         "sizes": ["bounce_buffer_bytes", "explain_rest", "fixed_tensors", "least_bytes"],
         "staging_layout": ["Occupancy", "Places"],
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine"],
-        "plan": ["ComponentPlan", "DeviceCapacity", "DevicePlan", "Machine", "Plan", "plan_components", "replan"],
+        "plan": [
+            "ComponentPlan",
+            "DeviceCapacity",
+            "DevicePlan",
+            "Machine",
+            "Plan",
+            "fresh_plan_holds",
+            "plan_components",
+            "plan_holds",
+            "replan",
+        ],
     },
 )

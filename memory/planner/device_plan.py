@@ -23,7 +23,7 @@ from .residents import BLOCKING_COPIES, Schedule, balanced_workload, choose_sche
 from .sizes import Sizes
 from .staging_layout import Places, Workload, pass_seconds
 
-__all__ = ["DevicePlan", "find_limit", "plan_share"]
+__all__ = ["DevicePlan", "find_limit", "plan_share", "share_holds"]
 
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02
@@ -130,48 +130,17 @@ def plan_share(
         InvalidInput: the user's budget is below the least form.
         DoesNotFit: the device is.
     """
-    component = component_sizes.component
-    capacity = machine.device(device)
-    if from_disk:
-        capacity = replace(capacity, link_bytes_per_s=None, pageable_bytes_per_s=None)
-    ours = frozenset(blocks)
-    in_order = [number for number in block_seconds or blocks if number in ours]
-    sizes = {number: component_sizes.blocks[number] for number in in_order}
-    whole = DevicePlan(
-        device=device,
-        blocks=blocks,
-        resident=frozenset(blocks),
-        fixed_bytes=component_sizes.fixed_bytes(blocks, first=first),
-        resident_bytes=sum(sizes.values()),
-        scratch_bytes=max((component_sizes.widths[number] for number in blocks), default=0),
-    )
-    if device == "cpu":
+    room = find_room(component_sizes, device, blocks, machine, profile, first=first, keeps_free=keeps_free)
+    component, whole, limit = component_sizes.component, room.whole, room.limit_bytes
+    if room.holds_all:
         return whole
-    largest = max(sizes.values(), default=0)
-    least = whole.fixed_bytes + whole.scratch_bytes + largest
-    limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
-    if keeps_free and limit >= least:
-        kept = find_kept(component, capacity, machine, profile)
-        most = capacity.available_bytes + capacity.kept_free_bytes - capacity.lasting_bytes  # beside no weights
-        is_futile = most - least <= kept.futile_bytes * (1 + WORTH_RETRYING)
-        if kept.num_bytes > capacity.kept_free_bytes and not is_futile:
-            keeps_bytes = max(0, min(kept.num_bytes, most - least))
-            whole = replace(whole, keeps_bytes=keeps_bytes)
-            if most - keeps_bytes < limit:
-                limit, source = most - keeps_bytes, f"{capacity.name} can give {format_bytes(most - keeps_bytes)}"
-            if kept.is_known or whole.device_bytes > limit:
-                reasons.append(f"keeps {format_bytes(keeps_bytes)} free: {kept.why}")
-    if whole.device_bytes <= limit:
-        return replace(whole, reasons=tuple(reasons))
-    if least > limit or not blocks:
-        refuse(component, capacity, profile, limit, whole, largest)
-    if limit >= GIB:  # whole MiB: the text that gives the same plan again is read by people
-        limit = max(least, limit // MIB * MIB)
+    if room.least_bytes > limit or not blocks:
+        refuse(component, machine.device(device), profile, limit, whole, room.largest_bytes)
+    sizes, largest = {number: room.sizes[number] for number in in_order(blocks, block_seconds)}, room.largest_bytes
     left_bytes = limit - whole.fixed_bytes - whole.scratch_bytes
     room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
-    names = {number: component.blocks[number].name for number in sizes}
-    blocking = frozenset(number for number, name in names.items() if pinned is not None and name not in pinned)
-    speeds = find_speeds(capacity, sizes, blocking)
+    blocking = find_blocking(component, blocks, pinned)
+    speeds = None if from_disk else find_speeds(machine.device(device), sizes, blocking)
     work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
     are_known = block_seconds is not None and speeds is not None
     # Staging memory costs residents: only measured times tell whether it is worth that.
@@ -187,17 +156,124 @@ def plan_share(
         if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
             schedule = in_place
     share = stream(whole, sizes, schedule)
-    streamed_bytes = sum(sizes[number] for number in share.streamed)
-    speed = ""
-    if speeds is not None:
-        copies_s = sum(sizes[number] / speeds[number] for number in share.streamed)
-        speed = f", at least {copies_s:.2g} s at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
-    reasons.append(
-        f"{source}: {len(share.streamed)} of {len(blocks)} blocks stream, "
-        f"{format_bytes(streamed_bytes)} per pass{speed}"
+    reasons = explain_streaming(share, room, speeds, profile, are_known)
+    return replace(share, pass_s=schedule.pass_s if are_known else None, limit_bytes=limit, reasons=reasons)
+
+
+def share_holds(
+    component_sizes: Sizes,
+    share: DevicePlan,
+    machine: Machine,
+    profile: OffloadProfile,
+    *,
+    first: bool,
+    from_disk: bool,
+    pinned: frozenset[str],
+    keeps_free: bool,
+) -> bool:
+    """Whether `plan_share` would give the share that there is, to its last reason; costs no search for a schedule.
+
+    No block's time is known. A share that is wholly resident holds as long as it fits beside what is kept free; one
+    that streams only while it may take as many bytes as it was made for.
+    """
+    room = find_room(component_sizes, share.device, share.blocks, machine, profile, first=first, keeps_free=keeps_free)
+    if room.holds_all or not share.staging_bytes:
+        return room.holds_all and same_to_the_reason(room.whole, share)
+    blocking = find_blocking(component_sizes.component, share.blocks, pinned)
+    if blocking:  # that they are pageable was not known when the share was planned
+        return False
+    speeds = None if from_disk else find_speeds(machine.device(share.device), room.sizes, blocking)
+    reasons = explain_streaming(share, room, speeds, profile, are_known=False)
+    now = replace(share, pass_s=None, limit_bytes=room.limit_bytes, keeps_bytes=room.whole.keeps_bytes, reasons=reasons)
+    return same_to_the_reason(now, share)
+
+
+def same_to_the_reason(one: DevicePlan, other: DevicePlan) -> bool:
+    """Whether two shares are equal, also in what does not count when they are compared."""
+    return one == other and all(
+        getattr(one, name) == getattr(other, name) for name in ("limit_bytes", "keeps_bytes", "reasons")
     )
-    reasons += explain_staging(share, profile, are_known)
-    return replace(share, pass_s=schedule.pass_s if are_known else None, limit_bytes=limit, reasons=tuple(reasons))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What a device can give some blocks of a component, beside what it needs of it."""
+
+    whole: DevicePlan
+    """All of them resident, and what is kept free beside."""
+    sizes: Mapping[int, int]
+    largest_bytes: int
+    least_bytes: int
+    """What the smallest form takes that can compute."""
+    limit_bytes: int
+    source: str
+    """What says that limit."""
+
+    @property
+    def holds_all(self) -> bool:
+        return self.whole.device == "cpu" or self.whole.device_bytes <= self.limit_bytes
+
+
+def find_room(
+    component_sizes: Sizes,
+    device: str,
+    blocks: tuple[int, ...],
+    machine: Machine,
+    profile: OffloadProfile,
+    *,
+    first: bool,
+    keeps_free: bool,
+) -> Room:
+    """Return what a device can give some blocks now. Arguments as of `plan_share`."""
+    component, capacity = component_sizes.component, machine.device(device)
+    sizes = {number: component_sizes.blocks[number] for number in blocks}
+    whole = DevicePlan(
+        device=device,
+        blocks=blocks,
+        resident=frozenset(blocks),
+        fixed_bytes=component_sizes.fixed_bytes(blocks, first=first),
+        resident_bytes=sum(sizes.values()),
+        scratch_bytes=max((component_sizes.widths[number] for number in blocks), default=0),
+    )
+    largest = max(sizes.values(), default=0)
+    least = whole.fixed_bytes + whole.scratch_bytes + largest
+    if device == "cpu":
+        return Room(whole=whole, sizes=sizes, largest_bytes=largest, least_bytes=least, limit_bytes=0, source="")
+    limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
+    if keeps_free and limit >= least:
+        kept = find_kept(component, capacity, machine, profile)
+        most = capacity.available_bytes + capacity.kept_free_bytes - capacity.lasting_bytes  # beside no weights
+        is_futile = most - least <= kept.futile_bytes * (1 + WORTH_RETRYING)
+        if kept.num_bytes > capacity.kept_free_bytes and not is_futile:
+            keeps_bytes = max(0, min(kept.num_bytes, most - least))
+            whole = replace(whole, keeps_bytes=keeps_bytes)
+            if most - keeps_bytes < limit:
+                limit, source = most - keeps_bytes, f"{capacity.name} can give {format_bytes(most - keeps_bytes)}"
+            if kept.is_known or whole.device_bytes > limit:
+                reasons.append(f"keeps {format_bytes(keeps_bytes)} free: {kept.why}")
+    if limit >= GIB and whole.device_bytes > limit >= least:
+        limit = max(least, limit // MIB * MIB)  # whole MiB: the text that gives the same plan again is read by people
+    return Room(
+        whole=replace(whole, reasons=tuple(reasons)),
+        sizes=sizes,
+        largest_bytes=largest,
+        least_bytes=least,
+        limit_bytes=limit,
+        source=source,
+    )
+
+
+def in_order(blocks: tuple[int, ...], block_seconds: Mapping[int, float] | None) -> list[int]:
+    """Return blocks in the order in which they ran, as far as that was seen."""
+    ours = frozenset(blocks)
+    return [number for number in block_seconds or blocks if number in ours]
+
+
+def find_blocking(component: Component, blocks: tuple[int, ...], pinned: frozenset[str] | None) -> frozenset[int]:
+    """Return the blocks whose copies are synchronous, because they do not rest in page-locked memory."""
+    if pinned is None:
+        return frozenset()
+    return frozenset(number for number in blocks if component.blocks[number].name not in pinned)
 
 
 def find_limit(
@@ -342,6 +418,22 @@ def is_settled(current: DevicePlan, in_place: Schedule, are_known: bool) -> bool
     """Whether what is in place was chosen with the same times, so that a search would find nothing better."""
     is_moved = in_place.staging_bytes != current.staging_bytes
     return not is_moved and current.pass_s == (in_place.pass_s if are_known else None)
+
+
+def explain_streaming(
+    share: DevicePlan, room: Room, speeds: Mapping[int, float] | None, profile: OffloadProfile, are_known: bool
+) -> tuple[str, ...]:
+    """Return why blocks of a share stream, and what that costs."""
+    streamed_bytes = sum(room.sizes[number] for number in share.streamed)
+    speed = ""
+    if speeds is not None:
+        copies_s = sum(room.sizes[number] / speeds[number] for number in share.streamed)
+        speed = f", at least {copies_s:.2g} s at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
+    reason = (
+        f"{room.source}: {len(share.streamed)} of {len(share.blocks)} blocks stream, "
+        f"{format_bytes(streamed_bytes)} per pass{speed}"
+    )
+    return (*room.whole.reasons, reason, *explain_staging(share, profile, are_known))
 
 
 def explain_staging(share: DevicePlan, profile: OffloadProfile, are_known: bool) -> list[str]:

@@ -16,7 +16,7 @@ from ..units import format_bytes
 from ..weights.component import Component
 from ..weights.form_numbers import Forms
 from .capacity import DeviceCapacity, Machine
-from .device_plan import DevicePlan, plan_share
+from .device_plan import DevicePlan, plan_share, share_holds
 from .form_choice import choose_forms, explain_wide
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
@@ -28,7 +28,9 @@ __all__ = [
     "DevicePlan",
     "Machine",
     "Plan",
+    "fresh_plan_holds",
     "plan_components",
+    "plan_holds",
     "replan",
 ]
 
@@ -329,6 +331,28 @@ def replan(
     )  # fmt: skip
     refuse_streaming_at_tier_device(sizes, plan.tier, shares)
     return replace(plan, shares=shares)
+
+
+def plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
+    """Whether `replan` would give the plan that there is, where no block's time is known; costs no search."""
+    sizes = Sizes(component, plan.forms)
+    return all(
+        share_holds(
+            sizes, share, machine, profile, first=index == 0, from_disk=plan.tier == "disk",
+            pinned=plan.pinned, keeps_free=plan.tier != "device",
+        )
+        for index, share in enumerate(plan.shares)
+    )  # fmt: skip
+
+
+def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
+    """Whether `plan_components` would give this plan again: for one named device, and page-locked as far as it may be.
+
+    Where more than one device shares the blocks, or some of them had to stay pageable, the answer is no.
+    """
+    is_locked = plan.tier == "pinned" and plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes
+    has_room = is_locked and plan.pinned_bytes <= machine.pinned_bytes
+    return len(plan.shares) == 1 and has_room and plan_holds(component, plan, machine, profile)
 
 
 def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequence[DevicePlan]) -> None:

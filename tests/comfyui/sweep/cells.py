@@ -184,7 +184,7 @@ def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Reque
         )
         profile = parse_profile(text, devices=GPUS)
         try:
-            _, plan = plan_modules(
+            plan = plan_modules(
                 {"probe": model},
                 default_manager().admission.machine(None),
                 placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=GPUS),
@@ -192,7 +192,7 @@ def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Reque
                 precision=None,
                 kinds={"probe": kind},
                 sources={},
-            )
+            ).plan
         except (DoesNotFit, InvalidInput):
             continue
         if all(share.streamed for share in plan["probe"].shares):

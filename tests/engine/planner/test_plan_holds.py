@@ -1,0 +1,124 @@
+"""A plan is made again only where something has changed: one that holds is the one that planning again would give."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from highwater.memory.errors import DoesNotFit, InvalidInput
+from highwater.memory.options.precision import Precision
+from highwater.memory.planner.capacity import KeptFree
+from highwater.memory.planner.plan import ComponentPlan, Machine, fresh_plan_holds, plan_holds, replan
+from highwater.memory.units import MIB
+from highwater.memory.weights.component import Component
+from highwater.tests.engine.planner.test_plan import component, machine, plan, with_ram
+
+PROFILES = ("auto", "4", "5", "20MiB", "-3MiB", "40%", "1,reserve=2MiB", "4,pinned=none", "auto,prefetch=2")
+# What the numbers of a device come to be, with what was there before.
+CHANGES = {
+    "available_bytes": st.integers(0, 100 * MIB) | st.integers(0, 4 * MIB),
+    "ceiling_bytes": st.none() | st.integers(0, 100 * MIB),
+    "kept_free_bytes": st.integers(0, 4 * MIB),
+    "lasting_bytes": st.integers(0, 20 * MIB),
+    "unlearned_bytes": st.integers(0, 20 * MIB),
+    "link_bytes_per_s": st.none() | st.floats(1e9, 1e11),
+}
+changes = st.dictionaries(st.sampled_from(sorted(CHANGES)), st.none(), max_size=2).flatmap(
+    lambda chosen: st.fixed_dictionaries({name: CHANGES[name] for name in chosen})
+)
+kept = st.none() | st.builds(
+    KeptFree,
+    num_bytes=st.integers(0, 60 * MIB),
+    why=st.just("an earlier run needed it"),
+    futile_bytes=st.integers(0, 30 * MIB),
+    is_known=st.booleans(),
+)
+sizes_of_blocks = st.lists(st.integers(1, 4000).map(lambda n: n * 512), min_size=3, max_size=30)
+
+
+def on_first(on: Machine, changed: dict[str, object], needs: KeptFree | None) -> Machine:
+    """Return the machine with other numbers of its first GPU, and other needs."""
+    devices = tuple(replace(d, **changed) if d.name == "gpu:0" else d for d in on.devices)
+    return replace(on, devices=devices, needs=lambda component, device: needs)
+
+
+def everything(plan: ComponentPlan) -> list[Any]:
+    """Return all fields of a plan, also those that do not count when two are compared."""
+    values = [getattr(plan, field.name) for field in fields(plan)]
+    return values + [getattr(share, field.name) for share in plan.shares for field in fields(share)]
+
+
+def planned(part: Component, on: Machine, profile: str, precision: Precision | None = None) -> ComponentPlan | None:
+    try:
+        return plan(part, on=on, profile=profile, precision=precision)["transformer"]
+    except (DoesNotFit, InvalidInput):
+        return None
+
+
+@example(
+    sizes=[512 * 1000] * 19,
+    part_of_it=0.8,
+    profile="40%",
+    precision=Precision.FP8_SCALED,
+    pinned=434,  # none of the blocks, which is known only when all of them are planned
+    first_needs=None,
+    needs="the same",
+    changed={},
+)
+@given(
+    sizes_of_blocks,
+    st.floats(0.3, 1.5),
+    st.sampled_from(PROFILES),
+    st.none() | st.sampled_from(list(Precision)),
+    st.integers(0, 60 * MIB) | st.just(1 << 40),
+    kept,
+    kept | st.just("the same"),
+    changes,
+)
+def test_a_plan_that_holds_is_the_one_that_would_be_made(
+    sizes: list[int],
+    part_of_it: float,
+    profile: str,
+    precision: Precision | None,
+    pinned: int,
+    first_needs: KeptFree | None,
+    needs: KeptFree | str | None,
+    changed: dict[str, object],
+) -> None:
+    part = component(sizes)
+    before = on_first(machine(first=int(sum(sizes) * part_of_it), pinned=pinned), {}, first_needs)
+    first = planned(part, before, profile, precision)
+    if first is None:
+        return
+    chosen = plan(part, on=before, profile=profile, precision=precision).profile
+    now = on_first(before, changed, first_needs if needs == "the same" else needs)  # type: ignore[arg-type]
+    if plan_holds(part, first, now, chosen):
+        assert everything(replan(part, first, now, chosen)) == everything(first)
+    if fresh_plan_holds(part, first, now, chosen):
+        again = planned(part, now, profile, precision)
+        assert again is not None and everything(again) == everything(first)
+
+
+@given(sizes_of_blocks, st.integers(MIB, 60 * MIB), st.sampled_from(PROFILES), kept)
+def test_a_plan_holds_where_nothing_has_changed(
+    sizes: list[int], available: int, profile: str, needs: KeptFree | None
+) -> None:
+    part, on = component(sizes), on_first(machine(first=available), {}, needs)
+    first = planned(part, on, profile)
+    if first is not None:
+        chosen = plan(part, on=on, profile=profile).profile
+        assert plan_holds(part, first, on, chosen) == (first.tier == "pinned" or not first.streams)
+        assert fresh_plan_holds(part, first, on, chosen) == (first.tier == "pinned")
+
+
+@given(sizes_of_blocks, st.integers(0, 50 * MIB))
+def test_a_resident_plan_holds_whatever_else_comes_and_goes_beside_it(sizes: list[int], taken: int) -> None:
+    """Inputs of a forward take some of what was free when its weights were planned."""
+    part, on = component(sizes), machine(first=150 * MIB)
+    first = planned(part, on, "auto")
+    assert first is not None and not first.streams
+    now = with_ram(on_first(on, {"available_bytes": 150 * MIB - taken}, None), 1 << 30)
+    assert plan_holds(part, first, now, plan(part, on=on).profile)
