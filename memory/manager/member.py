@@ -125,7 +125,7 @@ def refuse_unsuitable(
         raise InvalidInput(f"{name} has {rival}")
     managed = find_managed(sharers, members, borrowers)
     for parameter_name, parameter in module.named_parameters():
-        if split_owner(module, parameter_name) in lent:
+        if lent and split_owner(module, parameter_name) in lent:
             continue
         if id(parameter) in managed:
             by = managed[id(parameter)]

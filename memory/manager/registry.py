@@ -284,8 +284,8 @@ class Registry:
     ) -> Plan:
         """Give components another profile, placement or precision, where they are; on failure they have the old ones.
 
-        They leave their devices and come back as they are used. What rests in eight bits was widened in between: the
-        bits that it lost stay lost.
+        They leave their devices and come back as they are used. Blocks whose precision and tier stay are not packed
+        anew. What rested in eight bits and is to no more was rounded: the bits that it lost stay lost.
         """
         self.refuse_unready(members)
         members = sorted(members, key=lambda member: member.rank)
@@ -353,6 +353,7 @@ class Registry:
             self.attach(member, self.find_near([member]), tells=False)  # who cancelled would cancel this, too
         except BaseException:
             managed.hooks.remove()
+            managed.packing.unpack_left()
             raise
 
     def give(self, member: Member, profile: OffloadProfile) -> None:

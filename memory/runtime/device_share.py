@@ -47,8 +47,8 @@ class DeviceShare:
         self,
         owner: str,
         device: Device,
-        fixed: WeightGroup,
-        blocks: Mapping[int, WeightGroup],
+        fixed: Bundle,
+        blocks: Mapping[int, Bundle],
         ledger: Ledger,
         *,
         host_replaces: bool = False,
@@ -56,8 +56,8 @@ class DeviceShare:
         self.owner = owner
         self.host_replaces = host_replaces
         self.device = device
-        self.fixed = Bundle(fixed)
-        self.blocks = {number: Bundle(group) for number, group in blocks.items()}
+        self.fixed = fixed
+        self.blocks = dict(blocks)
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
         self.bounce = None if self.copies is None else BounceBuffers(self.copies)

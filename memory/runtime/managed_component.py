@@ -33,6 +33,7 @@ from .encoded_weight import EncodedWeight
 from .forward_blocks import Forwards
 from .forward_hooks import Hooks, remove_hooks_of
 from .forward_pass import Pass, Passes
+from .kept_blocks import Home, find_kept
 from .ledger import Kind, Ledger
 from .leftovers import Leftovers
 from .move_guard import MoveGuard
@@ -108,7 +109,7 @@ class ManagedComponent:
         self.phase = Phase.DETACHED
         self.has_taken_over = after is not None
         self.guards_state = guards_state
-        self.shares = self.build_shares(devices, host_replaces=not guards_state)
+        self.shares = self.build_shares(devices, after, host_replaces=not guards_state)
         self.hooks: Hooks = after.hooks if after is not None else Hooks()
         earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
@@ -131,7 +132,7 @@ class ManagedComponent:
         for share in self.shares if guards_state else ():
             answer = answer_of(self.forwards, share.device.torch_device)
             for group in share.groups:
-                group.asked = answer
+                group.answer_with(answer)
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
@@ -193,28 +194,51 @@ class ManagedComponent:
         for tier in ("pinned", "host"):
             self.ledger.settle(tier, self.owner, Kind.STAGING, bounce[tier])
 
-    def build_shares(self, devices: dict[str, Device], *, host_replaces: bool) -> list[DeviceShare]:
+    def build_shares(
+        self, devices: dict[str, Device], after: ManagedComponent | None, *, host_replaces: bool
+    ) -> list[DeviceShare]:
+        kept: dict[Home, Bundle] = {}
+        if after is not None:
+            kept = after.find_kept(self.component, self.plan, devices, source=self.source)
+            after.packing.unpack_left(list(kept.values()))
         specs = [tensor for block in [*self.component.blocks, self.component.non_block] for tensor in block.tensors]
         slots = find_slots(self.module, [*specs, *self.component.buffers])
+        for slot in [slot for bundle in kept.values() for group in bundle.groups for slot in group.slots]:
+            slot.spec, slot.lists = slots[slot.spec.name].spec, slots[slot.spec.name].lists
         shares = []
         for index, part in enumerate(self.plan.shares):
             fixed = fixed_tensors(self.component, part.blocks, first=index == 0)
-            groups = {
-                number: WeightGroup(
-                    self.component.blocks[number].name,
-                    [slots[tensor.name] for tensor in self.component.blocks[number].tensors],
-                    forms=self.plan.forms,
-                    shows_wide=self.guards_state,
+            bundles = {
+                number: kept.get((index, number))
+                or Bundle(
+                    WeightGroup(
+                        self.component.blocks[number].name,
+                        [slots[tensor.name] for tensor in self.component.blocks[number].tensors],
+                        forms=self.plan.forms,
+                        shows_wide=self.guards_state,
+                    )
                 )
                 for number in part.blocks
             }
-            fixed_group = WeightGroup("", [slots[tensor.name] for tensor in fixed])
+            beside = kept.get((index, None)) or Bundle(WeightGroup("", [slots[tensor.name] for tensor in fixed]))
             shares.append(
-                DeviceShare(
-                    self.owner, devices[part.device], fixed_group, groups, self.ledger, host_replaces=host_replaces
-                )
+                DeviceShare(self.owner, devices[part.device], beside, bundles, self.ledger, host_replaces=host_replaces)
             )
         return shares
+
+    def find_kept(
+        self, component: Component, plan: ComponentPlan, devices: Mapping[str, Device], *, source: WeightsSource | None
+    ) -> dict[Home, Bundle]:
+        """Return what another plan of the component, which handed over, goes on with as it is packed."""
+        return find_kept(
+            self.packing.left,
+            self.module,
+            component,
+            plan,
+            source=source,
+            written=self.packing.written,
+            cpus=[name for name, device in devices.items() if device.is_cpu],
+        )
 
     # -- hooks
 
@@ -236,7 +260,7 @@ class ManagedComponent:
             if self.guards_state:
                 self.moves = self.guard_moves()
                 self.structure = Structure(self.module)
-                self.came_with = frozenset(self.structure.modules)
+                self.came_with = frozenset(self.structure.modules) - self.find_added_modules()
                 self.answers = DeviceAnswers(self.module, self.device_of, is_inside=self.forwards.is_entered)
             self.hook()
             if self.compiles:
@@ -282,7 +306,9 @@ class ManagedComponent:
         except InvalidInput as problem:
             error = problem
         if self.leftovers is not None and ending is not Ending.DISCARDED:
-            self.leftovers.bring_home(slabs, others=self.find_lent_modules(), lent=self.find_lent())
+            groups = [group for bundle in self.packing.left for group in bundle.groups]
+            packed = {place for group in groups for slot in group.slots for place in slot.owners}
+            self.leftovers.bring_home(slabs, others=self.find_lent_modules(), lent=packed.union(self.find_lent()))
         self.forwards.end()
         self.moves = self.leftovers = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
@@ -584,6 +610,12 @@ class ManagedComponent:
     def has_other_forms(self) -> bool:
         """Whether a weight of an added layer has a new shape or dtype, as after hot-swapping a LoRA."""
         return any(map(has_other_form, self.added_slots()))
+
+    def find_added_modules(self) -> set[nn.Module]:
+        """Return the modules that have weights of added layers, and none of ours."""
+        bundles = [bundle for share in self.shares for bundle in share.bundles]
+        own = {module for bundle in bundles for slot in bundle.own.slots for module, _ in slot.owners}
+        return {module for slot in self.added_slots() for module, _ in slot.owners} - own
 
     def added_slots(self) -> list[ParameterSlot]:
         added = [bundle.added for share in self.shares for bundle in share.bundles if bundle.added is not None]

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
-from ..transfer.pinned_memory import count_slabs
+from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
@@ -21,7 +21,7 @@ from .device_share import DeviceShare
 from .ledger import Kind, Ledger
 from .parameter_slots import ParameterSlot
 from .weight_group import WeightGroup
-from .weight_store import FileStore
+from .weight_store import FileStore, HostStore
 
 __all__ = ["Ending", "Packing"]
 
@@ -32,7 +32,7 @@ class Ending(enum.Enum):
     RESTORED = "restored"
     """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
     HANDED_OVER = "handed over"
-    """What rests in its file stays there, for the managed component that comes next; all else is in plain memory."""
+    """What is packed stays so, for the managed component that comes next ([Note: kept blocks] in `kept_blocks.py`)."""
     TAKEN_BACK = "taken back"
     """What it held before it was packed."""
     DISCARDED = "discarded"
@@ -79,8 +79,13 @@ class Packing:
         """The weights that are not what their file has any more."""
         self.packed_versions: dict[int, int] = {}
         """The version of each group's weight store in host memory as it was packed, by the group's id."""
+        self.left: list[Bundle] = []
+        """Packed blocks that wait for the managed component which goes on with them; the same list for both."""
         if after is not None:
-            self.came_bare, self.written = after.came_bare, after.written
+            self.came_bare, self.written, self.left = after.came_bare, after.written, after.left
+            self.packed_versions = after.packed_versions
+        self.kept = [bundle for share in shares for bundle in share.bundles if bundle in self.left]
+        """The blocks that were packed before."""
 
     @property
     def groups(self) -> list[WeightGroup]:
@@ -96,7 +101,8 @@ class Packing:
     def measure(self) -> None:
         """Find how weights will be encoded; changes nothing. Raises `InvalidInput` for weights that cannot be."""
         for group in self.groups:
-            group.measure()
+            if group.store is None:
+                group.measure()
 
     def to_pack(self) -> int:
         """Return the bytes, as they come, of what `pack` would copy into slabs or read from files into RAM.
@@ -109,12 +115,13 @@ class Packing:
             slot.spec.weight_bytes
             for share in self.shares
             for group in share.groups
+            if group.store is None
             for slot in group.slots
             if share.copies is not None or group.encoded or slot.held.is_meta
         )
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
-        """Make the weight stores; on failure the caller ends it as `Ending.TAKEN_BACK`.
+        """Make the weight stores that are not there yet; on failure the caller ends it as `Ending.TAKEN_BACK`.
 
         Holds, beside the weight stores, one arena of slabs at a time. The caller measured all that it packs, before any
         weight loses a bit: after that only ``progress``, the files or a lack of memory can fail, and what rests in
@@ -124,28 +131,71 @@ class Packing:
             progress: called with the bytes that were packed or read since it was called last, of `to_pack` in all,
                 for each block at least; what it raises is raised here.
         """
+        self.go_on()
         for share in self.shares:
             if self.plan.tier == "disk":
                 self.leave_in_file(share)
             else:
                 self.pack_share(share, progress)
+        self.left.clear()
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
         for group in self.groups:
             group.charge_host = self.charge_host
-            if group.store is not None:
+            if group.store is not None and not any(group in bundle.groups for bundle in self.kept):
                 self.packed_versions[id(group)] = group.version
+
+    def go_on(self) -> None:
+        """Enter the blocks in the books that were packed before, and let their memory outlive the copies from now on.
+
+        Waits for those of the component that had them before.
+        """
+        locks: dict[int, ArenaLock] = {}
+        waits: dict[int, list[Callable[[], object]]] = {}
+        for share in self.shares:
+            for bundle in share.bundles:
+                for group in bundle.groups if bundle in self.kept else ():
+                    if isinstance(group.store, FileStore):
+                        assert share.bounce is not None
+                        group.store.go_through(share.bounce)
+                        continue  # `leave_in_file` enters it
+                    assert isinstance(group.store, HostStore)
+                    lock = group.store.memory.lock
+                    if group is bundle.added:
+                        own = {"host": group.slab_bytes} if lock is None else {"pinned": lock.arena.num_bytes}
+                        self.added_bytes[group] = Counter(own)
+                    if lock is None:
+                        self.host_bytes["host"] += group.slab_bytes
+                        continue
+                    assert share.copies is not None
+                    locks[id(lock)] = lock
+                    others = waits.setdefault(id(lock), [])
+                    if share.copies.wait not in others:
+                        others.append(share.copies.wait)
+        for number, lock in locks.items():
+            self.host_bytes["pinned"] += lock.arena.num_bytes
+            for wait in lock.waits:
+                wait()
+            lock.waits[:] = waits[number]
+
+    def unpack_left(self, kept: Collection[Bundle] = ()) -> None:
+        """Unpack the blocks that no managed component goes on with; what rests in its file stays there."""
+        for bundle in [bundle for bundle in self.left if bundle not in kept]:
+            for group in bundle.groups:
+                group.unpack(group.names_in_file)
+            self.left.remove(bundle)
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
         """Move a share's weight stores into host slabs, page-locked as the plan says and the driver agrees."""
+        to_pack = [group for group in share.groups if group.store is None]
         if share.copies is None:  # others compute in place, in the memory they came in
-            groups = [group for group in share.groups if group.encoded]
-            for group in share.groups:
+            groups = [group for group in to_pack if group.encoded]
+            for group in to_pack:
                 if group not in groups:
                     group.fill(self.source, progress)
         else:
-            groups = sorted(share.groups, key=lambda group: group.name not in self.plan.pinned)
-        self.host_bytes["host"] += sum(group.slab_bytes for group in share.groups if group not in groups)
+            groups = sorted(to_pack, key=lambda group: group.name not in self.plan.pinned)
+        self.host_bytes["host"] += sum(group.slab_bytes for group in to_pack if group not in groups)
         locked = [group.slab_bytes for group in groups if group.name in self.plan.pinned]
         streams = [share.copies] if share.copies is not None else []
         # What an arena rounds up is less than its last page.
@@ -219,7 +269,8 @@ class Packing:
         """Leave a share's weight stores in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for group in share.groups:
-            group.rest_in_file(self.source, share.bounce, written=self.written)
+            if group.store is None:
+                group.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(group.store, FileStore)
             self.host_bytes["host"] += group.store.kept_bytes
         share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
@@ -257,8 +308,13 @@ class Packing:
             left = [group for group in self.groups if group.host_slab is not None]
             self.written |= {slot.spec.name for group in left for slot in group.slots if not slot.is_buffer}
         error: InvalidInput | None = None
+        left = self.to_leave(ending)
+        self.left += [bundle for bundle in left if bundle not in self.left]
         for group in self.groups:
             group.charge_host = lambda num_bytes: None
+            if any(group in bundle.groups for bundle in left):
+                group.forget_views()
+                continue
             try:
                 self.end_unit(group, ending)
             except InvalidInput as problem:
@@ -269,6 +325,19 @@ class Packing:
         if error is not None:
             raise error
 
+    def to_leave(self, ending: Ending) -> list[Bundle]:
+        """Return the blocks that stay packed: all that are, or those that were before."""
+        if ending is Ending.TAKEN_BACK:
+            return self.kept
+        if ending is not Ending.HANDED_OVER:
+            return []
+        bundles = [bundle for share in self.shares for bundle in share.bundles]
+        return [
+            bundle
+            for bundle in bundles
+            if all(group.store is not None and not group.is_whole for group in bundle.groups)
+        ]
+
     def read_left(self, ending: Ending) -> None:
         """End the groups whose file `end` could not read, if the module still holds their empty weights.
 
@@ -276,6 +345,8 @@ class Packing:
             InvalidInput: it still cannot be read.
         """
         for group in self.groups if not self.charged else ():
+            if any(group in bundle.groups for bundle in self.left):
+                continue
             if group.store is not None and group.is_as_placed():
                 self.end_unit(group, ending)
             elif group.store is not None:
@@ -286,7 +357,7 @@ class Packing:
             group.discard()
         elif ending is Ending.TAKEN_BACK:
             group.unpack(group.on_meta)
-        elif ending is Ending.HANDED_OVER:
+        elif ending is Ending.HANDED_OVER:  # half packed
             group.unpack(group.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
             group.unpack(group.names_in_file & self.came_bare if not self.written else ())

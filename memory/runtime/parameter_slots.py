@@ -99,10 +99,12 @@ def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Para
         tensors[name] = buffer, True
         by_identity.setdefault(id(buffer), []).append(name)
     lists = find_lists(module, by_identity)
+    parts = dict(module.named_modules(remove_duplicate=False))
     slots = {}
     for spec in specs:
         tensor, is_buffer = tensors[spec.name]
-        owners = [split_owner(module, name) for name in by_identity[id(tensor)]]
+        places = [name.rpartition(".") for name in by_identity[id(tensor)]]
+        owners = [(parts[path], attribute) for path, _, attribute in places]
         slots[spec.name] = ParameterSlot(
             spec,
             owners,

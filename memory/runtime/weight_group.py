@@ -270,6 +270,13 @@ class WeightGroup:
             source.read_into(to_read, progress=add_up(progress))
         self.placed = list(self.resting)
 
+    def answer_with(self, asked: Asked) -> None:
+        """Let the weights at rest call this function when they are asked for their device."""
+        self.asked = asked
+        for weight in self.resting:
+            if "asked" in vars(weight):
+                vars(weight)["asked"] = asked
+
     def shows(self, slot: ParameterSlot) -> bool:
         """Whether the module holds a wide tensor at rest for an encoded weight."""
         encoding = slot.encoding
@@ -467,7 +474,7 @@ class WeightGroup:
             for slot, weight in zip(to_read, read_weights(to_read, source, drop_pages=True), strict=True)
         }
         resting = itertools.chain(self.resting, itertools.repeat(None))  # fewer where packing failed half way
-        for slot, store in zip(self.slots, resting, strict=False):
+        for index, (slot, store) in enumerate(zip(self.slots, resting, strict=False)):
             name = slot.spec.name
             if store is not None:
                 self.given.append((slot, weakref.ref(store)))
@@ -478,7 +485,7 @@ class WeightGroup:
             elif name in stored:
                 repoint(slot, [stored[name]], lasting=True)
             elif store is not None:
-                own = self.own_leaves(slot) if self.host_slab is not None else []
+                own = self.own_leaves(index) if self.host_slab is not None else []
                 slot.hold(self.originals.get(name, unwatch(store)))
                 if own:
                     repoint(slot, own, lasting=True)
@@ -490,16 +497,15 @@ class WeightGroup:
         for index in self.encoded:  # only now: interrupted before, all of it is done again
             self.slots[index].form = AS_STORED
 
-    def own_leaves(self, slot: ParameterSlot) -> list[torch.Tensor]:
+    def own_leaves(self, index: int) -> list[torch.Tensor]:
         """Return what makes a weight in memory of its own: where it lies, if that can be, else a copy."""
         assert isinstance(self.store, HostStore)
-        index = next(index for index, own in enumerate(self.slots) if own is slot)
         first = sum(self.num_leaves[:index])
-        if slot.encoding is None:
+        if self.slots[index].encoding is None:
             leaves = [self.store.own_leaf(self.layout, first + number) for number in range(self.num_leaves[index])]
             if all(leaf is not None for leaf in leaves):
                 return [leaf for leaf in leaves if leaf is not None]
-        return leaves_of(self.wide(slot.spec.name, torch.device("cpu")))
+        return leaves_of(self.wide(self.slots[index].spec.name, torch.device("cpu")))
 
     def move_kept_to_host(self, source: WeightsSource | None) -> None:
         """Make tensors that the module held, and other code keeps, plain ones in host memory.

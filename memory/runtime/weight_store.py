@@ -78,6 +78,10 @@ class FileStore:
         at = [("", 0) if name is None else source.position_of(name) for name in names]
         self.places_in_file = sorted(range(len(names)), key=at.__getitem__)
 
+    def go_through(self, bounce: BounceBuffers) -> None:
+        """Pass through the buffers of another share from now on."""
+        self.bounce = bounce
+
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights by other names, by which the source finds them already."""
         self.names = [name if name is None else names.get(name, name) for name in self.names]

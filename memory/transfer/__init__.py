@@ -8,7 +8,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "devices": ["AllocatorBytes", "Device", "DeviceMemory", "HostMemory", "find_device", "list_devices"],
-        "pinned_memory": ["HostSlab", "allocate_slab", "count_slabs", "pin_limit_bytes"],
+        "pinned_memory": ["ArenaLock", "HostSlab", "allocate_slab", "count_slabs", "pin_limit_bytes"],
         "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in"],
         "slabs": ["Form", "SlabLayout", "allocate_device"],
         "timing": ["Stopwatch"],

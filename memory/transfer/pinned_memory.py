@@ -38,6 +38,7 @@ from .slab_memory import CAN_CUT, SlabMemory
 __all__ = [
     "ARENA_BYTES",
     "Arena",
+    "ArenaLock",
     "HostSlab",
     "Slabs",
     "allocate_slab",
@@ -136,6 +137,17 @@ def lay_out(
 # -- allocation
 
 
+@dataclass(eq=False, slots=True)
+class ArenaLock:
+    """What the slabs of one locked arena have in common."""
+
+    arena: Arena
+    slab_bytes: int
+    """Of all its slabs."""
+    waits: list[Callable[[], object]]
+    """What is called before it is unlocked: each waits until no copy from the slabs is under way somewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostSlab:
     """A slab, and the memory that it lies in."""
@@ -145,6 +157,8 @@ class HostSlab:
     """None where that cannot be cut into pieces."""
     begin: int = 0
     """Where in it the slab begins."""
+    lock: ArenaLock | None = None
+    """None for one that is pageable."""
 
     def piece(self, begin: int, end: int) -> torch.Tensor | None:
         """Return bytes of the slab as memory of their own ([Note: pieces] in `slab_memory.py`), where that can be."""
@@ -187,19 +201,29 @@ class Slabs:
     def allocate(self, arena: Arena) -> dict[int, HostSlab]:
         """Return an arena's slabs by their numbers; none if the driver refuses."""
         assert self.locker is not None
-        locked = self.locker.lock(arena.num_bytes, self.before_unlock)
+        waits = [self.before_unlock]
+        locked = self.locker.lock(arena.num_bytes, lambda: call_all(waits))
         if locked is None:
             self.was_refused = True
             return {}
         self.locked_bytes += arena.num_bytes
         pages, memory = locked
+        lock = ArenaLock(arena, sum(self.sizes[number] for number in arena.slabs), waits)
         with torch.inference_mode(False):
             return {
                 number: HostSlab(
-                    torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=self.sizes[number]), memory, offset
+                    torch.frombuffer(pages, dtype=torch.uint8, offset=offset, count=self.sizes[number]),
+                    memory,
+                    offset,
+                    lock,
                 )
                 for number, offset in zip(arena.slabs, arena.offsets, strict=True)
             }
+
+
+def call_all(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 def allocate_slab(num_bytes: int) -> HostSlab:

@@ -191,8 +191,11 @@ def is_untouched(net: torch.nn.Module, before: dict[str, tuple[int, torch.Tensor
     )
 
 
-@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host", "gpu:0&gpu:1"])
-def test_packing_is_watched_block_by_block(toys, machine, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "other"),
+    [("gpu:0", "gpu:0:host"), ("gpu:0:host", "gpu:0:pinned"), ("gpu:0&gpu:1", "gpu:0&gpu:1:host")],
+)
+def test_packing_is_watched_block_by_block(toys, machine, placement: str, other: str) -> None:
     """What `from_pretrained` has read lies in RAM: copying it into slabs takes long, too."""
     seen: list[tuple[str, int, int]] = []
     with machine(8, 8) as manager:
@@ -206,6 +209,8 @@ def test_packing_is_watched_block_by_block(toys, machine, placement: str) -> Non
             assert [step[1] for step in seen] == sorted({step[1] for step in seen})
             seen.clear()
             managed.reprofile(TIGHT)
+            assert not seen, "nothing is packed anew"
+            managed.reprofile(TIGHT, placement=other)
             assert len(seen) >= 9 and seen[-1] == ("model", num_bytes, num_bytes)
             seen.clear()
         end()

@@ -323,7 +323,7 @@ def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monk
         passes = pool.submit(lambda: [compute(net) for _ in range(20)])
         while not passes.done():
             with suppress(UnsafeState), pytest.raises(KeyboardInterrupt):
-                managed.reprofile("auto", placement="gpu:0")
+                managed.reprofile("auto", placement="gpu:0:host")
             time.sleep(0.002)
         end()
         assert all(torch.equal(got, want) for got in passes.result())

@@ -198,9 +198,9 @@ def test_a_release_that_was_interrupted_goes_through_the_next_time(machine, net,
     expected = {name: weight.clone() for name, weight in net.named_parameters()}
     own_leaves, calls = WeightGroup.own_leaves, []
 
-    def interrupted(self: WeightGroup, slot: object) -> list[torch.Tensor]:
-        calls.append(slot)
-        leaves = own_leaves(self, slot)
+    def interrupted(self: WeightGroup, index: int) -> list[torch.Tensor]:
+        calls.append(index)
+        leaves = own_leaves(self, index)
         if len(calls) == nth:
             raise KeyboardInterrupt
         return leaves
