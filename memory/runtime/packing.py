@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
@@ -132,11 +133,12 @@ class Packing:
                 for each block at least; what it raises is raised here.
         """
         self.go_on()
-        for share in self.shares:
-            if self.plan.tier == "disk":
-                self.leave_in_file(share)
-            else:
-                self.pack_share(share, progress)
+        with self.open_files():
+            for share in self.shares:
+                if self.plan.tier == "disk":
+                    self.leave_in_file(share)
+                else:
+                    self.pack_share(share, progress)
         self.left.clear()
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
@@ -144,6 +146,10 @@ class Packing:
             group.charge_host = self.charge_host
             if group.store is not None and not any(group in bundle.groups for bundle in self.kept):
                 self.packed_versions[id(group)] = group.version
+
+    def open_files(self) -> AbstractContextManager[object]:
+        """Keep the files open meanwhile that weights are read from."""
+        return self.source.held() if self.source is not None else nullcontext()
 
     def go_on(self) -> None:
         """Enter the blocks in the books that were packed before, and let their memory outlive the copies from now on.
@@ -273,6 +279,7 @@ class Packing:
                 group.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(group.store, FileStore)
             self.host_bytes["host"] += group.store.kept_bytes
+        share.bounce.fill_from(self.source)
         share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.locks_bounce = bool(self.plan.pinned_bytes)
 
@@ -308,17 +315,18 @@ class Packing:
             left = [group for group in self.groups if group.host_slab is not None]
             self.written |= {slot.spec.name for group in left for slot in group.slots if not slot.is_buffer}
         error: InvalidInput | None = None
-        left = self.to_leave(ending)
-        self.left += [bundle for bundle in left if bundle not in self.left]
-        for group in self.groups:
-            group.charge_host = lambda num_bytes: None
-            if any(group in bundle.groups for bundle in left):
-                group.forget_views()
-                continue
-            try:
-                self.end_unit(group, ending)
-            except InvalidInput as problem:
-                error = error or problem
+        staying = self.to_leave(ending)
+        self.left += [bundle for bundle in staying if bundle not in self.left]
+        with self.open_files():
+            for group in self.groups:
+                group.charge_host = lambda num_bytes: None
+                if any(group in bundle.groups for bundle in staying):
+                    group.forget_views()
+                    continue
+                try:
+                    self.end_unit(group, ending)
+                except InvalidInput as problem:
+                    error = error or problem
         while self.charged:
             tier, num_bytes = self.charged.popitem()
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)

@@ -157,10 +157,11 @@ class FileStore:
 
     def differs(self, slab: torch.Tensor) -> bool:
         """Whether a slab of host memory has other weights than the file. Reads them one by one. Raises as `copy_to`."""
-        for name, view in zip(self.names, self.layout.views(slab), strict=True):
-            if name is not None:
-                stored = torch.empty(view.nbytes, dtype=torch.uint8)
-                self.source.read_into([(name, stored)], drop_pages=True)
-                if not torch.equal(stored, view.reshape(-1).view(torch.uint8)):
-                    return True
+        with self.source.held():
+            for name, view in zip(self.names, self.layout.views(slab), strict=True):
+                if name is not None:
+                    stored = torch.empty(view.nbytes, dtype=torch.uint8)
+                    self.source.read_into([(name, stored)], drop_pages=True)
+                    if not torch.equal(stored, view.reshape(-1).view(torch.uint8)):
+                        return True
         return False

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..weights.source import WeightsSource
 from .copy_stream import CopyStream
 from .pinned_memory import Slabs, count_slabs
 
@@ -22,6 +23,7 @@ class BounceBuffers:
         self.copies = copies
         self.slabs: tuple[list[torch.Tensor], dict[str, int]] = [], {}
         self.done = [copies.event(), copies.event()]
+        self.source: WeightsSource | None = None
         self.turn = 0
         self.was_refused = False
         """Whether the driver would not lock them."""
@@ -43,6 +45,11 @@ class BounceBuffers:
     def buffer_bytes(self) -> int:
         return self.buffers[0].numel()
 
+    def fill_from(self, source: WeightsSource) -> None:
+        """Keep these files open, and the threads that read them, as long as the buffers are there."""
+        assert not self.buffers
+        self.source = source
+
     def open(self, buffer_bytes: int, *, locks: bool) -> None:
         """Allocate both buffers, page-locked if that is wanted and the driver agrees."""
         assert not self.buffers
@@ -52,10 +59,14 @@ class BounceBuffers:
         pageable_bytes = sum(buffer.numel() for buffer in buffers if not buffer.is_pinned())
         self.slabs = buffers, {"pinned": slabs.locked_bytes, "host": pageable_bytes}
         self.was_refused = slabs.was_refused
+        if self.source is not None:
+            self.source.hold()
 
     def close(self) -> None:
         """Give both buffers back once nothing is copied from them."""
         self.copies.wait()
+        if self.buffers and self.source is not None:
+            self.source.let_go()
         self.slabs = [], {}
 
     def take(self) -> torch.Tensor:

@@ -7,10 +7,10 @@ they lie, and whatever is wrong with the file is an error that names it.
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing, nullcontext
 from functools import partial
 from io import FileIO
 from typing import TypeAlias
@@ -19,9 +19,10 @@ import torch
 
 from ..errors import InvalidInput
 from ..units import MIB
+from .page_cache import PageCache
 from .safetensors_header import TORCH_NAMES, FileVersion, WeightsHeader
 
-__all__ = ["Target", "WeightsFile", "torch_dtype"]
+__all__ = ["OpenFiles", "Target", "WeightsFile", "torch_dtype"]
 
 # Where in a file one read begins and the next ends. With two threads the fastest of 1 to 32 MiB where the system reads
 # 8 MiB ahead (there more threads and longer reads run out of its window) and where it reads 128 KiB ahead.
@@ -39,6 +40,69 @@ Target: TypeAlias = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, int]
 
 Chunk: TypeAlias = tuple[int, list[memoryview]]
 """Where in the file a read begins, and what it fills, in this order."""
+ChunkRead: TypeAlias = tuple[int, int]
+"""Where it began, and how many bytes it brought."""
+
+
+class OpenFiles:
+    """The files that are being read, and the threads that read them; all are there from their first use to the end."""
+
+    def __init__(self) -> None:
+        self.files: dict[WeightsFile, FileIO] = {}
+        self.pool: ThreadPoolExecutor | None = None
+
+    def open(self, weights: WeightsFile) -> FileIO:
+        """Return a file as it was planned. Raises `InvalidInput` if it is another one by now."""
+        try:
+            if weights not in self.files:
+                self.files[weights] = weights.open()
+            else:
+                weights.check(FileVersion.at(weights.path))
+            weights.check_unchanged(self.files[weights])
+        except BaseException as error:
+            self.close_file(weights)
+            if isinstance(error, OSError):
+                raise weights.cannot_be_opened(error) from error
+            raise
+        return self.files[weights]
+
+    def read(
+        self, read_chunk: Callable[[Chunk], ChunkRead], chunks: Sequence[Chunk]
+    ) -> Generator[ChunkRead, None, None]:
+        """Yield what is returned for each chunk, in their order. Left early, it does not begin the reads to come."""
+        if len(chunks) == 1:  # handing it to a thread takes longer than a short read
+            yield read_chunk(chunks[0])
+            return
+        if self.pool is None:
+            num_threads = NUM_THREADS if hasattr(os, "preadv") else 1  # without it they would share one position
+            self.pool = ThreadPoolExecutor(num_threads, "highwater-read")
+        reads = [self.pool.submit(read_chunk, chunk) for chunk in chunks]
+        try:
+            for read in reads:
+                yield read.result()
+        finally:
+            for read in reads:
+                read.cancel()
+            wait(reads)
+
+    def close_file(self, weights: WeightsFile) -> None:
+        file = self.files.pop(weights, None)
+        weights.pages.close(file)
+        if file is not None:
+            file.close()
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.shutdown()
+            self.pool = None
+        for weights in list(self.files):
+            self.close_file(weights)
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class WeightsFile:
@@ -48,9 +112,8 @@ class WeightsFile:
         self.path = header.path
         self.version = header.version
         self.tensors = {tensor.name: tensor for tensor in header.tensors}
-        self.data_begin = min((tensor.begin for tensor in header.tensors), default=0)
-        self.pages_begun: dict[int, int] = {}
-        """Of pages at the edge of what was read and dropped, the bytes that were read of each so far."""
+        data_begin = min((tensor.begin for tensor in header.tensors), default=0)
+        self.pages = PageCache(data_begin=data_begin, file_bytes=header.version.file_bytes)
 
     def read_into(
         self,
@@ -58,6 +121,7 @@ class WeightsFile:
         *,
         progress: Callable[[int], None] | None = None,
         drop_pages: bool = False,
+        files: OpenFiles | None = None,
     ) -> None:
         """Fill CPU tensors with the bytes of named tensors, in the order of the file; returns when all are there.
 
@@ -67,8 +131,9 @@ class WeightsFile:
 
         ``progress`` is called in this thread with the bytes done so far, every 4 MiB or sooner. What it raises stops
         the reading and is raised here, after the reads that have begun. ``drop_pages`` takes what was read out of the
-        system's page cache, a page that others share when they have been read, too: for files that are read again and
-        again and would push out all others.
+        system's page cache, if it was not there before, a page that other tensors share when they have been read, too:
+        for files that are read again and again and would push out all others. ``files`` keeps file and threads for the
+        next call.
 
         Raises:
             InvalidInput: the file is gone, cannot be read, has changed since its header was read, or has no such
@@ -76,20 +141,21 @@ class WeightsFile:
         """
         targets = list(targets)
         chunks = cut_chunks(self.locate(targets))
-        num_threads = NUM_THREADS if hasattr(os, "preadv") else 1  # without it they would share one position
         num_done = 0
         try:
-            with self.open() as file, ThreadPoolExecutor(num_threads, "highwater-read") as pool:
-                self.check_unchanged(file)
+            with nullcontext(files) if files is not None else OpenFiles() as opened:
+                file = opened.open(self)
                 advise(file, advice_for(chunks), 0, 0)
-                read = map if len(chunks) == 1 else pool.map  # starting a thread takes longer than a short read
-                # An exception in this loop takes back the reads that have not begun.
-                for begin, num_read in read(partial(self.read_chunk, file), chunks):
-                    if drop_pages:
-                        self.drop_pages(file, begin, begin + num_read)
-                    num_done += num_read
-                    if progress is not None:
-                        progress(num_done)
+                if drop_pages:
+                    for begin, end in runs_of(chunks):
+                        self.pages.look(file, begin, end)
+                with closing(opened.read(partial(self.read_chunk, file), chunks)) as reads:
+                    for begin, num_read in reads:
+                        if drop_pages:
+                            self.pages.drop(file, begin, begin + num_read)
+                        num_done += num_read
+                        if progress is not None:
+                            progress(num_done)
                 self.check_unchanged(file)
         finally:
             torch.autograd.graph.increment_version([target[1] for target in targets])
@@ -113,14 +179,19 @@ class WeightsFile:
         try:
             return FileIO(self.path)
         except OSError as error:
-            raise InvalidInput(f"{self.path}: was planned, but cannot be opened now: {error.strerror}") from error
+            raise self.cannot_be_opened(error) from error
+
+    def cannot_be_opened(self, error: OSError) -> InvalidInput:
+        return InvalidInput(f"{self.path}: was planned, but cannot be opened now: {error.strerror}")
 
     def check_unchanged(self, file: FileIO) -> None:
-        now = FileVersion.of(file.fileno())
+        self.check(FileVersion.of(file.fileno()))
+
+    def check(self, now: FileVersion) -> None:
         if now != self.version:
             raise InvalidInput(f"{self.path}: {self.version.describe_change(now)}; load it again")
 
-    def read_chunk(self, file: FileIO, chunk: Chunk) -> tuple[int, int]:
+    def read_chunk(self, file: FileIO, chunk: Chunk) -> ChunkRead:
         """Fill the buffers of one chunk, in as many reads as the system takes; returns where it began, and how far."""
         begin, buffers = chunk
         position = begin
@@ -139,28 +210,6 @@ class WeightsFile:
                 buffers[0] = buffers[0][num_read:]
         return begin, position - begin
 
-    def drop_pages(self, file: FileIO, begin: int, end: int) -> None:
-        """Take the pages between two bytes out of the system's cache; one at an edge when all of it has been read.
-
-        Dropped at once, a page at an edge would be read again for the neighbour; kept, such pages are most of a file
-        whose small tensors lie scattered.
-        """
-        first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
-        kept = {page for page in {first, last} if not self.completes(page, begin, end)}
-        first, last = first + (first in kept), last - (last in kept)
-        if first <= last:  # no bytes would mean all to the end of the file
-            advise(file, "POSIX_FADV_DONTNEED", first * mmap.PAGESIZE, (last + 1 - first) * mmap.PAGESIZE)
-
-    def completes(self, page: int, begin: int, end: int) -> bool:
-        """Whether all tensors in a page have been read once now that those between two bytes were."""
-        page_begin = max(page * mmap.PAGESIZE, self.data_begin)
-        page_end = min((page + 1) * mmap.PAGESIZE, self.version.file_bytes)
-        num_read = self.pages_begun.pop(page, 0) + min(end, page_end) - max(begin, page_begin)
-        if num_read < page_end - page_begin:
-            self.pages_begun[page] = num_read
-            return False
-        return True
-
 
 def cut_chunks(parts: Iterable[tuple[int, memoryview]]) -> list[Chunk]:
     """Cut parts of a file into reads: neighbours join, and no read crosses a multiple of `CHUNK_BYTES`."""
@@ -178,12 +227,23 @@ def cut_chunks(parts: Iterable[tuple[int, memoryview]]) -> list[Chunk]:
     return chunks
 
 
+def runs_of(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
+    """Return where the reads begin and end that follow each other without a gap."""
+    runs: list[tuple[int, int]] = []
+    for begin, buffers in chunks:
+        end = begin + sum(map(len, buffers))
+        if runs and runs[-1][1] == begin:
+            runs[-1] = runs[-1][0], end
+        else:
+            runs.append((begin, end))
+    return runs
+
+
 def advice_for(chunks: Sequence[Chunk]) -> str:
     """Return whether the system should read ahead: not if most of what follows each run is not needed."""
-    ends = [begin + sum(map(len, buffers)) for begin, buffers in chunks]
-    num_runs = 1 + sum(begin != end for (begin, _), end in zip(chunks[1:], ends, strict=False))
-    num_bytes = sum(end - begin for (begin, _), end in zip(chunks, ends, strict=True))
-    is_long = num_runs == 1 or num_bytes >= num_runs * READ_AHEAD_BYTES
+    runs = runs_of(chunks)
+    num_bytes = sum(end - begin for begin, end in runs)
+    is_long = len(runs) <= 1 or num_bytes >= len(runs) * READ_AHEAD_BYTES
     return "POSIX_FADV_SEQUENTIAL" if is_long else "POSIX_FADV_RANDOM"
 
 

@@ -71,7 +71,15 @@ class FileVersion:
 
     @classmethod
     def of(cls, descriptor: int) -> FileVersion:
-        stat = os.fstat(descriptor)
+        return cls.read(os.fstat(descriptor))
+
+    @classmethod
+    def at(cls, path: Path) -> FileVersion:
+        """Return what the path names now. Raises `OSError`."""
+        return cls.read(os.stat(path))
+
+    @classmethod
+    def read(cls, stat: os.stat_result) -> FileVersion:
         return cls(file_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
 
     def describe_change(self, now: FileVersion) -> str:

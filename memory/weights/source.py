@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from .component import Component, TensorSpec
-from .file_reader import Target, WeightsFile
+from .file_reader import OpenFiles, Target, WeightsFile
 from .safetensors_header import TensorHeader, read_header
 
 __all__ = ["WeightsSource"]
@@ -25,6 +26,8 @@ class WeightsSource:
 
     def __init__(self, paths: Sequence[str | Path], *, prefix: str = "") -> None:
         self.files: dict[str, tuple[WeightsFile, TensorHeader]] = {}
+        self.opened: OpenFiles | None = None
+        self.num_holders = 0
         for path in paths:
             header = read_header(path)
             file = WeightsFile(header)
@@ -75,6 +78,39 @@ class WeightsSource:
         drop_pages: bool = False,
     ) -> None:
         """Fill CPU tensors with weights, file by file; as `WeightsFile.read_into`. Progress counts through all."""
+        with self.held() as files:
+            self.read_from(files, targets, progress, drop_pages=drop_pages)
+
+    @contextmanager
+    def held(self) -> Iterator[OpenFiles]:
+        """Keep files, once they were read, and the threads that read them for all reads meanwhile."""
+        files = self.hold()
+        try:
+            yield files
+        finally:
+            self.let_go()
+
+    def hold(self) -> OpenFiles:
+        """Begin what `held` does, until `let_go` is called as often. On Windows an open file cannot be replaced."""
+        if self.opened is None:
+            self.opened = OpenFiles()
+        self.num_holders += 1
+        return self.opened
+
+    def let_go(self) -> None:
+        self.num_holders -= 1
+        if not self.num_holders and self.opened is not None:
+            opened, self.opened = self.opened, None
+            opened.close()
+
+    def read_from(
+        self,
+        files: OpenFiles,
+        targets: Iterable[Target],
+        progress: Callable[[int], None] | None,
+        *,
+        drop_pages: bool,
+    ) -> None:
         by_file: dict[WeightsFile, list[Target]] = defaultdict(list)
         for name, *rest in targets:
             file, tensor = self.files[name]
@@ -82,7 +118,7 @@ class WeightsSource:
         num_before = 0
         for file, parts in by_file.items():
             tell = None if progress is None else count_on(progress, num_before)
-            file.read_into(parts, progress=tell, drop_pages=drop_pages)
+            file.read_into(parts, progress=tell, drop_pages=drop_pages, files=files)
             num_before += sum(part[1].nbytes for part in parts)
 
 

@@ -17,6 +17,7 @@ from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.ledger import Kind
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.transfer.bounce_buffers import BounceBuffers
+from highwater.memory.weights.file_reader import WeightsFile
 from highwater.memory.weights.module_component import component_from_module
 from highwater.memory.weights.source import WeightsSource
 
@@ -940,3 +941,33 @@ def test_layers_of_peft_keep_their_values_beside_weights_that_rest_in_their_file
             peft.inject_adapter_in_model(config, which)
         assert torch.equal(net(x).cpu(), other.to("sim:0")(x.to("sim:0")).cpu())
         other.to("cpu")
+
+
+@pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0&gpu:1:disk"])
+def test_each_file_is_opened_once_and_threads_begin_once_while_a_component_is_loaded(
+    toys, machine, files, monkeypatch, placement: str
+) -> None:
+    """In windows of 8 KiB."""
+    from highwater.memory.weights import file_reader
+
+    opened, begun = [], []
+    open_file, pool = WeightsFile.open, file_reader.ThreadPoolExecutor
+    monkeypatch.setattr("highwater.memory.planner.sizes.BOUNCE_BUFFER_BYTES", 8 << 10)
+    monkeypatch.setattr(file_reader, "CHUNK_BYTES", 1 << 10)
+    monkeypatch.setattr(WeightsFile, "open", lambda self: opened.append(self) or open_file(self))
+    monkeypatch.setattr(file_reader, "ThreadPoolExecutor", lambda *args: begun.append(args) or pool(*args))
+
+    def reading_threads() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("highwater-read")]
+
+    net, x = bare_net(toys), torch.randn(2, 5, 64)
+    with machine(8, 8) as manager, torch.no_grad():
+        managed = manage(net, TIGHT, placement=placement, files={"model": files}, manager=manager)
+        opened.clear()
+        begun.clear()
+        for _ in range(3):
+            net(x)
+        assert sorted(map(id, opened)) == sorted({id(file) for file in opened}) and len(opened) == len(files)
+        assert len(begun) == 1
+        managed.release()
+        assert not reading_threads()

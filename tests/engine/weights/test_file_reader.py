@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from highwater.memory.errors import InvalidInput
-from highwater.memory.weights import file_reader
+from highwater.memory.weights import file_reader, page_cache
 from highwater.memory.weights.file_reader import WeightsFile, torch_dtype
 from highwater.memory.weights.safetensors_header import DTYPE_BITS, read_header
 
@@ -315,6 +315,10 @@ def test_progress_that_raises_ends_the_reading(tmp_path: Path, monkeypatch, read
     assert 0 < len(reads) < 500
 
 
+def nothing_resident(file, first: int, last: int) -> bytes:
+    return bytes(last - first)
+
+
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
 def test_pages_are_dropped_on_request_when_all_of_them_was_read(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "model.safetensors"
@@ -326,6 +330,7 @@ def test_pages_are_dropped_on_request_when_all_of_them_was_read(tmp_path: Path, 
             dropped.append((begin, num_bytes))
 
     monkeypatch.setattr(os, "posix_fadvise", record)
+    monkeypatch.setattr(page_cache, "resident_pages", nothing_resident)
     targets, header = new_targets(contents), read_header(path)
     file, page = WeightsFile(header), os.sysconf("SC_PAGESIZE")
     file.read_into(targets.items())
@@ -366,6 +371,7 @@ def test_each_page_with_weights_is_dropped_once_in_a_pass_in_whatever_order(
 
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(os, "posix_fadvise", record)
+            monkeypatch.setattr(page_cache, "resident_pages", nothing_resident)
             for first, last in itertools.pairwise(cuts):
                 targets = {name: torch.empty(len(contents[name]), dtype=torch.uint8) for name in names[first:last]}
                 file.read_into(targets.items(), drop_pages=True)
@@ -373,7 +379,7 @@ def test_each_page_with_weights_is_dropped_once_in_a_pass_in_whatever_order(
             number for t in header.tensors if t.begin < t.end for number in range(t.begin // page, -(-t.end // page))
         }
         assert sorted(dropped) == sorted(holding)
-        assert not file.pages_begun
+        assert not file.pages.begun
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")

@@ -1,0 +1,135 @@
+"""Which pages of a file the system keeps in RAM because we read them, and giving back those alone.
+
+[Note: pages of others] Weights that are read for every pass would push all else out of the system's page cache, so what
+a read brought there is dropped behind it. But a file may be there because another program, or the user, keeps it warm.
+So before pages are read Linux is asked which of them it has (``mincore``, 3 ms for 512 MiB): those stay. Of a file that
+the process may neither write to nor owns Linux says that all pages are there; then nothing is dropped, nor where the
+system cannot tell or takes no such advice (macOS, Windows). The system reads ahead of what it was asked for, so the
+question covers what may come with a read, too, and what did is dropped when the file is closed. It keeps some pages
+together in larger pieces, and drops no part of one: at the edge of two reads such a piece may stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import sys
+from functools import cache
+from io import FileIO
+from typing import Any
+
+from ..units import MIB, PAGE_BYTES
+
+__all__ = ["PageCache"]
+
+# The system reads ahead no further than this: twice what a device may be set to, in every kernel so far.
+READ_AHEAD_REACH = 32 * MIB
+
+UNKNOWN, OURS, THEIRS = range(3)
+ARE_UNKNOWN, ARE_OURS = re.compile(rb"\x00+"), re.compile(rb"\x01+")
+ARE_THERE = re.compile(rb"\x02+")
+# What mincore says of a page is in the lowest bit.
+STATES = bytes(THEIRS if answer & 1 else OURS for answer in range(256))
+
+
+class PageCache:
+    """What the system keeps of one file, as far as we have to know.
+
+    Args:
+        data_begin: where the first tensor begins.
+    """
+
+    def __init__(self, *, data_begin: int, file_bytes: int) -> None:
+        self.data_begin = data_begin
+        self.file_bytes = file_bytes
+        self.num_pages = -(-file_bytes // PAGE_BYTES)
+        self.states: bytearray | None = None
+        """A byte for each page, while the file is open."""
+        self.begun: dict[int, int] = {}
+        """Of pages at the edge of what was read, the bytes that were read of each so far."""
+        self.begun_ours: set[int] = set()
+        """Those among them that a read brought in, while the file is closed."""
+
+    def look(self, file: FileIO, begin: int, end: int) -> None:
+        """Find out which pages are there, before what lies between two bytes is read, and what comes with it."""
+        if self.states is None:
+            self.states = bytearray(self.num_pages)
+            for page in self.begun_ours:
+                self.states[page] = OURS
+        first, last = begin // PAGE_BYTES, min(self.num_pages, -(-(end + READ_AHEAD_REACH) // PAGE_BYTES))
+        for stretch in ARE_UNKNOWN.finditer(self.states, first, last):
+            found = resident_pages(file, *stretch.span())
+            self.states[stretch.start() : stretch.end()] = found.translate(STATES)
+
+    def drop(self, file: FileIO, begin: int, end: int) -> None:
+        """Take the pages between two bytes that we brought out of the cache; one at an edge when all of it was read.
+
+        Dropped at once, a page at an edge would be read again for the neighbour; kept, such pages are most of a file
+        whose small tensors lie scattered. The caller looked before it read.
+        """
+        assert self.states is not None
+        first, last = begin // PAGE_BYTES, (end - 1) // PAGE_BYTES
+        kept = {page for page in {first, last} if not self.completes(page, begin, end)}
+        first, last = first + (first in kept), last + 1 - (last in kept)
+        if first >= last:
+            return
+        for ours in ARE_OURS.finditer(self.states, first, last):
+            begin, end = (page * PAGE_BYTES for page in ours.span())
+            os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+        self.states[first:last] = bytes(last - first)
+
+    def completes(self, page: int, begin: int, end: int) -> bool:
+        """Whether all tensors in a page have been read once now that those between two bytes were."""
+        page_begin = max(page * PAGE_BYTES, self.data_begin)
+        page_end = min((page + 1) * PAGE_BYTES, self.file_bytes)
+        num_read = self.begun.pop(page, 0) + min(end, page_end) - max(begin, page_begin)
+        if num_read < page_end - page_begin:
+            self.begun[page] = num_read
+            return False
+        return True
+
+    def close(self, file: FileIO | None) -> None:
+        """Drop what came with a read and was not asked for. Then forget what is there: others may bring or drop it."""
+        if self.states is None:
+            return
+        self.begun_ours = {page for page in self.begun if self.states[page] == OURS}
+        for page in self.begun_ours:
+            self.states[page] = THEIRS  # stays until all of it was read
+        states, self.states = self.states, None
+        if file is None:
+            return
+        for ours in ARE_OURS.finditer(states):
+            for come in ARE_THERE.finditer(resident_pages(file, *ours.span()).translate(STATES)):
+                begin, end = ((ours.start() + page) * PAGE_BYTES for page in come.span())
+                os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
+def resident_pages(file: FileIO, first: int, last: int) -> bytes:
+    """Return a byte for each page between two of a file, odd if the page is in RAM or the system does not tell."""
+    num_pages = last - first
+    mincore = find_mincore()
+    if mincore is None:
+        return b"\1" * num_pages
+    unit = mmap.ALLOCATIONGRANULARITY
+    begin = first * PAGE_BYTES // unit * unit
+    num_before = first - begin // PAGE_BYTES
+    num_bytes = min(last * PAGE_BYTES, os.fstat(file.fileno()).st_size) - begin
+    answers = ctypes.create_string_buffer(num_before + num_pages)
+    try:
+        with mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY, offset=begin) as mapping:  # of no page
+            address = ctypes.c_char.from_buffer(mapping)
+            failed = mincore(ctypes.byref(address), ctypes.c_size_t(num_bytes), answers)
+            del address  # a mapping that is referred to cannot be closed
+    except (OSError, ValueError):  # a file system that maps nothing, or a file that was cut short
+        return b"\1" * num_pages
+    return b"\1" * num_pages if failed else answers.raw[num_before:]
+
+
+@cache
+def find_mincore() -> Any:
+    """Return the system's call; None where it says something else, or nothing, of files."""
+    if sys.platform != "linux" or not hasattr(os, "posix_fadvise"):
+        return None
+    return getattr(ctypes.CDLL(None), "mincore", None)

@@ -1,0 +1,160 @@
+"""Reading weights again and again leaves the system's page cache as it was: what others keep there stays."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from highwater.memory.units import MIB, PAGE_BYTES
+from highwater.memory.weights import page_cache
+from highwater.memory.weights.file_reader import OpenFiles, WeightsFile
+from highwater.memory.weights.page_cache import resident_pages
+from highwater.memory.weights.safetensors_header import read_header
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, which tells what it has of a file")
+
+PIECE_PAGES = 16
+SIZES = [100, 3 * MIB, 50, 20_000, 5 * MIB + 1, 700_000]
+
+
+def resident(path: Path) -> set[int]:
+    """Return the pages of a file that are in RAM. Reading without waiting would tell, too, but brings them there."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapping:
+        first = ctypes.c_char.from_buffer(mapping)
+        pages = ctypes.create_string_buffer(-(-len(mapping) // PAGE_BYTES))
+        assert not ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(len(mapping)), pages)
+        del first
+    return {page for page, answer in enumerate(pages.raw) if answer & 1}
+
+
+def forget(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def warm(path: Path, pages: range) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing ahead
+    os.preadv(descriptor, [bytearray(len(pages) * PAGE_BYTES)], pages.start * PAGE_BYTES)
+    os.close(descriptor)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("cache") / "model.safetensors"
+    header, end = [], 0
+    for number, size in enumerate(SIZES):
+        header.append(f'"t{number}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{end},{end + size}]}}')
+        end += size
+    raw = ("{" + ",".join(header) + "}").encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + os.urandom(end))
+    forget(path)
+    if resident(path):
+        pytest.skip("this folder is in memory")
+    yield path
+
+
+def targets_of(names: list[str]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.empty(SIZES[int(name[1:])], dtype=torch.uint8)) for name in names]
+
+
+NUM_PAGES = -(-sum(SIZES) // PAGE_BYTES)
+ranges = st.tuples(st.integers(0, NUM_PAGES - 1), st.integers(1, 900)).map(
+    lambda pair: range(pair[0], min(NUM_PAGES, pair[0] + pair[1]))
+)
+
+
+@settings(max_examples=12)
+@given(kept=st.lists(ranges, max_size=3), data=st.data())
+def test_what_was_there_before_is_there_afterwards_and_nothing_else(path: Path, kept: list[range], data) -> None:
+    whole = path.read_bytes()
+    weights = WeightsFile(read_header(path))
+    tensors = read_header(path).tensors
+    begin_of = {tensor.name: tensor.begin for tensor in tensors}
+    forget(path)
+    for pages in kept:
+        warm(path, pages)
+    before = resident(path)
+    for pages in kept:
+        assert before >= set(pages)
+    with OpenFiles() as files:
+        for _ in range(data.draw(st.integers(1, 2), label="passes")):
+            before = resident(path)
+            names = data.draw(st.permutations(list(begin_of)), label="order")
+            cut = data.draw(st.integers(0, len(names)), label="cut")
+            is_held = data.draw(st.booleans(), label="held")
+            for part in (names[:cut], names[cut:]):
+                targets = targets_of(part)
+                weights.read_into(targets, drop_pages=True, files=files if is_held else None)
+                for name, target in targets:
+                    assert bytes(target.numpy()) == whole[begin_of[name] : begin_of[name] + len(target)]
+            if is_held:
+                files.close()
+            after = resident(path)
+            assert after >= before
+            # Without an open file between them, what one read brought ahead of itself is a page of others for the next.
+            if is_held or cut in (0, len(names)):
+                edges = {t.begin // PAGE_BYTES for t in tensors} | {(t.end - 1) // PAGE_BYTES for t in tensors}
+                # The system keeps pages in larger pieces, and drops no part of one.
+                assert all(any(abs(page - edge) < PIECE_PAGES for edge in edges) for page in after - before)
+                assert len(after - before) < 2 * PIECE_PAGES
+
+
+def test_where_the_system_does_not_tell_pages_stay(path: Path, monkeypatch) -> None:
+    forget(path)
+    monkeypatch.setattr(page_cache, "find_mincore", lambda: None)
+    WeightsFile(read_header(path)).read_into(targets_of(["t1", "t4"]), drop_pages=True)
+    header = read_header(path)
+    needed = {page for t in header.tensors[1:5:3] for page in range(t.begin // PAGE_BYTES, -(-t.end // PAGE_BYTES))}
+    assert resident(path) >= needed
+
+
+def test_parts_of_a_file_are_asked_for_as_the_whole(path: Path) -> None:
+    forget(path)
+    for pages in (range(1, 2), range(17, 300), range(NUM_PAGES - 5, NUM_PAGES)):
+        warm(path, pages)
+    with path.open("rb", buffering=0) as file:
+        for first, last in ((0, NUM_PAGES), (1, 2), (20, 301), (NUM_PAGES - 1, NUM_PAGES)):
+            told = {first + page for page, answer in enumerate(resident_pages(file, first, last)) if answer & 1}
+            assert told == resident(path) & set(range(first, last))
+        assert resident_pages(file, 0, NUM_PAGES + 50) is not None  # of a file that was cut short
+
+
+@pytest.mark.parametrize("way", ["replaced", "written to", "gone"])
+def test_an_open_file_that_is_another_by_now_is_refused_until_it_comes_back(tmp_path: Path, path: Path, way) -> None:
+    from highwater.memory.errors import InvalidInput
+
+    own, aside = tmp_path / "own.safetensors", tmp_path / "aside"
+    own.write_bytes(path.read_bytes())
+    os.utime(own, ns=(1, 1))
+    weights = WeightsFile(read_header(own))
+    with OpenFiles() as files:
+        weights.read_into(targets_of(["t0"]), files=files)
+        if way == "written to":
+            os.utime(own, ns=(1, 10**9))
+        else:
+            own.rename(aside)
+            if way == "replaced":
+                own.write_bytes(path.read_bytes())
+        expected = {"replaced": "replaced|its time", "written to": "written to", "gone": "cannot be opened now"}[way]
+        for _ in range(2):
+            with pytest.raises(InvalidInput, match=expected):
+                weights.read_into(targets_of(["t1"]), files=files)
+        if way == "written to":
+            os.utime(own, ns=(1, 1))
+        else:
+            aside.rename(own)
+        weights.read_into(targets_of(["t1"]), files=files)
+        assert len(files.files) == 1
