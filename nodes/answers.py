@@ -28,6 +28,7 @@ __all__ = [
 
 # A plan asked for by an address: what it may say beside the models, and what holds without.
 PLAN_WORDS = {"profile": AUTO, "placement": AUTO, "precision": BY_PROFILE}
+MODEL_FOLDERS = ("checkpoints", "clip_vision", "controlnet", "diffusion_models", "text_encoders", "vae")
 MODEL_SUFFIXES = (".safetensors", ".sft")
 
 
@@ -99,8 +100,8 @@ def text_of(plans: Mapping[str, Any]) -> str:
 
 
 def find_model(named: str) -> Path:
-    """Return the path of ``folder/name``. Raises `InvalidInput` where the host has no such folder or file."""
-    from ..memory.errors import InvalidInput
+    """Return the path of ``folder/name``. Raises `InvalidInput` where the host has no such file for our loaders."""
+    from ..memory.errors import InvalidInput, allowed_values
     from .comfy_models.model_files import find_model_file
 
     folder, slash, name = named.partition("/")
@@ -108,10 +109,11 @@ def find_model(named: str) -> Path:
         raise InvalidInput(
             f"file={named!r} cannot be planned; allowed: folder/name.safetensors, such as vae/ae.safetensors"
         )
-    try:
-        return Path(find_model_file(folder, name))
-    except KeyError:  # what the host says of a folder that it does not know
-        raise InvalidInput(f"file={named!r}: ComfyUI has no folder of models named {folder!r}") from None
+    if folder not in MODEL_FOLDERS:  # the host lists others, such as custom_nodes, file by file
+        raise InvalidInput(
+            f"file={named!r}: {folder!r} is no folder of models; {allowed_values(folder, MODEL_FOLDERS)}"
+        )
+    return Path(find_model_file(folder, name))
 
 
 def make_tiny_pipelines() -> dict[str, Any]:
@@ -136,7 +138,7 @@ def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
     import folder_paths
 
     return examine_comfyui(
-        Path(folder_paths.base_path),
+        Path(folder_paths.__file__).parent,  # --base-directory moves `base_path`
         flags=sys.argv[1:],
         environment=start_environment(),
         num_nvidia=driver_devices(),

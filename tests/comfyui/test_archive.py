@@ -37,6 +37,7 @@ def test_it_has_all_nodes_routes_and_help(archive_host: HostProcess, cpu_host: H
     assert "components" in archive_host.get("/highwater/report")
     for command in ("profiles", "devices", "doctor", "needs"):
         assert archive_host.get(f"/highwater/{command}")
+    assert set(archive_host.get("/highwater/doctor")["features"].values()) == {True}
     answer = archive_host.get("/highwater/plan?file=diffusion_models/tiny_flux.safetensors&profile=4")
     assert answer["text"].startswith("tiny_flux: ")
     scripts = [name for name in archive_host.get("/extensions") if "/highwater/" in name]

@@ -151,7 +151,8 @@ def test_a_plan_of_the_hosts_files_moves_nothing(ask: Callable[..., Any], models
     [
         ("", "nothing to plan"),
         ("file=vae/no.safetensors", "'no.safetensors' is not in the folder vae"),
-        ("file=../vae/ae.safetensors", "is not in the folder"),
+        ("file=../vae/ae.safetensors", "'..' is no folder of models"),
+        ("file=custom_nodes/ae.safetensors", "'custom_nodes' is no folder of models; allowed: checkpoints"),
         ("file=vae/../../secret.safetensors", "is not in the folder vae"),
         ("file=ae.safetensors", "allowed: folder/name"),
         ("file=vae/ae.ckpt", "allowed: folder/name"),
@@ -173,8 +174,8 @@ def test_the_host_is_examined_from_inside(
 ) -> None:
     """With the flags that it runs with."""
     (tmp_path / "comfyui_version.py").write_text('__version__ = "0.33.0"')
-    monkeypatch.setattr(folder_paths, "base_path", str(tmp_path), raising=False)
-    monkeypatch.setitem(sys.modules, "folder_paths", folder_paths)
+    host = SimpleNamespace(__file__=str(tmp_path / "folder_paths.py"), base_path="/elsewhere")  # --base-directory
+    monkeypatch.setitem(sys.modules, "folder_paths", host)
     monkeypatch.setattr(sys, "argv", ["main.py", "--cuda-device", "1"])
     status, answer = ask("GET", "/highwater/doctor")
     texts = [finding["text"] for finding in answer["findings"]]
