@@ -10,7 +10,8 @@ from typing import Any
 
 from ..runtime.ledger import Ledger
 from ..transfer.devices import Device
-from .report import Event, NodeReport, RunReport, Sample
+from .report import Event, NodeReport, RunReport
+from .timeline import Timeline
 
 __all__ = ["EventLog"]
 
@@ -55,15 +56,11 @@ class EventLog:
         self.bytes_moved = bytes_moved
         self.begin = time.monotonic()
         self.events: deque[Event] = deque(maxlen=MAX_ENTRIES)
-        self.samples: deque[Sample] = deque(maxlen=MAX_ENTRIES)
+        self.timeline = Timeline(MAX_ENTRIES)
         self.nodes: deque[NodeReport] = deque(maxlen=MAX_ENTRIES)
         self.runs: deque[RunReport] = deque(maxlen=MAX_ENTRIES)
         self.node: OpenNode | None = None
         self.intervals: dict[object, Interval] = {}
-        self.last: dict[str, Sample] = {}
-        """The last point of each device."""
-        self.left_out_peaks: dict[str, int] = {}
-        """The most that was allocated on a device since then, where later points were left out."""
         self.weights_before: dict[str, int] = {}
         """The managed weights on each device at the last point."""
         self.peaks: Counter[str] = Counter()
@@ -97,7 +94,7 @@ class EventLog:
             listener(message)
 
     def sample(self, devices: Iterable[str] | None = None, *, always: bool = False) -> None:
-        """Look at devices, by default at all, and enter a timeline point for each that has changed; or ``always``."""
+        """Look at devices, by default at all, and enter a point of the timeline for each (`Timeline.add`)."""
         for name in self.devices if devices is None else devices:
             if name in self.devices:
                 self.look(name, always=always)
@@ -105,8 +102,7 @@ class EventLog:
     def look(self, name: str, *, always: bool = False) -> int:
         """Take a device's peak for all that is measured, and start it anew; returns what is allocated there now.
 
-        Reads the allocator's numbers once. Where the components have what they had at the last point, and no more was
-        allocated than then, there is no new one: the next has the peak of this one, too.
+        Reads the allocator's numbers once.
         """
         device = self.devices[name]
         _, allocated, peak = device.allocator_bytes()
@@ -121,21 +117,7 @@ class EventLog:
         for interval in self.intervals.values():
             if name in interval.begin:
                 interval.most[name] = max(interval.most[name], beside)
-        peak = max(peak, self.left_out_peaks.pop(name, 0))
-        last = self.last.get(name)
-        if last is not None and held is not last.component_bytes and held == last.component_bytes:
-            held = last.component_bytes
-        if not always and last is not None and held is last.component_bytes and peak <= last.peak_bytes:
-            self.left_out_peaks[name] = peak
-            return allocated
-        self.last[name] = Sample(
-            t_s=round(self.now_s, 6),
-            device=name,
-            component_bytes=held,
-            allocated_bytes=allocated,
-            peak_bytes=peak,
-        )
-        self.samples.append(self.last[name])
+        self.timeline.add(round(self.now_s, 6), name, held, allocated, peak, always=always)
         return allocated
 
     def begin_interval(self, key: object, devices: Iterable[str]) -> dict[str, int]:

@@ -32,7 +32,7 @@ from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
 from .registry import Registry
-from .report import DeviceReport, Report, component_report, device_report
+from .report import ComponentState, DeviceReport, Report, component_report, device_report
 from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
@@ -501,18 +501,19 @@ class MemoryManager:
         ]
 
     def report(self) -> dict[str, Any]:
-        """Return the versioned report of everything so far, JSON-able."""
+        """Return the versioned report of everything so far, JSON-able. The lock is held only while that is copied."""
         with self.exclusive():
-            components = [component_report(member, self.ledger) for member in self.members.values()]
-            event_log = self.event_log
-            return Report(
-                devices=self.device_reports(),
-                components=components,
-                nodes=list(event_log.nodes),
-                runs=list(event_log.runs),
-                events=list(event_log.events),
-                samples=list(event_log.samples),
-            ).to_json()
+            states = [ComponentState(member) for member in self.members.values()]
+            books, devices, log = self.ledger.copy(), self.device_reports(), self.event_log
+            nodes, runs, events, timeline = list(log.nodes), list(log.runs), list(log.events), log.timeline.copy()
+        return Report(
+            devices=devices,
+            components=[component_report(state, books) for state in states],
+            nodes=nodes,
+            runs=runs,
+            events=events,
+            samples=timeline.samples(),
+        ).to_json()
 
 
 def is_own_pass(holder: object) -> TypeGuard[Pass]:

@@ -15,6 +15,7 @@ from .watermark import Watermark
 __all__ = [
     "REPORT_VERSION",
     "ComponentReport",
+    "ComponentState",
     "DeviceReport",
     "Event",
     "NodeReport",
@@ -51,8 +52,8 @@ class Sample:
 
     t_s: float
     device: str
-    component_bytes: Mapping[str, int]
-    """Equal ones are one object."""
+    component_bytes: dict[str, int]
+    """Neighbours that have the same share one."""
     allocated_bytes: int
     peak_bytes: int
 
@@ -143,7 +144,21 @@ class Report:
     version: int = field(default=REPORT_VERSION)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the report as dicts and lists; with those of the rows, which nothing else has."""
+        return {
+            "devices": [asdict(device) for device in self.devices],
+            "components": list(map(fields_of, self.components)),
+            "nodes": [asdict(node) for node in self.nodes],
+            "runs": list(map(fields_of, self.runs)),
+            "events": list(map(fields_of, self.events)),
+            "samples": list(map(fields_of, self.samples)),
+            "version": self.version,
+        }
+
+
+def fields_of(row: ComponentReport | RunReport | Event | Sample) -> dict[str, Any]:
+    """Return a row's fields as they are; `asdict` copies each value, which takes ten times as long."""
+    return {name: getattr(row, name) for name in row.__slots__}
 
 
 def empty_report() -> dict[str, Any]:
@@ -167,35 +182,61 @@ def parts_of(report: Mapping[str, Any], only: str | None) -> dict[str, Any]:
 
 
 def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: int) -> DeviceReport:
-    total, free, reserved = device.total_bytes(), device.free_bytes(), ledger.used(device.name)
+    memory, reserved = device.memory(), ledger.used(device.name)
     return DeviceReport(
         name=device.name,
-        total_bytes=total,
-        free_bytes=free,
+        total_bytes=memory.total,
+        free_bytes=memory.free,
         watermark={"low_bytes": mark.low_bytes, "high_bytes": mark.high_bytes},
         reserved_bytes=reserved,
-        other_bytes=max(0, total - free - reserved),
-        peak_bytes=max(peak_bytes, device.peak_bytes()),
+        other_bytes=max(0, memory.total - memory.free - reserved),
+        peak_bytes=max(peak_bytes, memory.peak),
     )
 
 
-def component_report(member: Member, ledger: Ledger) -> ComponentReport:
-    managed = member.managed
-    planned = {share.device: share.device_bytes for share in managed.plan.shares if share.device != "cpu"}
-    held = {share.device: ledger.held(member.id, share.device) for share in managed.plan.shares}
+class ComponentState:
+    """What of a component may change, as it is now: cheap to take while the manager is locked."""
+
+    __slots__ = (
+        "bytes_moved",
+        "is_leased",
+        "kind",
+        "last_use_s",
+        "member",
+        "num_compiles",
+        "plan",
+        "uncompiled_blocks",
+    )
+
+    def __init__(self, member: Member) -> None:
+        managed = member.managed
+        self.member = member
+        self.kind = managed.component.kind
+        self.plan = managed.plan
+        self.is_leased = bool(member.leases)
+        self.last_use_s = member.last_use_s
+        self.bytes_moved = managed.bytes_moved
+        self.num_compiles = managed.compiled.num_compiles if managed.compiled is not None else None
+        self.uncompiled_blocks = managed.compiled.why_uncompiled() if managed.compiled is not None else None
+
+
+def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
+    member, plan, held = state.member, state.plan, ledger.places(state.member.id)
     return ComponentReport(
         id=member.id,
         name=member.name,
-        kind=managed.component.kind,
+        kind=state.kind,
         node_id=member.node_id,
         workflow_id=member.workflow_id,
-        tiers=ledger.places(member.id),
-        precision=managed.plan.precision.value,
-        in_effect=all(held[device] == num_bytes for device, num_bytes in planned.items()),
-        leased=bool(member.leases),
-        last_use_s=member.last_use_s,
-        bytes_moved=managed.bytes_moved,
-        plan=managed.plan.to_json(),
-        num_compiles=managed.compiled.num_compiles if managed.compiled is not None else None,
-        uncompiled_blocks=managed.compiled.why_uncompiled() if managed.compiled is not None else None,
+        tiers=held,
+        precision=plan.precision.value,
+        in_effect=all(
+            held.get(share.device, 0) == share.device_bytes for share in plan.shares if share.device != "cpu"
+        ),
+        leased=state.is_leased,
+        last_use_s=state.last_use_s,
+        bytes_moved=state.bytes_moved,
+        plan=plan.to_json(),
+        num_compiles=state.num_compiles,
+        uncompiled_blocks=state.uncompiled_blocks,
     )

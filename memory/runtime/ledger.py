@@ -55,6 +55,12 @@ class Ledger:
             for (component, kind), num_bytes in list(book.items())
         }
 
+    def copy(self) -> Ledger:
+        """Return the books as they are now, which later changes leave alone."""
+        copy = Ledger()
+        copy.books.update((place, dict(book)) for place, book in list(self.books.items()))
+        return copy
+
     # -- changing them
 
     def charge(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import json
+import threading
 from collections import Counter
 
 import pytest
@@ -12,6 +15,8 @@ from hypothesis import strategies as st
 
 from highwater.memory import manage
 from highwater.memory.manager.event_log import EventLog
+from highwater.memory.manager.timeline import Timeline
+from highwater.memory.planner.plan import ComponentPlan
 from highwater.memory.runtime.ledger import Kind, Ledger
 from highwater.memory.transfer.devices import Device, list_devices
 
@@ -51,18 +56,73 @@ def test_points_are_changes_and_lose_no_peak(sim, steps: list[tuple[str, int]]) 
             now = sum(tensor.numel() for tensor in kept)
             since, peak = max(since, now), max(peak, since, now)
             if what == "sample":
-                before = len(log.samples)
+                before = len(log.timeline.points)
                 log.sample(["gpu:0"])
-                if len(log.samples) > before:
-                    assert log.samples[-1].peak_bytes == since
+                samples = log.timeline.samples()
+                if len(samples) > before:
+                    assert samples[-1].peak_bytes == since
                     since = now
-                    assert log.samples[-1].allocated_bytes == now
-                assert log.samples[-1].component_bytes == ledger.by_component("gpu:0")
-                assert log.peaks["gpu:0"] == peak == max(sample.peak_bytes for sample in log.samples)
-        for one, other in zip(log.samples, list(log.samples)[1:], strict=False):
+                    assert samples[-1].allocated_bytes == now
+                assert samples[-1].component_bytes == ledger.by_component("gpu:0")
+                assert log.peaks["gpu:0"] == peak == max(sample.peak_bytes for sample in samples)
+        samples = log.timeline.samples()
+        for one, other in itertools.pairwise(samples):
             assert one.component_bytes != other.component_bytes or other.peak_bytes > one.peak_bytes
             assert one.component_bytes is other.component_bytes or one.component_bytes != other.component_bytes
         del kept
+
+
+BYTES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3))
+POINTS = st.lists(st.tuples(st.sampled_from(["x", "y"]), BYTES, st.booleans()), max_size=20)
+
+
+@given(points=POINTS, most=st.integers(1, 6))
+def test_points_in_full_are_what_was_entered(points: list[tuple[str, dict[str, int], bool]], most: int) -> None:
+    timeline, want = Timeline(most), []
+    for number, (device, held, always) in enumerate(points):
+        before = next((sample for sample in reversed(want) if sample[0] == device), None)
+        timeline.add(float(number), device, dict(held), 0, 0, always=always)
+        if always or before is None or before[1] != held:
+            want.append((device, held, float(number)))
+    for view in (timeline, timeline.copy()):
+        assert [(s.device, s.component_bytes, s.t_s) for s in view.samples()] == want[-most:]
+
+
+def test_a_point_costs_what_changes_however_many_components_there_are() -> None:
+    timeline, held = Timeline(100), {str(number): 1 for number in range(2000)}
+    for number in range(1000):
+        held = held | {str(number): number + 2}
+        timeline.add(float(number), "gpu:0", held, 0, 0)
+    assert len(timeline.points) == 100
+    assert max(len(point.changes) for point in timeline.points) == 1
+
+
+@torch.no_grad()
+def test_the_report_is_built_while_others_go_on(toys, machine, monkeypatch) -> None:
+    """Only copying holds the lock."""
+    net, x, free = toys.build_net(), torch.ones(1, 3, 64), []
+    build = ComponentPlan.to_json
+
+    def look(plan: ComponentPlan) -> dict:
+        def try_lock() -> None:
+            free.append(manager.lock.acquire(timeout=10))
+            manager.lock.release()
+
+        other = threading.Thread(target=try_lock)
+        other.start()
+        other.join()
+        return build(plan)
+
+    with machine(8) as manager:
+        manage({"net": net}, placement="gpu:0", manager=manager)
+        net(x)
+        monkeypatch.setattr(ComponentPlan, "to_json", look)
+        before = manager.report()
+        assert free == [True]
+        assert json.loads(json.dumps(before)) == before
+        before["samples"][0]["component_bytes"].clear()
+        before["components"][0]["tiers"].clear()
+        assert manager.report()["samples"][-1]["component_bytes"] == manager.ledger.by_component("gpu:0")
 
 
 @torch.no_grad()
@@ -73,10 +133,10 @@ def test_steady_passes_add_no_points(toys, machine, profile: str) -> None:
         manage({"net": net}, profile, placement="gpu:0", manager=manager)
         for _ in range(5):
             net(x)
-        before = len(manager.event_log.samples)
+        before = len(manager.event_log.timeline.points)
         for _ in range(20):
             net(x)
-        assert len(manager.event_log.samples) == before
+        assert len(manager.event_log.timeline.points) == before
 
 
 @torch.no_grad()
