@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ def describe_profiles() -> dict[str, Any]:
 
 def describe_devices(manager: MemoryManager, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the devices with total and free bytes, which others each reads without the host, and what hides some."""
-    devices = manager.report()["devices"]
+    devices: list[dict[str, Any]] = [asdict(device) for device in manager.device_reports()]
     for device in devices:
         device["peers"] = peers_of(device["name"], [other["name"] for other in devices])
     return {

@@ -19,6 +19,8 @@ from highwater.headless.runner.runner import InterruptedRun, WorkflowRunner
 from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
+from highwater.memory.manager import module_plans
+from highwater.memory.options.placement import Scanner
 from highwater.nodes.pipelines import tiny_pipelines as tiny
 from highwater.nodes.pipelines.diffusers_pipelines import find_sources, load_pipeline
 from highwater.nodes.pipelines.pipeline_folders import check_pipeline, weights_files
@@ -467,3 +469,23 @@ def make_verify_graph(**loaded: Any) -> dict[str, Any]:
     words = {name: graph["sample"]["inputs"][name] for name in ("pipeline", "prompt", "width", "height", "frames")}
     verify = {"class_type": "HighwaterVerifyPipeline", "inputs": {**words, "guidance": 3.5, "seed": 2}}
     return {"load": graph["load"], "verify": verify}
+
+
+def test_its_texts_are_read_once_and_planned_once(runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the check before the run, the node and the plan together."""
+    called: list[str] = []
+    read, plan = Scanner.__init__, module_plans.plan_components
+
+    def count_texts(self: Scanner, text: str, *, what: str) -> None:
+        called.append(what)
+        read(self, text, what=what)
+
+    def count_plans(*args: Any, **kwargs: Any) -> Any:
+        called.append("plan")
+        return plan(*args, **kwargs)
+
+    monkeypatch.setattr(Scanner, "__init__", count_texts)
+    monkeypatch.setattr(module_plans, "plan_components", count_plans)
+    graph = make_graph("tiny-flux", profile="4711MiB,prefetch=2", placement="cpu,vae=cpu")
+    runner.run(parse_workflow(graph), name="texts")
+    assert [called.count(word) for word in ("profile", "placement", "plan")] == [1, 1, 1]
