@@ -18,6 +18,7 @@ from torch import nn
 from highwater.memory import manage
 from highwater.memory.api import Managed
 from highwater.memory.runtime import packing
+from highwater.memory.runtime.bundle import Bundle
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.weight_group import WeightGroup
 from highwater.memory.transfer.pinned_memory import pinned_used_bytes
@@ -147,6 +148,68 @@ def test_what_changes_is_packed_anew(toys, machine) -> None:
             manager.ledger.check()
             assert pinned_used_bytes() == manager.ledger.used("pinned")
         assert not torch.equal(computed(net), want), "eight bits"
+
+
+class Adapted(nn.Module):
+    """A layer with factors beside it, as peft puts one in the place of ours: names change, objects do not."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.down = nn.Linear(layer.in_features, 4, bias=False).requires_grad_(False)
+        self.up = nn.Linear(4, layer.out_features, bias=False).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host", "gpu:0&gpu:1"])
+@pytest.mark.parametrize("computes", [True, False], ids=["loaded", ""])
+def test_blocks_with_added_layers_stay_where_they_are(toys, machine, monkeypatch, placement: str, computes) -> None:
+    def adapt(net: nn.Module) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            for block in net.singles[1], net.doubles[0]:
+                block.up = Adapted(block.up)
+
+    net, twin = toys.build_net(), toys.build_net()
+    adapt(twin)
+    want = on_device(twin)
+    with machine(8, 8) as manager:
+        managed = manage(net, TIGHT, manager=manager, placement=placement)
+        plain = computed(net)
+        before = slabs_of(managed)
+        adapt(net)
+        for profile in ("auto", TIGHT):
+            assert torch.equal(computed(net), want)
+            added = [slab for slab in slabs_with_added(managed) if slab not in before.values()]
+            assert len(added) == 2
+            if not computes:
+                managed.members[0].managed.unload()
+            with nothing_packed(monkeypatch):
+                managed.reprofile(profile)
+            own = {bundle.name: bundle.own for bundle in bundles_of(managed) if bundle.name}
+            assert {name: group.host_slab.data_ptr() for name, group in own.items()} == before
+            assert set(added) <= set(slabs_with_added(managed))
+            manager.ledger.check()
+        assert torch.equal(computed(net), want)
+        for block in net.singles[1], net.doubles[0]:
+            block.up = block.up.base_layer
+        assert torch.equal(computed(net), plain)
+        with nothing_packed(monkeypatch):
+            managed.reprofile("auto")
+        assert slabs_of(managed) == before
+        assert torch.equal(computed(net), plain)
+        managed.release()
+        assert all(map(torch.equal, net.parameters(), toys.build_net().parameters()))
+
+
+def bundles_of(managed: Managed) -> list[Bundle]:
+    return [bundle for member in managed.members for share in member.managed.shares for bundle in share.bundles]
+
+
+def slabs_with_added(managed: Managed) -> list[int]:
+    return [group.host_slab.data_ptr() for bundle in bundles_of(managed) if bundle.name for group in bundle.groups]
 
 
 # --- Other code, which keeps and changes weights
