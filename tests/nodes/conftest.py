@@ -23,5 +23,6 @@ def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runner(models_directory: Path, tmp_path: Path) -> Iterator[WorkflowRunner]:
     runner = WorkflowRunner(default_manager(), models_directory=models_directory, output_directory=tmp_path / "output")
     yield runner
+    default_manager().ledger.check()
     runner.cache.clear()
     assert default_manager().report()["components"] == []

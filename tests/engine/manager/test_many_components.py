@@ -53,6 +53,22 @@ def test_joining_takes_no_more_calls_beside_many_others(machine) -> None:
         assert counts[-1] <= counts[5] * 1.02 + 20
 
 
+@torch.no_grad()
+def test_a_forward_takes_no_more_calls_beside_many_others(machine) -> None:
+    with machine(64) as manager:
+        first, others = build_stack(), [build_stack() for _ in range(40)]
+        manage({"first": first}, manager=manager, placement="gpu:0")
+        for _ in range(4):
+            first(X)
+        alone = count_calls(lambda: first(X))
+        for number, other in enumerate(others):
+            manage({f"c{number}": other}, manager=manager, placement="gpu:0")
+            other(X)
+        for _ in range(4):
+            first(X)
+        assert count_calls(lambda: first(X)) <= alone
+
+
 def holds_weights_of(managed: object, module: nn.Module) -> bool:
     """Whether a managed component has weights of a module, by looking at all of them."""
     theirs = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
