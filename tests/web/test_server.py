@@ -190,7 +190,8 @@ def test_our_own_addresses_are_those_of_the_pack_in_comfyui(with_server):
         served = {(route.method, route.resource.canonical) for route in server.client.app.router.routes()}
         assert ours <= served
         freed = await server.client.post("/highwater/free")
-        assert (freed.status, await freed.json()) == (200, {"freed_bytes": {}})
+        assert freed.status == 200
+        assert not any((await freed.json())["freed_bytes"].values())  # of whatever devices are here
         async with server.open_page("a") as page:
             running = await page.queue(wait_graph(1))
             await page.receive_until(lambda m: m["type"] == "progress")
