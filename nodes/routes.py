@@ -7,17 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
-from .answers import (
-    describe_devices,
-    describe_profiles,
-    examine_host,
-    make_tiny_pipelines,
-    plan_models,
-    start_environment,
-)
 from .boundaries import features
 
 if TYPE_CHECKING:
@@ -71,10 +64,20 @@ def make_routes(
 
         return answer
 
-    examine = examine or (lambda: examine_host(host_features()))
+    def asked() -> ModuleType:
+        """Import what answers when it is asked: it is no part of a host's start."""
+        from . import answers
+
+        return answers
 
     def manager() -> MemoryManager:
         return find_manager() or default_manager()
+
+    def tell_devices() -> dict[str, Any]:
+        return asked().describe_devices(manager(), asked().start_environment())
+
+    def tell_findings() -> dict[str, Any]:
+        return asked().examine_host(host_features()) if examine is None else examine()
 
     async def get_report(request: web.Request) -> web.StreamResponse:
         """Return the report; ``?only=nodes,components`` leaves out the rest, which can be long."""
@@ -95,16 +98,12 @@ def make_routes(
     return [
         ("GET", "/highwater/report", get_report),
         ("POST", "/highwater/free", post_free),
-        ("GET", "/highwater/profiles", telling(lambda _: describe_profiles())),
-        ("GET", "/highwater/devices", telling(lambda _: describe_devices(manager(), start_environment()))),
-        ("GET", "/highwater/plan", telling(lambda words: plan_models(manager(), words.items()))),
-        (
-            "GET",
-            "/highwater/doctor",
-            telling(lambda _: examine()),
-        ),
+        ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
+        ("GET", "/highwater/devices", telling(lambda _: tell_devices())),
+        ("GET", "/highwater/plan", telling(lambda words: asked().plan_models(manager(), words.items()))),
+        ("GET", "/highwater/doctor", telling(lambda _: tell_findings())),
         ("GET", "/highwater/needs", telling(lambda _: list_needs())),
-        ("POST", "/highwater/tiny-pipelines", telling(lambda _: make_tiny_pipelines())),
+        ("POST", "/highwater/tiny-pipelines", telling(lambda _: asked().make_tiny_pipelines())),
         ("POST", "/highwater/needs/forget", telling(lambda _: list_needs(forgets=True))),
     ]
 
