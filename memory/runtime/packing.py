@@ -84,9 +84,11 @@ class Packing:
         """Packed blocks that wait for the managed component which goes on with them; the same list for both."""
         if after is not None:
             self.came_bare, self.written, self.left = after.came_bare, after.written, after.left
-            self.packed_versions = after.packed_versions
         self.kept = [bundle for share in shares for bundle in share.bundles if bundle in self.left]
         """The blocks that were packed before."""
+        if after is not None:
+            known = [id(group) for bundle in self.kept for group in bundle.groups if id(group) in after.packed_versions]
+            self.packed_versions = {number: after.packed_versions[number] for number in known}
 
     @property
     def groups(self) -> list[WeightGroup]:

@@ -352,21 +352,22 @@ def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
     if source is None:
         return []
     changed = []
-    for group in managed.groups:
-        if isinstance(group.store, FileStore) or (group.store is not None and is_written(managed, group)):
-            continue
-        for index, slot in enumerate(group.slots):
-            if slot.is_buffer or not slot.owners or not source.holds(slot.spec):
+    with source.held():
+        for group in managed.groups:
+            if isinstance(group.store, FileStore) or (group.store is not None and is_written(managed, group)):
                 continue
-            if any(getattr(module, "merged", False) is True for module, _ in slot.owners):
-                continue
-            with torch.inference_mode(False):
-                stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[slot.spec.name])
-            source.read_into([(slot.spec.name, stored)], drop_pages=True)
-            with torch.no_grad(), torch.inference_mode(False):
-                pairs = zip(read_master(group, index), slot.form.encode(stored), strict=True)
-                if not all(same_bits(own.detach().cpu(), read) for own, read in pairs):
-                    changed.append((group.name, slot.spec.name))
+            for index, slot in enumerate(group.slots):
+                if slot.is_buffer or not slot.owners or not source.holds(slot.spec):
+                    continue
+                if any(getattr(module, "merged", False) is True for module, _ in slot.owners):
+                    continue
+                with torch.inference_mode(False):
+                    stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[slot.spec.name])
+                source.read_into([(slot.spec.name, stored)], drop_pages=True)
+                with torch.no_grad(), torch.inference_mode(False):
+                    pairs = zip(read_master(group, index), slot.form.encode(stored), strict=True)
+                    if not all(same_bits(own.detach().cpu(), read) for own, read in pairs):
+                        changed.append((group.name, slot.spec.name))
     return changed
 
 
