@@ -230,12 +230,16 @@ class DeviceShare:
             held: returns them by place.
         """
         before = held()
+        # Less where an interrupt came before an entry: what was never entered cannot be struck.
+        booked = {
+            place: min(num_bytes, self.ledger.entry(place, self.owner, kind)) for place, num_bytes in before.items()
+        }
         try:
             yield
         finally:
             now = held()
-            for place in before.keys() | now.keys():
-                self.ledger.change(place, self.owner, kind, now.get(place, 0) - before.get(place, 0))
+            for place in sorted(before.keys() | now.keys()):
+                self.ledger.change(place, self.owner, kind, now.get(place, 0) - booked.get(place, 0))
 
     def weights_booked(self, group: WeightGroup) -> AbstractContextManager[None]:
         return self.booked(Kind.WEIGHTS, lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {})
