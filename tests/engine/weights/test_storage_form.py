@@ -281,6 +281,59 @@ def test_what_a_forward_writes_rests_in_its_form(toys, machine, form, mode: str)
             assert torch.equal(net(X).cpu(), plain(X))
 
 
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["at rest", "loaded"])
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "cpu"])
+@torch.no_grad()
+def test_a_host_overwrites_weights_in_their_form(toys, machine, form, mode: str, is_loaded: bool) -> None:
+    plain = code_weights(toys.build_net(), form)
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+        member = managed_net(net, manager, mode, is_hosted=True)
+        if is_loaded:
+            manager.load(member)
+        for block in (*plain.doubles, *plain.singles):
+            block.up.weight.copy_(coded(form, 3.0 * block.up.weight))
+        for group in member.managed.groups:
+            for slot in group.slots:
+                if slot.spec.name.endswith("up.weight"):
+                    wide = group.wide(slot.spec.name, torch.device("cpu"))
+                    assert wide.dtype is torch.float32 and wide.is_contiguous()
+                    group.overwrite(slot.spec.name, 3.0 * wide)
+        for round_number in range(2):
+            manager.load(member)
+            assert torch.equal(net(X.to("sim:0")).cpu(), plain(X)), round_number
+            member.managed.unload()
+        del group, slot
+        manager.remove(member)
+        del member
+        assert torch.equal(net(X), plain(X))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_weights_of_one_block_may_rest_in_different_forms(toys, machine, monkeypatch, mode: str) -> None:
+    forms = {"up.weight": PackedInt4, "down.weight": FORMS[NUMBERS[Precision.FP8_SCALED].name]}
+    monkeypatch.setitem(FORMS, PackedInt4.numbers.name, PackedInt4)
+    plain = toys.build_net()
+    names = [name for name, _ in plain.named_parameters() if is_encoded(name)][1:]  # and one that rests as it came
+    kinds = {name: forms[name.partition(".")[2].partition(".")[2]] for name in names}
+    monkeypatch.setattr(
+        "highwater.memory.planner.plan.choose_forms", lambda *_: {name: kind.numbers for name, kind in kinds.items()}
+    )
+    for name, kind in kinds.items():
+        weight = plain.get_parameter(name)
+        weight.copy_(coded(kind, weight))
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+        with managed_net(net, manager, mode) as managed:
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), plain(X))
+                manager.ledger.check()
+            found = managed.verify(lambda: net(X))
+            assert found.is_equal, str(found)
+        assert torch.equal(net(X), plain(X))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_verify_agrees(toys, machine, form, mode: str) -> None:
     with machine(4, 4) as manager, torch.no_grad():
