@@ -20,7 +20,7 @@ from ..errors import InvalidInput, UnsafeState
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import fixed_tensors
 from ..transfer.devices import Device
-from ..weights.component import Component
+from ..weights.component import Component, TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES, is_callable
 from ..weights.source import WeightsSource
 from .added_layers import Structure, Tree, bring_home, walk
@@ -681,11 +681,21 @@ class ManagedComponent:
                 self.plan, forms={names.get(name, name): numbers for name, numbers in self.plan.forms.items()}
             )
 
+    def spec_of_added(self, slot: ParameterSlot) -> TensorSpec:
+        """Return an added weight in numbers; by a name of its own where a weight of ours, removed since, is encoded."""
+        is_taken = slot.spec.name in self.plan.forms
+        return replace(slot.spec, name=f"{slot.spec.name} (added)") if is_taken else slot.spec
+
     def describe_added(self) -> None:
         """Update the component and the plan to what the groups hold now, with all added weights."""
         bundles = [bundle for share in self.shares for bundle in share.bundles]
         specs = {
-            bundle.name: tuple(slot.spec for group in bundle.groups for slot in group.slots if not slot.is_buffer)
+            bundle.name: tuple(
+                slot.spec if group is bundle.own else self.spec_of_added(slot)
+                for group in bundle.groups
+                for slot in group.slots
+                if not slot.is_buffer
+            )
             for bundle in bundles
             if bundle.name
         }

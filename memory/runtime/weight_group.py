@@ -661,7 +661,7 @@ class WeightGroup:
         """Give the module what it holds between computes: its resident views, else the weight stores."""
         if self.copy is not None:
             self.put(self.copy.views, BlockState.RESIDENT)
-        else:
+        elif self.store is not None:  # else it computes in place, in the memory it came in
             self.put(self.resting, BlockState.HOST)
         self.origin = None
 

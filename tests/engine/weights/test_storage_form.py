@@ -335,6 +335,28 @@ def test_weights_of_one_block_may_rest_in_different_forms(toys, machine, monkeyp
 
 
 @pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_what_replaces_an_encoded_weight_counts_as_it_is(toys, machine, form, mode: str) -> None:
+    """The new layer's weight has the name of the old one, which other code keeps, but rests as it came."""
+    plain = code_weights(toys.build_net(), form)
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+        with managed_net(net, manager, mode) as managed:
+            net(X)
+            kept = net.singles[2].up.weight
+            net.singles[2].up = copy.deepcopy(plain.singles[3].up)
+            plain.singles[2].up = plain.singles[3].up
+            for _ in range(2):
+                assert torch.equal(net(X).cpu(), plain(X))
+                manager.ledger.check()
+            member = managed.members[0].managed
+            for share in member.shares:
+                for number, bundle in share.blocks.items():
+                    assert block_bytes(member.component.blocks[number], member.plan.forms) == bundle.slab_bytes
+        assert kept.device.type == "cpu"
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_verify_agrees(toys, machine, form, mode: str) -> None:
     with machine(4, 4) as manager, torch.no_grad():
         net = toys.build_net()
