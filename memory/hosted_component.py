@@ -7,40 +7,34 @@ are resident, and who leaves when memory runs short. A host needs no other file 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
+from .hosted_weight import HostedWeight
 from .manager.default import default_manager
 from .manager.member import Member
 from .manager.module_plans import Draft, bytes_in_ram, plan_modules
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import Precision
 from .options.profile import OffloadProfile
-from .runtime.parameter_slots import ParameterSlot
-from .runtime.weight_group import WeightGroup
 from .transfer.devices import list_devices
 from .verification.comparison import same_bits
 from .verification.findings import Verification
-from .verification.reference import read_master
 from .verify_hosted import Comparison
 from .weights.component import Component
 from .weights.module_component import component_from_module
-from .weights.quantized import leaves_of
 from .weights.safetensors_header import read_header
 
 __all__ = [
     "Comparison",
     "HostedComponent",
     "HostedWeight",
-    "Rescale",
     "Verification",
     "device_name",
     "refuse_damaged",
@@ -278,108 +272,6 @@ class HostedComponent:
         if self.member is None:
             raise UnsafeState(f"{self.name} is not managed: join it first")
         return self.member
-
-
-@dataclass(frozen=True, slots=True)
-class HostedWeight:
-    """One weight under management, for a host that reads and writes weights one by one."""
-
-    group: WeightGroup
-    slot: ParameterSlot
-
-    @property
-    def block(self) -> str:
-        """The name of its block; empty for weights beside the blocks."""
-        return self.group.name
-
-    @property
-    def owner(self) -> nn.Module:
-        """The first module that holds it."""
-        return self.slot.owners[0][0]
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it rests in eight bits."""
-        return self.slot.encoding is not None
-
-    @property
-    def factor(self) -> float | None:
-        """What the only leaf of an encoded weight is to be multiplied by; None where that is not all."""
-        return self.slot.encoding.factor if self.slot.encoding is not None else None
-
-    def reader(self) -> tuple[torch.Tensor, Callable[..., torch.Tensor] | None]:
-        """Return the weight store's own tensor, and what makes of it what computes; None where that is the same.
-
-        Neither refers to the module.
-        """
-        stored = self.group.resting[self.group.index_of(self.slot.spec.name)]
-        return stored, None if self.factor is None else partial(multiply, self.factor)
-
-    def wide(self, device: torch.device) -> torch.Tensor:
-        """Return a copy on a device in the form in which it computes."""
-        return self.group.wide(self.slot.spec.name, device)
-
-    def overwrite(self, weight: torch.Tensor) -> None:
-        """Make a weight the new version, where it rests. The caller has settled the component."""
-        self.group.overwrite(self.slot.spec.name, weight)
-
-    @contextmanager
-    def held_on(self, device: torch.device) -> Iterator[None]:
-        """Give the host a wide copy on a device to write to; what it wrote is the new version."""
-        resting = self.slot.held
-        with torch.inference_mode(False):
-            self.slot.hold(nn.Parameter(self.wide(device), requires_grad=False))
-        try:
-            yield
-            written = self.slot.held
-        finally:
-            self.slot.hold(resting)
-        self.overwrite(written)
-
-    def rescale(self) -> Rescale | None:
-        """Return what a host's layer calls with the weight that it reads outside of its block; None if nothing."""
-        if self.factor is None:
-            return None
-        module, attribute = self.slot.owners[0]
-        form = self.group.held_form(self.group.index_of(self.slot.spec.name))
-        return Rescale(module, attribute, self.factor, form.dtype)
-
-    def read_stored(self) -> torch.Tensor:
-        """Return the weight as stored, in host memory and in the dtype in which it computes."""
-        name, encoding = self.slot.spec.name, self.slot.encoding
-        leaves = [leaf.detach() for leaf in read_master(self.group, self.group.index_of(name))]
-        if encoding is not None:
-            return encoding.decode(leaves, self.group.wide_dtypes[name])
-        (leaf,) = leaves
-        return leaf.clone()
-
-    def is_same(self, read: torch.Tensor) -> bool:
-        """Whether it has the bytes that the host has read; true where the host keeps it in another form."""
-        own = read_master(self.group, self.group.index_of(self.slot.spec.name))
-        theirs = leaves_of(read)
-        if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
-            return True
-        return all(same_bits(one.detach(), other.detach().cpu()) for one, other in zip(own, theirs, strict=True))
-
-
-def multiply(factor: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
-    return weight * factor
-
-
-class Rescale:
-    """Multiplies the scale back into an eight-bit weight at rest, where no block did; refers to its module weakly."""
-
-    def __init__(self, module: nn.Module, attribute: str, factor: float, dtype: torch.dtype) -> None:
-        self.module = weakref.ref(module)
-        self.attribute = attribute
-        self.factor = factor
-        self.dtype = dtype
-        """That of the weight at rest."""
-
-    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        module = self.module()
-        held = module._parameters[self.attribute] if module is not None else None
-        return weight * self.factor if held is not None and held.dtype == self.dtype else weight
 
 
 # -- what concerns all of a host's components
