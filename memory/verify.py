@@ -122,7 +122,7 @@ def refuse_unfit(members: Sequence[Member]) -> None:
     if not members:
         raise InvalidInput("nothing to verify: no component is managed")
     for member in members:
-        if member.managed.hooks.target is not member.managed.forwards:
+        if not member.managed.is_hooked:
             raise InvalidInput(f"{member.name} is not managed any more: it was released, or is being verified")
         if member.managed.passes.here is not None and member.managed.passes.is_busy():
             raise UnsafeState(f"{member.id} computes now, in this very thread: verify it after that")

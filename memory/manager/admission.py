@@ -343,11 +343,17 @@ class Admission:
         component = member.managed.component
         return member.profile.left_free(device.name, component.name, component.kind, device.total_bytes())
 
-    def clear_left_free(self, member: Member) -> None:
-        """Evict what idle components took of the bytes that a loaded member's profile leaves free."""
-        for share in member.managed.shares:
-            if not share.device.is_cpu and self.left_free(share.device, member):
-                self.make_room(share.device, 0, member)
+    def clear_left_free(self, member: Member) -> bool:
+        """Evict what idle components took of the bytes that a loaded member's profile leaves free.
+
+        Returns whether it leaves any free.
+        """
+        if not (member.profile.budgets or member.profile.reserve) or len(self.members) == 1:
+            return False
+        devices = [device for device in member.managed.accelerators if self.left_free(device, member)]
+        for device in devices:
+            self.make_room(device, 0, member)
+        return bool(devices)
 
     def give_headroom(self, member: Member, size: Size) -> None:
         """Keep free what forwards of a size are known to need, of a component that its host has loaded.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import nn
 
@@ -15,13 +13,13 @@ from ..options.placement import Placement, PlacementItem, SplitRatio
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
-from ..runtime.forward_pass import Pass
 from ..runtime.managed_component import ManagedComponent, Phase, find_holders, find_sharers
 from ..runtime.packing import Ending
 from ..weights.component import Component, guess_kind
 from ..weights.sharing import NOTHING_SHARED, Shared, find_shared, named_tensors
 from ..weights.source import WeightsSource
 from .admission import Admission
+from .leases import Leases, MemberLeases
 from .member import Member, refuse_apart, refuse_odd, refuse_shared_split, refuse_unsuitable
 from .module_plans import Draft, bytes_in_ram, plan_modules
 
@@ -29,31 +27,14 @@ __all__ = ["Registry"]
 
 
 class Registry:
-    """Adds members to the room and takes them out of it. The caller holds the manager's lock.
+    """Adds members and takes them out again. The caller holds the manager's lock."""
 
-    Args:
-        exclusive: holds the manager's lock.
-        enter, give_back: what a member's outermost entry and its exit call.
-        show_progress: returns what is called with the bytes packed or read, of so many in all.
-    """
-
-    def __init__(
-        self,
-        admission: Admission,
-        *,
-        exclusive: Callable[[], AbstractContextManager[None]],
-        enter: Callable[[Member, ManagedComponent, Pass], bool],
-        give_back: Callable[[Member, Pass], None],
-        show_progress: Callable[[Member, int], Callable[[int], None]],
-    ) -> None:
+    def __init__(self, admission: Admission, leases: Leases) -> None:
         self.admission = admission
+        self.leases = leases
         self.members = admission.members
         self.ledger = admission.ledger
         self.event_log = admission.event_log
-        self.exclusive = exclusive
-        self.enter = enter
-        self.give_back = give_back
-        self.show_progress = show_progress
         self.by_module: dict[int, Member] = {}
         """The members that no host manages, by the ids of their modules."""
         self.groups: defaultdict[str, set[str]] = defaultdict(set)
@@ -381,15 +362,11 @@ class Registry:
             plan,
             self.admission.devices,
             self.ledger,
-            exclusive=self.exclusive,
-            acquire=lambda current: self.enter(member, managed, current),
-            give_back=lambda current: self.give_back(member, current),
-            lenders=lambda: [other.managed for other in member.lenders if self.members.get(other.id) is other],
+            leases=MemberLeases(self.leases, member),
             guards_state=not member.is_hosted,
             source=source,
             compiles=member.profile.compile,
             after=after,
-            tell_read=partial(self.note_read, member.id),
         )
         try:
             for lender in member.lenders:
@@ -429,7 +406,7 @@ class Registry:
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             self.refuse_unsuitable(member, managed.module, managed.component, managed.source, sharers)
         try:
-            managed.attach(self.show_progress(member, managed.packing.to_pack()) if tells else None)
+            managed.attach(self.leases.show_progress(member, managed.packing.to_pack()) if tells else None)
             self.enter_member(member)
         except BaseException:
             if member.id not in self.members:
@@ -437,16 +414,7 @@ class Registry:
             raise
         for reason in plan.reasons:
             self.event_log.note("plan", member.id, 0, plan.shares[0].device, reason)
-        self.note_refusal(member)
-
-    def note_refusal(self, member: Member) -> None:
-        if member.managed.packing.tell_refusal():
-            reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
-            self.event_log.note("plan", member.id, 0, "host", reason)
-
-    def note_read(self, owner: str, num_bytes: int) -> None:
-        reason = "a block that rested in its file was read into RAM and stays there: other code uses its weights"
-        self.event_log.note("plan", owner, num_bytes, "host", reason)
+        self.leases.note_refusal(member)
 
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""

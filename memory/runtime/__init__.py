@@ -7,6 +7,7 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
+        "deferring_lock": ["DeferringLock"],
         "ledger": ["Entry", "Ledger"],
         "other_offloaders": ["ExecutionMark", "find_rival", "is_scripted"],
         "parameter_slots": ["ParameterSlot", "as_held", "split_owner"],

@@ -96,12 +96,12 @@ class Tree:
                         tensor = tensor.plain()
                         places[name] = tensor  # type: ignore[assignment]
                     if slot is None:
-                        slot = ParameterSlot(describe(tensor), [], is_buffer, form=form_of(tensor))
+                        slot = ParameterSlot(describe(tensor), (), is_buffer, form=form_of(tensor))
                         slot.is_inference = tensor.is_inference()
                         entry_of[id(tensor)] = slot
                         added[id(slot)] = home, slot
                     if (module, name) not in slot.owners and (module, name) not in lent:
-                        slot.owners.append((module, name))
+                        slot.set_owners((*slot.owners, (module, name)))
                     if id(slot) in added and added[id(slot)][0] != home:
                         added[id(slot)] = None, slot  # of several blocks: it stays beside them
                     self.names[id(slot)].append(f"{path}.{name}" if path else name)

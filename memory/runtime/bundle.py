@@ -19,6 +19,7 @@ class Bundle:
 
     def __init__(self, own: WeightGroup) -> None:
         self.own = own
+        self.all = [own]
         self.added: WeightGroup | None = None
         """The weights of layers that others added to the block, such as a LoRA's."""
         self.pieces: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -30,7 +31,16 @@ class Bundle:
 
     @property
     def groups(self) -> list[WeightGroup]:
-        return [self.own] if self.added is None else [self.own, self.added]
+        return self.all
+
+    def add(self, added: WeightGroup | None) -> None:
+        """Take along the weights of layers that others added to the block, or no longer."""
+        self.added = added
+        self.all = [self.own] if added is None else [self.own, added]
+
+    def is_as_placed(self) -> bool:
+        """Whether the module holds what it was given, everywhere."""
+        return self.own.is_as_placed() and (self.added is None or self.added.is_as_placed())
 
     @property
     def slab_bytes(self) -> int:
@@ -47,20 +57,27 @@ class Bundle:
     @property
     def state(self) -> BlockState:
         """That of any group which computes, else of its own."""
-        return next((group.state for group in self.groups if group.state is BlockState.COMPUTING), self.own.state)
+        own = self.own.state
+        if self.added is None or own is BlockState.COMPUTING:
+            return own
+        return self.added.state if self.added.state is BlockState.COMPUTING else own
 
     @property
     def version(self) -> int:
         """That of the weight stores; grows when any is written to."""
-        return sum(group.version for group in self.groups)
+        return self.own.version if self.added is None else self.own.version + self.added.version
 
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        return any(group.blocks_host for group in self.groups)
+        return self.own.blocks_host or (self.added is not None and self.added.blocks_host)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue the copy of a part of the weight stores, one behind the other, to as many bytes on a device."""
+        if self.added is None:
+            assert self.own.store is not None
+            self.own.store.copy_to(target, begin, copies)
+            return
         offset = 0
         for group in self.groups:
             first, last = max(begin, offset), min(begin + target.numel(), offset + group.slab_bytes)
@@ -71,6 +88,9 @@ class Bundle:
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
         """Give the module its weights in staging memory, or the resident copies; decodes what is encoded."""
+        if self.added is None and slab is not None:
+            self.own.compute_from(slab, scratch)
+            return
         parts = (
             self.parts(slab)
             if slab is not None
@@ -92,11 +112,6 @@ class Bundle:
         if id(slab) not in self.pieces:
             self.pieces[id(slab)] = slab, list(torch.split(slab, [group.slab_bytes for group in self.groups]))
         return self.pieces[id(slab)][1]
-
-    def rest(self) -> None:
-        """Give the module what it holds between computes."""
-        for group in self.groups:
-            group.rest()
 
     def forget_views(self) -> None:
         """Drop what is known of staging memory and scratch: it would keep freed slabs alive."""

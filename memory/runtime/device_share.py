@@ -157,10 +157,6 @@ class DeviceShare:
                 self.load_bundle(self.blocks[number])
             if not plan.staging_bytes:
                 self.close_bounce()
-            # A host may read buffers (noise schedules) before any entry of ours; a pass waits for the rest.
-            for group in self.fixed.groups:
-                if group.copy is not None:
-                    group.copy.await_copy(self.copies)
             if self.loaded_bytes > before:
                 self.tag_copies()
         except BaseException:  # no memory, a file that has changed, or the loading was cancelled
@@ -180,7 +176,10 @@ class DeviceShare:
                 self.progress(group.slab_bytes)
 
     def tag_copies(self) -> None:
-        """Find the tags of the copies that have come, by which writes are seen when they leave. Waits for them."""
+        """Find the tags of the copies that have come, by which writes are seen when they leave.
+
+        Waits on the host until they are there: any stream may use them then, and a host may read buffers.
+        """
         assert self.copies is not None
         new = [group.copy for group in self.groups if group.copy is not None and group.copy.tags is None]
         try:
@@ -188,6 +187,7 @@ class DeviceShare:
             with self.copies.home:
                 tags = torch.stack([copy.find_tags() for copy in new]).tolist()
         except torch.OutOfMemoryError:
+            self.copies.wait()
             for copy in new:
                 copy.is_untagged = True
         else:
@@ -355,11 +355,23 @@ class DeviceShare:
             self.begin_timing()
         if self.copies is not None:
             self.copies.begin_pass()
-            for group in self.groups:  # all: other code may use the weights of a block without calling it
-                if group.copy is not None:
-                    group.copy.await_copy(self.copies)
         if self.streamer is not None:
             self.streamer.begin_pass()
+
+    def begin_quiet_pass(self) -> None:
+        """A forward begins in which all blocks compute from their resident copies."""
+        if self.copies is not None:
+            self.copies.begin_pass()
+
+    @property
+    def is_wholly_resident(self) -> bool:
+        """Whether every block computes from a copy that stays on this accelerator as it is."""
+        return self.copies is not None and self.streamer is None and self.scratch is None
+
+    @property
+    def has_run_whole(self) -> bool:
+        """Whether the last whole pass ran every block."""
+        return self.entered >= self.blocks.keys()
 
     def end_pass(self, *, completed: bool) -> None:
         """A forward has ended, by its return or by an exception."""
@@ -373,19 +385,16 @@ class DeviceShare:
 
     def enter(self, number: int) -> None:
         """A block is about to compute here: let its module hold usable weights."""
-        self.recover()  # blocks do not nest: whatever still computes was left by an exit that ran no hook
+        if self.computing:  # blocks do not nest: whatever still computes was left by an exit that ran no hook
+            self.recover()
         bundle = self.blocks[number]
-        if not self.host_replaces and not all(group.is_as_placed() for group in bundle.groups):
+        if not self.host_replaces and not bundle.is_as_placed():
             raise UnsafeState(
                 f"{self.owner}: a weight of {bundle.name} was replaced while its model computes; do that before it does"
             )
         self.entered.add(number)
         self.trace.append(number)
         if bundle.is_resident:
-            assert self.copies is not None
-            for group in bundle.groups:
-                assert group.copy is not None
-                group.copy.await_copy(self.copies)
             self.computing[number] = None
             self.start_watch(number)
             bundle.compute_from(None, self.scratch)
@@ -397,7 +406,8 @@ class DeviceShare:
             staging_slot = self.streamer.acquire(number)
             self.computing[number] = staging_slot  # first: after an interrupt only what is noted here is given back
             self.streamer.area.use(staging_slot)
-            self.start_watch(number)
+            if self.computes is not None:
+                self.start_watch(number)
             bundle.compute_from(staging_slot.slab, self.scratch)
 
     def start_watch(self, number: int) -> None:
@@ -418,7 +428,7 @@ class DeviceShare:
             for group in bundle.groups:
                 if group.is_written() or (not self.host_replaces and not group.is_as_placed()):
                     refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
-            bundle.rest()
+                group.rest()
         if staging_slot is not None:
             assert self.streamer is not None
             self.streamer.give_back(staging_slot)

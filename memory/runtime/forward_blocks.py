@@ -1,11 +1,18 @@
-"""What a forward does to a managed module: leases and passes, blocks that come and go, hops between devices."""
+"""What a forward does to a managed module: leases and passes, blocks that come and go, hops between devices.
+
+[Note: quiet passes] Where all weights stay on one device as they compute, a block's call needs nothing: its parameters
+are there, and no memory changes hands. Such a pass does what it has to at its entry and its exit, and the hooks on
+blocks and what is inside them return at once. The first pass is a whole one all the same: it learns the order of the
+blocks, for plans to come, and which parts of blocks other code calls.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,8 +24,7 @@ from .device_hops import DeviceHops, Visit
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
-from .forward_hooks import Hooks
-from .forward_pass import Pass, Passes
+from .forward_pass import Leases, NoLeases, Pass, Passes
 from .recomputing import in_backward
 from .shared_states import Stores, find_shared_states
 
@@ -41,12 +47,7 @@ class Forwards:
     """What the hooks of a component's module call, while one managed component has it.
 
     Args:
-        exclusive: holds the manager's lock.
-        acquire: called on the outermost entry; loads the component or raises, and holds a lease for the pass. Returns
-            whether the component is still this managed component's.
-        give_back: called when the outermost entry is left, also by an exception; perhaps twice.
-        lenders: returns the forwards of the components that own weights of this one ([Note: sharing] in
-            `weights/sharing.py`), in an order that is the same for all borrowers.
+        leases: what a pass asks of the manager.
         compiles: whether the blocks are compiled.
         places_inputs: move what an entry is given to the device of the rest; a host does that itself, and has buffers
             to be filled, or containers to be emptied, where it wants them.
@@ -58,28 +59,21 @@ class Forwards:
         module: nn.Module,
         component: Component,
         shares: Sequence[DeviceShare],
-        hooks: Hooks,
         *,
-        exclusive: Callable[[], AbstractContextManager[None]],
-        acquire: Callable[[Pass], bool],
-        give_back: Callable[[Pass], None],
-        lenders: Callable[[], Sequence[Forwards]] = tuple,
+        leases: Leases,
         compiles: bool = False,
         places_inputs: bool = True,
     ) -> None:
         self.owner = owner
-        self.lenders = lenders
         self.guests: list[tuple[Forwards, Pass]] = []
         """The passes of lenders that stay open as long as the pass of this component."""
         self.host: Forwards | None = None
         """The component for which a pass of this one is open."""
         self.component = component
         self.shares = shares
-        self.hooks = hooks
         self.compiles = compiles
-        self.acquire = acquire
-        self.give_back = give_back
-        self.passes = Passes(module, self.finish_pass, exclusive)
+        self.leases = leases
+        self.passes = Passes(module, self.finish_pass, leases.lock)
         self.places_inputs = places_inputs
         self.hops = DeviceHops()
         self.calls: list[Call] = []
@@ -108,6 +102,12 @@ class Forwards:
         self.in_parts: set[int] = set()
         """The blocks that came because something inside them was called from outside."""
         self.seen_in_parts: set[int] = set()
+        self.done_parts: list[nn.Module] = []
+        """Those of the parts that need no hooks any more."""
+        self.is_learned = False
+        """Whether a whole pass has told in which order blocks run, and which of their parts others call."""
+        self.quiet_thread = 0
+        """The thread that is in a pass in which blocks and their parts need nothing done ([Note: quiet passes])."""
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
@@ -117,8 +117,8 @@ class Forwards:
             return True
         guests: list[tuple[Forwards, Pass]] = []
         try:
-            for lender in self.lenders():
-                lender.open_for(module, guests)
+            for lender in self.leases.lenders():
+                lender.forwards.open_for(module, guests)
             if not self.passes.begin(module, partial(self.acquire_with, guests), inputs):
                 end_guests(guests, completed=False)
                 return False
@@ -127,10 +127,29 @@ class Forwards:
             raise
         for lender, _ in guests:
             lender.begin_guest(self)
-        self.begin_pass(is_timed=self.is_timed)
+        if self.is_quiet and module is self.passes.root and not guests:
+            self.shares[0].begin_quiet_pass()
+            self.quiet_thread = get_ident()
+        else:
+            self.begin_pass(is_timed=self.is_timed)
         if self.is_loaded and self.passes.open is not None:
             self.passes.open.is_under_way = True
         return True
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the next pass can be a quiet one."""
+        return self.is_loaded and self.is_learned and len(self.shares) == 1 and self.shares[0].is_wholly_resident
+
+    @property
+    def hooked(self) -> set[nn.Module]:
+        """The modules of whose calls it has to know."""
+        return {*self.entries, *self.inner, *self.blocks, *self.parts}
+
+    def take_done_parts(self) -> list[nn.Module]:
+        """Return the modules that need no hooks any more, once."""
+        done, self.done_parts = self.done_parts, []
+        return done
 
     def begin_pass(self, *, is_timed: bool) -> None:
         """Forget the last pass and prepare the devices for this one; its weights are loaded."""
@@ -155,7 +174,7 @@ class Forwards:
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
         self.guests = guests  # ended with the pass, however that ends
         with torch.no_grad() if in_backward() else nullcontext():  # nothing here is computed again
-            return self.acquire(current)
+            return self.leases.acquire(current)
 
     def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
         """Open a pass for another component's entry, which uses weights of this one, unless this thread has one."""
@@ -177,7 +196,8 @@ class Forwards:
 
     def is_entered(self) -> bool:
         """Whether this thread is in the middle of a pass."""
-        return self.passes.outermost is not None
+        current = self.passes.open
+        return current is not None and current.thread_id == get_ident()
 
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether this thread has entered through this module."""
@@ -211,12 +231,14 @@ class Forwards:
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         current.is_under_way = False
+        was_quiet, self.quiet_thread = self.quiet_thread, 0
         try:
-            self.in_parts.clear()
-            for share in self.shares:
+            for share in self.shares if not was_quiet else ():
                 share.end_pass(completed=completed)
                 if completed:
                     self.forget_parts(share.entered)
+                    self.is_learned = self.is_learned or share.has_run_whole
+            self.in_parts.clear()
             if completed and self.ran.keys() == self.share_of.keys():
                 remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
         finally:
@@ -225,7 +247,7 @@ class Forwards:
             self.leave_devices(current)
             self.hops.forget()
             try:
-                self.give_back(current)
+                self.leases.give_back(current)
             finally:
                 guests, self.guests = self.guests, []
                 end_guests(guests, completed=completed)
@@ -236,7 +258,7 @@ class Forwards:
             done = [
                 part for part, number in self.parts.items() if number in numbers and number not in self.seen_in_parts
             ]
-            self.hooks.remove_from(done)
+            self.done_parts += done
             for part in done:
                 self.parts.pop(part, None)
 
@@ -417,7 +439,7 @@ class Forwards:
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
         # They refer to the manager's member and to us: the module would live until the next garbage collection.
-        self.acquire, self.give_back, self.lenders = refuse_entry, forget_pass, tuple
+        self.leases = NoLeases(self.leases.lock)
 
     def end(self) -> None:
         """Finish no pass any more: the groups are no longer managed."""
@@ -427,12 +449,3 @@ class Forwards:
 def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:
     for lender, current in reversed(guests):
         lender.passes.end_guest(current, completed=completed)
-
-
-def refuse_entry(current: Pass) -> bool:
-    """Refuse a pass: a thread that waited for the lock computes with what the module holds now."""
-    return False
-
-
-def forget_pass(current: Pass) -> None:
-    """Hold nothing for a pass."""

@@ -9,8 +9,10 @@ arguments that it was registered for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from threading import Event, get_ident
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -22,93 +24,80 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsafeState
 from .compiled_blocks import untraced
 from .deep_copies import OwnHook
+from .forward_blocks import Forwards
 
-__all__ = ["Hooked", "Hooks", "remove_hooks_of"]
-
-
-class Hooked(Protocol):
-    """What the hooks call, and for which modules."""
-
-    entries: frozenset[nn.Module]
-    """Through which a forward may come."""
-    inner: frozenset[nn.Module]
-    """Modules outside of blocks, deeper inside: an entry if one is called while no pass is open."""
-    blocks: dict[nn.Module, int]
-    """The number of each block's module; one may be an entry, too."""
-    parts: dict[nn.Module, int]
-    """What is inside the blocks, with the number of its block, as far as it has to be told of."""
-
-    def enter(self, module: nn.Module, inputs: Any) -> bool:
-        """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
-        ...
-
-    def is_entered(self) -> bool:
-        """Whether this thread is in the middle of a pass."""
-        ...
-
-    def is_outermost(self, module: nn.Module) -> bool:
-        """Whether this thread has entered through this module."""
-        ...
-
-    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
-
-    def after_entry(self, module: nn.Module, output: Any) -> Any: ...
-
-    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
-
-    def after_block(self, number: int, module: nn.Module, output: Any) -> Any: ...
-
-    def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
-
-    def after_part(self, number: int, module: nn.Module, output: Any) -> Any: ...
-
-    def dismiss(self) -> None:
-        """Refuse new passes."""
-        ...
+__all__ = ["ForwardHooks", "remove_hooks_of"]
 
 
-class Hooks:
+class Gate:
+    """Keeps a module's hooks out of the way while one thread computes without the engine; others wait."""
+
+    def __init__(self) -> None:
+        self.thread_id = get_ident()
+        self.is_open = Event()
+
+    def is_passed(self) -> bool:
+        """Whether this is the thread that computes; another waits here until the gate opens."""
+        if self.thread_id == get_ident():
+            return True
+        self.is_open.wait()
+        return False
+
+
+class ForwardHooks:
     """The hooks of one component's module, on its entries, its blocks and what is inside these.
 
-    They call the managed component that has it now.
+    They call the forwards of the managed component that has the module now.
     """
 
     def __init__(self) -> None:
-        self.target: Hooked | None = None
-        self.before_detour: Hooked | None = None
+        self.target: Forwards | None = None
+        self.gate: Gate | None = None
+        """While a thread computes without the engine."""
         self.handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self.owner = ""
+        self.root: Callable[[], nn.Module | None] = lambda: None
 
-    def lead_to(self, target: Hooked, *, owner: str, root: nn.Module) -> None:
-        """Call this managed component from now on, in place of the one before.
+    def lead_to(self, target: Forwards, *, owner: str, root: nn.Module) -> None:
+        """Call these forwards from now on, in place of those before.
 
         Args:
             owner: the component's name.
             root: its module, whose copies are refused.
         """
-        wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
-        for module in wanted - self.handles.keys():
+        self.owner, self.root = owner, ref(root)
+        self.add_to(target)
+        earlier, self.target = self.target, target
+        if earlier is not None and earlier is not target:
+            earlier.dismiss()
+        self.end_detour()
+        self.remove_from(self.handles.keys() - target.hooked)
+
+    def add_to(self, target: Forwards) -> None:
+        """Put the hooks on all modules where forwards want them."""
+        for module in target.hooked - self.handles.keys():
             remove_hooks_of(self, module)
-            before, after = (
-                OwnHook.on(module, function, owner=owner, is_whole=module is root)
-                for function in (self.before, self.after)
-            )
+            is_root = module is self.root()
+            functions = (self.before, self.after) if is_root else (self.before_inside, self.after_inside)
+            before, after = (OwnHook.on(module, function, owner=self.owner, is_whole=is_root) for function in functions)
             self.handles[module] = [
                 module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(after, always_call=True),
             ]
-        earlier, self.target = self.target, target
-        if earlier is not None and earlier is not target:
-            earlier.dismiss()
-        self.remove_from(self.handles.keys() - wanted)
 
-    def detour(self, target: Hooked) -> None:
-        """Call another one for a while, on the same modules; the one before is not dismissed."""
-        self.before_detour, self.target = self.target, target
+    def keep_entries(self, target: Forwards) -> None:
+        """Leave hooks on what other code enters through: blocks need none as long as all weights stay on one device."""
+        self.remove_from(self.handles.keys() - target.entries - target.inner)
 
-    def end_detour(self, target: Hooked) -> None:
-        """Call the one before again. Idempotent."""
-        if self.target is target:
-            self.target = self.before_detour
+    def detour(self) -> None:
+        """Let this thread compute without the engine; others wait. No pass may be open."""
+        self.gate = Gate()
+
+    def end_detour(self) -> None:
+        """Call the forwards again. Idempotent."""
+        gate, self.gate = self.gate, None
+        if gate is not None:
+            gate.is_open.set()
 
     def remove_from(self, modules: Iterable[nn.Module]) -> None:
         """Remove the hooks from these modules."""
@@ -120,25 +109,37 @@ class Hooks:
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
         self.remove_from(self.handles)
+        self.end_detour()
         if self.target is not None:
             self.target.dismiss()
             self.target = None
 
-    def enter(self, module: nn.Module, inputs: Any) -> Hooked | None:
-        """Enter through a module; returns the managed component that let it in, None if none has the component any
-        more."""
-        while (target := self.target) is not None:
-            if target.enter(module, inputs):
-                return target
-            if self.target is target:
-                break
-        return None
+    # -- what torch calls
+
+    @untraced
+    def before_inside(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        """Before anything but the root: nothing is to do inside a quiet pass (`Forwards.quiet_thread`)."""
+        target = self.target
+        if target is not None:
+            if target.quiet_thread == get_ident():
+                return None
+            number = target.blocks.get(module)
+            if number is not None and kwargs is not None and target.is_entered() and self.gate is None:
+                return self.before_block(target, number, module, args, kwargs)
+        return self.before(module, args, kwargs)
+
+    @untraced
+    def after_inside(self, module: nn.Module, args: Any, output: Any) -> Any:
+        target = self.target
+        if target is not None and target.quiet_thread == get_ident():
+            return None
+        return self.after(module, args, output)
 
     @untraced
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         target = self.target
-        if target is None or kwargs is None:  # removed meanwhile
-            return None
+        if target is None or kwargs is None or (self.gate is not None and self.gate.is_passed()):
+            return None  # without keyword arguments: removed meanwhile
         if peek_interpreter_stack() is not None:
             refuse_transforms()
         if module in target.parts:
@@ -151,9 +152,26 @@ class Hooks:
             target = self.enter(module, (args, kwargs))
             if target is None:
                 return None
-        if module in target.blocks:
-            return target.before_block(target.blocks[module], module, args, kwargs)
-        return target.before_entry(module, args, kwargs)
+        if module not in target.blocks:
+            return target.before_entry(module, args, kwargs)
+        return self.before_block(target, target.blocks[module], module, args, kwargs)
+
+    def before_block(self, target: Forwards, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if peek_interpreter_stack() is not None:
+            refuse_transforms()
+        given = target.before_block(number, module, args, kwargs)
+        if target.done_parts:  # what is compiled now is not to be called back from inside
+            self.remove_from(target.take_done_parts())
+        return given
+
+    def enter(self, module: nn.Module, inputs: Any) -> Forwards | None:
+        """Enter through a module; returns the forwards that let it in, None if none has the module any more."""
+        while (target := self.target) is not None:
+            if target.enter(module, inputs):
+                return target
+            if self.target is target:
+                break
+        return None
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -161,12 +179,18 @@ class Hooks:
         if target is None or not target.is_entered():
             return None
         if module in target.blocks:
-            return target.after_block(target.blocks[module], module, output)
-        if module in target.inner and not target.is_outermost(module):
+            result = target.after_block(target.blocks[module], module, output)
+        elif module in target.inner and not target.is_outermost(module):
             return None
-        if module in target.parts and not target.is_outermost(module):
+        elif module in target.parts and not target.is_outermost(module):
             return target.after_part(target.parts[module], module, output)
-        return target.after_entry(module, output)
+        else:
+            result = target.after_entry(module, output)
+        if target.done_parts:
+            self.remove_from(target.take_done_parts())
+        if target.is_quiet and module is self.root():
+            self.keep_entries(target)
+        return result
 
 
 def remove_hooks_of(owner: object, module: nn.Module) -> None:

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import nn
 
 from ..errors import UnsafeState
+from .deferring_lock import DeferringLock
 from .input_size import input_size
 
-__all__ = ["Guest", "Pass", "Passes"]
+__all__ = ["Guest", "Leases", "NoLeases", "Pass", "Passes"]
 
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # How often a waiting thread looks whether the pass that it waits for was abandoned.
@@ -34,6 +35,52 @@ LOOK_EVERY_S = 0.5
 LOOKS_UNTIL_STUCK = 10
 # Modules in which a thread waits for another one; and the engine's, which wait for a forward in `begin` only.
 WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rsplit(".", 2)[0]
+
+
+class Leases(Protocol):
+    """What a managed component asks of its manager."""
+
+    @property
+    def lock(self) -> DeferringLock:
+        """The manager's."""
+        ...
+
+    def acquire(self, current: Pass) -> bool:
+        """Load the component for a pass, or raise, and hold a lease for it; False if another has its module now."""
+        ...
+
+    def give_back(self, current: Pass) -> None:
+        """The pass is over, perhaps by an exception. May be called twice."""
+        ...
+
+    def lenders(self) -> Sequence[Any]:
+        """Return the managed components that own some of its weights, in one order for all borrowers ([Note: sharing]
+        in `sharing.py`)."""
+        ...
+
+    def note_read(self, num_bytes: int) -> None:
+        """A block of so many bytes was read into RAM for other code to use."""
+        ...
+
+
+class NoLeases:
+    """Refuses every pass: the module is another managed component's now, or is no longer managed.
+
+    A thread that waited for the lock computes with what the module holds now.
+    """
+
+    def __init__(self, lock: DeferringLock) -> None:
+        self.lock = lock
+
+    def acquire(self, current: Pass) -> bool:
+        return False
+
+    def give_back(self, current: Pass) -> None: ...
+
+    def lenders(self) -> Sequence[Any]:
+        return ()
+
+    def note_read(self, num_bytes: int) -> None: ...
 
 
 class Pass:
@@ -107,18 +154,18 @@ class Passes:
 
     Args:
         finish: called with a pass and whether it was completed when it ends, before another one can begin.
-        exclusive: held while a pass is recovered, so that only one of several threads recovers it.
+        lock: held while a pass is recovered, so that only one of several threads recovers it.
     """
 
     def __init__(
         self,
         root: nn.Module,
         finish: Callable[[Pass, bool], None],
-        exclusive: Callable[[], AbstractContextManager[None]],
+        lock: DeferringLock,
     ) -> None:
         self.root = root
         self.finish = finish
-        self.exclusive = exclusive
+        self.lock = lock
         self.changed = threading.Condition()
         self.open: Pass | None = None
 
@@ -264,7 +311,7 @@ class Passes:
 
     def abandon(self, current: Pass) -> None:
         """End an interrupted pass."""
-        with self.exclusive():
+        with self.lock.exclusive():
             if self.open is current:  # no other thread has ended it
                 self.finish(current, False)
                 self.close(current)

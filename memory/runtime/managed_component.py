@@ -8,7 +8,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from weakref import WeakSet, ref
 
@@ -31,8 +30,8 @@ from .device_answers import DeviceAnswers
 from .device_share import DeviceShare
 from .encoded_weight import EncodedWeight
 from .forward_blocks import Forwards
-from .forward_hooks import Hooks, remove_hooks_of
-from .forward_pass import Pass, Passes
+from .forward_hooks import ForwardHooks, remove_hooks_of
+from .forward_pass import Leases, NoLeases, Passes
 from .kept_blocks import Home, find_kept
 from .ledger import Kind, Ledger
 from .leftovers import Leftovers
@@ -42,6 +41,7 @@ from .packing import Ending, Packing
 from .parameter_slots import ParameterSlot, find_slots
 from .recomputing import in_backward
 from .state_dict_guard import StateGuard
+from .steady_look import SteadyLook
 from .watched_data import Asked
 from .weight_group import WeightGroup
 from .weight_store import FileStore
@@ -66,14 +66,12 @@ class ManagedComponent:
     """One component attached to its module: packed in host memory, hooked, and loadable by plan.
 
     Args:
-        exclusive, acquire, give_back: as in `Forwards`.
-        lenders: returns the managed components of the components that own some of the module's weights.
+        leases: what the component asks of its manager.
         guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
             file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
         after: the managed component whose place this one takes.
-        tell_read: called with the size of a block, in bytes, when it was read into RAM for other code to use.
     """
 
     def __init__(
@@ -85,15 +83,11 @@ class ManagedComponent:
         devices: dict[str, Device],
         ledger: Ledger,
         *,
-        exclusive: Callable[[], AbstractContextManager[None]],
-        acquire: Callable[[Pass], bool],
-        give_back: Callable[[Pass], None],
-        lenders: Callable[[], Sequence[ManagedComponent]] = tuple,
+        leases: Leases,
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
         after: ManagedComponent | None = None,
-        tell_read: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self.owner = owner
         self.module = module
@@ -101,16 +95,16 @@ class ManagedComponent:
         self.plan = plan
         self.ledger = ledger
         self.handles: list[RemovableHandle] = []
-        self.lenders = lenders
+        self.leases = leases
         self.source = source
-        self.exclusive, self.tell_read = exclusive, tell_read
         self.compiles = compiles
         self.compiled: CompiledBlocks | None = None
         self.phase = Phase.DETACHED
         self.has_taken_over = after is not None
         self.guards_state = guards_state
         self.shares = self.build_shares(devices, after, host_replaces=not guards_state)
-        self.hooks: Hooks = after.hooks if after is not None else Hooks()
+        self.accelerators = [share.device for share in self.shares if not share.device.is_cpu]
+        self.hooks: ForwardHooks = after.hooks if after is not None else ForwardHooks()
         earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
         self.forwards = Forwards(
@@ -118,11 +112,7 @@ class ManagedComponent:
             module,
             component,
             self.shares,
-            self.hooks,
-            exclusive=exclusive,
-            acquire=acquire,
-            give_back=give_back,
-            lenders=lambda: [lender.forwards for lender in lenders()],
+            leases=leases,
             compiles=compiles,
             places_inputs=guards_state,
         )
@@ -141,6 +131,8 @@ class ManagedComponent:
         """Set while attached, unless a host does that itself."""
         self.moves: MoveGuard | None = None
         """Set while attached, unless a host moves single weights itself."""
+        self.look: SteadyLook | None = None
+        """What the module held when a close look found nothing; None until then."""
         self.structure: Structure | None = None
         """The module tree as it was when last checked; set as long as ``moves``."""
         self.tree: Structure | None = None
@@ -163,6 +155,11 @@ class ManagedComponent:
     @property
     def passes(self) -> Passes:
         return self.forwards.passes
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether its module's calls come here: not while another computes with it, or after its release."""
+        return self.hooks.target is self.forwards and self.hooks.gate is None
 
     @property
     def is_loaded(self) -> bool:
@@ -299,7 +296,7 @@ class ManagedComponent:
         if self.moves is not None:
             self.packing.written |= self.moves.swaps.names
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
-        self.structure, self.tree, self.came_with = None, None, frozenset()
+        self.structure, self.tree, self.look, self.came_with = None, None, None, frozenset()
         error: InvalidInput | None = None
         try:
             self.packing.end(ending)
@@ -319,7 +316,7 @@ class ManagedComponent:
             for part in self.module.modules():
                 remove_hooks_of(self.hooks, part)
         self.phase = Phase.DETACHED
-        self.lenders = tuple
+        self.leases = NoLeases(self.leases.lock)
         if error is not None:
             raise error
 
@@ -402,20 +399,57 @@ class ManagedComponent:
     def take_changes(self) -> bool:
         """Join layers that were added, and undo what ``Module.to`` and its like did; returns whether layers changed.
 
-        Costs about 0.1 microseconds per module and 0.2 per weight if there is nothing. Raises as `join_layers`.
+        Raises as `join_layers`.
         """
         if self.moves is None:
             return False
+        self.look = None
         joins = self.has_other_layers() or (
             bool(self.added_slots()) and self.moves.is_moved() and self.has_other_forms()
         )
         if joins:
             self.join_layers()
-        self.moves.put_back()
+        if not self.moves.put_back() and not joins:
+            self.look = self.look_quickly()
         return joins
+
+    def tell_undone(self) -> None:
+        """Tell what was done to the weights and taken back (`MoveGuard.tell_undone`). Raises `UnsafeState`."""
+        if self.moves is not None:
+            self.moves.tell_undone()
+
+    def is_steady(self) -> bool:
+        """Whether one quick look finds the module as the last close one (`take_changes`) left it.
+
+        A host looks after its modules itself.
+        """
+        if self.moves is None:
+            return True
+        return self.look is not None and self.look.is_steady() and self.moves.is_settled
+
+    def look_quickly(self) -> SteadyLook | None:
+        """Return what quick looks compare with from now on; None where a quick look does not tell enough."""
+        assert self.structure is not None and self.moves is not None
+        groups = self.groups
+        if any(slot.is_quantized for group in groups for slot in group.slots):
+            return None
+        return SteadyLook(
+            self.structure.modules, self.marked_by_others, self.moves.plain_weights(), self.moves.samples()
+        )
+
+    def begin_loans(self) -> None:
+        """A pass begins: what others lent to the module computes on the device of its block."""
+        if self.moves is not None:
+            self.moves.swaps.begin()
+
+    def end_loans(self) -> None:
+        """The pass is over: the module holds the others' own tensors again."""
+        if self.moves is not None:
+            self.moves.swaps.end()
 
     def put_back(self) -> None:
         """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""
+        self.look = None
         if self.moves is not None:
             self.moves.put_back()
 
@@ -459,12 +493,10 @@ class ManagedComponent:
                 has_changed = True
                 share.free_staging()
                 share.forget_views()
-        for group in self.groups:
-            group.places = []  # some have other places
         self.rename(own, tree)
         self.describe_added()
         if has_changed:  # what is in place was planned for other sizes
-            self.forwards.is_loaded = False
+            self.rest_from_now()
             shares = tuple(replace(share, staging_bytes=0, places=()) for share in self.plan.shares)
             self.plan = replace(self.plan, shares=shares)
         for handle in self.handles:
@@ -532,11 +564,11 @@ class ManagedComponent:
 
     def find_lent_modules(self) -> set[nn.Module]:
         """Return the parts of the module that other components own: the owners' hooks see their calls."""
-        return {part for lender in self.lenders() for part in lender.module.modules()}
+        return {part for lender in self.leases.lenders() for part in lender.module.modules()}
 
     def find_lent(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places of weights that other components own."""
-        lenders = self.lenders()
+        lenders = self.leases.lenders()
         return {place: e for lender in lenders for group in lender.groups for e in group.slots for place in e.owners}
 
     def lend_to(self, module: nn.Module) -> None:
@@ -603,8 +635,7 @@ class ManagedComponent:
                     if id(group) in own and is_missed:
                         gone.append(slot.spec.name)
                         continue
-                    slot.owners = [place for place in slot.owners if place[0] not in lost]
-                    group.places = []
+                    slot.set_owners(place for place in slot.owners if place[0] not in lost)
         return gone
 
     def has_other_forms(self) -> bool:
@@ -627,9 +658,7 @@ class ManagedComponent:
         for slot in filter(has_other_form, self.added_slots()):
             weight = nn.Parameter(slot.held.detach(), requires_grad=False)
             given.update(dict.fromkeys(slot.owners, weight))
-            slot.owners = []
-        for group in self.groups if given else ():
-            group.places = []
+            slot.set_owners(())
         return given
 
     def find_blocks(self) -> dict[nn.Module, int]:
@@ -743,7 +772,7 @@ class ManagedComponent:
 
     def bring(self, group: WeightGroup) -> None:
         """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""
-        with self.exclusive():
+        with self.leases.lock.exclusive():
             if self.passes.is_busy():
                 raise UnsafeState(
                     f"{self.owner} computes now, and {group.name or 'the part beside its blocks'} rests in its file: "
@@ -752,7 +781,7 @@ class ManagedComponent:
             self.settle()
             if isinstance(group.store, FileStore):
                 group.read_into_memory()
-                self.tell_read(group.slab_bytes)
+                self.leases.note_read(group.slab_bytes)
 
     # -- devices
 
@@ -762,6 +791,8 @@ class ManagedComponent:
         ``progress`` is called with the bytes of each block that was queued; what it raises cancels the loading.
         """
         queued = 0
+        self.look = None
+        self.rest_from_now()
         self.settle_books()
         try:
             for share, part in zip(self.shares, plan.shares, strict=True):
@@ -777,18 +808,24 @@ class ManagedComponent:
         self.plan, self.forwards.is_loaded, self.forwards.is_timed = plan, True, plan.streams
         return queued
 
+    def rest_from_now(self) -> None:
+        """Load before the next pass, however the module is called."""
+        self.forwards.is_loaded = False
+        if self.hooks.target is self.forwards:
+            self.hooks.add_to(self.forwards)
+
     def shrink(self, device: str, num_bytes: int) -> int:
         """Give back at least so many bytes of one device if they are there; returns them."""
         self.put_back()
+        self.rest_from_now()
         freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
-        self.forwards.is_loaded = False
         return freed
 
     def unload(self) -> int:
         """Leave every device; returns the bytes freed."""
         self.put_back()
         self.move_added_to_host()
-        self.forwards.is_loaded = False
+        self.rest_from_now()
         return sum(share.unload() for share in self.shares)
 
 

@@ -58,6 +58,7 @@ class MoveGuard:
         self.groups = [group for group, _ in groups]
         self.witnesses = [Witness(group) for group in self.groups]
         self.swaps = Swaps(groups)
+        self.opened = [group.opened for group in self.groups]
         self.undone: str | None = None
         """What was done to the weights and taken back, until it is told."""
         self.gone: str | None = None
@@ -70,12 +71,26 @@ class MoveGuard:
         """Whether the module has other weights than the groups, while those rest, gave it."""
         return not all(group.is_as_placed() for group in self.groups) or any(w.is_moved() for w in self.witnesses)
 
-    def put_back(self) -> None:
-        """Undo what was done to the weights, and keep what was given instead. Looks at every weight's address.
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is lent, was undone and not told, or waits to be taken over."""
+        has_news = self.undone is not None or self.gone is not None or bool(self.swaps.loans)
+        return not has_news and not any(self.opened)
 
-        The caller holds the manager's lock.
+    def plain_weights(self) -> set[int]:
+        """Return the ids of the plain parameters that the module holds."""
+        return {id(witness.group.slots[number].held) for witness in self.witnesses for number, _ in witness.plain}
+
+    def samples(self) -> set[int]:
+        """Return the ids of one plain parameter of each group."""
+        return {id(witness.group.slots[witness.plain[0][0]].held) for witness in self.witnesses if witness.plain}
+
+    def put_back(self) -> bool:
+        """Undo what was done to the weights, and keep what was given instead; returns whether there was anything.
+
+        Looks at every weight's address. The caller holds the manager's lock.
         """
-        is_laid_out_anew = False
+        is_laid_out_anew = was_settled = False
         for group, index, held in self.swaps.take_back():
             self.wait()
             layout = group.layout
@@ -83,20 +98,24 @@ class MoveGuard:
             is_laid_out_anew = is_laid_out_anew or group.layout is not layout
         for group in self.groups:
             if group.opened:
+                was_settled = True
                 self.wait()
                 dtype = group.settle()
                 if dtype is not None:
                     self.undone = f"its weights were changed to {dtype}"
         changed = [group for group in self.groups if not group.is_as_placed()]
+        has_changed = bool(changed) or was_settled or bool(self.swaps.loans)
         if changed:
             self.swaps.lend(changed)
             changed = [group for group in changed if self.take_over(group)]
         if changed or is_laid_out_anew or any(witness.is_moved() for witness in self.witnesses):
+            has_changed = True
             self.wait()
             for witness in self.witnesses:  # a block's buffers are in another group than its weights
                 undone = witness.put_back()
                 if undone is not None:
                     self.undone = undone
+        return has_changed
 
     def take_over(self, group: WeightGroup) -> bool:
         """Make what was assigned for good the new version of its weight, or undo it; returns whether there was any."""

@@ -243,7 +243,8 @@ class Packing:
             taken["pinned"] += slabs.locked_bytes
             self.packed_versions[id(group)] = group.version
         group.charge_host = self.charge_host
-        bundle.added, self.added_bytes[group] = group, taken
+        bundle.add(group)
+        self.added_bytes[group] = taken
         for tier, num_bytes in taken.items():
             self.host_bytes[tier] += num_bytes
             self.charge(tier, num_bytes)
@@ -256,7 +257,7 @@ class Packing:
         if group.copy is not None:
             share.drop_group(group)
         group.unpack()
-        bundle.added = None
+        bundle.add(None)
         bundle.forget_views()
         for tier, num_bytes in self.added_bytes.pop(group, Counter()).items():
             self.host_bytes[tier] -= num_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,8 @@ class ParameterSlot:
     """One weight and every place in the module tree that holds it (tied weights have several)."""
 
     spec: TensorSpec
-    owners: list[tuple[nn.Module, str]]
+    owners: tuple[tuple[nn.Module, str], ...]
+    """Changed by `set_owners`."""
     is_buffer: bool
     form: StorageForm = AS_STORED
     """How it rests."""
@@ -52,6 +53,14 @@ class ParameterSlot:
     An LSTM has its weights in a list, and compares them with weak references to those of its last call: where these
     differ it makes the list anew, and packs the weights into device memory of its own.
     """
+
+    places: list[Any] = field(default_factory=list)
+    """What its group has worked out from the owners of its slots; cleared when these change."""
+
+    def set_owners(self, owners: Iterable[tuple[nn.Module, str]]) -> None:
+        """Have other places in the module tree from now on."""
+        self.owners = tuple(owners)
+        self.places.clear()
 
     @property
     def held(self) -> torch.Tensor:
@@ -104,7 +113,7 @@ def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Para
     for spec in specs:
         tensor, is_buffer = tensors[spec.name]
         places = [name.rpartition(".") for name in by_identity[id(tensor)]]
-        owners = [(parts[path], attribute) for path, _, attribute in places]
+        owners = tuple((parts[path], attribute) for path, _, attribute in places)
         slots[spec.name] = ParameterSlot(
             spec,
             owners,

@@ -72,8 +72,9 @@ class Streamer:
         self.position = self.find_after(block)
         self.versions[block] = self.groups[block].version  # it may have been written to since
         staging_slot = self.find(block, self.pass_number)
-        is_there = self.fill(staging_slot)
-        assert is_there, "a block computes: blocks cannot nest"
+        if not self.is_there(staging_slot):
+            is_there = self.fill(staging_slot)
+            assert is_there, "a block computes: blocks cannot nest"
         return staging_slot
 
     def give_back(self, staging_slot: StagingSlot) -> None:
@@ -90,7 +91,10 @@ class Streamer:
         nearer: set[StagingSlot] = set()
         for block, pass_number in self.upcoming():
             staging_slot = self.find(block, pass_number)
-            blocks_host = self.groups[block].blocks_host and not self.is_there(staging_slot)
+            if self.is_there(staging_slot):
+                nearer.add(staging_slot)
+                continue
+            blocks_host = self.groups[block].blocks_host
             if blocks_host and block != next_to_run:
                 return
             if blocks_host and self.latest is not None:  # not to wait for the end of what computes

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..transfer.copy_stream import CopyStream
 from .parameter_slots import ParameterSlot
 
 __all__ = ["DeviceCopy", "Known", "content_tag"]
@@ -24,7 +23,6 @@ class DeviceCopy:
 
     Args:
         views: what the module holds for each entry.
-        ready: recorded behind the copy.
         buffers_begin: where the slab has no more weights, but plain buffers.
     """
 
@@ -33,7 +31,6 @@ class DeviceCopy:
         slab: torch.Tensor,
         slots: Sequence[ParameterSlot],
         views: Sequence[torch.Tensor],
-        ready: torch.Event,
         *,
         buffers_begin: int,
     ) -> None:
@@ -41,10 +38,7 @@ class DeviceCopy:
         # Views share the slab's counter: a write to any shows there. Those of buffers have counters of their own.
         self.views = [view.data if slot.is_plain_buffer else view for slot, view in zip(slots, views, strict=True)]
         self.buffers = [view for slot, view in zip(slots, self.views, strict=True) if slot.is_plain_buffer]
-        self.ready = ready
         self.buffers_begin = buffers_begin
-        self.awaited: set[int] = set()
-        """The streams that already wait for the copy."""
         self.loaded_version = slab._version
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds, for who looks whether it still does."""
@@ -84,13 +78,6 @@ class DeviceCopy:
     def has_written_buffers(self) -> bool:
         """Whether a forward wrote into a buffer since it was loaded."""
         return any(buffer._version for buffer in self.buffers)
-
-    def await_copy(self, copies: CopyStream) -> None:
-        """Make the compute stream wait until the weights are there, each stream once."""
-        stream = copies.compute_stream.stream_id
-        if stream not in self.awaited:
-            copies.await_on_compute(self.ready)
-            self.awaited.add(stream)
 
 
 @torch.no_grad()

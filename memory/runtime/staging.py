@@ -91,9 +91,12 @@ class StagingArea:
         """Return where a block is; if it is nowhere, where it comes to be in this round."""
         staging_slots = self.staging_slots[block]
         preferred = staging_slots[round_number % len(staging_slots)]
-        return next(
-            (staging_slot for staging_slot in (preferred, *staging_slots) if staging_slot.holds(version)), preferred
-        )
+        if preferred.holds(version):
+            return preferred
+        for staging_slot in staging_slots:
+            if staging_slot.holds(version):
+                return staging_slot
+        return preferred
 
     def fill(self, staging_slot: StagingSlot, store: Master, version: int, keep: Collection[StagingSlot] = ()) -> bool:
         """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
@@ -143,8 +146,7 @@ class StagingArea:
     def use(self, staging_slot: StagingSlot) -> None:
         """A block is about to compute from here: the compute stream waits for its bytes."""
         staging_slot.in_use = True
-        staging_slot.stream = self.copies.compute_stream
-        self.copies.await_on_compute(staging_slot.ready)
+        staging_slot.stream = self.copies.await_on_compute(staging_slot.ready)
 
     def give_back(self, staging_slot: StagingSlot) -> None:
         """A block has computed from here: once the compute stream gets there, its bytes may be overwritten."""

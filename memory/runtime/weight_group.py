@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from .parameter_slots import (
     as_held,
     become,
     fill_slots,
+    put_in_list,
     read_weights,
     repoint,
     store_weight,
@@ -40,6 +41,8 @@ from .watched_data import Asked, device_of, plainly, unwatch, watch
 from .weight_store import FileStore, HostStore
 
 __all__ = ["BlockState", "WeightGroup"]
+
+VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 
 Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
@@ -113,12 +116,15 @@ class WeightGroup:
         """What the module held for weights that came without memory."""
         self.state = BlockState.HOST
         self.placed: Sequence[torch.Tensor] = []
-        """What the module was given last, which it holds at the places of the entries."""
+        """What the module was given last, which it holds at the places of the slots."""
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
-        """Those places, as the dicts of modules, with the number of the entry; empty until first used."""
-        self.always_put = {index for index, slot in enumerate(self.slots) if slot.lists or slot.is_buffer}
-        """What is given to the module every time: whether lists hold it is not known, and `verify` gives back to the
-        group what the module had made its own."""
+        """Those places, as the dicts of modules, with the number of the slot; empty until first used."""
+        for slot in self.slots:
+            slot.places = self.places
+        self.has_buffers = any(slot.is_buffer for slot in self.slots)
+        self.has_lists = any(slot.lists for slot in self.slots)
+        self.counted: tuple[list[torch.Tensor], int, list[torch.Tensor]] = [], 0, []
+        """The tensors at rest and how many there were, and those of them that count the writes to them."""
         self.known: tuple[object, Known] = None, ([], [])
         """Of what the module holds while that is the weight stores, for who looks where they lie."""
         self.view_cache: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -197,9 +203,17 @@ class WeightGroup:
         assert self.store is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
         with plainly():
-            own = sum(weight._version for weight in self.resting if not weight.is_inference())
-        others = sum(alias._version for alias in self.aliases) if self.aliases else 0
+            own: int = sum(map(VERSION, self.find_counted()))
+            others: int = sum(map(VERSION, self.aliases)) if self.aliases else 0
         return self.store.version + own + others + self.past_writes
+
+    def find_counted(self) -> list[torch.Tensor]:
+        """Return the weights at rest that have a counter; needs `plainly`."""
+        resting, number, counted = self.counted
+        if resting is not self.resting or number != len(resting):
+            counted = [weight for weight in self.resting if not weight.is_inference()]
+            self.counted = self.resting, len(self.resting), counted
+        return counted
 
     def renew(self, resting: Sequence[torch.Tensor]) -> None:
         """Take other objects as the weight stores, for the same memory; counts as a write, so that no version comes
@@ -370,14 +384,12 @@ class WeightGroup:
         """Leave places of the module alone meanwhile that hold nothing."""
         before = [(slot, slot.owners) for slot in self.slots]
         for slot, owners in before:
-            slot.owners = [(part, name) for part, name in owners if slot.tensors_of(part).get(name) is not None]
-        self.places = []
+            slot.set_owners((part, name) for part, name in owners if slot.tensors_of(part).get(name) is not None)
         try:
             yield
         finally:
             for slot, owners in before:
-                slot.owners = owners
-            self.places = []
+                slot.set_owners(owners)
 
     def rest_in(self, slab: HostSlab) -> None:
         """Make a slab of host memory the weight store in place of the file."""
@@ -491,6 +503,7 @@ class WeightGroup:
                     repoint(slot, own, lasting=True)
         store = None
         self.resting, self.placed, self.known, self.opened = [], [], (None, ([], [])), []
+        self.counted = [], 0, []
         self.forget_views()
         self.move_kept_to_host(source)
         self.forget_resting()
@@ -553,7 +566,7 @@ class WeightGroup:
     def forget_resting(self) -> None:
         self.resting, self.store, self.placed, self.originals = [], None, [], {}
         self.forget_views()
-        self.known, self.places, self.opened, self.aliases = (None, ([], [])), [], [], []
+        self.known, self.opened, self.aliases, self.counted = (None, ([], [])), [], [], ([], 0, [])
 
     # -- the copy on a device
 
@@ -565,11 +578,10 @@ class WeightGroup:
         """
         assert self.store is not None and self.copy is None
         self.rest()  # a buffer that was replaced meanwhile goes to the weight store, before that is copied
-        slab, ready = copies.allocate(self.slab_bytes), copies.event()
+        slab = copies.allocate(self.slab_bytes)
         try:
             self.store.copy_to(slab, 0, copies)
-            copies.mark_ready(ready)
-            self.copy = DeviceCopy(slab, self.slots, self.resting_views(slab), ready, buffers_begin=self.buffers_begin)
+            self.copy = DeviceCopy(slab, self.slots, self.resting_views(slab), buffers_begin=self.buffers_begin)
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
@@ -720,41 +732,45 @@ class WeightGroup:
         return [self.show(slot, own) if self.shows(slot) else as_held(iter(own), slot) for slot, own in views]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
-        """Give the module these tensors; writes to the places that hold others."""
-        places = self.known_places()
-        for index in {index for held, name, index in places if held.get(name) is not tensors[index]} | self.always_put:
-            slot, tensor = self.slots[index], tensors[index]
-            if slot.is_buffer and slot.owners and self.placed and slot.held is not self.placed[index]:
-                self.take_replaced(slot, tensor)
-            slot.hold(tensor)
+        """Give the module a tensor for each slot; native dict entries, no attribute hooks."""
+        if self.has_buffers and self.placed:
+            for slot, placed, tensor in zip(self.slots, self.placed, tensors, strict=True):
+                if slot.is_buffer and slot.owners and slot.held is not placed:
+                    self.take_replaced(slot, tensor)
+        for table, name, index in self.places or self.find_places():
+            table[name] = tensors[index]
+        for slot, tensor in zip(self.slots, tensors, strict=True) if self.has_lists else ():
+            for place in slot.lists:
+                put_in_list(place, tensor)
         self.placed, self.state = tensors, state
 
-    def known_places(self) -> list[tuple[dict[str, torch.Tensor], str, int]]:
-        if not self.places:
-            self.places = [
-                (slot.tensors_of(module), name, index)
-                for index, slot in enumerate(self.slots)
-                for module, name in slot.owners
-            ]
+    def find_places(self) -> list[tuple[dict[str, torch.Tensor], str, int]]:
+        """Return the places of the slots in the dicts of their modules, with the number of the slot."""
+        self.places[:] = [
+            (slot.tensors_of(module), name, index)
+            for index, slot in enumerate(self.slots)
+            for module, name in slot.owners
+        ]
         return self.places
 
     def is_as_placed(self) -> bool:
         """Whether the module holds what it was given, everywhere: others may have put their own there."""
         placed = self.placed
-        for places, name, index in self.known_places() if placed else ():  # noqa: SIM110 - half the time of all()
-            if places.get(name) is not placed[index]:
-                return False
+        if placed:
+            for table, name, index in self.places or self.find_places():
+                if table.get(name) is not placed[index]:
+                    return False
         return True
 
     def own(self, index: int, owner: tuple[nn.Module, str]) -> None:
         """Give the weight to one more place of the module from now on."""
-        self.slots[index].owners.append(owner)
-        self.places = []
+        slot = self.slots[index]
+        slot.set_owners((*slot.owners, owner))
 
     def disown(self, index: int, owner: tuple[nn.Module, str]) -> None:
         """Leave a place of the module alone from now on."""
-        self.slots[index].owners.remove(owner)
-        self.places = []
+        slot = self.slots[index]
+        slot.set_owners(place for place in slot.owners if place != owner)
 
     def known_tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield all that the module holds, or may hold, at rest, by the index of its entry."""
@@ -770,7 +786,7 @@ class WeightGroup:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(replaced)
         else:
-            slot.owners, self.places = [], []
+            slot.set_owners(())
 
 
 class ReadOnUse:

@@ -108,6 +108,7 @@ class Swaps:
         """Whether anyone but us holds what the group gave the module for a weight."""
         slot = group.slots[index]
         own: list[Any] = [group.resting, group.placed, group.known[0], group.known[1][0], *group.view_cache.values()]
+        own.append(group.counted[-1])
         if group.copy is not None:
             own += [group.copy.views, group.copy.buffers, group.copy.known[0], group.copy.known[1][0]]
         lists = {id(tensors): tensors for tensors in own if tensors is not None}.values()  # some are the same

@@ -29,6 +29,7 @@ class CopyStream:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.index = device.torch_device.index
         self.stream = torch.Stream(device=device.torch_device)
         self.home = self.compute_stream
         self.last_compute = self.home
@@ -36,7 +37,7 @@ class CopyStream:
 
     @property
     def compute_stream(self) -> torch.Stream:
-        return torch.accelerator.current_stream(self.device.torch_device)
+        return torch.accelerator.current_stream(self.index)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Allocate a slab on the device, in the home stream's order (rule 1). Raises `torch.OutOfMemoryError`."""
@@ -65,8 +66,13 @@ class CopyStream:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of host memory to the device. Blocks the host if it is not pinned."""
-        with self.stream, torch.no_grad(), self.speeds.timed(source, self.stream):
-            target.copy_(source, non_blocking=True)
+        # Bytes have no gradients: no_grad would only cost its microseconds.
+        if self.speeds.wants(source):
+            with self.stream, self.speeds.timed(source, self.stream):
+                target.copy_(source, non_blocking=True)
+        else:
+            with self.stream:
+                target.copy_(source, non_blocking=True)
 
     def mark_ready(self, ready: torch.Event) -> None:
         """Note on the copy stream that what was queued so far is there."""
@@ -76,9 +82,11 @@ class CopyStream:
         """Note on the stream that computed with it that what was used so far is no longer needed."""
         free.record(stream)
 
-    def await_on_compute(self, ready: torch.Event) -> None:
-        """Make the compute stream wait for a copy (rule 2); the host goes on."""
-        self.compute_stream.wait_event(ready)
+    def await_on_compute(self, ready: torch.Event) -> torch.Stream:
+        """Make the compute stream wait for a copy (rule 2), and return it; the host goes on."""
+        stream = self.compute_stream
+        stream.wait_event(ready)
+        return stream
 
     def finish(self) -> None:
         """Wait on the host until every queued copy is done: weight stores may be written to then. Not for a step."""

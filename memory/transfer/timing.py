@@ -60,10 +60,14 @@ class CopySpeeds:
         }
         """By whether the memory is page-locked; the stretches are numbered for each number of bytes."""
 
+    def wants(self, source: torch.Tensor) -> bool:
+        """Whether the time of a copy could tell something that is not known."""
+        return bool(self.watches) and source.nbytes >= TELLING_BYTES
+
     @contextmanager
     def timed(self, source: torch.Tensor, stream: torch.Stream) -> Iterator[None]:
         """Time the copy in the body, if it tells something that is not known."""
-        watch = self.watches.get(source.is_pinned()) if self.watches and source.nbytes >= TELLING_BYTES else None
+        watch = self.watches.get(source.is_pinned())
         keys = [(source.nbytes, number) for number in range(NUM_TIMED)]
         key = next((key for key in keys if watch is not None and key not in watch.stretches), None)
         if watch is None or key is None:

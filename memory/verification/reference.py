@@ -69,7 +69,6 @@ class Reference:
         """The exception that the caller of the outermost call was handling; it was not raised in the call."""
         self.lenders: list[Reference] = []
         """References of the components that own weights of the module: loaded while it computes."""
-        self.gate = Gate()
         self.hold = Hold(self.module)
         self.plan: ComponentPlan | None = None
         """What was on the devices before."""
@@ -98,10 +97,10 @@ class Reference:
     def begin(self) -> None:
         self.plan = self.managed.plan if self.managed.is_loaded else None
         with self.manager.exclusive():
-            self.member.leases.add(self)
+            self.manager.leases.hold(self.member, self)
             self.managed.unload()
             self.managed.finish_copies()
-        self.managed.hooks.detour(self.gate)
+        self.managed.hooks.detour()
         self.left_out = find_engine_hooks(self.module)
         for hooks, before in self.left_out:
             for number in [number for number, hook in before.items() if is_engines(hook)]:
@@ -119,15 +118,14 @@ class Reference:
                 hooks[number] = hooks.pop(number)
         self.left_out = []
         self.leave()
-        self.managed.hooks.end_detour(self.gate)
-        self.gate.open()
+        self.managed.hooks.end_detour()
         with self.manager.exclusive():
             if self.plan is not None and not self.managed.is_loaded:
                 # Where others have the memory by now the next forward plans anew.
                 with suppress(torch.OutOfMemoryError):
                     self.managed.load(self.plan)
                     self.managed.finish_copies()
-            self.member.leases.discard(self)
+            self.manager.leases.discard(self.member, self)
         self.plan = None
         self.managed.passes.close(self.hold)
 
@@ -247,57 +245,8 @@ class Reference:
         self.hops.forget()
 
 
-class Gate:
-    """What a module's hooks call meanwhile: nothing for this thread; others wait until it opens."""
-
-    entries: frozenset[nn.Module] = frozenset()
-    inner: frozenset[nn.Module] = frozenset()
-
-    def __init__(self) -> None:
-        self.thread_id = threading.get_ident()
-        self.is_open = threading.Event()
-        self.blocks: dict[nn.Module, int] = {}
-        self.parts: dict[nn.Module, int] = {}
-
-    def open(self) -> None:
-        self.is_open.set()
-
-    def enter(self, module: nn.Module, inputs: Any) -> bool:
-        if threading.get_ident() == self.thread_id:
-            return True
-        self.is_open.wait()
-        return False
-
-    def is_entered(self) -> bool:
-        return False
-
-    def is_outermost(self, module: nn.Module) -> bool:
-        return False
-
-    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None
-
-    def after_entry(self, module: nn.Module, output: Any) -> Any:
-        return None
-
-    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None
-
-    def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
-        return None
-
-    def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None
-
-    def after_part(self, number: int, module: nn.Module, output: Any) -> Any:
-        return None
-
-    def dismiss(self) -> None:
-        self.open()
-
-
 def find_engine_hooks(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return the parts' tables of hooks in which the engine has some beside its `Hooks`, and what is in them."""
+    """Return the parts' tables of hooks in which the engine has some beside its `ForwardHooks`, and what is in them."""
     tables = [hooks for part in module.modules() for hooks in (part._forward_pre_hooks, part._forward_hooks)]
     return [(hooks, dict(hooks)) for hooks in tables if any(map(is_engines, hooks.values()))]
 

@@ -89,7 +89,7 @@ class Snapshot:
         self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buffers: list[tuple[nn.Module, dict[str, list[torch.Tensor] | None]]] = []
-        self.owners = [(entry, list(entry.owners), entry.held) for entry in entries if entry.is_buffer]
+        self.owners = [(entry, entry.owners, entry.held) for entry in entries if entry.is_buffer]
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         """The tables of forward hooks of each module: some libraries hook their modules in the first forward."""
         waiting: list[Any] = []
@@ -151,7 +151,7 @@ class Snapshot:
                 write(tensor, content)
         for entry, owners, held in self.owners:
             if entry.owners != owners:  # the group gave the buffer up: the forward made it another shape
-                entry.owners = owners
+                entry.set_owners(owners)
                 entry.hold(held)
         for module, saved_buffers in self.buffers:
             for name in [name for name in module._buffers if name not in saved_buffers]:

@@ -157,7 +157,7 @@ def test_loadings_are_told_and_cancelled_after_the_block(runner: WorkflowRunner)
 
     def load_four_blocks() -> NodeOutput:
         for block in (1, 2, 3, 4):
-            for watcher in list(runner.manager.watchers):
+            for watcher in list(runner.manager.leases.watchers):
                 watcher("unet", block, 4)
             done.append(block)
         return NodeOutput(2)
@@ -171,9 +171,9 @@ def test_loadings_are_told_and_cancelled_after_the_block(runner: WorkflowRunner)
     with pytest.raises(InterruptedRun):
         runner.run(chain(), name="chain", listener=listen)
     assert [event for event in events if event[0] == "loading"] == [("loading", "2", "unet", n, 4) for n in (1, 2)]
-    assert done == [1] and runner.manager.watchers == []
+    assert done == [1] and runner.manager.leases.watchers == []
     assert runner.run(chain(), name="chain").executed == ("2", "3")
-    assert done == [1, 1, 2, 3, 4] and runner.manager.watchers == []
+    assert done == [1, 1, 2, 3, 4] and runner.manager.leases.watchers == []
 
 
 def test_an_interrupt_between_runs_stops_nothing(runner: WorkflowRunner) -> None:
@@ -234,7 +234,7 @@ def test_only_comfyui_needs_a_pipelines_node_to_show_its_loadings(
     num_bytes = (8 * 8 + 8) * 4
     assert ("loading", "2", "model", num_bytes, num_bytes) in told
     assert (("progress", "2", num_bytes, num_bytes) in told) == in_comfyui
-    assert runner.manager.watchers == []
+    assert runner.manager.leases.watchers == []
 
 
 def test_in_comfyui_the_cancel_button_ends_a_loading_at_every_step(
@@ -262,10 +262,10 @@ def test_in_comfyui_the_cancel_button_ends_a_loading_at_every_step(
     shown: list[Any] = []
     with executing_node(lambda *progress: shown.append(progress)), pytest.raises(Cancelled), showing_loadings():
         for done in range(1, 5):
-            for watcher in list(runner.manager.watchers):
+            for watcher in list(runner.manager.leases.watchers):
                 watcher("unet", done, 4)
     assert shown == [(1, 4)] and asked == [1, 2, 3]
-    assert runner.manager.watchers == []
+    assert runner.manager.leases.watchers == []
 
 
 @pytest.mark.parametrize("interrupts", [False, True])

@@ -105,8 +105,8 @@ def test_the_report_is_built_while_others_go_on(toys, machine, monkeypatch) -> N
 
     def look(plan: ComponentPlan) -> dict:
         def try_lock() -> None:
-            free.append(manager.lock.acquire(timeout=10))
-            manager.lock.release()
+            free.append(manager.lock.rlock.acquire(timeout=10))
+            manager.lock.rlock.release()
 
         other = threading.Thread(target=try_lock)
         other.start()

@@ -266,7 +266,7 @@ def test_what_was_released_meanwhile_is_gone_before_anyone_else_comes_in(toys, m
         holding, let_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with manager.lock:
+            with manager.lock.rlock:
                 holding.set()
                 let_go.wait(600)
 

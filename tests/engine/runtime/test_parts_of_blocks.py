@@ -123,13 +123,40 @@ def test_hooks_inside_blocks_go_once_nobody_needs_them(toys, machine) -> None:
         return sum(bool(module._forward_pre_hooks) for module in root.modules())
 
     with machine(8) as manager, torch.no_grad():
-        manage({"net": net, "modulated": modulated}, manager=manager)
+        manage(net, "0.45MiB", manager=manager)
+        manage(modulated, "0.12MiB", manager=manager)
         before = num_hooked(net), num_hooked(modulated)
         net.skip = frozenset([2])
         net(torch.randn(2, 3, 64))
         modulated(torch.randn(3, 64))
         assert num_hooked(net) == before[0] - 7 * 3  # all blocks but the one that was left out
         assert num_hooked(modulated) == before[1]
+
+
+def test_blocks_have_hooks_only_while_something_is_done_at_them(toys, machine) -> None:
+    """All stays on one device: after a first pass hooks are left where other code enters, until the blocks leave."""
+    net, x = toys.build_net().requires_grad_(False), torch.randn(2, 3, 64)
+
+    def hooked() -> set[str]:
+        return {name for name, module in net.named_modules() if module._forward_pre_hooks}
+
+    with machine(8) as manager, torch.no_grad():
+        managed = manage(net, placement="gpu:0", manager=manager)
+        (member,) = managed.members
+        everywhere, want = hooked(), net(x).cpu()
+        entries = hooked()
+        blocks = {block.name for block in member.managed.component.blocks}
+        assert blocks <= everywhere and not blocks & entries and "" in entries
+        for evict in (lambda: member.managed.unload(), lambda: member.managed.shrink("gpu:0", 1)):
+            assert torch.equal(net(x).cpu(), want)
+            assert hooked() == entries
+            evict()
+            assert blocks <= hooked()
+        block = net.get_submodule(next(iter(sorted(blocks))))
+        given = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
+        alone = block(*given).cpu()  # loads it, as before
+        net(x)
+        assert torch.equal(block(*(tensor.to("sim:0") for tensor in given)).cpu(), alone)
 
 
 @pytest.mark.parametrize("profile", ["0.12MiB", "auto"])

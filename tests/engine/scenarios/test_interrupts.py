@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_model
 
-from highwater.memory import MemoryManager, manage
+from highwater.memory import manage
+from highwater.memory.manager.leases import Leases
 from highwater.memory.manager.registry import Registry
 from highwater.memory.planner.staging_layout import Occupancy
 from highwater.memory.runtime.device_hops import DeviceHops
@@ -32,8 +33,8 @@ CASES = {
     "split": ("gpu:0=unlimited,gpu:1=0.3MiB", "gpu:0&gpu:1@0.5"),
 }
 STEPS = [
-    (MemoryManager, "acquire"),
-    (MemoryManager, "enter"),
+    (Leases, "acquire_locked"),
+    (Leases, "enter"),
     (DeviceShare, "take_times"),
     (Forwards, "finish_pass"),
     (Passes, "begin"),
@@ -224,7 +225,7 @@ def test_who_was_interrupted_while_leaving_can_leave_again(
         want = net(x).cpu()
         left[0] = 1
         with pytest.raises(KeyboardInterrupt):
-            managed.release() if action == "release" else managed.reprofile("auto", placement="gpu:0")
+            managed.release() if action == "release" else managed.reprofile("auto", placement="gpu:0:host")
         left[0] = 0
         if action == "reprofile":
             assert torch.equal(net(x).cpu(), want)

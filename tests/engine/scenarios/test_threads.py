@@ -182,7 +182,7 @@ def test_a_watch_may_be_ended_twice(toys, machine) -> None:
         compute(manager.members["model"].managed.module)
         assert seen
         other()
-        assert not manager.watchers
+        assert not manager.leases.watchers
 
 
 def test_waiting_for_a_pass_keeps_nothing_of_it_alive(machine) -> None:

@@ -1,0 +1,322 @@
+"""Who computes: leases on components, and loading what they compute with.
+
+[Note: steady forwards] Most forwards find everything as the one before left it. So a pass first asks in one look
+whether anything was done to its module (`ManagedComponent.is_unchanged`) and whether anything else has changed what
+there is to share (`Admission.epoch`, the sizes that are settled). Only if so it looks closer, plans and loads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
+
+import torch
+
+from ..errors import UnsafeState
+from ..runtime.deferring_lock import DeferringLock
+from ..runtime.forward_pass import Guest, Pass
+from ..runtime.input_size import Size
+from ..runtime.managed_component import ManagedComponent
+from .admission import Admission, computable
+from .calibration import learn_failed_load, learn_needs, learn_times
+from .member import Member
+from .needs import Needs
+from .needs_file import NeedsFile
+
+__all__ = ["Leases", "MemberLeases", "write_needs"]
+
+
+class Leases:
+    """Gives leases, each for a pass or for another use, and takes them back.
+
+    Args:
+        needs_file: where what forwards need is remembered; None: only here.
+    """
+
+    def __init__(self, lock: DeferringLock, admission: Admission, needs_file: NeedsFile | None) -> None:
+        self.lock = lock
+        self.admission = admission
+        self.members = admission.members
+        self.event_log = admission.event_log
+        self.ledger = admission.ledger
+        self.needs_file = needs_file
+        self.uses = itertools.count(1)
+        self.leased: dict[str, Member] = {}
+        """The members with leases."""
+        self.watchers: list[Callable[[str, int, int], None]] = []
+        """Called with component, bytes done and bytes in all while one is packed or loaded."""
+
+    def acquire(self, member: Member, holder: object) -> None:
+        """Admit a component and hold a lease on it; loads what its plan wants and evicts for that.
+
+        Where a pass is under way that is not the holder, it stays as it is: blocks do not move under what computes. So
+        does a hosted component, whose host loads it.
+
+        Args:
+            holder: for what; gives the lease back.
+
+        Raises:
+            DoesNotFit, InvalidInput: no plan fits the device, or the budget; what was on devices stays there.
+            torch.OutOfMemoryError, or whatever ends the loading: nothing of the component is on a device.
+            UnsafeState: the dtype of the weights was changed; that is undone.
+            In each case no lease is held.
+        """
+        with self.lock.exclusive():
+            self.acquire_locked(member, holder)
+
+    def acquire_locked(self, member: Member, holder: object) -> None:
+        """The same, for callers that hold the lock."""
+        try:
+            if self.leased.keys() - {member.id}:
+                self.recover_abandoned(member)
+            self.hold(member, holder)
+            self.touch(member)
+            is_at_rest = self.is_at_rest(member, holder)
+            if is_at_rest:
+                self.load_for(member, holder.size if is_own_pass(holder) else None)
+            allocated = self.event_log.begin_interval(holder, member.managed.device_names)
+            if is_at_rest:
+                member.allocated_at_entry = allocated
+            self.event_log.used_by_node(member.id)
+        except BaseException:
+            self.discard(member, holder)
+            raise
+
+    def touch(self, member: Member) -> None:
+        """Note that a component is used now."""
+        member.last_use, member.last_use_s = next(self.uses), self.event_log.now_s
+
+    def hold(self, member: Member, holder: object) -> None:
+        """Keep a component from being evicted or replaced, as it is."""
+        member.leases.add(holder)
+        self.leased[member.id] = member
+
+    def discard(self, member: Member, holder: object) -> None:
+        """End a lease; learns nothing. Idempotent."""
+        member.leases.discard(holder)
+        if not member.leases:
+            self.leased.pop(member.id, None)
+
+    def is_at_rest(self, member: Member, holder: object) -> bool:
+        """Whether no pass of a component is under way but the holder; ends one that an interrupt left open."""
+        passes = member.managed.passes
+        if passes.open is None or passes.open is holder:
+            return True
+        passes.recover_abandoned()
+        return passes.open is None
+
+    def load_for(self, member: Member, size: Size | None) -> None:
+        """Load what a component at rest will compute with, and keep free what it needs. Raises as `acquire`.
+
+        Args:
+            size: that of its input, where it is known.
+        """
+        managed, admission = member.managed, self.admission
+        if member.look is not None:
+            member.look()
+        if not managed.is_steady():
+            self.look_closely(member)
+        is_settled = size is None or size in member.settled or admission.leaves_enough(member, size)
+        if member.is_hosted:
+            if size is not None and not is_settled:
+                admission.give_headroom(member, size)
+        elif not managed.is_loaded or member.planned_in_epoch != admission.epoch or not is_settled:
+            self.admit(member, size=size)
+        else:
+            admission.clear_left_free(member)
+        if size is not None:
+            member.settled.add(size)
+        managed.begin_loans()
+
+    def look_closely(self, member: Member) -> None:
+        """Take over what was done to a component's module, or refuse it with `UnsafeState`."""
+        member.managed.refuse_rivals()
+        for lender in member.lenders:  # first: layers that were added to shared parts belong to them
+            if self.members.get(lender.id) is lender and not lender.leases and lender.managed.take_changes():
+                self.admission.epoch += 1
+        if member.managed.take_changes():
+            self.admission.epoch += 1
+        member.managed.tell_undone()
+
+    def enter(self, member: Member, asking: MemberLeases, current: Pass) -> bool:
+        """Acquire a component for a pass; False if another managed component has its module now, or none."""
+        with self.lock.exclusive():
+            if self.members.get(member.id) is not member or member.managed.leases is not asking:
+                return False
+            self.acquire_locked(member, current)
+            if member.lenders:
+                self.acquire_lenders(member, member.managed)
+            return True
+
+    def acquire_lenders(self, member: Member, managed: ManagedComponent) -> None:
+        """Load the components that a pass of this one borrows from, after this one was loaded. Raises as `acquire`."""
+        for lender in member.lenders:
+            if self.members.get(lender.id) is not lender:
+                raise UnsafeState(f"{member.id} has weights of {lender.id}, which was released: release it, too")
+            forwards = lender.managed.forwards
+            for guest in (guest for host, guest in managed.forwards.guests if host is forwards):
+                self.acquire_locked(lender, guest)
+                member.allocated_at_entry |= lender.allocated_at_entry  # the lender takes some of what was free
+            if not lender.leases:
+                raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
+
+    def recover_abandoned(self, newcomer: Member | None) -> None:
+        """End passes that interrupts left open: their leases would keep memory that is no longer used."""
+        for member in list(self.leased.values()):
+            if member is not newcomer:
+                member.managed.passes.recover_abandoned()
+
+    def give_back(self, member: Member, holder: object) -> None:
+        """Return the lease and learn what the forward needed beside the weights. Idempotent."""
+        with self.lock.exclusive():
+            if holder in member.leases:
+                self.learn_and_discard(member, holder)
+        # In a run at its end; but a process whose forward failed may end here.
+        if self.admission.needs.changed:
+            failed = isinstance(holder, Pass) and holder.error is not None
+            if failed or not self.event_log.is_running:
+                self.remember()
+
+    def learn_and_discard(self, member: Member, holder: object) -> None:
+        self.discard(member, holder)
+        member.managed.end_loans()
+        needed = self.event_log.end_interval(holder)
+        if isinstance(holder, Guest):  # another component needed that memory
+            needed = {}
+        for device, num_bytes in needed.items():
+            member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
+            self.event_log.needed_by_node(device, num_bytes)
+        if is_own_pass(holder):
+            learn_needs(member, self.admission, holder, needed)
+        if not member.leases:
+            learn_times(member, self.admission)
+
+    @contextmanager
+    def lease(self, member: Member) -> Iterator[None]:
+        """Hold a component for a while, such as a whole sampling run, and loaded as `acquire` does it."""
+        holder = object()
+        try:
+            self.acquire(member, holder)
+            yield
+        finally:
+            member.managed.passes.recover_abandoned()
+            self.give_back(member, holder)
+
+    def load_now(self, member: Member) -> None:
+        """Load a component for a method that uses its weights, unless this thread has a pass open; keeps no lease.
+
+        Raises as `acquire`; does nothing where it was released.
+        """
+        if self.members.get(member.id) is member and not member.managed.forwards.is_entered():
+            with self.lease(member):
+                pass
+
+    def admit(self, member: Member, ceilings: Mapping[str, int] | None = None, *, size: Size | None = None) -> None:
+        """Plan with what there is now, clear room, load ([Note: admission]).
+
+        Args:
+            ceilings: the most that the component should take of a device, where a host says so; it takes more only
+                if it could not compute otherwise.
+            size: that of the input that it comes for, where it is known.
+        """
+        managed, admission = member.managed, self.admission
+        plan = admission.replan(member, computable(member, ceilings or {}), size=size)
+        member.settled.clear()
+        for share in plan.shares:
+            if share.device != "cpu":
+                device = admission.devices[share.device]
+                admission.keep_budget(device, share.device_bytes, member)
+                need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
+                admission.make_room(device, need_bytes, member, keeps_bytes=share.keeps_bytes)
+                member.foreign_at_plan[share.device] = admission.foreign_bytes(device)
+        try:
+            to_load = sum(share.to_load(part) for share, part in zip(managed.shares, plan.shares, strict=True))
+            queued = managed.load(plan, self.show_progress(member, to_load))
+        except torch.OutOfMemoryError as error:
+            self.event_log.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
+            learn_failed_load(member, admission, plan, error)
+            raise
+        finally:
+            self.note_refusal(member)
+            self.event_log.sample()
+        member.planned_in_epoch = admission.epoch
+        if queued:
+            where = "&".join(share.device for share in plan.shares)
+            resident = sum(len(share.resident) for share in plan.shares)
+            reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}"
+            self.event_log.note("load", member.id, queued, where, reason)
+
+    def note_refusal(self, member: Member) -> None:
+        """Note, once, that the driver would not lock as much memory as was planned."""
+        if member.managed.packing.tell_refusal():
+            reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
+            self.event_log.note("plan", member.id, 0, "host", reason)
+
+    def note_read(self, owner: str, num_bytes: int) -> None:
+        """Note that a block which rested in its file takes RAM from now on."""
+        reason = "a block that rested in its file was read into RAM and stays there: other code uses its weights"
+        self.event_log.note("plan", owner, num_bytes, "host", reason)
+
+    def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
+        """Return what is called with the bytes of each step, and tells the watchers."""
+        done = 0
+
+        def show(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            for watcher in list(self.watchers):
+                watcher(member.id, done, total)
+
+        return show
+
+    def remember(self) -> None:
+        """Write down what was learned of the needs of forwards; where that is not possible now, the next time."""
+        if self.needs_file is not None and self.admission.needs.changed:
+            write_needs(self.admission.needs, self.needs_file)
+
+
+class MemberLeases:
+    """What one managed component asks of the manager, as `runtime.forward_pass.Leases`."""
+
+    def __init__(self, leases: Leases, member: Member) -> None:
+        self.leases = leases
+        self.member = member
+
+    @property
+    def lock(self) -> DeferringLock:
+        """The manager's."""
+        return self.leases.lock
+
+    def acquire(self, current: Pass) -> bool:
+        """Load the component for a pass, and hold it; False if another has its module now. Raises as `Leases`."""
+        return self.leases.enter(self.member, self, current)
+
+    def give_back(self, current: Pass) -> None:
+        """The pass is over. Idempotent."""
+        self.leases.give_back(self.member, current)
+
+    def lenders(self) -> Sequence[ManagedComponent]:
+        """Return the components that own some of its weights, in an order that is the same for all borrowers."""
+        member = self.member
+        if not member.lenders:
+            return ()
+        members = self.leases.members
+        return [other.managed for other in member.lenders if members.get(other.id) is other]
+
+    def note_read(self, num_bytes: int) -> None:
+        """A block of so many bytes was read into RAM for other code to use."""
+        self.leases.note_read(self.member.id, num_bytes)
+
+
+def is_own_pass(holder: object) -> TypeGuard[Pass]:
+    """Whether the holder of a lease is a pass of the component's own forward."""
+    return isinstance(holder, Pass) and not isinstance(holder, Guest)
+
+
+def write_needs(needs: Needs, file: NeedsFile) -> None:
+    """Write down what has changed; what cannot be written now stays to be written."""
+    changed = needs.take_changed()
+    if changed and not file.write(changed):
+        needs.changed |= {(key, size) for key, size, _ in changed}
