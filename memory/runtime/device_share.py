@@ -362,6 +362,10 @@ class DeviceShare:
         """A forward begins in which all blocks compute from their resident copies."""
         if self.copies is not None:
             self.copies.begin_pass()
+        for bundle in self.blocks.values() if self.host_replaces else ():
+            if not bundle.is_as_placed():
+                for group in bundle.groups:
+                    group.rest()
 
     @property
     def is_wholly_resident(self) -> bool:

@@ -24,7 +24,7 @@ from .device_hops import DeviceHops, Visit
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
-from .forward_pass import Leases, NoLeases, Pass, Passes
+from .forward_pass import CALL_OF_A_MODULE, Leases, NoLeases, Pass, Passes
 from .recomputing import in_backward
 from .shared_states import Stores, find_shared_states
 
@@ -327,6 +327,8 @@ class Forwards:
         if error is None or not self.is_loaded:
             return
         where, at = "before its first block", self.shares[0]
+        if self.quiet_thread:
+            where, self.last_block, self.failed_block = "outside of its blocks", None, self.find_failed(error)
         number = self.last_block if self.failed_block is None else self.failed_block
         if number is not None:
             where = f"{'after' if self.failed_block is None else 'in'} block {self.component.blocks[number].name}"
@@ -341,6 +343,15 @@ class Forwards:
         )
         if text is not None:
             error.args = (text,)
+
+    def find_failed(self, error: BaseException) -> int | None:
+        """Return the block in whose call an exception was raised, by its traceback; None outside of blocks."""
+        trace, number = error.__traceback__, None
+        while trace is not None:
+            if trace.tb_frame.f_code is CALL_OF_A_MODULE:
+                number = self.blocks.get(trace.tb_frame.f_locals["self"], number)
+            trace = trace.tb_next
+        return number
 
     # -- blocks
 

@@ -26,7 +26,7 @@ from ..errors import UnsafeState
 from .deferring_lock import DeferringLock
 from .input_size import input_size
 
-__all__ = ["Guest", "Leases", "NoLeases", "Pass", "Passes"]
+__all__ = ["CALL_OF_A_MODULE", "Guest", "Leases", "NoLeases", "Pass", "Passes"]
 
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # How often a waiting thread looks whether the pass that it waits for was abandoned.

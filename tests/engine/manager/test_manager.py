@@ -101,6 +101,30 @@ def test_a_leased_component_is_never_evicted(toys, machine) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("profile", ["auto", "0.45MiB"])
+def test_what_a_host_puts_in_place_of_a_blocks_weights_is_not_computed_with(toys, machine, profile: str) -> None:
+    """ComfyUI's quantized layers make other objects of their weights whenever they are moved."""
+    net, x = toys.build_net(), X.to("sim:0")
+    with machine(8) as manager:
+        (member,), _ = manager.add(
+            {"a": net},
+            placement=parse_placement("gpu:0", devices=["gpu:0"]),
+            profile=parse_profile(profile, devices=["gpu:0"]),
+            precision=parse_precision("as stored"),
+            name=None,
+            node_id=None,
+            is_hosted=True,
+        )
+        manager.load(member)
+        want = net(x).cpu()
+        block = net.get_submodule(member.managed.component.blocks[2].name)
+        for _ in range(3):
+            block.up.weight = torch.nn.Parameter(torch.zeros(block.up.weight.shape), requires_grad=False)
+            assert torch.equal(net(x).cpu(), want)
+        manager.release_all()
+
+
+@torch.no_grad()
 def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toys, machine) -> None:
     """The host asks for memory before it loads: the component that is to have it may be the one idle longest."""
     with machine(8) as manager:

@@ -131,3 +131,18 @@ def test_the_entry_tells_component_block_and_remedy(machine, way: str, device: s
             del raised  # its traceback has the tensors
             assert not managed.members[0].leases
     net(X)
+
+
+@pytest.mark.parametrize(("way", "device"), [("resident", "gpu:0"), ("streamed", "gpu:0"), ("split", "gpu:1")])
+@torch.no_grad()
+def test_so_it_does_after_passes_that_went_well(machine, way: str, device: str) -> None:
+    net = nn.Sequential(*(Layer() for _ in range(6))).requires_grad_(False)
+    with machine(4, 4) as manager, manage({"dit": net}, manager=manager, **WAYS[way]):
+        for _ in range(3):
+            net(X)
+        net[3].makes_on_cpu = True
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"met weights on {device} in block 3: "):
+                net(X)
+        net[3].makes_on_cpu = False
+        net(X)
