@@ -188,7 +188,7 @@ class ForwardHooks:
             result = target.after_entry(module, output)
         if target.done_parts:
             self.remove_from(target.take_done_parts())
-        if target.is_quiet and module is self.root():
+        if module is self.root() and target.is_quiet:
             self.keep_entries(target)
         return result
 

@@ -117,7 +117,8 @@ class StagingArea:
                 last_use = owner.last_use if owner else 0
                 free.append((last_use if last_use > self.last_awaited else 0, begin, end, owner))
         staging_slot.version = None  # until all is queued: reading a file may fail
-        for pieces in touching(sorted(free, key=lambda piece: piece[:2])):  # first what is free first
+        in_turn = touching(sorted(free, key=lambda piece: piece[:2])) if len(free) > 1 else [free] if free else ()
+        for pieces in in_turn:  # first what is free first
             for _, begin, end, owner in pieces:
                 self.claim(begin, end, owner, staging_slot)
             begin, end = pieces[0][1], pieces[-1][2]

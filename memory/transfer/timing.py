@@ -80,7 +80,7 @@ class CopySpeeds:
     def take(self) -> dict[bool, float]:
         """Return the bytes per second of the fastest copies, by whether the memory is page-locked; each once."""
         taken = {}
-        for is_pinned, watch in list(self.watches.items()):
+        for is_pinned, watch in [timed for timed in self.watches.items() if timed[1].stretches]:
             found = [num_bytes / seconds for (num_bytes, _), seconds in (watch.read() or {}).items() if seconds]
             if found:
                 taken[is_pinned] = max(found)
