@@ -25,7 +25,7 @@ from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
 from highwater.memory.units import MIB
 
-PACK = Path(highwater.__file__).parent
+PACK = Path(highwater.__file__).resolve().parent
 NUM_BLOCKS = 12
 NUM_WARM = 4
 
@@ -55,6 +55,12 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+def in_pack(file: str) -> str:
+    """Return the path of a file in the pack; empty for other files."""
+    path = Path(file).resolve() if file.startswith("/") else Path()
+    return path.relative_to(PACK).as_posix() if path.is_relative_to(PACK) else ""
+
+
 class Calls:
     """The calls of Python functions in a stretch of a program, in order."""
 
@@ -78,9 +84,7 @@ class Calls:
     @property
     def ours(self) -> list[str]:
         """The engine's and the nodes' files of the calls, relative to the pack, one for each call."""
-        paths = [Path(name) for name, _ in self.made if name.startswith("/")]
-        found = [path.resolve() for path in paths]
-        return [path.relative_to(PACK.resolve()).as_posix() for path in found if path.is_relative_to(PACK.resolve())]
+        return [file for name, _ in self.made if (file := in_pack(name)) and file.startswith(("memory/", "nodes/"))]
 
 
 # -- the three paths
@@ -141,11 +145,11 @@ def count_eviction() -> dict[str, Any]:
 
 def count_profile() -> dict[str, Any]:
     """Count how often a loader node's profile is read and planned with, and what lies between node and plan."""
-    from highwater.headless.commands.tiny import ensure_pipelines
     from highwater.headless.runner.runner import WorkflowRunner
     from highwater.headless.runner.workflow import load_workflow
     from highwater.memory.options import profile
     from highwater.memory.planner import plan
+    from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
     simdevice.configure([simdevice.SimDeviceSpec(total_bytes=64 * MIB)])
     parse, make = profile.parse_profile.__code__, plan.plan_components.__code__
@@ -161,9 +165,7 @@ def count_profile() -> dict[str, Any]:
         if frame.f_code is make:
             stack = []
             while frame is not None:
-                path = Path(frame.f_code.co_filename)
-                if path.is_relative_to(PACK):
-                    stack.append(path.relative_to(PACK).as_posix())
+                stack.append(in_pack(frame.f_code.co_filename))
                 frame = frame.f_back
             stacks.append(stack[::-1])
 
@@ -171,13 +173,13 @@ def count_profile() -> dict[str, Any]:
         models, out = Path(folder, "models"), Path(folder, "out")
         ensure_pipelines(models)
         runner = WorkflowRunner(MemoryManager(), models_directory=models, output_directory=out)
-        workflow = load_workflow(PACK / "headless" / "workflows" / "demo_sd.json")
         sys.setprofile(note)
         try:
+            workflow = load_workflow(PACK / "headless" / "workflows" / "demo_sd.json")
             runner.run(workflow, name="paths")
         finally:
             sys.setprofile(None)
-    path = [file for file, _ in groupby(stacks[0])]
+    path = [file for file, _ in groupby(filter(None, stacks[0]))]
     path = path[next(number for number, file in enumerate(path) if file.startswith("nodes/")) :]
     return {
         "path": "a loader node's profile on its way to the plan",

@@ -439,12 +439,12 @@ class ManagedComponent:
 
     def begin_loans(self) -> None:
         """A pass begins: what others lent to the module computes on the device of its block."""
-        if self.moves is not None:
+        if self.moves is not None and self.moves.swaps.loans:
             self.moves.swaps.begin()
 
     def end_loans(self) -> None:
         """The pass is over: the module holds the others' own tensors again."""
-        if self.moves is not None:
+        if self.moves is not None and self.moves.swaps.loans:
             self.moves.swaps.end()
 
     def put_back(self) -> None:
