@@ -54,14 +54,25 @@ Decoding: TypeAlias = tuple[type[EncodedForm], list[ParameterSlot], list[torch.T
 
 
 class BlockState(enum.Enum):
-    """What the module of a group holds, and what that costs."""
+    """What the module of a group holds, registered as its parameters and buffers, and what that costs.
 
+    Between forwards a group is in any of the first four; each forward leads from there to the last and back.
+    """
+
+    IN_PLACE = "in place"
+    """The module's own tensors, in the memory that they came in, from which the CPU computes; costs nothing more. So
+    it is before packing, after release, and for all that computes on the CPU as it is stored."""
     HOST = "host"
-    """The weight stores in host memory; no device bytes. A streamed block is here whenever it does not compute."""
+    """Views into a slab of host memory (`WeightGroup.resting`): costs the slab in RAM, page-locked or not, and no device
+    bytes. A streamed block is here whenever it does not compute."""
+    IN_FILE = "in file"
+    """Shapes without memory; the bytes are in the file. Costs neither RAM nor device bytes; each use reads them."""
     RESIDENT = "resident"
-    """Views into the group's own slab on the device, encoded weights as they rest; costs the slab."""
+    """Views into the group's own slab on the device, encoded weights as they rest; costs the slab there, beside the
+    weight store."""
     COMPUTING = "computing"
-    """Views that its forward can use: its own slab or staging memory, encoded weights in the shared scratch."""
+    """Views that its forward can use: the resident slab, staging memory, or on the CPU the host slab; encoded weights in
+    the scratch. Costs what the share has for that anyway; the module must not be read from outside."""
 
 
 class WeightGroup:
@@ -114,7 +125,7 @@ class WeightGroup:
         """What the module held for a weight before, and other code keeps."""
         self.on_meta: dict[str, torch.Tensor] = {}
         """What the module held for weights that came without memory."""
-        self.state = BlockState.HOST
+        self.state = BlockState.IN_PLACE
         self.placed: Sequence[torch.Tensor] = []
         """What the module was given last, which it holds at the places of the slots."""
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
@@ -282,7 +293,7 @@ class WeightGroup:
         if to_read:
             assert source is not None
             source.read_into(to_read, progress=add_up(progress))
-        self.placed = list(self.resting)
+        self.placed, self.state = list(self.resting), BlockState.HOST
 
     def answer_with(self, asked: Asked) -> None:
         """Let the weights at rest call this function when they are asked for their device."""
@@ -356,7 +367,7 @@ class WeightGroup:
             self.resting.append(self.watch(slot, slot.held))
         self.layout = self.lay_out()  # files have contiguous weights
         self.store = FileStore(self.layout, names, kept, source, bounce)
-        self.placed = list(self.resting)
+        self.placed, self.state = list(self.resting), BlockState.IN_FILE
 
     def watch(self, slot: ParameterSlot, store: torch.Tensor) -> torch.Tensor:
         """Watch the tensor that the module holds at rest for a weight; returns the same tensor."""
@@ -565,6 +576,7 @@ class WeightGroup:
 
     def forget_resting(self) -> None:
         self.resting, self.store, self.placed, self.originals = [], None, [], {}
+        self.state = BlockState.IN_PLACE
         self.forget_views()
         self.known, self.opened, self.aliases, self.counted = (None, ([], [])), [], [], ([], 0, [])
 
@@ -592,7 +604,7 @@ class WeightGroup:
         assert self.copy is not None
         self.rest()
         self.save_changes(self.copy)
-        self.put(self.resting, BlockState.HOST)
+        self.put(self.resting, self.resting_state)
         given = [(slot, weakref.ref(view)) for slot, view in zip(self.slots, self.copy.views, strict=True)]
         self.copy = None
         self.forget_views()
@@ -669,12 +681,19 @@ class WeightGroup:
             with torch.no_grad():
                 self.host_slab.copy_(slab)
 
+    @property
+    def resting_state(self) -> BlockState:
+        """The state of a group that neither computes nor has a copy on a device."""
+        if self.store is None:
+            return BlockState.IN_PLACE
+        return BlockState.IN_FILE if isinstance(self.store, FileStore) else BlockState.HOST
+
     def rest(self) -> None:
         """Give the module what it holds between computes: its resident views, else the weight stores."""
         if self.copy is not None:
             self.put(self.copy.views, BlockState.RESIDENT)
         elif self.store is not None:  # else it computes in place, in the memory it came in
-            self.put(self.resting, BlockState.HOST)
+            self.put(self.resting, self.resting_state)
         self.origin = None
 
     def forget_views(self) -> None:
