@@ -141,11 +141,6 @@ class Forwards:
         """Whether the next pass can be a quiet one."""
         return self.is_loaded and self.is_learned and len(self.shares) == 1 and self.shares[0].is_wholly_resident
 
-    @property
-    def hooked(self) -> set[nn.Module]:
-        """The modules of whose calls it has to know."""
-        return {*self.entries, *self.inner, *self.blocks, *self.parts}
-
     def take_done_parts(self) -> list[nn.Module]:
         """Return the modules that need no hooks any more, once."""
         done, self.done_parts = self.done_parts, []

@@ -9,10 +9,9 @@ arguments that it was registered for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from threading import Event, get_ident
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -55,8 +54,6 @@ class ForwardHooks:
         self.gate: Gate | None = None
         """While a thread computes without the engine."""
         self.handles: dict[nn.Module, list[RemovableHandle]] = {}
-        self.owner = ""
-        self.root: Callable[[], nn.Module | None] = lambda: None
 
     def lead_to(self, target: Forwards, *, owner: str, root: nn.Module) -> None:
         """Call these forwards from now on, in place of those before.
@@ -65,29 +62,22 @@ class ForwardHooks:
             owner: the component's name.
             root: its module, whose copies are refused.
         """
-        self.owner, self.root = owner, ref(root)
-        self.add_to(target)
-        earlier, self.target = self.target, target
-        if earlier is not None and earlier is not target:
-            earlier.dismiss()
-        self.end_detour()
-        self.remove_from(self.handles.keys() - target.hooked)
-
-    def add_to(self, target: Forwards) -> None:
-        """Put the hooks on all modules where forwards want them."""
-        for module in target.hooked - self.handles.keys():
+        wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
+        for module in wanted - self.handles.keys():
             remove_hooks_of(self, module)
-            is_root = module is self.root()
-            functions = (self.before, self.after) if is_root else (self.before_inside, self.after_inside)
-            before, after = (OwnHook.on(module, function, owner=self.owner, is_whole=is_root) for function in functions)
+            functions = (self.before, self.after) if module is root else (self.before_inside, self.after_inside)
+            before, after = (
+                OwnHook.on(module, function, owner=owner, is_whole=module is root) for function in functions
+            )
             self.handles[module] = [
                 module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
                 module.register_forward_hook(after, always_call=True),
             ]
-
-    def keep_entries(self, target: Forwards) -> None:
-        """Leave hooks on what other code enters through: blocks need none as long as all weights stay on one device."""
-        self.remove_from(self.handles.keys() - target.entries - target.inner)
+        earlier, self.target = self.target, target
+        if earlier is not None and earlier is not target:
+            earlier.dismiss()
+        self.end_detour()
+        self.remove_from(self.handles.keys() - wanted)
 
     def detour(self) -> None:
         """Let this thread compute without the engine; others wait. No pass may be open."""
@@ -188,8 +178,6 @@ class ForwardHooks:
             result = target.after_entry(module, output)
         if target.done_parts:
             self.remove_from(target.take_done_parts())
-        if module is self.root() and target.is_quiet:
-            self.keep_entries(target)
         return result
 
 

@@ -13,6 +13,7 @@ from weakref import WeakSet, ref
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidInput, UnsafeState
@@ -431,8 +432,8 @@ class ManagedComponent:
         """Return what quick looks compare with from now on; None where a quick look does not tell enough."""
         assert self.structure is not None and self.moves is not None
         groups = self.groups
-        if any(slot.is_quantized for group in groups for slot in group.slots):
-            return None
+        if any(slot.is_quantized for group in groups for slot in group.slots) or peek_interpreter_stack() is not None:
+            return None  # torch.func's tensors have no place of their own
         return SteadyLook(
             self.structure.modules, self.marked_by_others, self.moves.plain_weights(), self.moves.samples()
         )
@@ -496,7 +497,7 @@ class ManagedComponent:
         self.rename(own, tree)
         self.describe_added()
         if has_changed:  # what is in place was planned for other sizes
-            self.rest_from_now()
+            self.forwards.is_loaded = False
             shares = tuple(replace(share, staging_bytes=0, places=()) for share in self.plan.shares)
             self.plan = replace(self.plan, shares=shares)
         for handle in self.handles:
@@ -792,7 +793,7 @@ class ManagedComponent:
         """
         queued = 0
         self.look = None
-        self.rest_from_now()
+        self.forwards.is_loaded = False
         self.settle_books()
         try:
             for share, part in zip(self.shares, plan.shares, strict=True):
@@ -808,16 +809,10 @@ class ManagedComponent:
         self.plan, self.forwards.is_loaded, self.forwards.is_timed = plan, True, plan.streams
         return queued
 
-    def rest_from_now(self) -> None:
-        """Load before the next pass, however the module is called."""
-        self.forwards.is_loaded = False
-        if self.hooks.target is self.forwards:
-            self.hooks.add_to(self.forwards)
-
     def shrink(self, device: str, num_bytes: int) -> int:
         """Give back at least so many bytes of one device if they are there; returns them."""
         self.put_back()
-        self.rest_from_now()
+        self.forwards.is_loaded = False
         freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
         return freed
 
@@ -825,7 +820,7 @@ class ManagedComponent:
         """Leave every device; returns the bytes freed."""
         self.put_back()
         self.move_added_to_host()
-        self.rest_from_now()
+        self.forwards.is_loaded = False
         return sum(share.unload() for share in self.shares)
 
 

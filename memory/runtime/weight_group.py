@@ -63,16 +63,16 @@ class BlockState(enum.Enum):
     """The module's own tensors, in the memory that they came in, from which the CPU computes; costs nothing more. So
     it is before packing, after release, and for all that computes on the CPU as it is stored."""
     HOST = "host"
-    """Views into a slab of host memory (`WeightGroup.resting`): costs the slab in RAM, page-locked or not, and no device
-    bytes. A streamed block is here whenever it does not compute."""
+    """Views into a slab of host memory (`WeightGroup.resting`): costs the slab in RAM, page-locked or not, and no
+    device bytes. A streamed block is here whenever it does not compute."""
     IN_FILE = "in file"
     """Shapes without memory; the bytes are in the file. Costs neither RAM nor device bytes; each use reads them."""
     RESIDENT = "resident"
     """Views into the group's own slab on the device, encoded weights as they rest; costs the slab there, beside the
     weight store."""
     COMPUTING = "computing"
-    """Views that its forward can use: the resident slab, staging memory, or on the CPU the host slab; encoded weights in
-    the scratch. Costs what the share has for that anyway; the module must not be read from outside."""
+    """Views that its forward can use: the resident slab, staging memory, or on the CPU the host slab; encoded weights
+    in the scratch. Costs what the share has for that anyway; the module must not be read from outside."""
 
 
 class WeightGroup:

@@ -213,8 +213,16 @@ LEAVING = [
 
 
 @pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
-@pytest.mark.parametrize("action", ["release", "reprofile"])
-@pytest.mark.parametrize(("kind", "step"), LEAVING, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize(
+    ("action", "kind", "step"),
+    [
+        (action, kind, step)
+        for action in ("release", "reprofile")
+        for kind, step in LEAVING
+        if (action, step) != ("reprofile", "end_unit")  # what it packs anew is unpacked block by block
+    ],
+    ids=lambda part: getattr(part, "__name__", part),
+)
 def test_who_was_interrupted_while_leaving_can_leave_again(
     toys, machine, sim, monkeypatch, action: str, precision: str, kind: type, step: str
 ) -> None:
