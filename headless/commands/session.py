@@ -117,7 +117,7 @@ def waiting_for_blocks(runner: WorkflowRunner) -> Iterator[None]:
         return
 
     def interrupt(*_: Any) -> None:
-        if runner.stop.is_set() or not runner.manager.inside:
+        if runner.stop.is_set() or not runner.manager.is_busy_here:
             raise KeyboardInterrupt
         runner.interrupt()
 

@@ -60,6 +60,11 @@ class MemoryManager:
         """Hold the lock; on leaving it, remove what was released meanwhile."""
         return self.lock.exclusive()
 
+    @property
+    def is_busy_here(self) -> bool:
+        """Whether this thread is in the middle of a change: a load, an eviction, an entry in the books."""
+        return self.lock.is_held_here()
+
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
         members = list(self.members.values())  # in one step: another thread may add or remove some

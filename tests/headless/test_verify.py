@@ -99,7 +99,7 @@ def faulty(monkeypatch) -> list[str]:
 
 
 def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, faulty: list[str]) -> None:
-    found = verify_workflow(write(graph(), tmp_path), models=models)
+    found = verify_workflow(write(graph(profile="unet=6MiB"), tmp_path), models=models)
     assert faulty and not found.is_equal
     assert found.first.place in {f"unet.{name}" for name in faulty}, found.text()
     assert "from equal inputs" in found.first.text and found.first.max_abs > 0
@@ -107,7 +107,7 @@ def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, fault
 
 def test_the_node_for_pipelines_finds_it_too(devices, models: Path, tmp_path: Path, faulty: list[str]) -> None:
     runner = WorkflowRunner(default_manager(), models_directory=models, output_directory=tmp_path)
-    loader = next(node for node in graph().values() if node["class_type"] == "HighwaterLoadPipeline")
+    loader = next(node for node in graph(profile="unet=6MiB").values() if node["class_type"] == "HighwaterLoadPipeline")
     words = {"prompt": "a fox", "width": 64, "height": 64, "frames": 1, "guidance": 4.0, "seed": 1}
     verify = {"class_type": "HighwaterVerifyPipeline", "inputs": {"pipeline": ["load", 0], **words}}
     result = runner.run(parse_workflow({"load": loader, "verify": verify}), name="test")
