@@ -16,7 +16,7 @@ from .runtime.parameter_slots import ParameterSlot
 from .runtime.weight_group import WeightGroup
 from .verification.comparison import same_bits
 from .verification.reference import read_master
-from .weights.quantized import leaves_of
+from .weights.quantized_leaves import leaves_of
 
 __all__ = ["HostedWeight", "Rescale"]
 

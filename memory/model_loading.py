@@ -29,7 +29,7 @@ from .lazy_names import import_library
 from .runtime.managed_component import refuse_managed
 from .runtime.parameter_slots import split_owner
 from .weights.file_reader import torch_dtype
-from .weights.quantized import Wrapper
+from .weights.quantized_leaves import Wrapper
 from .weights.safetensors_header import TensorHeader, read_header
 from .weights.source import WeightsSource
 from .weights.untrusted_config import check_config, declared_items, parse_config, read_config_file

@@ -16,8 +16,8 @@ from ..errors import InvalidInput
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan
 from ..runtime.input_size import Size
-from ..runtime.leftovers import address_of, computed_weights
 from ..runtime.managed_component import ManagedComponent
+from ..runtime.module_caches import address_of, computed_weights
 from ..runtime.other_offloaders import find_rival, is_scripted
 from ..runtime.parameter_slots import split_owner
 from ..weights.component import Component

@@ -21,7 +21,7 @@ from ..runtime.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
 from ..weights.form_numbers import AS_THEY_CAME
 from ..weights.module_component import component_from_module
-from ..weights.quantized import leaves_of
+from ..weights.quantized_leaves import leaves_of
 from ..weights.sharing import NOTHING_SHARED, Shared
 from ..weights.source import WeightsSource
 

@@ -19,7 +19,7 @@ from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, KeptFree, Machine
-from .residents import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
+from .prefetch_schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
 from .sizes import Sizes
 from .staging_layout import Places, Workload, pass_seconds
 

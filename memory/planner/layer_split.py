@@ -10,7 +10,7 @@ from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import Machine
 from .device_plan import find_limit
-from .residents import cut_runs
+from .prefetch_schedule import cut_runs
 from .sizes import Sizes
 
 __all__ = ["split_blocks"]

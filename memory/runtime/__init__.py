@@ -20,7 +20,7 @@ __all__, __getattr__ = lazy_names(
         "packing": ["Ending"],
         "input_size": ["Size"],
         "forward_pass": ["Guest", "Hold", "Pass"],
-        "leftovers": ["address_of", "computed_weights"],
+        "module_caches": ["address_of", "computed_weights"],
         "execution_order": ["in_execution_order"],
         "managed_component": [
             "ManagedComponent",

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..weights.component import TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES, leaf_bytes
-from ..weights.quantized import form_of, leaves_of
+from ..weights.quantized_leaves import form_of, leaves_of
 from .encoded_weight import EncodedWeight
 from .parameter_slots import ParameterSlot, repoint
 

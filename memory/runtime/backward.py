@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..errors import UnsafeState
-from ..weights.quantized import leaves_of
+from ..weights.quantized_leaves import leaves_of
 from .parameter_slots import read_weights
 from .weight_group import WeightGroup
 from .weight_store import FileStore

@@ -35,7 +35,7 @@ from .forward_hooks import ForwardHooks, remove_hooks_of
 from .forward_pass import Leases, NoLeases, Passes
 from .kept_blocks import Home, find_kept
 from .ledger import Kind, Ledger
-from .leftovers import Leftovers
+from .module_caches import ModuleCaches
 from .move_guard import MoveGuard
 from .other_offloaders import find_rival
 from .packing import Ending, Packing
@@ -128,7 +128,7 @@ class ManagedComponent:
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
         """A library that moves the weights, too, has its hooks on at least one of these modules."""
-        self.leftovers: Leftovers | None = None
+        self.module_caches: ModuleCaches | None = None
         """Set while attached, unless a host does that itself."""
         self.moves: MoveGuard | None = None
         """Set while attached, unless a host moves single weights itself."""
@@ -303,12 +303,12 @@ class ManagedComponent:
             self.packing.end(ending)
         except InvalidInput as problem:
             error = problem
-        if self.leftovers is not None and ending is not Ending.DISCARDED:
+        if self.module_caches is not None and ending is not Ending.DISCARDED:
             groups = [group for bundle in self.packing.left for group in bundle.groups]
             packed = {place for group in groups for slot in group.slots for place in slot.owners}
-            self.leftovers.bring_home(slabs, others=self.find_lent_modules(), lent=packed.union(self.find_lent()))
+            self.module_caches.bring_home(slabs, others=self.find_lent_modules(), lent=packed.union(self.find_lent()))
         self.forwards.end()
-        self.moves = self.leftovers = self.answers = None
+        self.moves = self.module_caches = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
         for part in self.module.modules():
             remove_hooks_of(self.forwards, part)
@@ -324,8 +324,8 @@ class ManagedComponent:
     def hook(self) -> None:
         attached.add(self)
         if self.guards_state:
-            self.leftovers = self.leftovers or Leftovers(self.module, self.find_lent_modules())
-            self.handles += self.leftovers.hook(self.owner)
+            self.module_caches = self.module_caches or ModuleCaches(self.module, self.find_lent_modules())
+            self.handles += self.module_caches.hook(self.owner)
         if self.guards_state and (self.plan.forms or self.plan.tier == "disk"):
             rests = next((numbers.rests for numbers in self.plan.forms.values()), "in its file")
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
@@ -801,8 +801,8 @@ class ManagedComponent:
         except BaseException:
             self.unload()
             raise
-        if self.leftovers is not None:
-            self.leftovers.send_back(self.primary.torch_device)
+        if self.module_caches is not None:
+            self.module_caches.send_back(self.primary.torch_device)
         if queued:  # another form: its passes take other times
             for share in self.shares:
                 share.passes = share.num_partial = 0

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsafeState
-from ..weights.quantized import Wrapper, leaves_of
+from ..weights.quantized_leaves import Wrapper, leaves_of
 from ..weights.storage_form import AS_STORED
 from .encoded_weight import EncodedWeight
 from .parameter_slots import as_held, repoint

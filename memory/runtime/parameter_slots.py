@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..weights.component import TensorSpec
-from ..weights.quantized import Wrapper, form_of
+from ..weights.quantized_leaves import Wrapper, form_of
 from ..weights.source import WeightsSource
 from ..weights.storage_form import AS_STORED, EncodedForm, StorageForm
 from .watched_data import unwatch

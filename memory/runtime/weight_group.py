@@ -20,7 +20,7 @@ from ..transfer.pinned_memory import HostSlab, allocate_slab
 from ..transfer.slabs import Form, SlabLayout
 from ..weights.form_numbers import AS_THEY_CAME, Forms
 from ..weights.known_forms import encoded_form
-from ..weights.quantized import leaves_of
+from ..weights.quantized_leaves import leaves_of
 from ..weights.source import WeightsSource
 from ..weights.storage_form import AS_STORED, EncodedForm
 from .computing_parameter import ComputingWeight, note_data

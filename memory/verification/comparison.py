@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..weights.quantized import leaves_of
+from ..weights.quantized_leaves import leaves_of
 
 __all__ = ["Gap", "Leaf", "Shown", "compare_leaves", "leaves_in", "same_bits", "show"]
 

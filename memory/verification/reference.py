@@ -33,7 +33,7 @@ from ..runtime.managed_component import ManagedComponent
 from ..runtime.parameter_slots import ParameterSlot, as_held
 from ..runtime.weight_group import WeightGroup
 from ..runtime.weight_store import FileStore
-from ..weights.quantized import leaves_of
+from ..weights.quantized_leaves import leaves_of
 from .comparison import same_bits
 from .recording import remove_hooks_of
 from .snapshot import go_through

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..runtime.parameter_slots import ParameterSlot
-from ..weights.quantized import leaves_of
+from ..weights.quantized_leaves import leaves_of
 from .comparison import same_bits
 
 __all__ = ["RandomState", "Snapshot", "go_through"]

@@ -15,7 +15,7 @@ __all__, __getattr__ = lazy_names(
         "component": ["Block", "Component", "TensorSpec", "component_from_files", "guess_kind"],
         "form_numbers": ["AS_THEY_CAME", "FormNumbers", "Forms", "NUMBERS"],
         "storage_form": ["AS_STORED", "EncodedForm", "StorageForm"],
-        "quantized": ["Wrapper", "form_of", "leaves_of"],
+        "quantized_leaves": ["Wrapper", "form_of", "leaves_of"],
         "module_component": ["SAFETENSORS_NAMES", "component_from_module", "is_callable", "leaf_bytes"],
         "source": ["WeightsSource"],
         "known_forms": ["encoded_form"],

@@ -11,7 +11,7 @@ from torch import nn
 
 from .class_declarations import Declarations
 from .component import Component, TensorSpec, group_tensors, guess_kind
-from .quantized import leaves_of
+from .quantized_leaves import leaves_of
 from .safetensors_header import TORCH_NAMES
 from .sharing import NOTHING_SHARED, Shared
 

@@ -1,8 +1,8 @@
 """How a weight rests, and how what rests becomes what computes.
 
 A weight rests as leaves: plain tensors in the slab of its block. As stored it is its own only leaf, and computes as it
-is. A quantized weight is a wrapper around its leaves (`quantized.Wrapper`). A weight in an encoded form is made of its
-leaves anew, as a wide copy in scratch, each time before it computes.
+is. A quantized weight is a wrapper around its leaves (`quantized_leaves.Wrapper`). A weight in an encoded form is
+decoded from its leaves into scratch, as a wide copy, each time before it computes.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.weights.quantized import leaves_of
+from highwater.memory.weights.quantized_leaves import leaves_of
 
 TIGHT = "0.45MiB"
 X = torch.randn(2, 5, 64)

@@ -10,7 +10,7 @@ from optimum import quanto
 
 from highwater.memory import manage
 from highwater.memory.weights.module_component import component_from_module
-from highwater.memory.weights.quantized import Wrapper, leaves_of
+from highwater.memory.weights.quantized_leaves import Wrapper, leaves_of
 
 QTYPES = {"qint8": quanto.qint8, "qfloat8": quanto.qfloat8_e4m3fn, "qint4": quanto.qint4, "qint2": quanto.qint2}
 # Budgets as parts of the component's bytes.

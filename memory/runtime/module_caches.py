@@ -1,4 +1,4 @@
-"""What forwards leave in a module beside its weights: weights that hooks compute, caches, tensors in new places.
+"""What forwards leave in a module beside its weights: caches, weights that hooks compute, tensors in new places.
 
 [Note: computed weights] ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune`` keep a layer's weight as a
 plain attribute, which a hook before each forward computes on the device from parameters of other names. It is needed
@@ -25,7 +25,7 @@ from .encoded_weight import EncodedWeight
 from .parameter_slots import OWN_DICTS
 from .watched_data import AbsentWeight, WatchedTensor, plainly, unwatch
 
-__all__ = ["Leftovers", "address_of", "computed_weights"]
+__all__ = ["ModuleCaches", "address_of", "computed_weights"]
 
 COMPUTED_FROM = ("_orig", "_g")
 
@@ -36,7 +36,7 @@ brought_home: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
 """The caches that were on a device when their module was released."""
 
 
-class Leftovers:
+class ModuleCaches:
     """What forwards leave in one component's module while it is attached.
 
     Args:

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from highwater.memory.planner import residents, staging_layout
-from highwater.memory.planner.residents import balanced_workload, choose_schedule, place_streamed, spread_residents
+from highwater.memory.planner import prefetch_schedule, staging_layout
+from highwater.memory.planner.prefetch_schedule import (
+    balanced_workload,
+    choose_schedule,
+    place_streamed,
+    spread_residents,
+)
 from highwater.memory.planner.staging_layout import Workload, pass_seconds
 from highwater.memory.units import MIB
 
@@ -130,7 +135,7 @@ def test_the_work_of_a_search_grows_no_faster_than_blocks(monkeypatch, name: str
         monkeypatch.setattr(module, name, call)
 
     counted(staging_layout, "free_pieces")
-    counted(residents, "window_seconds")
+    counted(prefetch_schedule, "window_seconds")
     sizes = tuple(MANY_BLOCKS[name])
     room = max(max(sizes), int(part * sum(sizes)))
     choose_schedule.__wrapped__(balanced_workload(sizes, room), room)
