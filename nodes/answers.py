@@ -29,8 +29,6 @@ __all__ = [
 
 # A plan asked for by an address: what it may say beside the models, and what holds without.
 PLAN_WORDS = {"profile": AUTO, "placement": AUTO, "precision": BY_PROFILE}
-MODEL_FOLDERS = ("checkpoints", "clip_vision", "controlnet", "diffusion_models", "text_encoders", "vae")
-MODEL_SUFFIXES = (".safetensors", ".sft")
 
 
 def describe_profiles() -> dict[str, Any]:
@@ -103,17 +101,15 @@ def text_of(plans: Mapping[str, Any]) -> str:
 def find_model(named: str) -> Path:
     """Return the path of ``folder/name``. Raises `InvalidInput` where the host has no such file for our loaders."""
     from ..memory.errors import InvalidInput, allowed_values
-    from .comfy_models.model_files import find_model_file
+    from .comfy_models.model_files import KINDS, SAFETENSORS, find_model_file
 
     folder, slash, name = named.partition("/")
-    if not slash or not name.endswith(MODEL_SUFFIXES):
+    if not slash or not name.endswith(SAFETENSORS):
         raise InvalidInput(
             f"file={named!r} cannot be planned; allowed: folder/name.safetensors, such as vae/ae.safetensors"
         )
-    if folder not in MODEL_FOLDERS:  # the host lists others, such as custom_nodes, file by file
-        raise InvalidInput(
-            f"file={named!r}: {folder!r} is no folder of models; {allowed_values(folder, MODEL_FOLDERS)}"
-        )
+    if folder not in KINDS:  # the host lists others, such as custom_nodes, file by file
+        raise InvalidInput(f"file={named!r}: {folder!r} is no folder of models; {allowed_values(folder, KINDS)}")
     return Path(find_model_file(folder, name))
 
 

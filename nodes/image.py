@@ -20,7 +20,6 @@ class HighwaterSaveImage(io.ComfyNode):
         return make_schema(
             node_id="HighwaterSaveImage",
             display_name="Save Image",
-            category="Highwater",
             description="Writes each image as a PNG to the output folder, with the workflow inside.",
             search_aliases=["save png", "export image", "write image"],
             inputs=[

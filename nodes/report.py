@@ -20,7 +20,6 @@ class HighwaterMemoryReport(io.ComfyNode):
         return make_schema(
             node_id="HighwaterMemoryReport",
             display_name="Memory Report",
-            category="Highwater",
             description=(
                 "Shows where every model part is now, what each node took, and who had to leave and why. "
                 "Runs after what is linked to it."

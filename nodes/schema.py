@@ -7,13 +7,16 @@ from typing import Any
 
 from comfy_api.latest import io
 
-__all__ = ["make_schema"]
+__all__ = ["CATEGORY", "make_schema"]
+
+CATEGORY = "Highwater"
 
 # What hosts since 0.33 know; the nodes work without.
 NEWER_FIELDS = ("search_aliases",)
 
 
 def make_schema(**fields: Any) -> io.Schema:
-    """Return a schema of the fields that this host's ``io.Schema`` has."""
+    """Return the schema of a node of ours, of the fields that this host's ``io.Schema`` has."""
+    fields = {"category": CATEGORY, **fields}
     known = {field.name for field in dataclasses.fields(io.Schema)}
     return io.Schema(**{name: value for name, value in fields.items() if name in known or name not in NEWER_FIELDS})

@@ -59,7 +59,6 @@ class HighwaterWatermark(io.ComfyNode):
         return make_schema(
             node_id="HighwaterWatermark",
             display_name="Watermark",
-            category="Highwater",
             description=(
                 "Keeps memory free on a device. When free memory would fall under the low mark, models of "
                 "other nodes and workflows leave until the high mark is free."

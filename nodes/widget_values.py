@@ -1,25 +1,27 @@
-"""What the texts of profile, precision and placement widgets mean: read once, into the engine's frozen values."""
+"""Widgets that several nodes have, and what the texts in them mean: read once, into the engine's frozen values."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
+
+from comfy_api.latest import io
 
 from ..memory.errors import require
-from ..memory.options.placement import Placement, parse_placement
+from ..memory.options.placement import AUTO, Placement, parse_placement
 from ..memory.options.precision import PRECISION_NAMES, Precision
 from ..memory.options.profile import OffloadProfile, parse_profile
 from .device_choices import device_names
 
 __all__ = [
     "DEFAULT_PRECISION",
-    "PRECISIONS",
-    "PRECISION_TOOLTIP",
-    "PROFILE_TOOLTIP",
+    "precision_input",
+    "profile_input",
     "read_placement",
     "read_profile",
+    "seed_input",
 ]
 
-PRECISIONS = list(PRECISION_NAMES)
 DEFAULT_PRECISION = Precision.AS_STORED.value
 PROFILE_TOOLTIP = (
     "How much memory the weights may take. auto uses what is free; 1 to 5 are ready-made, from much RAM and VRAM (1) "
@@ -30,7 +32,26 @@ PRECISION_TOOLTIP = (
     "as stored changes nothing. fp8 scaled halves the bytes of 16-bit block weights, with a scale per tensor. "
     "by profile is what the profile says: 1 to 5 choose eight bits for the diffusion model, auto does not."
 )
+MAX_SEED = 0xFFFFFFFFFFFFFFFF
 NUM_REMEMBERED = 64
+
+
+def profile_input(*, optional: bool = False) -> io.Input:
+    return io.String.Input("profile", optional=optional, default=AUTO, tooltip=PROFILE_TOOLTIP)
+
+
+def precision_input(*, optional: bool = False) -> io.Input:
+    return io.Combo.Input(
+        "precision",
+        optional=optional,
+        options=list(PRECISION_NAMES),
+        default=DEFAULT_PRECISION,
+        tooltip=PRECISION_TOOLTIP,
+    )
+
+
+def seed_input(tooltip: str, **options: Any) -> io.Input:
+    return io.Int.Input("seed", default=0, min=0, max=MAX_SEED, tooltip=tooltip, **options)
 
 
 def read_profile(text: object, components: tuple[str, ...] = ()) -> OffloadProfile:

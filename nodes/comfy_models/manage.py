@@ -9,8 +9,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..schema import make_schema
-from .model_request import ModelNode, answer, read_request, request_inputs
+from .model_request import ModelNode, answer_with, model_schema
 
 __all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
 
@@ -23,75 +22,63 @@ COST = (
 class HighwaterManageModel(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return make_schema(
+        return model_schema(
             node_id="HighwaterManageModel",
             display_name="Manage Model",
-            category="Highwater",
             description=f"Puts a diffusion model that another node loaded under the memory manager's care. {COST}",
             search_aliases=["block swap", "offload", "low vram", "multigpu", "distorch", "gguf", "adopt model"],
             inputs=[
                 io.Model.Input("model", tooltip="From any loader; LoRAs and other patches may be on it already."),
-                *request_inputs(),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, under the memory manager's care.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, model: Any, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        request, notes = read_request(cls, **asked)
-        return answer(host.manage_model(model, request), notes=notes)
+        return answer_with(cls, lambda request: host.manage_model(model, request), asked)
 
 
 class HighwaterManageCLIP(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return make_schema(
+        return model_schema(
             node_id="HighwaterManageCLIP",
             display_name="Manage CLIP",
-            category="Highwater",
             description=f"Puts a text encoder that another node loaded under the memory manager's care. {COST}",
             search_aliases=["text encoder", "offload", "low vram", "multigpu", "adopt clip"],
             inputs=[
                 io.Clip.Input("clip", tooltip="From any loader; LoRAs and other patches may be on it already."),
-                *request_inputs(),
             ],
             outputs=[
                 io.Clip.Output(display_name="clip", tooltip="The same text encoder, under the memory manager's care.")
             ],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, clip: Any, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        request, notes = read_request(cls, **asked)
-        return answer(host.manage_clip(clip, request), notes=notes)
+        return answer_with(cls, lambda request: host.manage_clip(clip, request), asked)
 
 
 class HighwaterManageVAE(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return make_schema(
+        return model_schema(
             node_id="HighwaterManageVAE",
             display_name="Manage VAE",
-            category="Highwater",
             description=f"Puts a VAE that another node loaded under the memory manager's care. {COST}",
             search_aliases=["autoencoder", "taesd", "offload", "low vram", "multigpu", "adopt vae"],
             inputs=[
                 io.Vae.Input("vae", tooltip="From any loader."),
-                *request_inputs(),
             ],
             outputs=[io.Vae.Output(display_name="vae", tooltip="The same VAE, under the memory manager's care.")],
-            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, vae: Any, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        request, notes = read_request(cls, **asked)
-        return answer(host.manage_vae(vae, request), notes=notes)
+        return answer_with(cls, lambda request: host.manage_vae(vae, request), asked)

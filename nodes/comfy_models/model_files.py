@@ -7,8 +7,17 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["check_text_encoders", "find_model_file", "list_model_files", "named_as"]
+__all__ = ["KINDS", "SAFETENSORS", "check_text_encoders", "find_model_file", "list_model_files", "named_as"]
 
+# The host's folders of models that we load, and what a file in each of them is.
+KINDS = {
+    "checkpoints": "a checkpoint",
+    "clip_vision": "a CLIP vision model",
+    "controlnet": "a ControlNet",
+    "diffusion_models": "a diffusion model",
+    "text_encoders": "a text encoder",
+    "vae": "a VAE",
+}
 NUM_FILES_TOLD = 20
 SAFETENSORS = (".safetensors", ".sft")
 # How core begins what it says of a file that it cannot use: without its name, or with advice that is not ours.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
@@ -9,13 +10,14 @@ from comfy_api.latest import io
 from ...memory.options.placement import AUTO
 from ...memory.options.precision import parse_precision
 from ..device_choices import DEFAULT, placement_choices, resolve_placement
+from ..schema import make_schema
 from ..watermark import Watermark, WatermarkType
-from ..widget_values import DEFAULT_PRECISION, PRECISION_TOOLTIP, PRECISIONS, PROFILE_TOOLTIP, read_profile
+from ..widget_values import DEFAULT_PRECISION, precision_input, profile_input, read_profile
 
 if TYPE_CHECKING:
     from ..host import Request
 
-__all__ = ["ModelNode", "answer", "read_request", "request_inputs"]
+__all__ = ["ModelNode", "answer", "answer_with", "model_schema", "read_request", "request_inputs"]
 
 
 def request_inputs(*, optional: bool = False) -> list[io.Input]:
@@ -25,19 +27,8 @@ def request_inputs(*, optional: bool = False) -> list[io.Input]:
         optional: for a node that has optional inputs of its own: the page puts those last otherwise.
     """
     return [
-        io.String.Input(
-            "profile",
-            optional=optional,
-            default=AUTO,
-            tooltip=PROFILE_TOOLTIP,
-        ),
-        io.Combo.Input(
-            "precision",
-            optional=optional,
-            options=PRECISIONS,
-            default=DEFAULT_PRECISION,
-            tooltip=PRECISION_TOOLTIP,
-        ),
+        profile_input(optional=optional),
+        precision_input(optional=optional),
         io.Combo.Input(
             "placement",
             optional=optional,
@@ -52,6 +43,13 @@ def request_inputs(*, optional: bool = False) -> list[io.Input]:
             "watermark", optional=True, tooltip="How much memory stays free: set before this model is loaded."
         ),
     ]
+
+
+def model_schema(*, inputs: Sequence[io.Input], optional_request: bool = False, **fields: Any) -> io.Schema:
+    """Return the schema of a node for a model: inputs of its own, then those of `request_inputs`."""
+    return make_schema(
+        inputs=[*inputs, *request_inputs(optional=optional_request)], hidden=[io.Hidden.unique_id], **fields
+    )
 
 
 class ModelNode(io.ComfyNode):
@@ -97,6 +95,12 @@ def read_request(
         profile=asked, precision=parse_precision(precision), placement=resolved, node_id=node.hidden.unique_id
     )
     return request, notes
+
+
+def answer_with(node: type[io.ComfyNode], make: Callable[[Request], Any], asked: Mapping[str, Any]) -> io.NodeOutput:
+    """Return the model that a node makes of what its inputs ask for. Raises as `read_request`."""
+    request, notes = read_request(node, **asked)
+    return answer(make(request), notes=notes)
 
 
 def answer(*models: Any, notes: list[str]) -> io.NodeOutput:

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..schema import make_schema
+from ..widget_values import seed_input
 
 __all__ = ["HighwaterVerify"]
 
@@ -21,7 +22,6 @@ class HighwaterVerify(io.ComfyNode):
         return make_schema(
             node_id="HighwaterVerify",
             display_name="Verify",
-            category="Highwater",
             description=(
                 "Runs one step of a managed model and the same step with ComfyUI's own load of it, and compares bit by "
                 "bit; names the first block that differs. Reads the model's file again: costs its bytes in RAM once "
@@ -49,9 +49,7 @@ class HighwaterVerify(io.ComfyNode):
                     step=0.1,
                     tooltip="The guidance of the model's step; at 1 the negative conditioning is not computed.",
                 ),
-                io.Int.Input(
-                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, tooltip="The noise of the model's step."
-                ),
+                seed_input("The noise of the model's step."),
             ],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="The model that came in."),

@@ -126,7 +126,7 @@ def notes_for(managed: Any) -> list[str]:
     return [*(hosted.notes if hosted is not None else []), *([note] if note else [])]
 
 
-# -- loading
+# -- what core reads
 
 
 def load_static(load: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -136,10 +136,47 @@ def load_static(load: Callable[..., Any], *args: Any, **options: Any) -> Any:
     return load(*args, **options)
 
 
+def read_diffusion_model(path: str) -> ModelPatcher:
+    patcher: ModelPatcher = load_static(comfy.sd.load_diffusion_model, path)
+    return patcher
+
+
+def read_text_encoder(paths: Sequence[str], clip_type: str) -> Any:
+    return load_static(
+        comfy.sd.load_clip,
+        ckpt_paths=list(paths),
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+        clip_type=getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
+    )
+
+
+def read_vae(path: str) -> Any:
+    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    vae = comfy.sd.VAE(sd=weights, metadata=metadata)
+    vae.throw_exception_if_invalid()
+    return vae
+
+
+def read_checkpoint(path: str) -> tuple[ModelPatcher, Any, Any]:
+    """Return model, text encoder and VAE; None for those that the file lacks."""
+    model, clip, vae, _vision = load_static(
+        comfy.sd.load_checkpoint_guess_config,
+        path,
+        output_vae=True,
+        output_clip=True,
+        embedding_directory=folder_paths.get_folder_paths("embeddings"),
+    )
+    # Of a file without a VAE core makes an empty shell.
+    return model, clip, vae if getattr(vae, "patcher", None) is not None else None
+
+
+# -- loading as ours
+
+
 def load_diffusion_model(path: str, request: Request) -> ModelPatcher:
     """Load a diffusion model file; the weights rest in host memory until core asks for them."""
     check_file(path)
-    patcher = load_static(comfy.sd.load_diffusion_model, path)
+    patcher = read_diffusion_model(path)
     adopted = adopt(patcher, name=Path(path).stem, kind="diffusion", request=request)
     adopted.cached_patcher_init = (reload_diffusion_model, (path, request))
     return adopted
@@ -153,13 +190,7 @@ def load_text_encoder(paths: Sequence[str], clip_type: str, request: Request) ->
     """Load a text encoder from one to four files; ``clip_type`` as core's loaders name it."""
     for path in paths:
         check_file(path)
-    kind = getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
-    clip = load_static(
-        comfy.sd.load_clip,
-        ckpt_paths=list(paths),
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        clip_type=kind,
-    )
+    clip = read_text_encoder(paths, clip_type)
     name = "+".join(Path(path).stem for path in paths)
     clip.patcher = adopt(clip.patcher, name=name, kind="text", request=request)
     clip.patcher.cached_patcher_init = (reload_text_encoder, (list(paths), clip_type, request))
@@ -176,9 +207,7 @@ def reload_text_encoder(
 def load_vae(path: str, request: Request) -> Any:
     """Load a VAE file."""
     check_file(path)
-    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    vae = comfy.sd.VAE(sd=weights, metadata=metadata)
-    vae.throw_exception_if_invalid()
+    vae = read_vae(path)
     adopt_vae(vae, Path(path).stem, request)
     vae.patcher.cached_patcher_init = (reload_vae, (path, request))
     return vae
@@ -197,22 +226,14 @@ def reload_vae(path: str, request: Request, disable_dynamic: bool = True) -> Mod
 def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any]:
     """Load a checkpoint file: model, text encoder and VAE; None for those that it lacks."""
     check_file(path)
-    model, clip, vae, _ = load_static(
-        comfy.sd.load_checkpoint_guess_config,
-        path,
-        output_vae=True,
-        output_clip=True,
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-    )
+    model, clip, vae = read_checkpoint(path)
     name = Path(path).stem
     model = adopt(model, name=name, kind="diffusion", request=request)
     model.cached_patcher_init = (reload_checkpoint, (path, request), 0)
     if clip is not None:
         clip.patcher = adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request)
         clip.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 1)
-    if getattr(vae, "patcher", None) is None:  # core returns an empty shell for a file without one
-        vae = None
-    else:
+    if vae is not None:
         adopt_vae(vae, f"{name}/vae", request)
         vae.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 2)
     return model, clip, vae

@@ -12,9 +12,6 @@ from typing import Any
 
 import comfy.model_management
 import comfy.sample
-import comfy.sd
-import comfy.utils
-import folder_paths
 import torch
 from comfy.model_patcher import ModelPatcher
 
@@ -227,44 +224,14 @@ def read_model_again(patcher: ModelPatcher) -> torch.nn.Module | None:
     if factory is loading.reload_managed:
         return loading.read_again(arguments[0]).model
     readers: dict[Any, Callable[..., Any]] = {
-        loading.reload_diffusion_model: read_diffusion_model,
-        loading.reload_text_encoder: read_text_encoder,
-        loading.reload_vae: read_vae,
-        loading.reload_checkpoint: read_checkpoint,
+        loading.reload_diffusion_model: loading.read_diffusion_model,
+        loading.reload_text_encoder: loading.read_text_encoder,
+        loading.reload_vae: loading.read_vae,
+        loading.reload_checkpoint: loading.read_checkpoint,
     }
     if factory not in readers:
         return None
-    made = readers[factory](*arguments)
-    return (made[index[0]] if index else made).model
-
-
-def read_diffusion_model(path: str, _: Any) -> ModelPatcher:
-    patcher: ModelPatcher = loading.load_static(comfy.sd.load_diffusion_model, path)
-    return patcher
-
-
-def read_text_encoder(paths: list[str], clip_type: str, _: Any) -> ModelPatcher:
-    patcher: ModelPatcher = loading.load_static(
-        comfy.sd.load_clip,
-        ckpt_paths=list(paths),
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-        clip_type=getattr(comfy.sd.CLIPType, clip_type.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
-    ).patcher
-    return patcher
-
-
-def read_vae(path: str, _: Any) -> ModelPatcher:
-    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
-    patcher: ModelPatcher = comfy.sd.VAE(sd=weights, metadata=metadata).patcher
-    return patcher
-
-
-def read_checkpoint(path: str, _: Any) -> tuple[Any, Any, Any]:
-    model, clip, vae, _vision = loading.load_static(
-        comfy.sd.load_checkpoint_guess_config,
-        path,
-        output_vae=True,
-        output_clip=True,
-        embedding_directory=folder_paths.get_folder_paths("embeddings"),
-    )
-    return model, getattr(clip, "patcher", None), getattr(vae, "patcher", None)
+    *files, _request = arguments
+    made = readers[factory](*files)
+    part = made[index[0]] if index else made
+    return getattr(part, "patcher", part).model

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
 from ..schema import make_schema
 from ..watermark import Watermark, WatermarkType
-from ..widget_values import (
-    DEFAULT_PRECISION,
-    PRECISION_TOOLTIP,
-    PRECISIONS,
-    PROFILE_TOOLTIP,
-    read_placement,
-    read_profile,
-)
+from ..widget_values import precision_input, profile_input, read_placement, read_profile, seed_input
 
 if TYPE_CHECKING:
     from .diffusers_pipelines import LoadedPipeline
@@ -34,7 +27,6 @@ class HighwaterLoadPipeline(io.ComfyNode):
         return make_schema(
             node_id="HighwaterLoadPipeline",
             display_name="Load Pipeline",
-            category="Highwater",
             description=(
                 "Loads a diffusers pipeline and decides where each of its parts lives, in which precision, "
                 "and who leaves when memory runs short. Nothing moves to a device before it is used."
@@ -46,17 +38,8 @@ class HighwaterLoadPipeline(io.ComfyNode):
                     options=list_pipelines(),
                     tooltip="A folder with a model_index.json below models/diffusers.",
                 ),
-                io.String.Input(
-                    "profile",
-                    default=AUTO,
-                    tooltip=PROFILE_TOOLTIP,
-                ),
-                io.Combo.Input(
-                    "precision",
-                    options=PRECISIONS,
-                    default=DEFAULT_PRECISION,
-                    tooltip=PRECISION_TOOLTIP,
-                ),
+                profile_input(),
+                precision_input(),
                 io.String.Input(
                     "placement",
                     default=AUTO,
@@ -135,14 +118,11 @@ class HighwaterLoadPipeline(io.ComfyNode):
 class HighwaterSamplePipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from .diffusers_pipelines import FRAME_STEP, PIXEL_STEP
+        from .sampling_inputs import guidance_input, size_inputs
 
-        tooltip = f"In pixels, a multiple of {PIXEL_STEP}."
-        pixels: Any = {"default": 1024, "min": PIXEL_STEP, "max": 16384, "step": PIXEL_STEP, "tooltip": tooltip}
         return make_schema(
             node_id="HighwaterSamplePipeline",
             display_name="Sample Pipeline",
-            category="Highwater",
             description="Makes images, or the frames of a video, with a loaded pipeline.",
             search_aliases=["generate", "text to image", "text to video", "diffusers sampler", "ksampler"],
             inputs=[
@@ -154,32 +134,12 @@ class HighwaterSamplePipeline(io.ComfyNode):
                     default="",
                     tooltip="What to avoid. Guidance-distilled models such as Flux ignore it.",
                 ),
-                io.Int.Input("width", **pixels),
-                io.Int.Input("height", **pixels),
-                io.Int.Input(
-                    "frames",
-                    default=1,
-                    min=1,
-                    max=1025,
-                    step=FRAME_STEP,
-                    tooltip="1 for an image; 4n + 1 with a video pipeline.",
-                ),
+                *size_inputs(default_pixels=1024),
                 io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
-                io.Float.Input(
-                    "guidance",
-                    default=4.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    tooltip="How strongly the prompt is followed; at 1 and below there is no negative prompt.",
-                ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
+                guidance_input("How strongly the prompt is followed; at 1 and below there is no negative prompt."),
+                seed_input(
+                    "The noise to start from; drawn on the CPU, so the same on every device.",
                     control_after_generate=True,
-                    tooltip="The noise to start from; drawn on the CPU, so the same on every device.",
                 ),
             ],
             outputs=[io.Image.Output(display_name="images", tooltip="The images, or the frames of a video.")],

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
 from ..schema import make_schema
+from ..widget_values import seed_input
 from .pipeline import PipelineType
 
 if TYPE_CHECKING:
@@ -18,14 +19,11 @@ __all__ = ["HighwaterVerifyPipeline"]
 class HighwaterVerifyPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from .diffusers_pipelines import FRAME_STEP, PIXEL_STEP
+        from .sampling_inputs import guidance_input, size_inputs
 
-        tooltip = f"In pixels, a multiple of {PIXEL_STEP}."
-        pixels: Any = {"default": 512, "min": PIXEL_STEP, "max": 16384, "step": PIXEL_STEP, "tooltip": tooltip}
         return make_schema(
             node_id="HighwaterVerifyPipeline",
             display_name="Verify Pipeline",
-            category="Highwater",
             description=(
                 "Samples one step of a pipeline with the engine and without, and compares bit by bit; names the first "
                 "block that differs. Takes three steps, and the weights once on their device."
@@ -34,25 +32,9 @@ class HighwaterVerifyPipeline(io.ComfyNode):
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline."),
                 io.String.Input("prompt", default="a red fox in the snow", tooltip="What the step is made with."),
-                io.Int.Input("width", **pixels),
-                io.Int.Input("height", **pixels),
-                io.Int.Input(
-                    "frames",
-                    default=1,
-                    min=1,
-                    max=1025,
-                    step=FRAME_STEP,
-                    tooltip="1 for an image; 4n + 1 with a video pipeline.",
-                ),
-                io.Float.Input(
-                    "guidance",
-                    default=4.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    tooltip="At 1 and below the step without the prompt is not computed.",
-                ),
-                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, tooltip="The noise of the step."),
+                *size_inputs(default_pixels=512),
+                guidance_input("At 1 and below the step without the prompt is not computed."),
+                seed_input("The noise of the step."),
             ],
             outputs=[
                 PipelineType.Output(display_name="pipeline", tooltip="The pipeline that came in."),
