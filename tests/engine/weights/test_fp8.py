@@ -59,6 +59,18 @@ def test_upcast_is_exact(codes: torch.Tensor, dtype: torch.dtype) -> None:
         assert torch.equal(torch.signbit(wide), torch.signbit(codes.float()))
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("num_codes", [1, 1 << 14, (1 << 14) + 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nan_is_widened_to_nan(dtype: torch.dtype, num_codes: int, code: int) -> None:
+    codes = torch.full((num_codes,), 0xBC, dtype=torch.uint8)
+    codes[-1] = code
+    wide = torch.empty(codes.shape, dtype=dtype)
+    upcast_into(wide, codes.view(torch.float8_e4m3fn), 0.5)
+    assert wide[-1].isnan()
+    assert (wide[:-1] == -0.75).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("exponent", [-149, -140, -133, -126, -120, -100, 0, 100, 126])
 @pytest.mark.parametrize("num_columns", [4, 1 << 14])
