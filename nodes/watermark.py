@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
 from .device_choices import ALL, resolve_watermark_device, watermark_choices
 from .schema import make_schema
 
-__all__ = ["HighwaterWatermark", "Watermark", "WatermarkType"]
+if TYPE_CHECKING:
+    from ..memory.manager.watermark import Watermark
+
+__all__ = ["DeviceWatermark", "HighwaterWatermark", "WatermarkType"]
 
 WatermarkType = io.Custom("HIGHWATER_WATERMARK")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watermark:
-    """When free memory would fall under ``low_bytes``, others leave until ``high_bytes`` are free."""
+class DeviceWatermark:
+    """A watermark and the device that it is for, ``*`` for every one: what the node passes on its link."""
 
     device: str
-    low_bytes: int
-    high_bytes: int
+    mark: Watermark
 
     @classmethod
-    def parse(cls, device: str, low: str, high: str) -> Watermark:
-        """Return the watermark that the widgets name.
+    def parse(cls, device: str, low: str, high: str) -> DeviceWatermark:
+        """Return what the widgets name.
 
         Raises:
             InvalidInput: not a size, or low above high.
         """
         from ..memory.errors import InvalidInput
+        from ..memory.manager.watermark import Watermark
 
         low_bytes, high_bytes = parse_mark("low", low), parse_mark("high", high)
         if low_bytes > high_bytes:
             raise InvalidInput(f"low {low!r} is above high {high!r}; allowed: at most {high}")
-        return cls(device=device.strip(), low_bytes=low_bytes, high_bytes=high_bytes)
+        return cls(device=device.strip(), mark=Watermark(low_bytes=low_bytes, high_bytes=high_bytes))
 
     def apply(self) -> None:
         """Set it on the shared manager; idle models leave at once if less than the low mark is free.
@@ -44,7 +48,7 @@ class Watermark:
         """
         from ..memory import default_manager
 
-        default_manager().set_watermark(self.device, self.low_bytes, self.high_bytes)
+        default_manager().set_watermark(self.device, self.mark.low_bytes, self.mark.high_bytes)
 
 
 class HighwaterWatermark(io.ComfyNode):
@@ -52,10 +56,10 @@ class HighwaterWatermark(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from ..memory.manager.watermark import Watermark as Marks
+        from ..memory.manager.watermark import Watermark
         from ..memory.units import format_bytes
 
-        default = Marks()
+        default = Watermark()
         return make_schema(
             node_id="HighwaterWatermark",
             display_name="Watermark",
@@ -109,7 +113,7 @@ class HighwaterWatermark(io.ComfyNode):
     @classmethod
     def execute(cls, device: str, low: str, high: str) -> io.NodeOutput:
         resolved, notes = resolve_watermark_device(device)
-        watermark = Watermark.parse(resolved, low, high)
+        watermark = DeviceWatermark.parse(resolved, low, high)
         watermark.apply()
         return io.NodeOutput(watermark, ui={"text": notes})
 
@@ -125,7 +129,7 @@ def check_marks(low: str | None, high: str | None) -> None:
     from ..memory.units import format_bytes
 
     if low is not None and high is not None:
-        Watermark.parse(ALL, low, high)
+        DeviceWatermark.parse(ALL, low, high)
     accelerators = [device for device in list_devices() if not device.is_cpu]
     largest = max(accelerators, key=lambda device: device.total_bytes(), default=None)
     for name, text in (("low", low), ("high", high)):

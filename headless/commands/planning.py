@@ -66,18 +66,18 @@ def value_of(path: Path, node: WorkflowNode, name: str) -> str:
 
 def keep_free(machine: Machine, *, device: str, low: str, high: str) -> Machine:
     """Return the machine with the watermark that a workflow sets, in place of the default one."""
-    from ...nodes.watermark import Watermark
+    from ...nodes.watermark import DeviceWatermark
 
-    mark = Watermark.parse(device, low, high)
+    asked = DeviceWatermark.parse(device, low, high)
     names = [capacity.name for capacity in machine.accelerators]
-    wanted = canonical_device(mark.device)
+    wanted = canonical_device(asked.device)
     if wanted != "*" and wanted not in names:
         raise InvalidInput(f"watermark device {device!r} is not here; {allowed_values(device, ['*', *names])}")
     capacities = tuple(
         replace(
             capacity,
-            available_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - mark.low_bytes),
-            kept_free_bytes=mark.low_bytes,
+            available_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - asked.mark.low_bytes),
+            kept_free_bytes=asked.mark.low_bytes,
             unlearned_bytes=0,
         )
         if capacity.name in names and wanted in ("*", capacity.name)

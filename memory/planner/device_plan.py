@@ -19,7 +19,14 @@ from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, KeptFree, Machine
-from .prefetch_schedule import BLOCKING_COPIES, Schedule, balanced_workload, choose_schedule, place_streamed
+from .prefetch_schedule import (
+    BLOCKING_COPIES,
+    Schedule,
+    balanced_workload,
+    choose_prefetch,
+    choose_schedule,
+    place_streamed,
+)
 from .sizes import Sizes
 from .staging_layout import Places, Workload, pass_seconds
 
@@ -29,8 +36,6 @@ __all__ = ["DevicePlan", "find_limit", "plan_share", "share_holds"]
 WORTH_MOVING = 0.02
 # By so much more has to be free than when forwards ran out of memory.
 WORTH_RETRYING = 0.02
-# How many blocks are copied ahead where times are not known.
-USUAL_PREFETCH = 1
 # Forwards of these take more beside their weights than a watermark's few bytes.
 LARGE_ACTIVATIONS = ("diffusion", "vae")
 
@@ -143,8 +148,7 @@ def plan_share(
     speeds = None if from_disk else find_speeds(machine.device(device), sizes, blocking)
     work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
     are_known = block_seconds is not None and speeds is not None
-    # Staging memory costs residents: only measured times tell whether it is worth that.
-    prefetch_blocks = profile.prefetch_blocks or (None if are_known else USUAL_PREFETCH)
+    prefetch_blocks = choose_prefetch(profile.prefetch_blocks, times_are_known=are_known)
     in_place: Schedule | None = None
     if current is not None and current.staging_bytes and current.blocks == blocks:
         asked = min(profile.prefetch_blocks or 0, room_bytes // largest - 1)

@@ -1,16 +1,16 @@
-"""Cuts the blocks of a split into one run for each of its devices."""
+"""Where a split is cut: the blocks of a component in one run for each of its devices."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import Machine
 from .device_plan import find_limit
-from .prefetch_schedule import cut_runs
 from .sizes import Sizes
 
 __all__ = ["split_blocks"]
@@ -48,6 +48,26 @@ def split_blocks(
     if fitting != runs:
         reasons.append("split: cut elsewhere than asked, where the largest block of each device fits")
     return fitting
+
+
+def cut_runs(sizes: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, ...]]:
+    """Return the positions of one run of blocks per ratio, in order; each has at least one block.
+
+    The block that straddles a boundary goes to the side that has more of it.
+    """
+    runs: list[tuple[int, ...]] = []
+    ends = [0, *accumulate(sizes)]
+    begin, target = 0, 0.0
+    for index, ratio in enumerate(ratios):
+        target += ratio * ends[-1]
+        end = begin + 1
+        while end < len(sizes) and ends[end] + sizes[end] / 2 <= target:
+            end += 1
+        last_end = len(sizes) - (len(ratios) - 1 - index)
+        end = last_end if index == len(ratios) - 1 else min(end, last_end)
+        runs.append(tuple(range(begin, end)))
+        begin = end
+    return runs
 
 
 def weight_limit(component: Component, device: str, machine: Machine, profile: OffloadProfile) -> int:

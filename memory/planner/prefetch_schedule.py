@@ -1,16 +1,30 @@
-"""Which blocks stay on a device, beside how much staging memory for the others, and where a split cuts them."""
+"""The prefetch schedule of a device: which blocks stay resident, how many are prefetched, through how much memory.
+
+Staging memory is what the residents leave of a budget: more of it prefetches further ahead, and leaves fewer residents.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import islice
 from random import Random
 
 from .staging_layout import Places, Workload, choose_places, pass_seconds, window_seconds
 
-__all__ = ["Schedule", "balanced_workload", "choose_schedule", "cut_runs", "place_streamed", "spread_residents"]
+__all__ = [
+    "BLOCKING_COPIES",
+    "Schedule",
+    "balanced_workload",
+    "choose_prefetch",
+    "choose_schedule",
+    "place_streamed",
+    "spread_residents",
+]
+
+# How many blocks are prefetched where times are not known.
+USUAL_PREFETCH = 1
 
 # Another schedule has to be this much faster to be preferred: even spreading and less staging memory vary less.
 SMALLEST_GAIN = 0.005
@@ -35,26 +49,6 @@ PLACED_BLOCKS = 600
 SLACK = 0.01
 # By how much a synchronous copy is assumed to be slower if that was not measured: about as pageable memory is.
 BLOCKING_COPIES = 2.0
-
-
-def cut_runs(sizes: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return the positions of one run of blocks per ratio, in order; each has at least one block.
-
-    The block that straddles a boundary goes to the side that has more of it.
-    """
-    runs: list[tuple[int, ...]] = []
-    ends = [0, *accumulate(sizes)]
-    begin, target = 0, 0.0
-    for index, ratio in enumerate(ratios):
-        target += ratio * ends[-1]
-        end = begin + 1
-        while end < len(sizes) and ends[end] + sizes[end] / 2 <= target:
-            end += 1
-        last_end = len(sizes) - (len(ratios) - 1 - index)
-        end = last_end if index == len(ratios) - 1 else min(end, last_end)
-        runs.append(tuple(range(begin, end)))
-        begin = end
-    return runs
 
 
 def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
@@ -83,6 +77,14 @@ def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
             resident.add(position)
             used += sizes[position]
     return resident
+
+
+def choose_prefetch(asked: int | None, *, times_are_known: bool) -> int | None:
+    """Return how many blocks to prefetch: as many as were asked for, else one; None is what turns out fastest.
+
+    Staging memory costs residents: only measured times tell how much of it is worth that.
+    """
+    return asked or (None if times_are_known else USUAL_PREFETCH)
 
 
 def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozenset[int] = frozenset()) -> Workload:

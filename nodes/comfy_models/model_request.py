@@ -11,7 +11,7 @@ from ...memory.options.placement import AUTO
 from ...memory.options.precision import parse_precision
 from ..device_choices import DEFAULT, placement_choices, resolve_placement
 from ..schema import make_schema
-from ..watermark import Watermark, WatermarkType
+from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import DEFAULT_PRECISION, precision_input, profile_input, read_profile
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def read_request(
     profile: str = AUTO,
     precision: str = DEFAULT_PRECISION,
     placement: str = DEFAULT,
-    watermark: Watermark | None = None,
+    watermark: DeviceWatermark | None = None,
 ) -> tuple[Request, list[str]]:
     """Return what the inputs of `request_inputs` ask for, and what the node has to say about it.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ...memory import Managed
     from ...memory.weights.source import WeightsSource
-    from ..watermark import Watermark
+    from ..watermark import DeviceWatermark
 
 __all__ = [
     "LoadedPipeline",
@@ -56,7 +56,7 @@ class LoadedPipeline:
 
     pipe: Any
     managed: Managed
-    watermark: Watermark | None = None
+    watermark: DeviceWatermark | None = None
 
     def __post_init__(self) -> None:
         # A host has no call for "this output was dropped". At interpreter exit the process frees everything.

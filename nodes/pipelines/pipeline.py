@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
 from ..schema import make_schema
-from ..watermark import Watermark, WatermarkType
+from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import precision_input, profile_input, read_placement, read_profile, seed_input
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: str, profile: str, precision: str, placement: str, watermark: Watermark | None = None
+        cls, pipeline: str, profile: str, precision: str, placement: str, watermark: DeviceWatermark | None = None
     ) -> io.NodeOutput:
         from ...memory import manage
         from ..progress import showing_loadings

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from highwater.headless.comfy_stub import comfy_api, folder_paths
 from highwater.headless.comfy_stub.comfy_io import HiddenHolder, Input, NodeOutput
+from highwater.memory import Watermark
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.placement import AUTO_PLACEMENT, Placement
 from highwater.memory.options.precision import Precision
@@ -26,7 +27,7 @@ from highwater.nodes import device_choices, widget_values  # noqa: E402
 from highwater.nodes.comfy_models import model_files  # noqa: E402
 from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
-from highwater.nodes.watermark import Watermark  # noqa: E402
+from highwater.nodes.watermark import DeviceWatermark  # noqa: E402
 
 # Those that load or manage a model; the one that verifies asks for none of what these ask for.
 NODES = {
@@ -190,8 +191,8 @@ def test_a_linked_watermark_is_set_before_the_model_is_loaded(
     host: Recorder, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.loaded = ("the model", "a clip", "a vae")
-    mark = Watermark(device="*", low_bytes=1, high_bytes=2)
-    monkeypatch.setattr(Watermark, "apply", lambda self: host.calls.append(("watermark", self)))
+    mark = DeviceWatermark(device="*", mark=Watermark(low_bytes=1, high_bytes=2))
+    monkeypatch.setattr(DeviceWatermark, "apply", lambda self: host.calls.append(("watermark", self)))
     for name, (given, *_) in {**LOADERS, **{name: (given,) for name, given in MANAGERS.items()}}.items():
         assert inputs_of(name)["watermark"].optional
         more = {"type": "flux"} if name == "LoadTextEncoder" else {}
