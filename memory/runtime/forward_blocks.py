@@ -9,7 +9,7 @@ blocks, for plans to come, and which parts of blocks other code calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -20,6 +20,7 @@ from torch import nn
 
 from ..weights.component import Component
 from .backward import SavedWeights
+from .compiled_blocks import untraced
 from .device_hops import DeviceHops, Visit
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
@@ -106,6 +107,7 @@ class Forwards:
         """Those of the parts that need no hooks any more."""
         self.is_learned = False
         """Whether a whole pass has told in which order blocks run, and which of their parts others call."""
+        self.watch_exits: Callable[[], None] = nothing
         self.quiet_thread = 0
         """The thread that is in a pass in which blocks and their parts need nothing done ([Note: quiet passes])."""
 
@@ -146,8 +148,13 @@ class Forwards:
         done, self.done_parts = self.done_parts, []
         return done
 
+    def before_whole_pass(self, watch_exits: Callable[[], None]) -> None:
+        """Call this before each pass that is not a quiet one, also one for another component: blocks tell their end."""
+        self.watch_exits = watch_exits
+
     def begin_pass(self, *, is_timed: bool) -> None:
         """Forget the last pass and prepare the devices for this one; its weights are loaded."""
+        self.watch_exits()
         self.last_block = self.failed_block = None
         self.ran.clear()
         if len(self.shares) > 1:
@@ -432,6 +439,7 @@ class Forwards:
 
     # -- the rest, which parts of blocks elsewhere may call
 
+    @untraced
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.is_loaded or self.here == self.home:
             return None
@@ -439,17 +447,22 @@ class Forwards:
         # Without keyword arguments: torch copied the hook to a module that it made in place of ours (quantization).
         return moved[0] if moved is not None and kwargs is None else moved
 
+    @untraced
     def after_rest(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.come_back(module, output, failed=self.has_failed(output))
 
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
         # They refer to the manager's member and to us: the module would live until the next garbage collection.
-        self.leases = NoLeases(self.leases.lock)
+        self.leases, self.watch_exits = NoLeases(self.leases.lock), nothing
 
     def end(self) -> None:
         """Finish no pass any more: the groups are no longer managed."""
         self.passes.finish = lambda current, completed: None
+
+
+def nothing() -> None:
+    """Watch no exits: no module leads here."""
 
 
 def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:

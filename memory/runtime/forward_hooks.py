@@ -5,13 +5,20 @@ released. So it meets hooks until its weights are whole again; they lead it into
 afterwards to the managed component that the module has by then, for which it may be another block. torch takes the
 list of hooks before it calls the first; one that is removed meanwhile is still called, but without the keyword
 arguments that it was registered for.
+
+[Note: exits] Inside a quiet pass (`forward_blocks.py`) nothing is to do when a block returns, and torch takes a
+microsecond to call a hook that says so. So after the second quiet pass in a row only the root keeps the hook on its
+exit. The hooks before stay everywhere: they see a block that is called from elsewhere, or traced. The pass that this
+begins needs the exits; torch asks a module for the hooks after its forward when that has returned, so those that are
+put back meanwhile are called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Event, get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -53,7 +60,13 @@ class ForwardHooks:
         self.target: Forwards | None = None
         self.gate: Gate | None = None
         """While a thread computes without the engine."""
-        self.handles: dict[nn.Module, list[RemovableHandle]] = {}
+        self.handles: dict[nn.Module, RemovableHandle] = {}
+        """Of the hooks before calls, by module."""
+        self.exits: dict[nn.Module, RemovableHandle] = {}
+        """Of the hooks after calls, by module ([Note: exits])."""
+        self.owner, self.root = "", ref(nn.Module())
+        self.was_quiet = False
+        """Whether the last pass was a quiet one."""
 
     def lead_to(self, target: Forwards, *, owner: str, root: nn.Module) -> None:
         """Call these forwards from now on, in place of those before.
@@ -62,22 +75,36 @@ class ForwardHooks:
             owner: the component's name.
             root: its module, whose copies are refused.
         """
+        self.owner, self.root = owner, ref(root)
         wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
         for module in wanted - self.handles.keys():
             remove_hooks_of(self, module)
-            functions = (self.before, self.after) if module is root else (self.before_inside, self.after_inside)
-            before, after = (
-                OwnHook.on(module, function, owner=owner, is_whole=module is root) for function in functions
-            )
-            self.handles[module] = [
-                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-                module.register_forward_hook(after, always_call=True),
-            ]
+            before = self.own_hook(module, self.before if module is root else self.before_inside)
+            self.handles[module] = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         earlier, self.target = self.target, target
         if earlier is not None and earlier is not target:
             earlier.dismiss()
         self.end_detour()
         self.remove_from(self.handles.keys() - wanted)
+        target.before_whole_pass(self.watch_exits)
+        self.watch_exits()
+
+    def own_hook(self, module: nn.Module, function: Callable[..., Any]) -> OwnHook:
+        return OwnHook.on(module, function, owner=self.owner, is_whole=module is self.root())
+
+    def watch_exits(self) -> None:
+        """Put a hook after the calls of every module, where there is none."""
+        if self.exits.keys() == self.handles.keys():
+            return
+        for module in self.handles.keys() - self.exits.keys():
+            after = self.own_hook(module, self.after if module is self.root() else self.after_inside)
+            self.exits[module] = module.register_forward_hook(after, always_call=True)
+
+    def leave_exits(self) -> None:
+        """Remove the hooks after the calls of all but the root."""
+        for module in [module for module in self.exits if module is not self.root()]:
+            self.exits[module].remove()
+            self.exits.pop(module)
 
     def detour(self) -> None:
         """Let this thread compute without the engine; others wait. No pass may be open."""
@@ -92,9 +119,10 @@ class ForwardHooks:
     def remove_from(self, modules: Iterable[nn.Module]) -> None:
         """Remove the hooks from these modules."""
         for module in list(modules):
-            for handle in self.handles.get(module, ()):
-                handle.remove()
-            self.handles.pop(module, None)
+            for handles in (self.handles, self.exits):
+                if module in handles:
+                    handles[module].remove()
+                    handles.pop(module)
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
@@ -158,6 +186,10 @@ class ForwardHooks:
         """Enter through a module; returns the forwards that let it in, None if none has the module any more."""
         while (target := self.target) is not None:
             if target.enter(module, inputs):
+                is_quiet = target.quiet_thread != 0
+                if is_quiet and self.was_quiet and len(self.exits) > 1:
+                    self.leave_exits()
+                self.was_quiet = is_quiet
                 return target
             if self.target is target:
                 break

@@ -153,3 +153,25 @@ def test_what_is_compiled_by_others_is_right_and_traces_nothing_of_ours(
             managed.members[0].managed.unload()
     assert "memory/runtime/forward_hooks.py" not in caplog.text
     torch._dynamo.reset()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [compiled_whole, compiled_in_place, compiled_blocks])
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+def test_what_is_compiled_by_others_follows_every_plan(toys, machine, compiled) -> None:
+    net, plain = toys.build_net(), toys.build_net().to("sim:0")
+    x = torch.randn(2, 5, 64)
+    want = plain(x.to("sim:0")).cpu()
+    del plain
+    called = compiled(net)
+    with machine(8, 8) as manager, manage(called, "auto", placement="gpu:0", manager=manager) as managed:
+        for profile, placement in (
+            ("auto", "gpu:0"),
+            ("0.45MiB", "gpu:0"),
+            ("auto", "gpu:0&gpu:1"),
+            ("auto", "gpu:0"),
+            ("0.45MiB", "gpu:1"),
+        ):
+            managed.reprofile(profile, placement=placement)
+            for _ in range(4):
+                assert torch.equal(called(x).cpu(), want), (profile, placement)
