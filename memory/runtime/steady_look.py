@@ -6,15 +6,15 @@ any. So after a close look found nothing, what it found is kept in flat lists, a
 loops that run in C: which objects are in the module tree, and where the weights lie. Whatever the engine itself puts
 into the module is another object, too, and asks for a close look once.
 
-Objects are known by their ids, without references, because references to weights are counted ([Note: swaps] in
-`weight_swaps.py`). An id cannot be another object's: the groups keep what they gave the module, and `Structure` keeps
-its modules.
+Tensors are known by their ids, without references, because references to weights are counted ([Note: swaps] in
+`weight_swaps.py`). An id cannot be another object's: the groups keep what they gave the module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, compress
+from collections.abc import Callable, Collection, Iterable, Sequence, ValuesView
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -46,23 +46,32 @@ class SteadyLook:
         weights: Collection[int],
         samples: Collection[int],
     ) -> None:
-        self.tables: list[dict[str, Any]] = []
+        self.empty: list[dict[str, Any]] = []
+        children: list[ValuesView[Any]] = []
+        tensors: list[ValuesView[Any]] = []
         for module in modules:
-            self.tables += [module._modules, module._parameters]
-            self.tables += [module._buffers] if module._buffers else []  # forwards may make others
+            # Forwards may make buffers where there are none.
+            tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters)
+            for table in (*tables, module._buffers) if module._buffers else tables:
+                if not table:
+                    self.empty.append(table)
+                else:
+                    (children if table is module._modules else tensors).append(table.values())
+        self.tables = [*children, *tensors]
         self.counts = list(map(len, self.tables))
-        self.filled = [table for table in self.tables if table]
-        self.attributes = [vars(module) for module in marked]
+        self.children = list(chain.from_iterable(children))
         held = self.find_held()
-        self.held = list(map(id, held))
-        self.is_weight = [number in weights for number in self.held]
-        self.is_matrix = [is_own and each.dim() > 1 for is_own, each in zip(self.is_weight, held, strict=True)]
-        self.is_sample = [number in samples for number in self.held]
+        self.tensors = list(map(id, held[len(self.children) :]))
+        numbers = [index for index, each in enumerate(held) if id(each) in weights]
+        self.take_weights = taker(numbers)
+        self.take_matrices = taker([index for index in numbers if held[index].dim() > 1])
+        self.take_samples = taker([index for index in numbers if id(held[index]) in samples])
+        self.attributes = [vars(module) for module in marked]
         self.marks = self.find_marks()
         self.places = self.find_places(held)
 
     def find_held(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self.filled)))
+        return list(chain.from_iterable(self.tables))
 
     def find_marks(self) -> list[Any]:
         return [
@@ -75,18 +84,26 @@ class SteadyLook:
         """Return where weights lie, the strides of matrices, and the dtypes of samples."""
         with plainly():
             return [
-                *map(ADDRESS, compress(held, self.is_weight)),
-                *map(STRIDE, compress(held, self.is_matrix)),
-                *map(DTYPE, compress(held, self.is_sample)),
+                *map(ADDRESS, self.take_weights(held)),
+                *map(STRIDE, self.take_matrices(held)),
+                *map(DTYPE, self.take_samples(held)),
             ]
 
     def is_steady(self) -> bool:
         """Whether the tree holds the same objects, at the same places, and no other offloader has marked it."""
-        if list(map(len, self.tables)) != self.counts:
+        if any(self.empty) or list(map(len, self.tables)) != self.counts:
             return False
         held = self.find_held()
         return (
-            list(map(id, held)) == self.held
+            all(map(is_, held, self.children))
+            and list(map(id, held[len(self.children) :])) == self.tensors
             and self.find_places(held) == self.places
             and self.find_marks() == self.marks
         )
+
+
+def taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that takes the elements at these indices out of a sequence."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda sequence: tuple(sequence[index] for index in indices)
