@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 PROFILE_HELP = (
-    "auto, 1 to 5 or a name of highwater profiles, a budget such as 6GiB, or a profile and what to change in it, "
+    "auto, 1 to 5, a name that `highwater profiles` prints, a budget such as 6GiB, or a profile with changes, "
     "such as 4,diffusion=2GiB,prefetch=2 (files only)"
 )
-DEVICES_HELP = 'simulate this hardware, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
+DEVICES_HELP = (
+    'hardware to simulate instead of using the machine, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
+)
+COMFYUI_HELP = "ComfyUI's folder; default: $COMFYUI_DIR, the ComfyUI with this pack, or ~/comfy/ComfyUI"
 
 
 # A value that starts like an option, and an option that may take a value.
@@ -97,7 +100,8 @@ def describe(error: OSError) -> str:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="highwater", description="A memory layer for ComfyUI: plan, run and watch where weights live.")
+    about = "A memory manager for ComfyUI and diffusers: plan, run, and see where weights are kept."
+    parser = Parser(prog="highwater", description=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, command: Any, text: str) -> Parser:
@@ -108,33 +112,31 @@ def build_parser() -> Parser:
         return added
 
     demo = add(
-        "demo", run_demo, "run the example workflows under a watermark that forces eviction, and draw the memory"
+        "demo", run_demo, "run example workflows that do not fit in memory together, and draw a chart of the memory"
     )
-    demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where images and report go")
-    run = add("run", run_workflows, "run API-format workflows in order, sharing one manager")
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="folder for images and report")
+    run = add("run", run_workflows, "run workflows in API format one after the other, with one memory manager")
     run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW.json")
-    run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where images go")
-    verify = add("verify", run_verify, "run a workflow's first step managed and unmanaged, and compare bit by bit")
+    run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the images")
+    verify = add("verify", run_verify, "run one step of a workflow with Highwater and without, and compare bit by bit")
     verify.add_argument("workflow", type=Path, metavar="WORKFLOW.json")
-    plan = add("plan", run_plan, "print where everything would live; reads headers only, moves nothing")
+    plan = add("plan", run_plan, "print where each part would be kept; reads only file headers, and moves nothing")
     plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
     plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
-    plan.add_argument("--placement", default=AUTO, help="such as gpu:0&gpu:1 (files only)")
+    plan.add_argument("--placement", default=AUTO, help="devices, such as gpu:0&gpu:1 (files only)")
     plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
-    add("profiles", run_profiles, "list the profiles with every value")
-    devices = add("devices", run_devices, "list devices with total and free memory, and what hides a device")
-    needs = add("needs", run_needs, "list what was learned of the memory that models need beside their weights")
-    needs.epilog = "Components and devices are shown by the first digits of their digests: the file holds no names."
-    needs.add_argument("--reset", action="store_true", help="forget it; a ComfyUI that runs goes on with what it knows")
-    needs.add_argument("--file", type=Path, metavar="FILE", help="only this file; default: the user's and ComfyUI's")
+    add("profiles", run_profiles, "list the profiles with all their values")
+    devices = add("devices", run_devices, "list devices with total and free memory, and settings that hide devices")
+    needs = add("needs", run_needs, "list how much memory models needed beside their weights in earlier runs")
+    needs.epilog = "The table names components and devices by the first digits of a digest: the file stores no names."
+    needs.add_argument("--reset", action="store_true", help="delete these values; a running ComfyUI keeps its own")
     needs.add_argument(
-        "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: $COMFYUI_DIR, or where this pack lies"
+        "--file", type=Path, metavar="FILE", help="only this file; default: the user's file and ComfyUI's"
     )
-    doctor = add("doctor", run_doctor, "say whether the pack is in effect in ComfyUI, and what stands in its way")
-    doctor.add_argument(
-        "--comfyui", type=Path, metavar="DIR", help="ComfyUI's folder; default: $COMFYUI_DIR, or where this pack lies"
-    )
-    serve = add("serve", run_serve, "show the nodes in the ComfyUI web page, without ComfyUI's backend")
+    needs.add_argument("--comfyui", type=Path, metavar="DIR", help=COMFYUI_HELP)
+    doctor = add("doctor", run_doctor, "check whether Highwater works in ComfyUI, and what prevents it")
+    doctor.add_argument("--comfyui", type=Path, metavar="DIR", help=COMFYUI_HELP)
+    serve = add("serve", run_serve, "start the ComfyUI web page with these nodes, without ComfyUI's backend")
     serve.add_argument("--host", default=LOOPBACK, help="the address to listen on")
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="the port to listen on")
     serve.add_argument(
@@ -142,14 +144,14 @@ def build_parser() -> Parser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name under which browsers reach it, such as box.local; may stand more than once",
+        help="another host name of this server for browsers, such as box.local; can be repeated",
     )
-    serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="where images go")
+    serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="folder for the images")
     for command in (demo, run, verify, plan, devices, serve):
         command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
     for command in (demo, run, verify, plan, serve):
         command.add_argument(
-            "--models", type=Path, metavar="DIR", help="the models folder; default: a cache of tiny ones"
+            "--models", type=Path, metavar="DIR", help="ComfyUI's models folder; default: tiny example pipelines"
         )
     return parser
 
@@ -332,7 +334,7 @@ def models_directory(options: argparse.Namespace) -> Path:
 
     cache = cache_folder()
     if cache is None:
-        raise InvalidInput("this user has no home for tiny models; name a folder: --models DIR or XDG_CACHE_HOME")
+        raise InvalidInput("no cache folder found for the tiny models; name one with --models DIR or in XDG_CACHE_HOME")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the libraries ask the network even for local folders
     ensure_pipelines(cache / "models" / "diffusers")
     return cache / "models"

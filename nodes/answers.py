@@ -87,7 +87,7 @@ def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dic
         else:
             raise InvalidInput(f"{name}={value!r}: {allowed_values(name, ['file', 'pipeline', *words])}")
     if not files and not pipelines:
-        raise InvalidInput("nothing to plan; name a model: ?file=diffusion_models/name.safetensors or ?pipeline=name")
+        raise InvalidInput("no model to plan; add ?file=diffusion_models/name.safetensors or ?pipeline=name")
     machine = manager.admission.machine(None)
     plans = {"files": plan_files(files, machine, **words)} if files else {}
     plans |= {name: plan_pipeline(find_pipeline(name), machine, **words) for name in pipelines}
@@ -109,7 +109,7 @@ def find_model(named: str) -> Path:
             f"file={named!r} cannot be planned; allowed: folder/name.safetensors, such as vae/ae.safetensors"
         )
     if folder not in KINDS:  # the host lists others, such as custom_nodes, file by file
-        raise InvalidInput(f"file={named!r}: {folder!r} is no folder of models; {allowed_values(folder, KINDS)}")
+        raise InvalidInput(f"file={named!r}: {folder!r} is not a model folder; {allowed_values(folder, KINDS)}")
     return Path(find_model_file(folder, name))
 
 

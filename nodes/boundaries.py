@@ -29,7 +29,7 @@ __all__ = ["EVENT", "Boundaries", "features", "install", "names_our_node"]
 EVENT = "highwater.memory"
 OUR_PREFIX = "Highwater"
 FEATURES = ("run_boundaries", "node_boundaries", "events")
-NO_PROVIDERS = "missing: this ComfyUI has no cache providers; 0.33 and newer have them"
+NO_PROVIDERS = "missing: this ComfyUI has no cache providers; update it to 0.33 or newer"
 
 log = logging.getLogger("highwater")
 
@@ -73,7 +73,7 @@ class Boundaries:
 
     def fail(self, feature: str, error: Exception) -> None:
         if feature not in self.lost:
-            log.error("Highwater: %s: %s", feature.replace("_", " "), error, exc_info=error)
+            log.error("Highwater: %s failed: %s", feature.replace("_", " "), error, exc_info=error)
         self.lost[feature] = f"failed: {type(error).__name__}: {error}"
 
     # -- what the host calls
@@ -171,7 +171,7 @@ installed: list[Boundaries] = []
 
 def features() -> dict[str, bool | str]:
     """Return for every feature True if it is in effect, else why not."""
-    lost = installed[0].lost if installed else dict.fromkeys(FEATURES, "missing: not inside of ComfyUI")
+    lost = installed[0].lost if installed else dict.fromkeys(FEATURES, "missing: this process is not ComfyUI")
     return {name: lost.get(name, True) for name in FEATURES}
 
 

@@ -77,16 +77,16 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
         return AUTO_PLACEMENT, []
     choices = f"allowed: {', '.join(placement_choices())}"
     if not isinstance(placement, str):
-        raise InvalidInput(f"placement {placement!r} is not a text; {choices}")
+        raise InvalidInput(f"placement {placement!r} is not text; {choices}")
     here = device_names()
     named = {canonical_device(word) for word in DEVICE_WORD.findall(placement) if names_device(word)}
     missing = sorted(named - {*here})
     parsed = parse_placement(placement, devices=[*here, *missing])
     devices = [share.device for share in parsed.items[0].devices]
     if str(parsed) != "&".join(devices) or len(devices) > 2:
-        raise InvalidInput(f"placement {placement!r} is more than a node takes: one device, or two; {choices}")
+        raise InvalidInput(f"placement {placement!r} is not one device or two joined by &; {choices}")
     if missing:
-        note = f"placement {placement}: this machine has no {' or '.join(missing)}; default is used; {choices}"
+        note = f"placement {placement}: this machine has no {' or '.join(missing)}, so default is used; {choices}"
         return AUTO_PLACEMENT, [note]
     return parsed, []
 
@@ -123,7 +123,7 @@ def resolve_watermark_device(device: str) -> tuple[str, list[str]]:
     if name in ("", "cpu"):
         raise InvalidInput(f"watermark device {device!r} is not an accelerator; {choices}")
     if name not in gpus:
-        return ALL, [f"watermark {word}: this machine has no {name}; set on every device (*); {choices}"]
+        return ALL, [f"watermark {word}: this machine has no {name}, so it applies to every device (*); {choices}"]
     return name, []
 
 

@@ -35,20 +35,20 @@ FEATURE_NEEDS = {
     "node_boundaries": (PROVIDERS, HANDLERS),
     "events": (PROVIDERS,),
 }
-# Packs that decide over memory too, and what they replace; by folder name, in lower case with dashes.
+# Packs that decide over memory too, and what they do; by folder name, in lower case with dashes.
 CONFLICTING_PACKS = {
-    "comfyui-multigpu": "core's load_models_gpu, get_torch_device, soft_empty_cache and ModelPatcher.partially_load",
-    "comfyui-reservedvram": "the reserve that core keeps free on every device",
-    "comfyui-wanblockswap": "the placement of a model's blocks, by swapping them itself",
-    "comfyui-wanvideowrapper": "core's loading of its own models: neither core nor Highwater can evict them",
-    "comfyui-seedvr2-videoupscaler": "core's loading of its own models: neither core nor Highwater can evict them",
-    "raylight": "core's loading, by worker processes that hold the weights",
-    "comfyui-distorchmemorymanager": "the caches of other packs, by purging them between nodes",
-    "comfyui-vram-manager": "the caches of other packs, by purging them between nodes",
-    "comfyui-memory-cleanup": "core's choice of who leaves: it unloads everything",
-    "comfyui-unload-model": "core's choice of who leaves: it unloads everything",
+    "comfyui-multigpu": "replaces ComfyUI's load_models_gpu, get_torch_device, soft_empty_cache and partially_load",
+    "comfyui-reservedvram": "replaces the amount of memory that ComfyUI keeps free on every device",
+    "comfyui-wanblockswap": "swaps the blocks of a model by itself",
+    "comfyui-wanvideowrapper": "loads its models by itself: neither ComfyUI nor Highwater can evict them",
+    "comfyui-seedvr2-videoupscaler": "loads its models by itself: neither ComfyUI nor Highwater can evict them",
+    "raylight": "loads models in worker processes: neither ComfyUI nor Highwater can evict them",
+    "comfyui-distorchmemorymanager": "purges the caches of other packs between nodes",
+    "comfyui-vram-manager": "purges the caches of other packs between nodes",
+    "comfyui-memory-cleanup": "unloads all models, those that ComfyUI would keep too",
+    "comfyui-unload-model": "unloads all models, those that ComfyUI would keep too",
 }
-MMGP = "the forward and the devices of its models, through mmgp: neither core nor Highwater can evict them"
+MMGP = "moves its models with mmgp: neither ComfyUI nor Highwater can evict them"
 OUR_NAME = re.compile(r"""^name\s*=\s*["']highwater(-memory)?["']""", re.MULTILINE)
 
 
@@ -81,13 +81,13 @@ def examine_comfyui(
     """
     findings: list[Finding] = []
     if root is None:
-        features = dict.fromkeys(FEATURE_NEEDS, "missing: no ComfyUI was found")
+        features = dict.fromkeys(FEATURE_NEEDS, "missing: ComfyUI was not found")
         findings.append(
             Finding(
                 check="ComfyUI",
                 text="not found; the command line and Python programs work without it",
                 is_warning=True,
-                remedy="name its folder: --comfyui DIR or COMFYUI_DIR",
+                remedy="name its folder with --comfyui DIR or in the variable COMFYUI_DIR",
             )
         )
     else:
@@ -107,7 +107,7 @@ def examine_comfyui(
         if root is not None and state is not True
     ]
     if features["run_boundaries"] is True:
-        text = "run boundaries: core hashes every node's ancestors for them, from the first run with our nodes on"
+        text = "run boundaries: from the first run with a Highwater node on, ComfyUI hashes all nodes of each run"
         findings.append(Finding(check="features", text=text))
     return {
         "comfyui": str(root) if root else None,
@@ -123,7 +123,7 @@ def examine_comfyui(
 def check_host(root: Path, flags: Sequence[str] | None) -> list[Finding]:
     """Compare the host's version with the one that the nodes need."""
     version = version_of(root)
-    text = f"{version or 'of unknown version'} at {root}, "
+    text = f"{version or 'unknown version'} at {root}, "
     text += "not running" if flags is None else f"running with {' '.join(flags) or 'no flags'}"
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
     if not numbers or numbers >= REQUIRED_COMFYUI:
@@ -159,7 +159,7 @@ def check_pack(custom_nodes: Path, flags: Sequence[str] | None = None) -> list[F
     if len(places) == 1:
         return [Finding(check="pack", text=f"installed as {places[0]}")]
     if places:
-        text, remedy = f"installed {len(places)} times: {', '.join(map(str, places))}", "keep one"
+        text, remedy = f"installed {len(places)} times: {', '.join(map(str, places))}", "keep one of them"
     else:
         text, remedy = "not in custom_nodes: ComfyUI does not load it", "link or clone it there"
     return [Finding(check="pack", text=text, is_warning=True, remedy=remedy)]
@@ -170,14 +170,12 @@ def check_packs(custom_nodes: Path) -> list[Finding]:
     findings = []
     for pack in list_packs(custom_nodes):
         name = re.sub(r"-(main|master)$", "", pack.name.lower().replace("_", "-"))
-        replaces = CONFLICTING_PACKS.get(name)
-        if replaces is None and re.search(r"^mmgp\b", read_text(pack / "requirements.txt"), re.MULTILINE):
-            replaces = MMGP
-        if replaces is not None:
-            remedy = "do not use its nodes and ours in one workflow"
-            findings.append(
-                Finding(check="other packs", text=f"{pack.name} replaces {replaces}", is_warning=True, remedy=remedy)
-            )
+        does = CONFLICTING_PACKS.get(name)
+        if does is None and re.search(r"^mmgp\b", read_text(pack / "requirements.txt"), re.MULTILINE):
+            does = MMGP
+        if does is not None:
+            remedy = "do not use its nodes and Highwater's in one workflow"
+            findings.append(Finding(check="other packs", text=f"{pack.name} {does}", is_warning=True, remedy=remedy))
     return findings
 
 
@@ -207,7 +205,9 @@ def check_dynamic_vram(root: Path, flags: Sequence[str] | None) -> list[Finding]
     if off:
         return [Finding(check="dynamic VRAM", text=f"off: {', '.join(off)} (comfy-aimdo {version})")]
     unknown = "" if flags is not None else f", unless started with {', '.join(STATIC_FLAGS)}"
-    return [Finding(check="dynamic VRAM", text=f"on for core's models on NVIDIA{unknown} (comfy-aimdo {version})")]
+    return [
+        Finding(check="dynamic VRAM", text=f"on for ComfyUI's own models on NVIDIA{unknown} (comfy-aimdo {version})")
+    ]
 
 
 def installed_version(name: str, root: Path | None) -> str | None:
@@ -253,14 +253,14 @@ def check_devices(environment: Mapping[str, str], flags: Sequence[str] | None, n
         findings.append(
             Finding(
                 check="devices",
-                text=f"the driver has {num_nvidia} NVIDIA devices, torch sees {len(devices) - 1}",
+                text=f"the driver has {num_nvidia} NVIDIA devices, but torch sees {len(devices) - 1}",
                 is_warning=True,
-                remedy="see what hides them below, or install a torch that is built for them",
+                remedy="remove what hides them (listed below), or install a torch build that supports them",
             )
         )
     hiding = [f"{name}={environment[name]!r}" for name in HIDING_VARIABLES if name in environment]
     hiding += [f"{flag} {value}" for flag in HIDING_FLAGS if (value := flag_value(flags, flag)) is not None]
-    findings += [Finding(check="devices", text=f"{hider} decides which devices are seen") for hider in hiding]
+    findings += [Finding(check="devices", text=f"{hider} selects the devices that torch sees") for hider in hiding]
     if sys.platform == "win32" and num_nvidia > 1:
         text = "on Windows ComfyUI uses only the first device, unless started with --cuda-device all"
         findings.append(Finding(check="devices", text=text))
@@ -282,7 +282,7 @@ def check_pinning() -> list[Finding]:
 
     memory = HostMemory.now()
     limit_bytes = format_bytes(pin_limit_bytes(memory))
-    text = f"up to {limit_bytes} of {format_bytes(memory.total_bytes)} host memory may be pinned now"
+    text = f"up to {limit_bytes} of {format_bytes(memory.total_bytes)} RAM can be page-locked (pinned) now"
     limit = locked_limit()
     if limit is not None:
         text += f"; ulimit -l is {format_bytes(limit)}"
@@ -292,7 +292,7 @@ def check_pinning() -> list[Finding]:
             torch.empty(1, pin_memory=True)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            remedy = "raise ulimit -l or the container's limit; without it copies block the host"
+            remedy = "raise ulimit -l or the container's limit; without pinned memory each copy blocks the CPU"
             findings.append(Finding(check="pinning", text=f"failed: {reason}", is_warning=True, remedy=remedy))
     return findings
 
@@ -313,9 +313,12 @@ def check_compiler(environment: Mapping[str, str]) -> Finding:
     found = next(filter(None, map(shutil.which, names)), None)
     if found is not None:
         return Finding(check="compiler", text=found)
-    remedy = "install g++ or clang++, or name one in CXX"
+    remedy = "install g++ or clang++, or name a compiler in the variable CXX"
     return Finding(
-        check="compiler", text="none: no torch.compile and no simulated devices", is_warning=True, remedy=remedy
+        check="compiler",
+        text="none found: torch.compile and simulated devices do not work",
+        is_warning=True,
+        remedy=remedy,
     )
 
 

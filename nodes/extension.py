@@ -86,7 +86,11 @@ class HighwaterExtension(ComfyExtension):
             boundaries.install(PromptServer.instance)
             routes.add_routes(PromptServer.instance)
         except Exception as error:
-            log.error("Highwater: no report in the page and no run boundaries: %s", error, exc_info=error)
+            log.error(
+                "Highwater: no memory badges and no run boundaries: joining ComfyUI's server failed: %s",
+                error,
+                exc_info=error,
+            )
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         if "server" in sys.modules:

@@ -22,13 +22,13 @@ def name_problem(name: str) -> str | None:
     if len(name) > MAX_LENGTH:
         return f"is longer than {MAX_LENGTH} characters"
     if not name.isprintable():
-        return "holds characters that are not shown"
+        return "contains unprintable characters"
     if any(mark in name for mark in "/\\:"):
-        return "names another folder, drive or host"
+        return "leads to another folder, drive or host"
     if name[-1] in ". " or name[0] == " ":
-        return "begins or ends with a blank or a dot that some systems drop"
+        return "begins with a space, or ends with a space or a dot, which some systems drop"
     if WINDOWS_DEVICE.fullmatch(name.partition(".")[0].rstrip()):
-        return "is a device under Windows"
+        return "is the name of a device on Windows"
     return None
 
 
@@ -62,7 +62,7 @@ def check_relative_path(path: object, where: str) -> str:
 
     problem = path_problem(path) if isinstance(path, str) else "is not a file name"
     if problem is not None:
-        raise InvalidInput(f"{where}{shown(path)} {problem}; allowed: a name below the folder, such as folder/name")
+        raise InvalidInput(f"{where}{shown(path)} {problem}; allowed: a relative path such as folder/name")
     assert isinstance(path, str)
     return path
 

@@ -20,14 +20,14 @@ class HighwaterSaveImage(io.ComfyNode):
         return make_schema(
             node_id="HighwaterSaveImage",
             display_name="Save Image",
-            description="Writes each image as a PNG to the output folder, with the workflow inside.",
+            description="Saves each image as a PNG in the output folder, with the workflow inside the file.",
             search_aliases=["save png", "export image", "write image"],
             inputs=[
                 io.Image.Input("images", tooltip="The images to save."),
                 io.String.Input(
                     "filename_prefix",
                     default="Highwater",
-                    tooltip="The start of the file name; folder/name makes a subfolder.",
+                    tooltip="The beginning of the file name. folder/name saves in a subfolder.",
                 ),
             ],
             outputs=[],

@@ -21,12 +21,14 @@ class HighwaterMemoryReport(io.ComfyNode):
             node_id="HighwaterMemoryReport",
             display_name="Memory Report",
             description=(
-                "Shows where every model part is now, what each node took, and who had to leave and why. "
-                "Runs after what is linked to it."
+                "Shows where each model part is now, how much memory each node used, and what was evicted and why. "
+                "Runs after the node that is linked to it."
             ),
             search_aliases=["vram usage", "memory usage", "debug memory", "show vram"],
             inputs=[
-                io.AnyType.Input("after", optional=True, tooltip="Anything: the report is made once this is there.")
+                io.AnyType.Input(
+                    "after", optional=True, tooltip="Link any output here: the report runs after that node."
+                )
             ],
             outputs=[io.String.Output(display_name="report", tooltip="The report as text, one line per item.")],
             is_output_node=True,
@@ -56,7 +58,7 @@ def format_report(report: Mapping[str, Any]) -> str:
         [
             device["name"],
             f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}",
-            f"ours {format_bytes(device['reserved_bytes'])}",
+            f"Highwater {format_bytes(device['reserved_bytes'])}",
             f"other {format_bytes(device['other_bytes'])}",
         ]
         for device in report["devices"]
@@ -66,7 +68,7 @@ def format_report(report: Mapping[str, Any]) -> str:
             component["id"],
             component["precision"],
             per_device(component["tiers"]),
-            "in effect" if component["in_effect"] else "NOT in effect",
+            "as planned" if component["in_effect"] else "NOT as planned",
         ]
         for component in report["components"]
     ]

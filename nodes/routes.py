@@ -90,7 +90,7 @@ def make_routes(
     async def post_free(request: web.Request) -> web.StreamResponse:
         """Evict every idle component; not while a prompt runs, which would load it all again."""
         if is_running():
-            return web.json_response({"error": "a prompt is running; cancel it or wait for it"}, status=409)
+            return web.json_response({"error": "a prompt is running; cancel it, or wait until it ends"}, status=409)
         manager = find_manager()
         freed = await asyncio.to_thread(free_idle, manager) if manager is not None else {}
         return web.json_response({"freed_bytes": freed})
@@ -139,6 +139,6 @@ def free_idle(manager: MemoryManager) -> dict[str, int]:
     freed = {}
     for device in manager.devices.values():
         if not device.is_cpu:
-            freed[device.name] = manager.free_memory(device.name, device.total_bytes(), "asked for in the page")
+            freed[device.name] = manager.free_memory(device.name, device.total_bytes(), "requested from the page")
             device.module.empty_cache()
     return freed

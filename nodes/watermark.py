@@ -64,8 +64,8 @@ class HighwaterWatermark(io.ComfyNode):
             node_id="HighwaterWatermark",
             display_name="Watermark",
             description=(
-                "Keeps memory free on a device. When free memory would fall under the low mark, models of "
-                "other nodes and workflows leave until the high mark is free."
+                "Keeps memory free on a device. When free memory would fall below the low mark, idle models are "
+                "evicted, least recently used first, until the high mark is free."
             ),
             search_aliases=["vram watermark", "keep free", "reserve vram", "evict"],
             inputs=[
@@ -73,23 +73,23 @@ class HighwaterWatermark(io.ComfyNode):
                     "device",
                     options=watermark_choices(),
                     default=ALL,
-                    tooltip="The device, or * for every one. One that is not here means *, and the node says so.",
+                    tooltip="The device, or * for all. If this machine lacks it, * is used, and the node says so.",
                 ),
                 io.String.Input(
                     "low",
                     default=format_bytes(default.low_bytes),
-                    tooltip="Eviction starts when less than this would be free. A number and GiB, MiB, GB or MB.",
+                    tooltip="Eviction starts when less than this would be free. A number with GiB, MiB, GB or MB.",
                 ),
                 io.String.Input(
                     "high",
                     default=format_bytes(default.high_bytes),
-                    tooltip="Eviction stops when this much is free. At least the low mark.",
+                    tooltip="Eviction stops when this much is free. Must not be less than the low mark.",
                 ),
             ],
             outputs=[
                 WatermarkType.Output(
                     display_name="watermark",
-                    tooltip="Link it to a loader or a Manage node, so that it is set before that model is loaded.",
+                    tooltip="Link it to a loader or a Manage node to set it before that model is loaded.",
                 )
             ],
             is_output_node=True,
@@ -135,8 +135,8 @@ def check_marks(low: str | None, high: str | None) -> None:
     for name, text in (("low", low), ("high", high)):
         num_bytes = 0 if text is None else parse_mark(name, text)
         if largest is not None and num_bytes > largest.total_bytes():
-            has = f"{format_bytes(largest.total_bytes())}, which {largest} has"
-            raise InvalidInput(f"{name} {text!r} is more than any device has; allowed: up to {has}")
+            has = f"{format_bytes(largest.total_bytes())}, the size of {largest}"
+            raise InvalidInput(f"{name} {text!r} is larger than every device; allowed: up to {has}")
 
 
 def parse_mark(name: str, text: object) -> int:

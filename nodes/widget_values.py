@@ -24,13 +24,13 @@ __all__ = [
 
 DEFAULT_PRECISION = Precision.AS_STORED.value
 PROFILE_TOOLTIP = (
-    "How much memory the weights may take. auto uses what is free; 1 to 5 are ready-made, from much RAM and VRAM (1) "
-    "to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leave that free). Or a profile and what to "
-    "change in it: 4,diffusion=2GiB,prefetch=2."
+    "How much memory the weights may use. auto: all that is free. 1 to 5: ready-made profiles, from much RAM and VRAM "
+    "(1) to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leaves 2 GiB free). Or a profile with "
+    "changes: 4,diffusion=2GiB,prefetch=2."
 )
 PRECISION_TOOLTIP = (
-    "as stored changes nothing. fp8 scaled halves the bytes of 16-bit block weights, with a scale per tensor. "
-    "by profile is what the profile says: 1 to 5 choose eight bits for the diffusion model, auto does not."
+    "as stored: no change. fp8 scaled: keeps block weights in eight bits with a scale per tensor, which halves 16-bit "
+    "weights and is slightly lossy. by profile: 1 to 5 keep the diffusion model in eight bits, auto does not."
 )
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 NUM_REMEMBERED = 64
@@ -65,7 +65,7 @@ def read_profile(text: object, components: tuple[str, ...] = ()) -> OffloadProfi
 
 def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
     """Return the placement that a widget names on this machine. Raises as `read_profile`."""
-    require(text, str, what="placement", allowed="a text")
+    require(text, str, what="placement", allowed="text")
     return parse_placement_once(text, tuple(device_names()), components)
 
 

@@ -78,17 +78,17 @@ const askComponents = makeSoon(() => void ask("components"), ASK_MS);
 /** @param {string} parts comma-separated names of the report's parts */
 async function fetchReport(parts) {
   const response = await api.fetchApi(`/highwater/report?only=${parts}`);
-  if (!response.ok) throw new Error(`it answers ${response.status}`);
+  if (!response.ok) throw new Error(`HTTP ${response.status}`);
   return response.json();
 }
 
 /** Make the pipelines that the first example uses: random weights, small enough for any machine. */
 async function makeTinyPipelines() {
   const summary = "Tiny pipelines";
-  notify({ severity: "info", summary, detail: "They are being made; this takes some seconds." });
+  notify({ severity: "info", summary, detail: "Creating the pipelines takes some seconds." });
   try {
     const response = await api.fetchApi("/highwater/tiny-pipelines", { method: "POST" });
-    const answer = await response.json().catch(() => ({ error: `the server answers ${response.status}` }));
+    const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
     if (!response.ok) throw new Error(answer.error);
     const names = Object.keys(answer.pipelines).join(", ");
     notify({ severity: "success", summary, detail: `${names} are in models/diffusers; press R to see them in Load Pipeline.` });

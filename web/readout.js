@@ -117,7 +117,7 @@ export function keysOf(root, executionId) {
   return keys;
 }
 
-const REMEDY = "Keep more free with a Watermark node, or give the loader a smaller budget as profile.";
+const REMEDY = "Keep more memory free with a Watermark node, or set a smaller budget in the loader's profile.";
 
 /**
  * What to tell when a run failed in a way that its message explains: the page itself says only that a node failed.
@@ -134,7 +134,7 @@ export function noticeOfFailure(failure, isManaging = false) {
   const isOurs = failure.node_type?.startsWith("Highwater") || /\bmemory\.errors\.\w+$/.test(type);
   if (kind === "DoesNotFit") return { severity: "error", summary: "Does not fit in memory", detail: message };
   if (kind === "InvalidInput" && isOurs) {
-    return { severity: "error", summary: "An input cannot be used", detail: message };
+    return { severity: "error", summary: "Invalid input", detail: message };
   }
   if (kind === "OutOfMemoryError" && (isOurs || isManaging)) {
     const [first, ...others] = message.split("\n");

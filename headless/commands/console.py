@@ -74,7 +74,7 @@ class Console:
     def show_nodes(self, report: Mapping[str, Any]) -> None:
         used = {name for node in report["nodes"] for name, peak in node["peak_bytes"].items() if peak}
         devices = [device["name"] for device in report["devices"] if device["name"] in used]
-        self.title("Bytes per node and device: weights it used, activations beside all weights, peak of the device")
+        self.title("Memory per node and device: the weights it used, its activations, and the peak of the device")
         columns = [f"{device}\n{what}" for device in devices for what in ("weights", "activations", "peak")]
         table = self.table("run", "node", "seconds", *columns, numbers=len(columns) + 1)
         names = {run["run_id"]: run["name"] for run in report["runs"]}
@@ -95,10 +95,8 @@ class Console:
         self.title("Evictions")
         evictions = [event for event in report["events"] if event["kind"] == "evict"]
         for event in evictions:
-            line = (
-                f"  {event['device']}: {event['component']} gave up {format_bytes(event['bytes'])}: {event['reason']}"
-            )
-            self.say(line)
+            evicted = f"evicted {format_bytes(event['bytes'])} of {event['component']}"
+            self.say(f"  {event['device']}: {evicted}: {event['reason']}")
         if not evictions:
             self.say("  none")
 
@@ -126,9 +124,9 @@ class Console:
             )
         self.out.print(table)
         for name, value in hiding.items():
-            self.say(f"{name}={value!r} decides which devices torch can see")
+            self.say(f"{name}={value!r} selects the devices that torch sees")
         if len(devices) == 1:
-            self.say("no accelerator here; --devices simulates one")
+            self.say("no accelerator found; --devices simulates one")
 
     def show_profiles(self, profiles: list[dict[str, Any]]) -> None:
         """Print the profiles, a row each."""
@@ -151,10 +149,12 @@ class Console:
             )
         self.out.print(table)
         self.say(
-            "RAM and VRAM are what a profile was made for; it works on any machine: its budgets rise to what a model "
-            "needs at least.\nEvery value can be changed, such as 4,diffusion=2GiB,prefetch=2,reserve=1GiB; budgets "
-            "that you write do not rise.\nquantize: eight bits at rest, where no precision is set; language are text "
-            "encoders such as T5 and Llama, not CLIP."
+            "RAM and VRAM: the machine that a profile was made for. It works on any machine: its budgets rise to the "
+            "minimum that a model needs.\n"
+            "Every value can be changed, such as 4,diffusion=2GiB,prefetch=2,reserve=1GiB. Budgets that you set do not "
+            "rise.\n"
+            "quantize: the parts kept in eight bits if no precision is set. language: text encoders such as T5 and "
+            "Llama, not CLIP."
         )
 
     def show_needs(self, files: list[dict[str, Any]]) -> None:
@@ -162,14 +162,13 @@ class Console:
         for file in files:
             needs = file.get("needs")
             count = file["num_forgotten"] if needs is None else len(needs)
-            self.say(
-                f"{file['path']}: {count} {'need' if count == 1 else 'needs'}{' forgotten' if needs is None else ''}"
-            )
+            told = f"{count} learned {'need' if count == 1 else 'needs'}"
+            self.say(f"{file['path']}: {told}{' deleted' if needs is None else ''}")
             if needs:
-                table = self.table("component", "device", "size", "seen", "kept free next", numbers=2)
+                table = self.table("component", "device", "input size", "needed", "kept free next", numbers=2)
                 for need in needs:
                     kept = need["kept_bytes"]
-                    amount = "as much as can be" if kept is None else format_bytes(kept)
+                    amount = "as much as possible" if kept is None else format_bytes(kept)
                     size = need["size"]
                     size = size if len(size) <= SIZE_WIDTH else f"{size[: SIZE_WIDTH - 3]}..."
                     row = need["component"], need["device"], size, format_bytes(need["seen_bytes"]), amount
@@ -184,5 +183,5 @@ class Console:
             if finding["remedy"]:
                 self.say(f"{'':22}-> {finding['remedy']}")
         in_effect = [name.replace("_", " ") for name, state in answer["features"].items() if state is True]
-        self.say(f"{'':8}{'in effect':14}{', '.join(in_effect) or 'nothing'}")
+        self.say(f"{'':8}{'working':14}{', '.join(in_effect) or 'nothing'}")
         self.say(f"{answer['num_warnings']} warnings" if answer["num_warnings"] else "no warnings")

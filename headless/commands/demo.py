@@ -28,9 +28,13 @@ DEMO_HARDWARE = "gpu:0=64MiB@25GB/s,gpu:1=48MiB@12GB/s,host=8GiB"
 ONE_PIPELINE_BYTES = 45 * MIB
 DEMO_RUNS = (
     ("A", "demo_flux", "Flux"),
-    ("B", "demo_sd", "Stable Diffusion; both do not fit beside the watermark, so A gives way"),
-    ("A again", "demo_flux_again", "another seed: the loader's result is cached, its weights come back"),
-    ("A on two", "demo_flux_two_gpus", "Flux split over two devices, weights in eight bits"),
+    ("B", "demo_sd", "Stable Diffusion; it does not fit beside A, so parts of A are evicted"),
+    (
+        "A again",
+        "demo_flux_again",
+        "another seed: the loader's result is cached, and its evicted weights are loaded again",
+    ),
+    ("A on two", "demo_flux_two_gpus", "Flux split over two devices, with eight-bit weights"),
 )
 
 

@@ -42,7 +42,7 @@ def find_comfyui(named: Path | None, environment: Mapping[str, str]) -> Path | N
         source = "--comfyui"
     if named is not None:
         if not is_comfyui(named):
-            raise InvalidInput(f"{source} {str(named)!r}: no ComfyUI is there; expected a folder with main.py")
+            raise InvalidInput(f"{source} {str(named)!r}: no ComfyUI found there; expected a folder with main.py")
         return named.resolve()
     pack = Path(__file__).absolute().parents[2]  # not resolved: custom_nodes may hold a link
     candidates = (pack.parents[1], Path.home() / "comfy" / "ComfyUI")

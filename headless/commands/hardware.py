@@ -111,7 +111,7 @@ def parse_hardware(text: str) -> Hardware:
     for begin in scanner.items("@"):
         name = parse_name(scanner)
         if name in sizes:
-            scanner.fail(f"{name!r} is described twice", at=begin)
+            scanner.fail(f"{name!r} is given twice", at=begin)
         if not scanner.take("="):
             scanner.fail("'=' and a size must follow, such as gpu:0=16GiB@25GB/s")
         total = parse_amount(scanner)
@@ -125,7 +125,7 @@ def parse_hardware(text: str) -> Hardware:
     names = sorted(sizes, key=lambda name: (len(name), name))
     if not names or names != [f"gpu:{number}" for number in range(len(names))]:
         raise InvalidInput(
-            f"devices {text!r}: allowed are gpu:0, gpu:1, ... without a gap, and host; got {names or 'none'}"
+            f"devices {text!r}: found {', '.join(names) or 'no gpu'}; allowed: gpu:0, gpu:1, ... without gaps, host"
         )
     devices = tuple(
         DescribedDevice(name=name, total_bytes=sizes[name][0], link_bytes_per_s=sizes[name][1]) for name in names
@@ -158,5 +158,5 @@ def parse_amount(scanner: Scanner) -> int:
     except InvalidInput as error:
         scanner.fail(str(error), at=begin)
     if not amount:
-        scanner.fail(f"{match[0]!r} is nothing; allowed: more than 0", at=begin)
+        scanner.fail(f"{match[0]!r} is zero; allowed: more than 0", at=begin)
     return amount

@@ -60,7 +60,9 @@ def value_of(path: Path, node: WorkflowNode, name: str) -> str:
     """Return a widget's value. Raises `InvalidInput` for a linked one: a plan cannot know what another node gives."""
     value = node.inputs[name]
     if not isinstance(value, str):
-        raise InvalidInput(f"{path}: {node.label}: input {name!r} comes from another node; a plan needs its value")
+        raise InvalidInput(
+            f"{path}: {node.label}: input {name!r} is linked to another node; a plan needs a fixed value"
+        )
     return value
 
 
@@ -72,7 +74,7 @@ def keep_free(machine: Machine, *, device: str, low: str, high: str) -> Machine:
     names = [capacity.name for capacity in machine.accelerators]
     wanted = canonical_device(asked.device)
     if wanted != "*" and wanted not in names:
-        raise InvalidInput(f"watermark device {device!r} is not here; {allowed_values(device, ['*', *names])}")
+        raise InvalidInput(f"watermark device {device!r} does not exist; {allowed_values(device, ['*', *names])}")
     capacities = tuple(
         replace(
             capacity,

@@ -45,7 +45,7 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
         draw_device(panel, device, samples_at(times, samples, name), owners, colors)
         mark_runs(panel, report, times)
         mark_evictions(panel, report, name, times, colors)
-    panels[-1, 0].set_xlabel("every change in order; seconds where a run begins")
+    panels[-1, 0].set_xlabel("memory changes in order (not to scale), with the seconds at the start of each run")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colors[owner]) for owner in owners]
     labels = list(owners)
     handles += [
@@ -54,7 +54,7 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
         plt.Line2D([], [], color=WATERMARK_COLOR, lw=0.8, ls=":"),
         plt.Line2D([], [], color=WATERMARK_COLOR, marker="v", ls=""),
     ]
-    labels += ["peak with activations", "watermark (keep free): low", "watermark: high", "eviction"]
+    labels += ["peak, with activations", "watermark (keep free): low", "watermark: high", "eviction"]
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)

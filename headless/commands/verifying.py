@@ -60,8 +60,8 @@ def load_for_verifying(path: Path, *, node_classes: Mapping[str, type[ComfyNode]
         node = workflow.nodes[id]
         if node.schema.node_id not in HARMLESS_OUTPUTS:
             raise InvalidWorkflow(
-                f"{path}: node {id} ({node.schema.node_id}) has effects outside of this process, so it is not run "
-                f"twice; allowed output nodes: {', '.join(sorted(HARMLESS_OUTPUTS))}",
+                f"{path}: node {id} ({node.schema.node_id}) has effects outside of this process, and verify runs "
+                f"nodes three times; allowed output nodes: {', '.join(sorted(HARMLESS_OUTPUTS))}",
                 node_id=id,
             )
     shortened = copy.deepcopy(graph)
@@ -76,8 +76,8 @@ def refuse_nodes_of_comfyui(graph: Mapping[str, Any], classes: Mapping[str, Any]
         kind = entry.get("class_type") if isinstance(entry, dict) else None
         if isinstance(kind, str) and kind not in classes:
             raise InvalidWorkflow(
-                f"{source}: node {id} ({kind[:80]}) needs ComfyUI, which the command line runs without: its models are "
-                "verified there by the Verify node; allowed here: " + ", ".join(sorted(classes)),
+                f"{source}: node {id} ({kind[:80]}) needs ComfyUI, which this command does not use: in ComfyUI, "
+                "the Verify node verifies its models; allowed here: " + ", ".join(sorted(classes)),
                 node_id=id,
             )
 
@@ -104,9 +104,9 @@ def verify_workflow(path: Path, *, models: Path) -> Verification:
             for member in [member for id, member in manager.members.items() if id not in before]:
                 member.restores = False  # its module is not used any more
                 manager.remove(member)
-    notes = [*found.notes, "samplers ran one step"]
+    notes = [*found.notes, "each sampler ran one step"]
     if len(list_devices()) == 1:
-        notes.append("no accelerator here, so all computed on the CPU and nothing moved; --devices simulates some")
+        notes.append("no accelerator found, so all computed on the CPU and nothing moved; --devices simulates one")
     return replace(found, subject=path.name, notes=tuple(notes))
 
 
@@ -116,7 +116,7 @@ def compare_runs(runner: WorkflowRunner, cache: RecordingCache, workflow: Workfl
     runner.run(loaders_of(workflow), name=workflow.source)
     members = [member for id, member in manager.members.items() if id not in before]
     if not members:
-        raise InvalidInput(f"{workflow.source}: nothing in it loads a model, so there is nothing to verify")
+        raise InvalidInput(f"{workflow.source}: no node loads a model, so there is nothing to verify")
     pipelines = [getattr(value, "pipe", None) for entry in cache.new.values() for value in entry.values]
     cache.new = {}
 

@@ -127,7 +127,7 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands twice in one object; every node id and input needs its own name")
+        raise ValueError(f"{twice!r} appears twice in one object; node ids and input names must be unique")
     return content
 
 
@@ -170,16 +170,14 @@ def check_format(graph: Any, source: str) -> None:
         raise InvalidInput(f"{source}: a workflow is a JSON object, not {describe(graph)}; {expected}")
     if isinstance(graph.get("nodes"), list):
         raise InvalidInput(
-            f"{source}: this is the page's own format, which only the page can read; "
+            f"{source}: this is the format of the ComfyUI page, not the API format; "
             "open it in ComfyUI and choose Workflow > Export (API)"
         )
     if not graph:
         raise InvalidInput(f"{source}: the workflow has no nodes; {expected}")
     for id, entry in graph.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("class_type"), str):
-            raise InvalidWorkflow(
-                f"{source}: node {id} has no class_type but is {describe(entry)}; {expected}", node_id=id
-            )
+            raise InvalidWorkflow(f"{source}: node {id} has no class_type: {describe(entry)}; {expected}", node_id=id)
         if not isinstance(entry.get("inputs", {}), dict):
             raise InvalidWorkflow(
                 f"{source}: node {id}: inputs is {describe(entry['inputs'])}, expected an object", node_id=id
@@ -260,7 +258,7 @@ def check_link(link: list[Any], item: Input, schemas: Mapping[str, Schema]) -> L
         told = list(dict.fromkeys([*near, *schemas]))[:MAX_TOLD]
         more = f" and {len(schemas) - len(told)} more" if len(schemas) > len(told) else ""
         raise ValueError(
-            f"links to node {source_id[:100]!r}, which is not there; {allowed_values(source_id[:100], told)}{more}"
+            f"links to node {source_id[:100]!r}, which does not exist; {allowed_values(source_id[:100], told)}{more}"
         )
     outputs = schemas[source_id].outputs
     if not 0 <= index < len(outputs):
@@ -323,7 +321,7 @@ def expectation(item: Input) -> str:
     words = {
         "INT": f"a whole number{span}",
         "FLOAT": f"a number{span}",
-        "STRING": "a text",
+        "STRING": "text",
         "BOOLEAN": "true or false",
     }
     if item.io_type == "COMBO":

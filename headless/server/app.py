@@ -54,9 +54,9 @@ def serve(
 
 
 def announce_in_words(url: str) -> None:
-    print(f"Highwater is at {url} (Ctrl+C ends it)", flush=True)
+    print(f"Highwater runs at {url} (Ctrl+C stops it)", flush=True)
     if not url.startswith(("http://127.0.0.1:", "http://[::1]:", "http://localhost:")):
-        print("Everyone who can reach this address can run workflows and see the images.", flush=True)
+        print("Every computer that reaches this address can run workflows and see the images.", flush=True)
 
 
 async def serve_forever(app: web.Application, host: str, port: int, announce: Callable[[str], None]) -> None:
@@ -80,7 +80,7 @@ def describe_bind_error(error: Exception, host: str, port: int) -> str:
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port {port} of {host} is in use; choose another with --port, or 0 for any free one"
     if isinstance(error, OSError) and error.errno == errno.EACCES:
-        return f"port {port} of {host} needs more rights; allowed without them: 1024 to 65535"
+        return f"port {port} of {host} needs administrator rights; allowed without them: 1024 to 65535"
     return f"cannot listen at {host} port {port}: {error}"
 
 

@@ -113,7 +113,7 @@ class FileRoutes:
     async def get_image(self, request: web.Request) -> web.StreamResponse:
         """Return a file that a node has written; the page names it as the node reported it."""
         if request.query.get("type", "output") != "output":
-            return web.json_response({"error": "only type=output is kept here"}, status=404)
+            return web.json_response({"error": "type must be output: this server keeps no other images"}, status=404)
         subfolder, name = request.query.get("subfolder", ""), request.query.get("filename", "")
         return send_file(below(Path(folder_paths.get_output_directory()), f"{subfolder}/{name}" if subfolder else name))
 
@@ -136,7 +136,7 @@ class FileRoutes:
         content = await read_json(request)
         changes = {request.match_info["id"]: content} if "id" in request.match_info else content
         if not isinstance(changes, dict):
-            raise InvalidInput("settings are an object of ids and values")
+            raise InvalidInput("settings must be a JSON object of ids and values")
         self.user.change_settings(changes)
         return web.Response()
 
@@ -156,7 +156,7 @@ class FileRoutes:
             content = await read_body(request)
             path = await asyncio.to_thread(self.user.write, request.match_info["file"], content, overwrite=overwrite)
         except FileExistsError:
-            return web.json_response({"error": "the file is there already"}, status=409)
+            return web.json_response({"error": "the file already exists"}, status=409)
         return self.answer_stored(request, path)
 
     async def delete_user_file(self, request: web.Request) -> web.StreamResponse:
@@ -174,7 +174,7 @@ class FileRoutes:
         except FileNotFoundError:
             return web.json_response({"error": "no such file"}, status=404)
         except FileExistsError:
-            return web.json_response({"error": "the file is there already"}, status=409)
+            return web.json_response({"error": "the file already exists"}, status=409)
         return self.answer_stored(request, path)
 
     def answer_stored(self, request: web.Request, path: Path) -> web.Response:

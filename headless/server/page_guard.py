@@ -77,7 +77,7 @@ def check_name(name: str) -> str:
     plain = name.lower().removesuffix(".")
     if found is None or found["port"] or not (NAME.fullmatch(plain) or parse_address(plain.strip("[]"))):
         raise InvalidInput(
-            f"--allow-host {name[:100]!r} is not the name of a host; allowed: such as box.local or 10.0.0.5"
+            f"--allow-host {name[:100]!r} is not a host name; allowed: a name or address such as box.local or 10.0.0.5"
         )
     plain = plain.strip("[]")
     return plain
@@ -99,12 +99,12 @@ def refuse_foreign_requests(server: ServerNames) -> Middleware:
         if len(hosts) != 1 or not server.accept(hosts[0]):
             named = repr(hosts[0][:100]) if len(hosts) == 1 else f"{len(hosts)} names"
             raise web.HTTPForbidden(
-                text=f"this server is not known as {named}; open it as localhost, or start it with --allow-host NAME"
+                text=f"this server does not answer to {named}; open it as localhost, or start it with --allow-host NAME"
             )
         if is_foreign(request, hosts[0]):
             raise web.HTTPForbidden(text="requests from pages of other sites are refused")
         if "\\" in request.path or "\0" in request.path:  # under Windows a path to another host
-            raise web.HTTPBadRequest(text="a path has no backslash and no null byte")
+            raise web.HTTPBadRequest(text="a path must not contain a backslash or a null byte")
         return await handler(request)
 
     return refuse

@@ -83,7 +83,7 @@ async def read_body(request: web.Request) -> bytes:
         reason = " ".join(str(error).split())
         raise InvalidInput(f"the request cannot be read: {reason[:200]}") from None
     except asyncio.TimeoutError:
-        raise InvalidInput(f"the request has not come in {BODY_TIMEOUT_S:g} s; send it again") from None
+        raise InvalidInput(f"the request was not complete after {BODY_TIMEOUT_S:g} s; send it again") from None
 
 
 async def read_json(request: web.Request, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -94,7 +94,7 @@ async def read_json(request: web.Request, max_bytes: int = MAX_JSON_BYTES) -> An
     """
     body = await read_body(request)
     if len(body) > max_bytes:
-        raise InvalidInput(f"the request has {len(body)} bytes, at most {max_bytes} are allowed")
+        raise InvalidInput(f"the request has {len(body)} bytes; allowed: at most {max_bytes}")
     return await asyncio.to_thread(parse_json, body)
 
 
@@ -105,7 +105,7 @@ def parse_json(body: bytes) -> Any:
         InvalidInput: saying what is wrong with it.
     """
     if count_marks(body) > MAX_JSON_MARKS:
-        raise InvalidInput(f"the request holds too many values; allowed: about {MAX_JSON_MARKS}")
+        raise InvalidInput(f"the request contains too many values; allowed: about {MAX_JSON_MARKS}")
     try:
         content = json.loads(
             body or b"{}", parse_int=parse_integer, parse_float=parse_float, parse_constant=reject_constant
@@ -140,14 +140,14 @@ def inner_values(value: Any) -> Iterable[Any]:
 
 def parse_integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits, at most {MAX_DIGITS} are allowed")
+        raise ValueError(f"a number has {len(digits)} digits; allowed: at most {MAX_DIGITS}")
     return int(digits)
 
 
 def parse_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is more than a number of JSON can be")
+        raise ValueError(f"{text[:20]} is too large for a JSON number")
     return number
 
 
@@ -186,5 +186,7 @@ async def explain_bad_input(request: web.Request, handler: Handler) -> web.Strea
         if error.errno in DISK_FULL:
             return web.json_response({"error": f"nothing was saved: {error.strerror}"}, status=507)
         if error.errno in BAD_NAME:
-            return web.json_response({"error": f"not a name that this system takes: {error.strerror}"}, status=400)
+            return web.json_response(
+                {"error": f"this system does not accept the file name: {error.strerror}"}, status=400
+            )
         raise

@@ -177,7 +177,7 @@ class RunRoutes:
         kind = "exception_during_inner_validation" if error.input_name else "exception_during_validation"
         problem = {
             "type": kind,
-            "message": "An input cannot be used",
+            "message": "Invalid input",
             "details": message.partition("): ")[2] or message,  # the page names the node itself
             "extra_info": {"input_name": error.input_name} if error.input_name else {},
         }

@@ -178,7 +178,7 @@ class PromptQueue:
             waiting_bytes = sum(other.num_bytes for other in self.waiting)
             if len(self.waiting) >= MAX_WAITING or waiting_bytes + job.num_bytes > MAX_WAITING_BYTES:
                 raise InvalidInput(
-                    f"{len(self.waiting)} prompts wait already, which take about {waiting_bytes >> 20} MiB; allowed: "
+                    f"the queue is full: {len(self.waiting)} prompts wait, about {waiting_bytes >> 20} MiB; allowed: "
                     f"{MAX_WAITING} prompts, {MAX_WAITING_BYTES >> 20} MiB"
                 )
             self.num_submitted += 1
@@ -352,7 +352,7 @@ def count_bytes(node_id: str, shown: Any) -> int:
     try:
         return weigh_json(json.dumps(shown, allow_nan=False).encode())
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"node {node_id} shows what JSON cannot hold: {error}") from error
+        raise ValueError(f"node {node_id} shows a value that is not valid JSON: {error}") from error
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -362,7 +362,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     try:
         message = str(error)
     except Exception:  # the __str__ of a node's own error may raise anything
-        message = f"{name}, which cannot say what is wrong"
+        message = f"{name}, whose message cannot be read"
     return {
         "exception_message": message[:MAX_ERROR_LENGTH],
         "exception_type": name,

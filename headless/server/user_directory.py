@@ -31,11 +31,11 @@ def below(folder: Path, name: str) -> Path:
     """
     problem = path_problem(name)
     if problem is not None:
-        raise OutsideFolder(f"{shown(name)} {problem}; allowed: a name below the folder, such as folder/name")
+        raise OutsideFolder(f"{shown(name)} {problem}; allowed: a relative path such as folder/name")
     root = folder.resolve()
     path = (root / name).resolve()
     if path == root or not path.is_relative_to(root):
-        raise OutsideFolder(f"{shown(name)} is not inside the folder that it may use")
+        raise OutsideFolder(f"{shown(name)} leads out of the allowed folder")
     return path
 
 
@@ -47,7 +47,7 @@ def default_user_directory() -> Path:
     """
     folder = data_folder()
     if folder is None:
-        raise InvalidInput("this user has no home for workflows and settings; name a folder in XDG_DATA_HOME")
+        raise InvalidInput("no folder found for workflows and settings; name one in XDG_DATA_HOME")
     return folder / "user"
 
 
@@ -71,7 +71,7 @@ class UserDirectory:
         """Set some of the settings. Raises `InvalidInput` where they would be more than a page has."""
         text = json.dumps({**self.settings(), **changes}, indent=2, allow_nan=False)
         if len(text) > MAX_SETTINGS_BYTES:
-            raise InvalidInput(f"the settings would have {len(text)} bytes, at most {MAX_SETTINGS_BYTES} are allowed")
+            raise InvalidInput(f"the settings would have {len(text)} bytes; allowed: at most {MAX_SETTINGS_BYTES}")
         self.write(SETTINGS_FILE, text.encode())
 
     # -- files

@@ -46,7 +46,7 @@ def default_build_directory() -> Path:
         raise InvalidInput(f"XDG_CACHE_HOME is {named[:200]!r}; allowed: an absolute path, or nothing for ~/.cache")
     cache = cache_folder()
     if cache is None:
-        raise InvalidInput("this user has no home for compiled devices; name a cache in XDG_CACHE_HOME")
+        raise InvalidInput("no cache folder found for the compiled simulated devices; name one in XDG_CACHE_HOME")
     parts = (SOURCE.read_bytes(), torch.__version__.encode(), " ".join(FLAGS).encode(), platform.machine().encode())
     return Path(cache, "simdevice", hashlib.sha256(b"\0".join(parts)).hexdigest()[:16])
 
@@ -121,7 +121,7 @@ def check_own(path: Path, *, is_above: bool = False) -> None:
     if not hasattr(os, "getuid"):
         return
     status = path.lstat()
-    told = f"{path}: what lies here is run, and"
+    told = f"{path}: code is loaded from here, but"
     if stat.S_ISLNK(status.st_mode):
         raise InvalidInput(f"{told} it is a link; remove it, or name another cache in XDG_CACHE_HOME")
     if status.st_uid not in ((os.getuid(), 0) if is_above else (os.getuid(),)):
@@ -129,7 +129,7 @@ def check_own(path: Path, *, is_above: bool = False) -> None:
     is_kept_apart = is_above and status.st_mode & stat.S_ISVTX and status.st_uid == 0
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_kept_apart:
         raise InvalidInput(
-            f"{told} others can write there; run: chmod go-w {shlex.quote(str(path))}, or name another cache in "
+            f"{told} other users can write there; run: chmod go-w {shlex.quote(str(path))}, or name another cache in "
             "XDG_CACHE_HOME"
         )
 

@@ -14,8 +14,8 @@ from .model_request import ModelNode, answer_with, model_schema
 __all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
 
 COST = (
-    "Where ComfyUI's dynamic VRAM has the model, it is read again from its file: that takes a load's time and, while "
-    "both are kept, its bytes in RAM twice. What cannot be managed goes on as it is; the node says which."
+    "The managed model is a copy, read again from its file where the loader names one; it uses RAM beside the "
+    "original. A model that cannot be managed is passed on unchanged. The node says which of this happened."
 )
 
 
@@ -25,12 +25,12 @@ class HighwaterManageModel(ModelNode):
         return model_schema(
             node_id="HighwaterManageModel",
             display_name="Manage Model",
-            description=f"Puts a diffusion model that another node loaded under the memory manager's care. {COST}",
+            description=f"Lets Highwater manage a diffusion model that another node loaded. {COST}",
             search_aliases=["block swap", "offload", "low vram", "multigpu", "distorch", "gguf", "adopt model"],
             inputs=[
-                io.Model.Input("model", tooltip="From any loader; LoRAs and other patches may be on it already."),
+                io.Model.Input("model", tooltip="From any loader. LoRAs and other patches may already be applied."),
             ],
-            outputs=[io.Model.Output(display_name="model", tooltip="The same model, under the memory manager's care.")],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model, managed by Highwater.")],
         )
 
     @classmethod
@@ -46,14 +46,12 @@ class HighwaterManageCLIP(ModelNode):
         return model_schema(
             node_id="HighwaterManageCLIP",
             display_name="Manage CLIP",
-            description=f"Puts a text encoder that another node loaded under the memory manager's care. {COST}",
+            description=f"Lets Highwater manage a text encoder that another node loaded. {COST}",
             search_aliases=["text encoder", "offload", "low vram", "multigpu", "adopt clip"],
             inputs=[
-                io.Clip.Input("clip", tooltip="From any loader; LoRAs and other patches may be on it already."),
+                io.Clip.Input("clip", tooltip="From any loader. LoRAs and other patches may already be applied."),
             ],
-            outputs=[
-                io.Clip.Output(display_name="clip", tooltip="The same text encoder, under the memory manager's care.")
-            ],
+            outputs=[io.Clip.Output(display_name="clip", tooltip="The same text encoder, managed by Highwater.")],
         )
 
     @classmethod
@@ -69,12 +67,12 @@ class HighwaterManageVAE(ModelNode):
         return model_schema(
             node_id="HighwaterManageVAE",
             display_name="Manage VAE",
-            description=f"Puts a VAE that another node loaded under the memory manager's care. {COST}",
+            description=f"Lets Highwater manage a VAE that another node loaded. {COST}",
             search_aliases=["autoencoder", "taesd", "offload", "low vram", "multigpu", "adopt vae"],
             inputs=[
                 io.Vae.Input("vae", tooltip="From any loader."),
             ],
-            outputs=[io.Vae.Output(display_name="vae", tooltip="The same VAE, under the memory manager's care.")],
+            outputs=[io.Vae.Output(display_name="vae", tooltip="The same VAE, managed by Highwater.")],
         )
 
     @classmethod

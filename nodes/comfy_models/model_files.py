@@ -53,7 +53,7 @@ def find_model_file(folder: str, name: str) -> str:
         near = difflib.get_close_matches(name, names, n=NUM_FILES_TOLD)
         told = list(dict.fromkeys([*near, *names]))[:NUM_FILES_TOLD]
         more = f" and {len(names) - len(told)} more" if len(names) > len(told) else ""
-        choices = allowed_values(name, told) if told else "there is none"
+        choices = allowed_values(name, told) if told else "the folder has no models"
         raise InvalidInput(f"{name!r} is not in the folder {folder}; {choices}{more}")
     return path
 
@@ -76,8 +76,8 @@ def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:
     ]
     if len(without) > (clip_type in TYPES_WITH_MORE and len(paths) > 1):
         raise InvalidInput(
-            f"{without[0]}: is not a text encoder: it holds no table of tokens; choose another file, or load it with "
-            "ComfyUI's own node and link Manage CLIP behind it"
+            f"{without[0]}: is not a text encoder: it has no token embeddings; choose another file, or load it with "
+            "ComfyUI's own node and link Manage CLIP after it"
         )
 
 
@@ -91,4 +91,4 @@ def named_as(path: str, kind: str) -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith(CORES_REFUSAL):
             raise
-        raise InvalidInput(f"{path}: is not {kind} that ComfyUI knows") from error
+        raise InvalidInput(f"{path}: is not {kind} that ComfyUI can load") from error

@@ -35,12 +35,12 @@ def request_inputs(*, optional: bool = False) -> list[io.Input]:
             options=placement_choices(),
             default=DEFAULT,
             tooltip=(
-                "Where it computes: default lets ComfyUI choose, gpu:0&gpu:1 splits its blocks over two devices. "
-                "A device that is not here means default, and the node says so."
+                "Where the model computes. default: ComfyUI chooses. gpu:0&gpu:1: splits its blocks over two devices. "
+                "If this machine lacks the device, default is used, and the node says so."
             ),
         ),
         WatermarkType.Input(
-            "watermark", optional=True, tooltip="How much memory stays free: set before this model is loaded."
+            "watermark", optional=True, tooltip="From a Watermark node, which is then set before this model is loaded."
         ),
     ]
 

@@ -56,8 +56,8 @@ class HighwaterLoadDiffusionModel(ModelNode):
             node_id="HighwaterLoadDiffusionModel",
             display_name="Load Diffusion Model",
             description=(
-                "Loads a diffusion model. As many of its blocks as the budget allows stay on the device, the others "
-                "stream through it while it samples. ComfyUI's LoRA, sampler and model nodes work with it."
+                "Loads a diffusion model. As many blocks as the budget allows stay on the device; the others are "
+                "streamed from RAM while it samples. Works with ComfyUI's LoRA, sampler and model nodes."
             ),
             search_aliases=[
                 "unet loader", "load unet", "block swap", "offload", "low vram", "multigpu", "distorch", "split model",
@@ -65,7 +65,7 @@ class HighwaterLoadDiffusionModel(ModelNode):
             inputs=[
                 file_input("unet_name", "diffusion_models", "The diffusion model's file."),
             ],
-            outputs=[io.Model.Output(display_name="model", tooltip="The model, under the memory manager's care.")],
+            outputs=[io.Model.Output(display_name="model", tooltip="The model, managed by Highwater.")],
         )  # fmt: skip
 
     @classmethod
@@ -100,17 +100,17 @@ class HighwaterLoadTextEncoder(ModelNode):
                 "offload", "low vram", "multigpu",
             ],
             inputs=[
-                io.Combo.Input("clip_name1", options=files, tooltip="The text encoder's file, or the first of them."),
+                io.Combo.Input("clip_name1", options=files, tooltip="The text encoder's file, or the first one."),
                 io.Combo.Input(
                     "type",
                     options=CLIP_TYPES,
                     default=CLIP_TYPES[0],
-                    tooltip="The model that the text is encoded for. Three or four files say it themselves.",
+                    tooltip="The model that the text is encoded for. With three or four files the files decide.",
                 ),
                 *more_files,
             ],
             optional_request=True,
-            outputs=[io.Clip.Output(display_name="clip", tooltip="The text encoder, under the memory manager's care.")],
+            outputs=[io.Clip.Output(display_name="clip", tooltip="The text encoder, managed by Highwater.")],
         )  # fmt: skip
 
     @classmethod
@@ -146,7 +146,7 @@ class HighwaterLoadVAE(ModelNode):
             inputs=[
                 file_input("vae_name", "vae", "The VAE's file."),
             ],
-            outputs=[io.Vae.Output(display_name="vae", tooltip="The VAE, under the memory manager's care.")],
+            outputs=[io.Vae.Output(display_name="vae", tooltip="The VAE, managed by Highwater.")],
         )
 
     @classmethod
@@ -162,7 +162,7 @@ class HighwaterLoadCheckpoint(ModelNode):
         return model_schema(
             node_id="HighwaterLoadCheckpoint",
             display_name="Load Checkpoint",
-            description="Loads a file that holds a diffusion model, and mostly its text encoder and VAE, too.",
+            description="Loads a checkpoint: a diffusion model and, in most files, its text encoder and VAE.",
             search_aliases=[
                 "checkpoint loader", "ckpt", "load model", "block swap", "offload", "low vram", "multigpu", "distorch",
             ],
@@ -170,9 +170,9 @@ class HighwaterLoadCheckpoint(ModelNode):
                 file_input("ckpt_name", "checkpoints", "The checkpoint's file."),
             ],
             outputs=[
-                io.Model.Output(display_name="model", tooltip="The diffusion model, under the memory manager's care."),
-                io.Clip.Output(display_name="clip", tooltip="Its text encoder; the node says when the file has none."),
-                io.Vae.Output(display_name="vae", tooltip="Its VAE; the node says when the file has none."),
+                io.Model.Output(display_name="model", tooltip="The diffusion model, managed by Highwater."),
+                io.Clip.Output(display_name="clip", tooltip="Its text encoder. The node says if the file has none."),
+                io.Vae.Output(display_name="vae", tooltip="Its VAE. The node says if the file has none."),
             ],
         )  # fmt: skip
 
@@ -183,7 +183,7 @@ class HighwaterLoadCheckpoint(ModelNode):
         request, notes = read_request(cls, **asked)
         model, clip, vae = load_file("checkpoints", ckpt_name, host.load_checkpoint, request)
         notes += [
-            f"{ckpt_name} holds no {part}"
+            f"{ckpt_name} contains no {part}"
             for part, loaded in (("text encoder", clip), ("VAE", vae))
             if loaded is None
         ]  # fmt: skip
@@ -196,16 +196,12 @@ class HighwaterLoadControlNet(ModelNode):
         return model_schema(
             node_id="HighwaterLoadControlNet",
             display_name="Load ControlNet",
-            description="Loads a ControlNet, which guides a diffusion model by an image.",
+            description="Loads a ControlNet, which guides a diffusion model with an image.",
             search_aliases=["controlnet loader", "control net", "offload", "low vram", "multigpu"],
             inputs=[
                 file_input("control_net_name", "controlnet", "The ControlNet's file."),
             ],
-            outputs=[
-                io.ControlNet.Output(
-                    display_name="control_net", tooltip="The ControlNet, under the memory manager's care."
-                )
-            ],
+            outputs=[io.ControlNet.Output(display_name="control_net", tooltip="The ControlNet, managed by Highwater.")],
         )
 
     @classmethod
@@ -223,15 +219,13 @@ class HighwaterLoadCLIPVision(ModelNode):
         return model_schema(
             node_id="HighwaterLoadCLIPVision",
             display_name="Load CLIP Vision",
-            description="Loads a vision encoder, which turns an image into what a model is prompted with.",
+            description="Loads a vision encoder, which encodes an image as a prompt for a model.",
             search_aliases=["clip vision loader", "image encoder", "offload", "low vram", "multigpu"],
             inputs=[
                 file_input("clip_name", "clip_vision", "The vision encoder's file."),
             ],
             outputs=[
-                io.ClipVision.Output(
-                    display_name="clip_vision", tooltip="The vision encoder, under the memory manager's care."
-                )
+                io.ClipVision.Output(display_name="clip_vision", tooltip="The vision encoder, managed by Highwater.")
             ],
         )
 

@@ -11,9 +11,7 @@ from ..widget_values import seed_input
 
 __all__ = ["HighwaterVerify"]
 
-NOTHING = (
-    "nothing to verify: connect a model with positive and latent_image, a clip, or a vae with image or latent_image"
-)
+NOTHING = "nothing to verify; connect model with positive and latent_image, or clip, or vae with image or latent_image"
 
 
 class HighwaterVerify(io.ComfyNode):
@@ -23,39 +21,51 @@ class HighwaterVerify(io.ComfyNode):
             node_id="HighwaterVerify",
             display_name="Verify",
             description=(
-                "Runs one step of a managed model and the same step with ComfyUI's own load of it, and compares bit by "
-                "bit; names the first block that differs. Reads the model's file again: costs its bytes in RAM once "
-                "more while it runs."
+                "Runs one step of a managed model, runs the same step with ComfyUI's own load of the model, and "
+                "compares the results bit by bit. Names the first block that differs. Reads the model's file again, "
+                "which uses its size in RAM once more during the run."
             ),
             search_aliases=["check model", "compare output", "debug offload", "bit equal", "self test"],
             inputs=[
-                io.Model.Input("model", optional=True, tooltip="From one of Highwater's loaders or Manage Model."),
-                io.Conditioning.Input("positive", optional=True, tooltip="For the model: what its step is made with."),
+                io.Model.Input("model", optional=True, tooltip="From a Highwater loader or Manage Model."),
                 io.Conditioning.Input(
-                    "negative", optional=True, tooltip="For the model; by default the positive one again."
+                    "positive", optional=True, tooltip="For the model: the conditioning of its step."
+                ),
+                io.Conditioning.Input(
+                    "negative", optional=True, tooltip="For the model. Without it the positive conditioning is used."
                 ),
                 io.Latent.Input(
-                    "latent_image", optional=True, tooltip="For the model's step; a VAE decodes it if no model is here."
+                    "latent_image",
+                    optional=True,
+                    tooltip="For the model's step. If no model is connected, the VAE decodes it.",
                 ),
-                io.Clip.Input("clip", optional=True, tooltip="A text encoder of ours: it encodes the text."),
-                io.Vae.Input("vae", optional=True, tooltip="A VAE of ours: it encodes the image and decodes it again."),
-                io.Image.Input("image", optional=True, tooltip="For the VAE."),
-                io.String.Input("text", default="a red fox in the snow", tooltip="What the text encoder encodes."),
+                io.Clip.Input(
+                    "clip", optional=True, tooltip="From a Highwater loader or Manage CLIP: it encodes the text."
+                ),
+                io.Vae.Input(
+                    "vae",
+                    optional=True,
+                    tooltip="From a Highwater loader or Manage VAE: encodes the image, decodes the result.",
+                ),
+                io.Image.Input("image", optional=True, tooltip="The image for the VAE."),
+                io.String.Input("text", default="a red fox in the snow", tooltip="The text for the text encoder."),
                 io.Float.Input(
                     "cfg",
                     default=3.0,
                     min=0.0,
                     max=100.0,
                     step=0.1,
-                    tooltip="The guidance of the model's step; at 1 the negative conditioning is not computed.",
+                    tooltip="The guidance of the model's step. At 1 the negative conditioning is not computed.",
                 ),
-                seed_input("The noise of the model's step."),
+                seed_input("The seed of the noise for the model's step."),
             ],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="The model that came in."),
                 io.Clip.Output(display_name="clip", tooltip="The text encoder that came in."),
                 io.Vae.Output(display_name="vae", tooltip="The VAE that came in."),
-                io.String.Output(display_name="report", tooltip="The verdict, and where the first difference is."),
+                io.String.Output(
+                    display_name="report", tooltip="Whether the results are equal, and where they first differ."
+                ),
             ],
             is_output_node=True,
         )
@@ -79,9 +89,9 @@ class HighwaterVerify(io.ComfyNode):
 
         decoded = None if model is not None else latent_image
         if model is not None and (positive is None or latent_image is None):
-            raise InvalidInput("a model is verified with positive and latent_image: connect both")
+            raise InvalidInput("model needs positive and latent_image; connect both")
         if vae is not None and image is None and decoded is None:
-            raise InvalidInput("a vae is verified with an image, or, where no model is connected, with latent_image")
+            raise InvalidInput("vae needs image, or latent_image if no model is connected; connect one of them")
         found = []
         if clip is not None:
             found.append(verify_clip(clip, text))

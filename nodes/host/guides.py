@@ -88,14 +88,14 @@ def bring(guide: Any, model: ModelPatcher) -> None:
     if ours is not None and not ours.request.devices:
         follow(guide, here)
         return
-    places = f"computes on {device_name(there)}, the model that it guides on {device_name(here)}"
+    places = f"computes on {device_name(there)}, but the model that it guides computes on {device_name(here)}"
     if ours is not None:
-        remedy = f"give it placement default or {device_name(here)}"
+        remedy = f"set its placement to default or {device_name(here)}"
     elif patcher is not None:
-        remedy = f"load it with Highwater's Load ControlNet, or give the model placement {device_name(there)}"
+        remedy = f"load it with Highwater's Load ControlNet, or set the model's placement to {device_name(there)}"
     else:  # a ControlLora: core builds it from the model's weights, on its default device
-        remedy = f"give the model placement {device_name(there)}"
-    raise InvalidInput(f"{title_of(patcher or guide)} {places}; allowed: the same device, {remedy}")
+        remedy = f"set the model's placement to {device_name(there)}"
+    raise InvalidInput(f"{title_of(patcher or guide)} {places}; allowed: the same device; {remedy}")
 
 
 def follow(guide: Any, device: torch.device) -> None:
@@ -119,8 +119,8 @@ def refuse_eight_bits(model: ModelPatcher) -> None:
     hosted = getattr(model.model, "highwater", None)
     if hosted is not None and hosted.cast_names:
         raise InvalidInput(
-            f"{hosted.name} rests in eight bits, and a Control-LoRA reads its weights; "
-            "allowed: precision as stored, with a profile that makes it no eight bits"
+            f"{hosted.name} is stored in eight bits, and a Control-LoRA reads its weights; "
+            "allowed: precision as stored, or by profile with a profile that does not quantize it"
         )
 
 
@@ -150,7 +150,7 @@ def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[
     noisy = kwargs.get("x")
     if device is not None and isinstance(noisy, torch.Tensor) and device_name(noisy.device) != device_name(device):
         raise InvalidInput(
-            f"ControlNet {hosted.name} computes on {device_name(device)}, the model that it guides on "
-            f"{device_name(noisy.device)}; allowed: the same device, give it placement {device_name(noisy.device)}, "
+            f"ControlNet {hosted.name} computes on {device_name(device)}, but the model that it guides computes on "
+            f"{device_name(noisy.device)}; allowed: the same device; set its placement to {device_name(noisy.device)}, "
             "or load the model with Highwater's Load Diffusion Model"
         )

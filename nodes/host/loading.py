@@ -77,9 +77,9 @@ def adopt(
         patcher.load_device = device
         return annotate(patcher, f"not managed: {reason}")
     if is_cpu(device) and precision is Precision.FP8_SCALED:
-        notes.append("fp8 scaled needs an accelerator: the weights stay as stored on the CPU")
+        notes.append("fp8 scaled needs an accelerator; on the CPU the weights stay as stored")
     if is_cpu(device) and precision is None and covers(profile.quantize, name, kind):
-        notes.append(f"profile {profile.name}'s eight bits need an accelerator: the weights stay as stored on the CPU")
+        notes.append(f"profile {profile.name}: eight bits need an accelerator; on the CPU the weights stay as stored")
     hosted = Hosted(name, kind, request)
     hosted.notes = notes
     if not is_cpu(device):
@@ -110,11 +110,11 @@ def compute_here(patcher: ModelPatcher, device: torch.device) -> None:
 def why_unmanageable(patcher: ModelPatcher) -> str | None:
     """Return why a model's weights cannot be moved as bytes, None if they can."""
     if type(patcher) not in KNOWN_PATCHERS:
-        return f"{type(patcher).__name__} of another pack loads it in a way of its own"
+        return f"another pack loads it with its own {type(patcher).__name__}"
     for parameter in patcher.model.parameters():
         kind = type(parameter.data)
         if kind is not torch.Tensor and not is_traceable_wrapper_subclass(parameter.data):
-            return f"its weights are of the class {kind.__name__}, which does not say what it is made of"
+            return f"its weights have the class {kind.__name__}, which does not expose its inner tensors"
     return None
 
 
@@ -252,7 +252,7 @@ def load_controlnet(path: str, request: Request) -> Any:
     check_file(path)
     control = comfy.controlnet.load_controlnet(path)
     if control is None:
-        raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI knows")
+        raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI can load")
     return adopt_control(control, Path(path).stem, request)
 
 
@@ -260,11 +260,11 @@ def adopt_control(control: Any, name: str, request: Request) -> Any:
     """Take a ControlNet under management as it was loaded; returns it."""
     wrapped = getattr(control, "control_model_wrapped", None)
     if wrapped is None:
-        setattr(control, NOTE, "not managed: this kind of ControlNet has no patcher of its own")
+        setattr(control, NOTE, "not managed: ComfyUI gives this kind of ControlNet no model patcher")
         return control
     notes = []
     if request.devices == ("cpu",) and not is_cpu(comfy.model_management.get_torch_device()):
-        notes.append("placement cpu: a ControlNet computes where the model does that it guides")
+        notes.append("placement cpu is ignored: a ControlNet computes on the device of the model that it guides")
         request = replace(request, placement=AUTO_PLACEMENT)
     adopted = adopt(wrapped, name=name, kind="control", request=request)
     if isinstance(adopted, HighwaterPatcher):
@@ -281,7 +281,7 @@ def load_clip_vision(path: str, request: Request) -> Any:
     check_file(path)
     vision = comfy.clip_vision.load(path)
     if vision is None:
-        raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI knows")
+        raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI can load")
     vision.patcher = adopt(vision.patcher, name=Path(path).stem, kind="vision", request=request)
     vision.load_device = vision.patcher.load_device
     return vision
@@ -321,7 +321,7 @@ def manage_patcher(patcher: ModelPatcher, *, kind: str, request: Request) -> Mod
     reason = why_unmanageable(patcher)
     source = getattr(patcher, "cached_patcher_init", None)
     if reason is None and source is None and is_dynamic(patcher):
-        reason = "its loader gives no way to read it again (cached_patcher_init)"
+        reason = "its loader does not say how to load it again (cached_patcher_init)"
     if reason is not None:
         return annotate(carried, f"not managed: {reason}")
     if source is not None:
@@ -332,7 +332,9 @@ def manage_patcher(patcher: ModelPatcher, *, kind: str, request: Request) -> Mod
     adopted = adopt(carried, name=type(model).__name__, kind=kind, request=request, model=model)
     if source is not None:
         adopted.cached_patcher_init = (reload_managed, (source, kind, request))
-    adopted.hosted.notes.append(f"{how}: the other loader's copy stays in RAM beside it; Highwater's loaders need one")
+    adopted.hosted.notes.append(
+        f"{how}: the other loader's copy stays in RAM, too; Highwater's own loaders keep one copy"
+    )
     return adopted
 
 

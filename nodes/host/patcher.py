@@ -256,6 +256,6 @@ def load_device_for(request: Request, notes: list[str]) -> torch.device:
     if not request.devices:
         return default
     if is_cpu(default):
-        notes.append(f"placement {request.placement}: ComfyUI runs on the CPU (--cpu); so does this model")
+        notes.append(f"placement {request.placement}: ignored, because ComfyUI runs on the CPU (--cpu)")
         return default
     return comfy.model_management.get_all_torch_devices()[int(request.devices[0].partition(":")[2])]

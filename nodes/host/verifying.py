@@ -91,8 +91,8 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
     if not isinstance(patcher, HighwaterPatcher):
         notes = loading.notes_for(patcher)
         raise InvalidInput(
-            f"{type(getattr(patcher, 'model', patcher)).__name__} is not managed: connect what one of Highwater's "
-            f"loaders or Manage nodes gives{''.join(f' ({note})' for note in notes)}"
+            f"{type(getattr(patcher, 'model', patcher)).__name__} is not managed; connect the output of a "
+            f"Highwater loader or Manage node{''.join(f' ({note})' for note in notes)}"
         )
     was_loaded = patcher.loaded_size() > 0
     comfy.model_management.load_models_gpu([patcher])
@@ -106,13 +106,15 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
         try:
             comparison.run_reference(twin.model, lambda: run(twin))
             if getattr(twin.model, "model_lowvram", False):
-                how += "; block by block, as all of it does not fit: core casts the rest layer by layer"
+                how += "; it does not fit as a whole, so ComfyUI casts some layers one by one"
                 if twin.patches:
-                    comparison.notes.append("core computes LoRAs in another way on layers that it has no room for")
+                    comparison.notes.append(
+                        "ComfyUI computes LoRAs differently on layers that do not fit: small differences are normal"
+                    )
         finally:
             unload(twin)
         if cast:
-            comparison.notes.append("eight-bit weights, widened in the reference as they are stored")
+            comparison.notes.append("the reference computes with the same eight-bit weights, widened")
         found = comparison.result(how)
     finally:
         comparison.put_back_random()
@@ -143,13 +145,13 @@ def unload(patcher: ModelPatcher) -> None:
 def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher, str]:
     """Return core's own patcher with the patches of ours, over a model of its own, and how that was made."""
     model = read_model_again(patcher)
-    how = f"core's own load of the same file on {patcher.load_device}"
+    how = f"ComfyUI's own load of the same file on {patcher.load_device}"
     if model is None:
         unload(patcher)
         patcher.leave_host()
         model = copy.deepcopy(patcher.model)
         vars(model).pop("highwater", None)
-        how = f"core's own load of a copy of its weights on {patcher.load_device}, as its loader names no file"
+        how = f"ComfyUI's own load of a copy of the weights on {patcher.load_device}; the loader names no file"
     carried = patcher.clone()
     for kind in list(carried.wrappers):  # what we hang on our models is not core's, and looks for them
         carried.remove_wrappers_with_key(kind, GUIDES_KEY)
@@ -176,7 +178,7 @@ def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str])
             patched.append(key)
     if patched:
         notes.append(
-            f"{len(patched)} eight-bit weights have their patches in them: how these were made is not compared"
+            f"{len(patched)} eight-bit weights already contain their patches: applying the patches is not compared"
         )
 
 
@@ -195,7 +197,7 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, comparison: Co
     for key, weight in odd.items():
         read, reread = (parameter_of(model, key) for model in (twin.model, again or twin.model))
         if same_bits(read, reread):
-            comparison.note_changed(weight.block, key, f"{key} in host memory is not what core reads from the file")
+            comparison.note_changed(weight.block, key, f"{key} in RAM differs from what ComfyUI reads from the file")
         else:
             lacking.append(key)
             with torch.no_grad(), torch.inference_mode(False):

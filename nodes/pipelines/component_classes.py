@@ -39,7 +39,7 @@ def find_pipeline_class(diffusers: Any, class_name: str, named_by: Path) -> Any:
         )
     if pipeline_class._load_connected_pipes:
         raise InvalidInput(
-            f"{named_by}: {class_name} loads a second pipeline, which its README names; load one of the two itself"
+            f"{named_by}: {class_name} loads a second pipeline by its name; load each of the two by itself"
         )
     return pipeline_class
 
@@ -60,7 +60,7 @@ def find_component_class(origin: Sequence[str], named_by: Path, component: str) 
         found.from_pretrained(None)  # raises an ImportError that says what is missing
     if not (inspect.isclass(found) and home.split(".")[0] in LIBRARIES and issubclass(found, component_bases())):
         raise InvalidInput(
-            f"{named_by}: component {component!r} comes from {library}.{class_name}, which is no component of the "
+            f"{named_by}: component {component!r} comes from {library}.{class_name}, which is not a component of the "
             "installed diffusers and transformers; allowed: their models, schedulers, tokenizers and processors"
         )
     return found

@@ -209,7 +209,7 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
     lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lost:
         raise InvalidInput(
-            f"{place}: {len(lost)} weights of {model_class.__name__} are missing or have another shape, "
+            f"{place}: {len(lost)} weights of {model_class.__name__} are missing or have the wrong shape, "
             f"such as {lost[0]}"
         )
     return model
@@ -232,12 +232,12 @@ def import_diffusers() -> Any:
         with quiet_libraries():  # not around transformers: importing it sets its log level
             import diffusers
     except ModuleNotFoundError as error:
-        raise InvalidInput(f"{error.name} is not installed; pipelines need: {TO_INSTALL}") from None
+        raise InvalidInput(f"{error.name} is not installed, and pipelines need it; run: {TO_INSTALL}") from None
     numbers = tuple(map(int, re.findall(r"\d+", diffusers.__version__)[:2]))
     if numbers < OLDEST_DIFFUSERS:
         raise InvalidInput(
-            f"diffusers {diffusers.__version__} may run programs that a pipeline's folder holds; allowed: "
-            f"{'.'.join(map(str, OLDEST_DIFFUSERS))} or newer, {TO_INSTALL}"
+            f"diffusers {diffusers.__version__} may run code from a pipeline folder; allowed: "
+            f"{'.'.join(map(str, OLDEST_DIFFUSERS))} or newer; run: {TO_INSTALL}"
         )
     return diffusers
 
@@ -315,7 +315,9 @@ def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None
         if pixels % PIXEL_STEP:
             raise InvalidInput(f"{name} {pixels} is not allowed; allowed: multiples of {PIXEL_STEP}")
     if sampling.frames > 1 and not makes_frames:
-        raise InvalidInput(f"frames {sampling.frames} is not allowed; {type(pipe).__name__} makes single images: 1")
+        raise InvalidInput(
+            f"frames {sampling.frames} is not allowed; allowed: 1, as {type(pipe).__name__} makes single images"
+        )
     if sampling.frames % FRAME_STEP != 1:
         raise InvalidInput(f"frames {sampling.frames} is not allowed; allowed: 1, 5, 9, 13, ... (4n + 1)")
 

@@ -28,15 +28,15 @@ class HighwaterLoadPipeline(io.ComfyNode):
             node_id="HighwaterLoadPipeline",
             display_name="Load Pipeline",
             description=(
-                "Loads a diffusers pipeline and decides where each of its parts lives, in which precision, "
-                "and who leaves when memory runs short. Nothing moves to a device before it is used."
+                "Loads a diffusers pipeline. Highwater decides on which device and in which precision each part is "
+                "kept, and what is evicted when memory runs short. Nothing moves to a device before it is used."
             ),
             search_aliases=["diffusers loader", "offload", "low vram", "multi gpu", "model placement"],
             inputs=[
                 io.Combo.Input(
                     "pipeline",
                     options=list_pipelines(),
-                    tooltip="A folder with a model_index.json below models/diffusers.",
+                    tooltip="A folder in models/diffusers with a model_index.json.",
                 ),
                 profile_input(),
                 precision_input(),
@@ -44,20 +44,18 @@ class HighwaterLoadPipeline(io.ComfyNode):
                     "placement",
                     default=AUTO,
                     tooltip=(
-                        "auto, or a device per part: diffusion=gpu:0,text=gpu:1. Split over two: "
-                        "diffusion=gpu:0&gpu:1. In its file until it is used, at no cost of RAM: text=gpu:0:disk."
+                        "auto, or a device for each part: diffusion=gpu:0,text=gpu:1. Split over two devices: "
+                        "diffusion=gpu:0&gpu:1. Kept in its file until it is used, without RAM: text=gpu:0:disk."
                     ),
                 ),
                 WatermarkType.Input(
                     "watermark",
                     optional=True,
-                    tooltip="How much memory stays free while this pipeline is used.",
+                    tooltip="From a Watermark node: how much memory stays free while this pipeline is used.",
                 ),
             ],
             outputs=[
-                PipelineType.Output(
-                    display_name="pipeline", tooltip="The loaded pipeline, under the memory manager's care."
-                )
+                PipelineType.Output(display_name="pipeline", tooltip="The loaded pipeline, managed by Highwater.")
             ],
             hidden=[io.Hidden.unique_id],
         )
@@ -123,22 +121,24 @@ class HighwaterSamplePipeline(io.ComfyNode):
         return make_schema(
             node_id="HighwaterSamplePipeline",
             display_name="Sample Pipeline",
-            description="Makes images, or the frames of a video, with a loaded pipeline.",
+            description="Generates images, or the frames of a video, with a loaded pipeline.",
             search_aliases=["generate", "text to image", "text to video", "diffusers sampler", "ksampler"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline."),
-                io.String.Input("prompt", multiline=True, default="", tooltip="What to show."),
+                io.String.Input("prompt", multiline=True, default="", tooltip="What the image should show."),
                 io.String.Input(
                     "negative_prompt",
                     multiline=True,
                     default="",
-                    tooltip="What to avoid. Guidance-distilled models such as Flux ignore it.",
+                    tooltip="What the image should not show. Guidance-distilled models such as Flux ignore it.",
                 ),
                 *size_inputs(default_pixels=1024),
                 io.Int.Input("steps", default=20, min=1, max=1000, tooltip="Denoising steps."),
-                guidance_input("How strongly the prompt is followed; at 1 and below there is no negative prompt."),
+                guidance_input(
+                    "How strongly the image follows the prompt. At 1 or less the negative prompt is not used."
+                ),
                 seed_input(
-                    "The noise to start from; drawn on the CPU, so the same on every device.",
+                    "The seed of the noise. The noise is made on the CPU, so it is the same on every device.",
                     control_after_generate=True,
                 ),
             ],

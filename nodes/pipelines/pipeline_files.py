@@ -68,11 +68,13 @@ def list_files(folder: Path, homes: Sequence[Path]) -> list[FolderFile]:
     found: list[FolderFile] = []
     for path in walk(folder, homes, depth=0):
         if len(found) == MAX_FILES:
-            raise InvalidInput(f"{folder}: holds more than {MAX_FILES} files; expected a diffusers pipeline")
+            raise InvalidInput(f"{folder}: contains more than {MAX_FILES} files; expected a diffusers pipeline")
         if path.suffix.lower() in CODE_SUFFIXES:
-            raise InvalidInput(f"{path}: is a program, which is never run here; remove it to load the rest")
+            raise InvalidInput(
+                f"{path}: is a program, and no program in a model folder is run; remove it to load the rest"
+            )
         if path.name.lower() == ADAPTER_CONFIG:
-            raise InvalidInput(f"{path}: names another model as its base; expected a whole model")
+            raise InvalidInput(f"{path}: is the config of an adapter for another model; expected a complete model")
         found.append(describe(path))
     return sorted(found, key=lambda file: file.path)
 
@@ -85,7 +87,7 @@ def describe(path: Path) -> FolderFile:
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise InvalidInput(f"{path}: is no regular file; expected a diffusers pipeline")
+        raise InvalidInput(f"{path}: is not a regular file; expected a diffusers pipeline")
     return FolderFile(path=path, file_bytes=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
 
 
@@ -104,13 +106,11 @@ def walk(folder: Path, homes: Sequence[Path], *, depth: int) -> Iterator[Path]:
             continue
         path = folder / name
         if not name.isprintable():
-            raise InvalidInput(f"{folder}: holds {name!r}, whose name has characters that are not shown; rename it")
+            raise InvalidInput(f"{folder}: contains {name!r}, a name with unprintable characters; rename it")
         if path.is_symlink():
             real = Path(os.path.realpath(path))
             if not any(real.is_relative_to(home) for home in homes):
-                raise InvalidInput(
-                    f"{path}: is a link that leads out of the folder, to {real}; put the file itself here"
-                )
+                raise InvalidInput(f"{path}: is a link to {real}, outside of the folder; put the file itself here")
         if path.is_dir():
             yield from walk(path, homes, depth=depth + 1)
         else:

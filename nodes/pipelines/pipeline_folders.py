@@ -72,8 +72,8 @@ def find_pipeline(name: str) -> Path:
                 return root / name
     folders = pipeline_folders()
     roots = ", ".join(map(str, pipeline_roots())) or "nowhere"
-    allowed = allowed_values(name, sorted(folders)) if folders else f"there is none: no folder with {MODEL_INDEX}"
-    raise InvalidInput(f"pipeline {name!r} is not here; {allowed}; looked below {roots}")
+    allowed = allowed_values(name, sorted(folders)) if folders else f"there is no folder with a {MODEL_INDEX}"
+    raise InvalidInput(f"pipeline {name!r} was not found; {allowed}; searched in {roots}")
 
 
 def pipeline_roots() -> list[Path]:
@@ -236,7 +236,7 @@ def read_shards(index: Path) -> list[Path]:
     if not isinstance(weight_map, dict):
         raise InvalidInput(f"{index}: has no 'weight_map' of tensor names to files")
     if not all(isinstance(name, str) for name in weight_map.values()):
-        raise InvalidInput(f"{index}: its 'weight_map' holds something other than file names")
+        raise InvalidInput(f"{index}: its 'weight_map' contains a value that is not a file name")
     names = sorted(set(weight_map.values()))
     for name in names:
         check_file_name(name, str(index))

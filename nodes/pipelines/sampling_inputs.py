@@ -13,7 +13,7 @@ MAX_PIXELS, MAX_FRAMES = 16384, 1025
 
 def size_inputs(default_pixels: int) -> list[io.Input]:
     """Return the inputs for the width, the height and the number of what is made."""
-    tooltip = f"In pixels, a multiple of {PIXEL_STEP}."
+    tooltip = f"Pixels, a multiple of {PIXEL_STEP}."
     sides = [
         io.Int.Input(name, default=default_pixels, min=PIXEL_STEP, max=MAX_PIXELS, step=PIXEL_STEP, tooltip=tooltip)
         for name in ("width", "height")
@@ -24,7 +24,7 @@ def size_inputs(default_pixels: int) -> list[io.Input]:
         min=1,
         max=MAX_FRAMES,
         step=FRAME_STEP,
-        tooltip="1 for an image; 4n + 1 with a video pipeline.",
+        tooltip="1 for an image; 5, 9, 13, ... (4n + 1) for a video.",
     )
     return [*sides, frames]
 

@@ -25,20 +25,22 @@ class HighwaterVerifyPipeline(io.ComfyNode):
             node_id="HighwaterVerifyPipeline",
             display_name="Verify Pipeline",
             description=(
-                "Samples one step of a pipeline with the engine and without, and compares bit by bit; names the first "
-                "block that differs. Takes three steps, and the weights once on their device."
+                "Samples one step of a pipeline with Highwater and without it, and compares the results bit by bit. "
+                "Names the first block that differs. Runs three steps and loads all weights to their device once."
             ),
             search_aliases=["check pipeline", "compare output", "debug offload", "bit equal", "self test"],
             inputs=[
                 PipelineType.Input("pipeline", tooltip="From Load Pipeline."),
-                io.String.Input("prompt", default="a red fox in the snow", tooltip="What the step is made with."),
+                io.String.Input("prompt", default="a red fox in the snow", tooltip="The prompt of the step."),
                 *size_inputs(default_pixels=512),
-                guidance_input("At 1 and below the step without the prompt is not computed."),
-                seed_input("The noise of the step."),
+                guidance_input("At 1 or less the step without the prompt is not computed."),
+                seed_input("The seed of the noise for the step."),
             ],
             outputs=[
                 PipelineType.Output(display_name="pipeline", tooltip="The pipeline that came in."),
-                io.String.Output(display_name="report", tooltip="The verdict, and where the first difference is."),
+                io.String.Output(
+                    display_name="report", tooltip="Whether the results are equal, and where they first differ."
+                ),
             ],
             is_output_node=True,
         )

@@ -65,7 +65,7 @@ await eventually("after a reload", inPage, isShown);
 // A budget that is too small is found when the sampler asks for the model; the page itself says only that it failed.
 await widgets(LOADER, { precision: "as stored", placement: "default", profile: "0.25MiB" });
 await run();
-await page.getByText("An input cannot be used").first().waitFor();
+await page.getByText("Invalid input").first().waitFor();
 await page.getByText(/'0\.25MiB' is too small/).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("comfyui_refused");

@@ -107,13 +107,13 @@ def test_a_controlnet_goes_with_one_model_after_the_other(gpu_host: HostProcess)
 
 
 REFUSALS = [
-    (Loaders(placement="gpu:1"), Loaders(placement="gpu:0"), CONTROL, None, "give it placement default or gpu:1"),
-    (Loaders(), Loaders(placement="gpu:1"), CONTROL, None, "give it placement default or gpu:0"),
-    (Loaders(placement="cpu"), Loaders(placement="gpu:1"), CONTROL, None, "give it placement default or cpu"),
+    (Loaders(placement="gpu:1"), Loaders(placement="gpu:0"), CONTROL, None, "set its placement to default or gpu:1"),
+    (Loaders(), Loaders(placement="gpu:1"), CONTROL, None, "set its placement to default or gpu:0"),
+    (Loaders(placement="cpu"), Loaders(placement="gpu:1"), CONTROL, None, "set its placement to default or cpu"),
     (Loaders(placement="cpu"), CORE, CONTROL, None, "Highwater's Load ControlNet"),
     (Loaders(placement="gpu:1"), CORE, CONTROL, None, "Highwater's Load ControlNet"),
-    (Loaders(placement="cpu"), Loaders(), LORA, None, "give the model placement gpu:0"),
-    (Loaders(placement="gpu:1"), CORE, LORA, None, "give the model placement gpu:0"),
+    (Loaders(placement="cpu"), Loaders(), LORA, None, "set the model's placement to gpu:0"),
+    (Loaders(placement="gpu:1"), CORE, LORA, None, "set the model's placement to gpu:0"),
     (CORE, Loaders(), CONTROL, "cpu", "Highwater's Load Diffusion Model"),
     (CORE, Loaders(), CONTROL, "gpu:1", "Highwater's Load Diffusion Model"),
     (CORE, Loaders(placement="gpu:1"), CONTROL, None, "Highwater's Load Diffusion Model"),

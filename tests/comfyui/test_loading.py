@@ -41,7 +41,7 @@ def test_a_checkpoint_of_a_diffusion_model_alone(gpu_host: HostProcess) -> None:
     result = gpu_host.run(graph.nodes)
     assert result.outcome == "success"
     for part in ("text encoder", "VAE"):
-        assert any(f"only_sd.safetensors holds no {part}" in line for line in told(result))
+        assert any(f"only_sd.safetensors contains no {part}" in line for line in told(result))
 
 
 class WithOurControlNet(Loaders):

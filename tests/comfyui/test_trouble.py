@@ -151,7 +151,7 @@ def watermark(**values: Any) -> Graph:
         # The host shows what a node says of two inputs on both.
         ({"low": "512"}, ["low", "high"], ["low '512' has no unit"]),
         ({"low": "3MiB"}, ["low", "high"], ["low '3MiB' is above high '2MiB'"]),
-        ({"high": "200GiB"}, ["low", "high"], ["high '200GiB' is more than any device has", "1.80GiB"]),
+        ({"high": "200GiB"}, ["low", "high"], ["high '200GiB' is larger than every device", "1.80GiB"]),
     ],
     ids=str,
 )
@@ -167,7 +167,7 @@ def test_a_bad_watermark_is_refused_before_anything_runs(
 def test_a_watermark_for_a_device_that_is_not_here_is_for_all_and_the_node_says_so(gpu_host: HostProcess) -> None:
     try:
         (told,) = gpu_host.run(watermark(device="gpu:7").nodes).outputs.values()
-        assert "this machine has no gpu:7; set on every device (*)" in told["text"][0]
+        assert "this machine has no gpu:7, so it applies to every device (*)" in told["text"][0]
         marks = {device["name"]: device["watermark"] for device in gpu_host.part("devices")}
         assert marks["gpu:0"] == marks["gpu:1"] == {"low_bytes": 1 << 20, "high_bytes": 2 << 20}
     finally:  # the default again: 10 and 15% of a device this small
@@ -177,12 +177,24 @@ def test_a_watermark_for_a_device_that_is_not_here_is_for_all_and_the_node_says_
 @pytest.mark.parametrize(
     ("node", "widget", "folder", "source", "said"),
     [
-        ("LoadVAE", "vae_name", "vae", "diffusion_models/tiny_flux", "is not a VAE that ComfyUI knows"),
+        ("LoadVAE", "vae_name", "vae", "diffusion_models/tiny_flux", "is not a VAE that ComfyUI can load"),
         ("LoadTextEncoder", "clip_name1", "text_encoders", "diffusion_models/tiny_flux", "is not a text encoder: "),
         ("LoadDiffusionModel", "unet_name", "diffusion_models", "vae/tiny_vae", "is not a diffusion model that ComfyU"),
-        ("LoadCheckpoint", "ckpt_name", "checkpoints", "vae/tiny_vae", "is not a checkpoint that ComfyUI knows"),
-        ("LoadControlNet", "control_net_name", "controlnet", "vae/tiny_vae", "is not a ControlNet that ComfyUI knows"),
-        ("LoadCLIPVision", "clip_name", "clip_vision", "vae/tiny_vae", "is not a CLIP vision model that ComfyUI knows"),
+        ("LoadCheckpoint", "ckpt_name", "checkpoints", "vae/tiny_vae", "is not a checkpoint that ComfyUI can load"),
+        (
+            "LoadControlNet",
+            "control_net_name",
+            "controlnet",
+            "vae/tiny_vae",
+            "is not a ControlNet that ComfyUI can load",
+        ),
+        (
+            "LoadCLIPVision",
+            "clip_name",
+            "clip_vision",
+            "vae/tiny_vae",
+            "is not a CLIP vision model that ComfyUI can load",
+        ),
     ],
 )
 def test_a_file_that_holds_something_else_is_named_in_one_line(
@@ -231,7 +243,7 @@ def test_a_file_that_cannot_be_loaded_stops_its_node_only(
     (folder / f"{damage}.{suffix}").unlink()
     assert result.outcome == "error"
     assert f"{damage}.{suffix}" in result.error.splitlines()[0]
-    assert ("that ComfyUI knows" in result.error) == (damage == "another model")  # else its header was read first
+    assert ("that ComfyUI can load" in result.error) == (damage == "another model")  # else its header was read first
     assert gpu_host.part("components") == []
     assert [device["used_bytes"] for device in gpu_host.ask_devices("read")["devices"]] == [0, 0]
     for name, tensor in reference(gpu_host, "plain").items():

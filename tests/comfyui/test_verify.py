@@ -56,7 +56,7 @@ def test_a_model_is_as_core_loads_it(gpu_host: HostProcess, mode: str, strength:
     found = run(gpu_host, graph, **model_inputs(graph, model))
     assert found.result.outcome == "success", found.result.error
     assert "equal, bit for bit" in found.report[0], found.report
-    assert "core's own load of the same file" in found.report[1]
+    assert "ComfyUI's own load of the same file" in found.report[1]
     assert int(found.report[0].partition("(")[2].split()[0]) > 10  # blocks and what is around them
     assert any("eight-bit weights, widened" in line for line in found.report) == ("eight" in mode)
 
@@ -132,7 +132,7 @@ def test_a_flipped_weight_is_found_and_its_block_named(gpu_host: HostProcess, pr
     flipped = graph.add("TestFlip", model=model, block="diffusion_model.single_blocks.2", run=next(seeds))
     found = run(gpu_host, graph, **model_inputs(graph, flipped))
     assert "DIFFERS first at diffusion_model.single_blocks.2: " in found.report[0], found.report
-    assert "in host memory is not what core reads from the file" in found.report[0]
+    assert "in RAM differs from what ComfyUI reads from the file" in found.report[0]
     assert "diffusion_model.single_blocks.2: output" in found.report[1] or "max abs" in found.report[1]
     assert "from equal inputs" in found.report[1]
     gpu_host.forget()
@@ -203,11 +203,11 @@ def test_bad_input_is_one_line(gpu_host: HostProcess, what: str) -> None:
     inputs: dict[str, Link] = {}
     words = "nothing to verify"
     if what == "unmanaged":
-        inputs, words = model_inputs(graph, core), "Flux is not managed: connect what one of Highwater's loaders"
+        inputs, words = model_inputs(graph, core), "Flux is not managed; connect the output of a Highwater loader"
     elif what == "no latent":
         inputs, words = {"model": core}, "connect both"
     elif what == "no image":
-        inputs, words = {"vae": CORE.vae(graph)}, "a vae is verified with an image"
+        inputs, words = {"vae": CORE.vae(graph)}, "vae needs image, or latent_image"
     found = run(gpu_host, graph, **inputs)
     assert found.result.outcome == "error"
     assert words in found.result.error.splitlines()[0]

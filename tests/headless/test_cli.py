@@ -85,7 +85,7 @@ def test_a_value_that_begins_with_a_minus_is_one(value: str, model_file: Path, c
         (["plan", "MODEL", "--precision", "int3"], "precision 'int3' is unknown; allowed: as stored, fp8 scaled"),
         (["plan", "MODEL", "--profile", "0.1MiB", "--devices", TWO], "is too small: model needs at least"),
         (["plan", "MODEL", "--devices", "gpu:0=16"], "column 7: size '16' has no unit"),
-        (["plan", "MODEL", "--devices", "gpu:1=16GiB"], "without a gap"),
+        (["plan", "MODEL", "--devices", "gpu:1=16GiB"], "without gaps"),
         (["plan", "MODEL", "--profile", "4", "--profile", "5"], "--profile is given twice; it takes one value"),
         (["plan", "MODEL", "--profile"], "argument --profile: expected one argument"),
         (["plan", "MODEL", "--profile", "-1XiB", "--devices", TWO], "'-1XiB'"),
@@ -241,7 +241,7 @@ def test_simulated_devices_are_not_asked_for_as_peers_of_cuda(sim, monkeypatch) 
     [
         ("gpu:0", 6, "'=' and a size"),
         ("gpu:0=1GiB@5GB", 15, "'/s' must follow"),
-        ("gpu:0=1GiB,gpu:0=2GiB", 12, "described twice"),
+        ("gpu:0=1GiB,gpu:0=2GiB", 12, "given twice"),
         ("cpu=3GiB", 1, "allowed: gpu:0, gpu:1, ... or host"),
         ("gpu:0=0GiB", 7, "more than 0"),
         ("gpu:0=1GiB;", 11, "';' is unexpected"),

@@ -114,8 +114,8 @@ def test_prints_plan_table_evictions_and_runs(demo) -> None:
     for words in (
         "rests in pinned",
         "blocks resident",
-        "Bytes per node",
-        "gave up",
+        "Memory per node",
+        "evicted",
         "weights moved to devices",
         "cached: ",
     ):

@@ -70,7 +70,7 @@ def test_an_old_host_is_said_to_lack_its_features(comfyui: Path) -> None:
     [
         ("ComfyUI-MultiGPU", {}, "load_models_gpu"),
         ("comfyui_multigpu-main", {}, "load_models_gpu"),
-        ("ComfyUI-ReservedVRAM", {}, "reserve"),
+        ("ComfyUI-ReservedVRAM", {}, "keeps free"),
         ("ComfyUI-wanBlockswap", {}, "blocks"),
         ("SomeVideo", {"requirements.txt": "numpy\nmmgp>=3.5\n"}, "mmgp"),
         ("ComfyUI-MultiGPU.disabled", {}, None),
@@ -90,7 +90,7 @@ def test_packs_that_decide_over_memory_are_named(
         assert found is None
     else:
         assert found is not None
-        assert found.startswith(f"{folder} replaces ")
+        assert found.startswith(f"{folder} ")
         assert words in found
 
 
@@ -107,7 +107,7 @@ def test_flags_switch_dynamic_vram_off(comfyui: Path) -> None:
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: comfy-aimdo\nVersion: 0.4.13\n")
     assert doctor.check_dynamic_vram(comfyui, ["--highvram"])[0].text == "off: --highvram (comfy-aimdo 0.4.13)"
-    assert doctor.check_dynamic_vram(comfyui, [])[0].text.startswith("on for core's models")
+    assert doctor.check_dynamic_vram(comfyui, [])[0].text.startswith("on for ComfyUI's own models")
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ def test_flags_are_read_in_both_forms(flags: list[str] | None, value: str | None
 def test_what_hides_devices_is_named() -> None:
     findings = doctor.check_devices({"CUDA_VISIBLE_DEVICES": "1"}, ["--cuda-device", "0"])
     texts = [finding.text for finding in findings]
-    assert "CUDA_VISIBLE_DEVICES='1' decides which devices are seen" in texts
-    assert "--cuda-device 0 decides which devices are seen" in texts
+    assert "CUDA_VISIBLE_DEVICES='1' selects the devices that torch sees" in texts
+    assert "--cuda-device 0 selects the devices that torch sees" in texts
 
 
 def test_a_device_that_torch_does_not_see_is_a_warning() -> None:
     (warning,) = (finding for finding in doctor.check_devices({}, None, 99) if finding.is_warning)
-    assert warning.text.startswith("the driver has 99 NVIDIA devices, torch sees ")
+    assert warning.text.startswith("the driver has 99 NVIDIA devices, but torch sees ")
 
 
 def test_no_compiler_is_a_warning() -> None:
@@ -139,7 +139,7 @@ def test_the_named_folder_comes_before_the_variable(comfyui: Path, tmp_path: Pat
     assert find_comfyui(None, {"COMFYUI_DIR": str(comfyui)}) == comfyui
     assert find_comfyui(comfyui, {"COMFYUI_DIR": str(tmp_path)}) == comfyui
     for named, environment in ((tmp_path, {}), (None, {"COMFYUI_DIR": str(tmp_path)})):
-        with pytest.raises(InvalidInput, match="no ComfyUI is there"):
+        with pytest.raises(InvalidInput, match="no ComfyUI found there"):
             find_comfyui(named, environment)
 
 

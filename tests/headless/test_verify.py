@@ -75,7 +75,7 @@ def test_a_workflow_is_equal(choices: dict[str, str], devices, models: Path, tmp
     found = verify_workflow(write(graph(**choices), tmp_path), models=models)
     assert found.is_equal, found.text()
     assert found.num_calls > 30
-    assert "samplers ran one step" in found.notes
+    assert "each sampler ran one step" in found.notes
     assert [path.name for path in tmp_path.iterdir()] == ["workflow.json"]
     assert not default_manager().members
 
@@ -161,7 +161,7 @@ def test_an_output_node_with_effects_outside_is_refused_by_name(models: Path, tm
         ([], "a workflow is a JSON object"),
         ({}, "has no nodes"),
         ({"1": 3}, "has no class_type"),
-        ({"1": {"class_type": "HighwaterMemoryReport", "inputs": {}}}, "nothing in it loads a model"),
+        ({"1": {"class_type": "HighwaterMemoryReport", "inputs": {}}}, "no node loads a model"),
     ],
 )
 def test_bad_input_is_one_line(nodes: object, words: str, tmp_path: Path, capsys) -> None:

@@ -216,7 +216,7 @@ def test_a_host_without_providers_is_said_to_lack_them(server: FakeServer) -> No
 
 
 def test_outside_of_the_host_nothing_is_in_effect() -> None:
-    assert set(boundaries.features().values()) == {"missing: not inside of ComfyUI"}
+    assert set(boundaries.features().values()) == {"missing: this process is not ComfyUI"}
 
 
 def test_the_provider_comes_with_the_first_prompt_that_names_a_node_of_ours(

@@ -89,9 +89,9 @@ def test_a_folder_does_not_run_its_own_python(
     edit(hostile / INDEX, unet=[library, "Evil"])
     refuse(hostile, "comes from .*modeling'; allowed: a class of diffusers")
     (hostile / "unet" / "modeling.py").write_text(EVIL_CODE)
-    refuse(hostile, r"unet.modeling\.py: is a program, which is never run here")
+    refuse(hostile, r"unet.modeling\.py: is a program, and no program in a model folder is run")
     edit(hostile / INDEX, unet=["modeling", "Evil"])
-    refuse(hostile, r"unet.modeling\.py: is a program, which is never run here")
+    refuse(hostile, r"unet.modeling\.py: is a program, and no program in a model folder is run")
     assert library not in sys.modules
 
 
@@ -103,7 +103,7 @@ def test_a_module_is_not_imported_because_a_folder_names_it(
     for component in ("unet", "scheduler", "tokenizer"):
         before = (hostile / INDEX).read_text()
         edit(hostile / INDEX, **{component: ["evil_module", "Evil"]})
-        refuse(hostile, r"comes from evil_module\.Evil, which is no component", when="loaded")
+        refuse(hostile, r"comes from evil_module\.Evil, which is not a component", when="loaded")
         (hostile / INDEX).write_text(before)
     assert "evil_module" not in sys.modules
 
@@ -134,7 +134,7 @@ def test_a_module_is_not_imported_because_a_folder_names_it(
 @pytest.mark.parametrize("component", ["unet", "scheduler"])
 def test_a_component_is_a_component_of_the_two_libraries(hostile: Path, origin: list[str], component: str) -> None:
     edit(hostile / INDEX, **{component: origin})
-    refuse(hostile, "is no component|allowed: a class of diffusers|requires the onnxruntime", when="loaded")
+    refuse(hostile, "is not a component|allowed: a class of diffusers|requires the onnxruntime", when="loaded")
 
 
 @pytest.mark.parametrize("origin", [{"os": 1, "system": 2}, "ab", ["os", "system", "x"], ["os", 3], 7, [["os"], "x"]])
@@ -150,7 +150,7 @@ def test_programs_are_refused_wherever_they_lie(hostile: Path, marker: Path, nam
     path = hostile / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(EVIL_CODE)
-    refuse(hostile, "is a program, which is never run here; remove it")
+    refuse(hostile, "is a program, and no program in a model folder is run; remove it")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_pipeline_class_is_one_of_the_librarys(hostile: Path, class_name: Any)
 def test_a_pipeline_that_loads_another_by_name_is_refused(hostile: Path) -> None:
     edit(hostile / INDEX, _class_name="KandinskyCombinedPipeline")
     (hostile / "README.md").write_text("---\nprior:\n- /somewhere/else\n---\n")
-    refuse(hostile, "loads a second pipeline, which its README names", when="loaded")
+    refuse(hostile, "loads a second pipeline by its name", when="loaded")
 
 
 CONFIGS = [
@@ -214,7 +214,7 @@ def test_settings_beside_the_usual_ones_are_looked_at_too(hostile: Path) -> None
 
 def test_an_adapter_beside_the_weights_is_refused(hostile: Path) -> None:
     edit(hostile / "text_encoder" / "adapter_config.json", base_model_name_or_path="/somewhere/else")
-    refuse(hostile, r"adapter_config\.json: names another model as its base")
+    refuse(hostile, r"adapter_config\.json: is the config of an adapter")
 
 
 # Pickles ---------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_shards_stay_in_their_folder(hostile: Path, place: str, shard: Any, monk
     monkeypatch.setattr(
         os, "open", lambda path, *rest, **more: (opened.append(str(path)), opening(path, *rest, **more))[1]
     )
-    refuse(hostile, r"index\.json: .*(allowed|file names)")
+    refuse(hostile, r"index\.json: .*(allowed|file name)")
     assert all(Path(path).is_relative_to(hostile) for path in opened if path != os.devnull)
 
 
@@ -318,14 +318,14 @@ def test_links_do_not_lead_out_of_the_folder(hostile: Path, name: str, target: s
     path = hostile / name
     path.unlink(missing_ok=True)
     path.symlink_to(target or os.path.relpath(models_directory.parent / "elsewhere", path.parent))
-    refuse(hostile, "is a link that leads out of the folder")
+    refuse(hostile, "is a link to .*, outside of the folder")
 
 
 @needs_links
 def test_a_linked_folder_does_not_lead_out_of_the_folder(hostile: Path, tmp_path: Path) -> None:
     shutil.move(hostile / "unet", tmp_path / "unet")
     (hostile / "unet").symlink_to(tmp_path / "unet")
-    refuse(hostile, "unet: is a link that leads out of the folder")
+    refuse(hostile, "unet: is a link to .*, outside of the folder")
 
 
 @needs_links
@@ -359,7 +359,7 @@ def test_a_folder_of_the_hubs_cache_is_taken(hostile: Path, tmp_path: Path) -> N
     assert check_pipeline(snapshot) == check_pipeline(hostile)
     link.unlink()
     link.symlink_to("/etc/hostname")
-    with pytest.raises(InvalidInput, match="is a link that leads out"):
+    with pytest.raises(InvalidInput, match="outside of the folder"):
         check_pipeline(snapshot)
 
 
@@ -377,9 +377,9 @@ def test_a_pipe_in_the_folder_is_not_waited_for(hostile: Path) -> None:
         if path.exists():
             path.rename(kept)
         os.mkfifo(path)
-        with pytest.raises(InvalidInput, match="is no regular file"):
+        with pytest.raises(InvalidInput, match="is not a regular file"):
             check_pipeline(hostile)
-        with pytest.raises(InvalidInput, match="is no regular file"):
+        with pytest.raises(InvalidInput, match="is not a regular file"):
             weights_fingerprint(hostile)
         path.unlink()
         if kept.exists():
@@ -451,7 +451,7 @@ def test_a_config_for_endless_layers_is_refused(
 
 def test_more_files_than_a_model_has_are_not_walked(hostile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("highwater.nodes.pipelines.pipeline_files.MAX_FILES", 5)
-    refuse(hostile, "holds more than 5 files")
+    refuse(hostile, "contains more than 5 files")
 
 
 # What a prompt names -----------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_a_name_is_refused_by_its_letters_before_any_path_is_made(
 
     monkeypatch.setattr(pipeline_folders, "pipeline_roots", fail)
     monkeypatch.setattr("folder_paths.get_full_path", fail)
-    with pytest.raises(InvalidInput, match="allowed: a name below the folder") as error:
+    with pytest.raises(InvalidInput, match="allowed: a relative path") as error:
         find_pipeline(name)
     assert str(error.value).isprintable()
     with pytest.raises(InvalidInput, match="is not in the folder checkpoints"):
@@ -526,7 +526,7 @@ def test_a_diffusers_that_runs_what_a_folder_holds_is_refused(
 
     monkeypatch.setattr(diffusers, "__version__", version)
     with pytest.raises(
-        InvalidInput, match=rf"diffusers {version} may run programs .* allowed: 0\.42 or newer, pip install"
+        InvalidInput, match=rf"diffusers {version} may run code .* allowed: 0\.42 or newer; run: pip install"
     ):
         load_pipeline(hostile)
 

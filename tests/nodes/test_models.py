@@ -261,7 +261,7 @@ def test_what_core_does_not_recognise_is_named_in_one_line(
     with pytest.raises(InvalidInput) as caught:
         fail(RuntimeError("ERROR: it is invalid: None\n\nIf it is from a checkpoint loader node"))
     path = folder_paths.get_full_path(folder, "sub/a.safetensors")
-    assert str(caught.value) == f"{path}: is not {kind} that ComfyUI knows"
+    assert str(caught.value) == f"{path}: is not {kind} that ComfyUI can load"
     for other in (RuntimeError("CUDA error: an illegal memory access"), AttributeError("no attribute 'patcher'")):
         with pytest.raises(type(other), match=str(other)):
             fail(other)
@@ -271,7 +271,7 @@ def test_a_checkpoint_says_what_it_lacks(host: Recorder, models: Path) -> None:
     host.loaded = ("the model", None, None)
     output = run("LoadCheckpoint", ckpt_name="sub/a.safetensors", **REQUEST)
     assert output.args == ("the model", None, None)
-    assert output.ui_dict()["text"] == [f"sub/a.safetensors holds no {part}" for part in ("text encoder", "VAE")]
+    assert output.ui_dict()["text"] == [f"sub/a.safetensors contains no {part}" for part in ("text encoder", "VAE")]
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -310,8 +310,12 @@ def test_a_long_list_of_files_is_cut_short(models: Path) -> None:
         ("cuda:1", "gpu:1", ""),
         ("gpu:1&gpu:0", "gpu:1&gpu:0", ""),
         (" gpu:0 & gpu:1 ", "gpu:0&gpu:1", ""),
-        ("gpu:2", "auto", "this machine has no gpu:2; default is used; allowed: default, cpu, gpu:0, gpu:1, gpu:0&gp"),
-        ("gpu:0&gpu:9", "auto", "this machine has no gpu:9; default is used"),
+        (
+            "gpu:2",
+            "auto",
+            "this machine has no gpu:2, so default is used; allowed: default, cpu, gpu:0, gpu:1, gpu:0&gp",
+        ),
+        ("gpu:0&gpu:9", "auto", "this machine has no gpu:9, so default is used"),
         ("xpu:3&xpu:4", "auto", "this machine has no gpu:3 or gpu:4"),
     ],
 )
@@ -332,14 +336,14 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
         ("gpu:0&", "column 7: a device is missing"),
         ("gpu:0&cpu", "'cpu' cannot share a split"),
         ("gpu:0&gpu:0", "'gpu:0' is named twice"),
-        ("gpu:0&gpu:1@30%", "is more than a node takes: one device, or two; allowed: default, cpu, gpu:0"),
-        ("gpu:0&gpu:1&gpu:2", "is more than a node takes"),
-        ("diffusion=gpu:0", "is more than a node takes"),
-        ("gpu:0:disk", "is more than a node takes"),
-        ("gpu:0,vae=cpu", "is more than a node takes"),
+        ("gpu:0&gpu:1@30%", "is not one device or two joined by &; allowed: default, cpu, gpu:0"),
+        ("gpu:0&gpu:1&gpu:2", "is not one device or two joined by &"),
+        ("diffusion=gpu:0", "is not one device or two joined by &"),
+        ("gpu:0:disk", "is not one device or two joined by &"),
+        ("gpu:0,vae=cpu", "is not one device or two joined by &"),
         ("", "a device is missing"),
-        (3, "placement 3 is not a text"),
-        ({"device": "cpu"}, "is not a text"),
+        (3, "placement 3 is not text"),
+        ({"device": "cpu"}, "is not text"),
     ],
 )
 def test_a_placement_for_no_machine_is_refused_before_the_run(two_gpus: None, placement: Any, said: str) -> None:
@@ -355,7 +359,9 @@ def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Pat
     host.notes = ["not managed: why"]
     output = run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "placement": "gpu:7"})
     first, second = output.ui_dict()["text"]
-    assert first.startswith("placement gpu:7: this machine has no gpu:7; default is used") and second == host.notes[0]
+    assert (
+        first.startswith("placement gpu:7: this machine has no gpu:7, so default is used") and second == host.notes[0]
+    )
     assert host.calls[0][2].placement == AUTO_PLACEMENT
 
 

@@ -287,7 +287,11 @@ def test_the_memory_report_is_made_every_time_after_its_input(runner: WorkflowRu
     ("pipeline", "sampled", "said"),
     [
         ("tiny-sd", {"width": 65}, "width 65 is not allowed; allowed: multiples of 16"),
-        ("tiny-sd", {"frames": 5}, "frames 5 is not allowed; StableDiffusionPipeline makes single images: 1"),
+        (
+            "tiny-sd",
+            {"frames": 5},
+            "frames 5 is not allowed; allowed: 1, as StableDiffusionPipeline makes single images",
+        ),
         ("tiny-wan", {"frames": 4}, "frames 4 is not allowed; allowed: 1, 5, 9, 13"),
     ],
 )
@@ -407,7 +411,9 @@ def test_without_diffusers_one_line_says_what_to_install(
         return importing(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", import_without)
-    with pytest.raises(InvalidInput, match="diffusers is not installed; pipelines need: pip install 'diffusers>="):
+    with pytest.raises(
+        InvalidInput, match="diffusers is not installed, and pipelines need it; run: pip install 'diffusers>="
+    ):
         load_pipeline(models_directory / "diffusers" / "tiny-sd")
 
 

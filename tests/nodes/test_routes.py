@@ -58,7 +58,7 @@ def test_the_page_may_ask_before_anything_is_managed(ask: Callable[..., tuple[in
     assert status == 200
     assert report["version"] == 1
     assert report["nodes"] == report["components"] == report["devices"] == []
-    assert report["host_features"]["run_boundaries"] == "missing: not inside of ComfyUI"
+    assert report["host_features"]["run_boundaries"] == "missing: this process is not ComfyUI"
     assert ask("POST", "/highwater/free") == (200, {"freed_bytes": {}})
     assert existing_manager() is None
 
@@ -149,10 +149,10 @@ def test_a_plan_of_the_hosts_files_moves_nothing(ask: Callable[..., Any], models
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("", "nothing to plan"),
+        ("", "no model to plan"),
         ("file=vae/no.safetensors", "'no.safetensors' is not in the folder vae"),
-        ("file=../vae/ae.safetensors", "'..' is no folder of models"),
-        ("file=custom_nodes/ae.safetensors", "'custom_nodes' is no folder of models; allowed: checkpoints"),
+        ("file=../vae/ae.safetensors", "'..' is not a model folder"),
+        ("file=custom_nodes/ae.safetensors", "'custom_nodes' is not a model folder; allowed: checkpoints"),
         ("file=vae/../../secret.safetensors", "is not in the folder vae"),
         ("file=ae.safetensors", "allowed: folder/name"),
         ("file=vae/ae.ckpt", "allowed: folder/name"),
@@ -181,8 +181,8 @@ def test_the_host_is_examined_from_inside(
     texts = [finding["text"] for finding in answer["findings"]]
     assert status == 200 and answer["comfyui"] == str(tmp_path)
     assert f"0.33.0 at {tmp_path}, running with --cuda-device 1" in texts
-    assert "--cuda-device 1 decides which devices are seen" in texts
-    assert answer["features"]["run_boundaries"] == "missing: not inside of ComfyUI"
+    assert "--cuda-device 1 selects the devices that torch sees" in texts
+    assert answer["features"]["run_boundaries"] == "missing: this process is not ComfyUI"
 
 
 def test_the_variables_are_those_that_the_process_was_started_with() -> None:

@@ -67,7 +67,7 @@ def graph_with(path: str, value: Any) -> Any:
         ("1.class_type", "HighwaterLoadPipelin", "'HighwaterLoadPipelin' is unknown; did you mean 'HighwaterLoadPi"),
         ("1.class_type", 3, "node 1 has no class_type"),
         ("1.inputs", [], "node 1: inputs is []"),
-        ("2", "text", "node 2 has no class_type but is \"text\""),
+        ("2", "text", "node 2 has no class_type: \"text\""),
         ("2.inputs.seed", MISSING, "(Sample Pipeline): input 'seed' is missing; expected a whole number from 0 "),
         ("2.inputs.pipeline", MISSING, "input 'pipeline' is missing; expected a link"),
         ("2.inputs.promt", "x", "input 'promt' is unknown; did you mean 'prompt'?"),
@@ -77,16 +77,16 @@ def graph_with(path: str, value: Any) -> Any:
         ("2.inputs.steps", 0, "input 'steps' is 0; expected a whole number from 1 to 1000"),
         ("2.inputs.guidance", "high", "input 'guidance' is \"high\"; expected a number from 0.0 to 100.0"),
         ("2.inputs.guidance", float("inf"), "expected a number from 0.0 to 100.0"),
-        ("2.inputs.prompt", 7, "input 'prompt' is 7; expected a text"),
+        ("2.inputs.prompt", 7, "input 'prompt' is 7; expected text"),
         ("2.inputs.pipeline", "tiny-sd", "input 'pipeline' is \"tiny-sd\"; expected a link"),
         ("2.inputs.pipeline", ["1"], "a link is [\"node id\", output index]"),
         ("2.inputs.pipeline", [1, 0], "a link is [\"node id\", output index]"),
-        ("2.inputs.pipeline", ["9", 0], "links to node '9', which is not there; allowed: 1, 2, 3"),
+        ("2.inputs.pipeline", ["9", 0], "links to node '9', which does not exist; allowed: 1, 2, 3"),
         ("2.inputs.pipeline", ["1", 1], "links to output 1 of node 1; allowed: 0 (pipeline)"),
         ("3.inputs.images", ["1", 0], "node 3 (Keep it): input 'images' takes IMAGE, but output 0 of node 1"),
         ("1.inputs.precision", "fp8 scale", "\"fp8 scale\"; did you mean 'fp8 scaled'? allowed: as stored, fp8"),
         ("1.inputs.precision", {"a": 1}, "input 'precision' is {\"a\": 1}; allowed: as stored, fp8 scaled"),
-        ("1.inputs.pipeline", "tiny-ds", "pipeline 'tiny-ds' is not here; did you mean 'tiny-sd'?"),
+        ("1.inputs.pipeline", "tiny-ds", "pipeline 'tiny-ds' was not found; did you mean 'tiny-sd'?"),
         ("1.inputs.pipeline", {"a": 1}, "input 'pipeline' is {\"a\": 1}; allowed: tiny-flux, tiny-sd, tiny-wan"),
         ("1.inputs.profile", "6", "column 1: '6' has no unit; allowed: GiB"),
         ("1.inputs.placement", "gpu:7", "placement 'gpu:7', column 1: device 'gpu:7' is not here"),
@@ -110,7 +110,7 @@ def test_without_any_pipeline_the_line_says_where_it_looked(runner: object, tmp_
     from highwater.headless.comfy_stub import folder_paths
 
     folder_paths.configure(models=tmp_path, output=tmp_path)
-    with pytest.raises(InvalidInput, match=r"there is none: no folder with model_index\.json; looked below") as caught:
+    with pytest.raises(InvalidInput, match=r"there is no folder with a model_index\.json; searched in") as caught:
         parse_workflow(GRAPH)
     assert str(tmp_path / "diffusers") in str(caught.value)
 
@@ -155,7 +155,7 @@ def test_without_an_output_node_nothing_would_run(runner: object) -> None:
         ("[]", r"a workflow is a JSON object, not \[\]"),
         ("{}", "the workflow has no nodes"),
         ('{"nodes": [], "links": []}', r"choose Workflow > Export \(API\)"),
-        ('{"1": {}, "1": {}}', "'1' stands twice in one object"),
+        ('{"1": {}, "1": {}}', "'1' appears twice in one object"),
         ('{"1": NaN}', "NaN is not a number that JSON allows"),
         ("[" * 100_000, "is nested too deeply"),
         ("\xff", "is not UTF-8"),

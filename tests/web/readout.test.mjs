@@ -89,15 +89,15 @@ test("a failure that its message explains is told, any other is left to the page
   const doesNotFit = { severity: "error", summary: "Does not fit in memory", detail: "needs 9 MiB: 3 MiB free" };
   assert.deepEqual(told("highwater.memory.errors.DoesNotFit"), doesNotFit);
   assert.deepEqual(told("DoesNotFit", { node_type: "KSampler" }), doesNotFit);
-  assert.equal(told("highwater.memory.errors.InvalidInput").summary, "An input cannot be used");
-  assert.match(told("torch.OutOfMemoryError").detail, /^needs 9 MiB: 3 MiB free\. Keep more free/);
+  assert.equal(told("highwater.memory.errors.InvalidInput").summary, "Invalid input");
+  assert.match(told("torch.OutOfMemoryError").detail, /^needs 9 MiB: 3 MiB free\. Keep more memory free/);
   assert.equal(told("torch.OutOfMemoryError", { node_type: "KSampler" }), null);
   const sampling = { ...failure, node_type: "KSampler" };
   const isManaging = true;
   assert.match(noticeOfFailure({ ...sampling, exception_type: "torch.OutOfMemoryError" }, isManaging).detail, /^needs 9 MiB/);
   // Below custom_nodes the module's name begins with a path; the host adds an empty line to every message.
   const late = { ...sampling, exception_type: "/srv/custom_nodes/hw_2.1.memory.errors.InvalidInput", exception_message: "no\n" };
-  assert.deepEqual(noticeOfFailure(late), { severity: "error", summary: "An input cannot be used", detail: "no" });
+  assert.deepEqual(noticeOfFailure(late), { severity: "error", summary: "Invalid input", detail: "no" });
   assert.equal(told("another.pack.InvalidInput", { node_type: "KSampler" }), null);
   assert.equal(told("builtins.KeyError"), null);
   assert.equal(noticeOfFailure({}), null);

@@ -22,7 +22,7 @@ def test_every_node_shows_its_bytes(node, packages, chromium, sim, tmp_path):
         ) as server,
     ):
         try:
-            address = next((line.split()[3] for line in server.stdout if line.startswith("Highwater is at ")), None)
+            address = next((line.split()[3] for line in server.stdout if line.startswith("Highwater runs at ")), None)
             assert address, server_log.read_text()
             script = [node, str(HERE / "browse.mjs"), address.rstrip("/"), chromium, str(tmp_path)]
             result = subprocess.run(script, capture_output=True, text=True, timeout=1200)

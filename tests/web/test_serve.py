@@ -64,7 +64,7 @@ def test_the_command_prints_its_address_and_ends_on_ctrl_c(tmp_path):
         address = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=1200)
-    assert address.startswith("Highwater is at http://127.0.0.1:")
+    assert address.startswith("Highwater runs at http://127.0.0.1:")
     assert (process.returncode, errors) == (0, "")
 
 
