@@ -134,7 +134,7 @@ def test_a_library_is_not_built_where_others_can_write(sim: ModuleType, kept: Pa
     from highwater.headless.simdevice import build
 
     kept.parent.chmod(0o777)
-    with pytest.raises(InvalidInput, match="others can write there; run: chmod go-w"):
+    with pytest.raises(InvalidInput, match="other users can write there; run: chmod go-w"):
         build.load_backend(kept / "new")
     assert list((kept / "new").iterdir()) == []
 

@@ -281,7 +281,7 @@ def test_the_queue_is_bounded_by_bytes_and_number(with_server, monkeypatch: pyte
                 response = await server.client.post("/prompt", json=padded(number, 100_000))
                 statuses.append(response.status)
             assert statuses == [200, 200, 400, 400]
-            assert "2 prompts wait already" in (await response.json())["error"]
+            assert "2 prompts wait, about" in (await response.json())["error"]
             monkeypatch.setattr(prompt_queue, "MAX_WAITING", 2)
             assert (await server.client.post("/prompt", json=padded(1, 0))).status == 400
             await server.client.post("/queue", json={"clear": True})
