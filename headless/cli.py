@@ -217,6 +217,7 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
+    from ..nodes.answers import plans_text
     from ..nodes.plans import plan_files
     from .commands.planning import machine_for, plan_workflow
 
@@ -237,8 +238,7 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({name: plan.to_json() for name, plan in plans.items()}))
         return 0
-    for name, plan in plans.items():
-        print(plan.text() if name == "files" else f"{name}\n{plan.text()}")
+    print(plans_text(plans))
     return 0
 
 

@@ -265,8 +265,7 @@ class Managed:
         self.unmark_execution_device()
         for member in self.members:
             if member not in self.left_to_others:
-                member.restores = self.manager.is_lent(member)
-                self.manager.remove(member)
+                self.manager.discard(member)
 
     def __enter__(self) -> Managed:
         return self

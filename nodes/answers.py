@@ -6,7 +6,7 @@ The command line prints these, the host's server answers with them (`routes.py`)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ __all__ = [
     "examine_host",
     "make_tiny_pipelines",
     "plan_models",
+    "plans_text",
     "start_environment",
 ]
 
@@ -40,26 +41,13 @@ def describe_profiles() -> dict[str, Any]:
 
 def describe_devices(manager: MemoryManager, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the devices with total and free bytes, which others each reads without the host, and what hides some."""
-    devices: list[dict[str, Any]] = [asdict(device) for device in manager.device_reports()]
-    for device in devices:
-        device["peers"] = peers_of(device["name"], [other["name"] for other in devices])
+    from ..memory.transfer.devices import find_device, peers_of
+
+    reports = manager.device_reports()
     return {
-        "devices": devices,
+        "devices": [asdict(report) | {"peers": peers_of(find_device(report.name))} for report in reports],
         "hidden_by": {name: environment[name] for name in HIDING_VARIABLES if name in environment},
     }
-
-
-def peers_of(name: str, others: Sequence[str]) -> list[str]:
-    """Return the devices that this one can read without the host; torch tells that of CUDA and ROCm only."""
-    import torch
-
-    from ..memory.transfer.devices import find_device
-
-    device = find_device(name).torch_device
-    if device.type != "cuda":  # the CPU, another backend, or a simulated device beside CUDA
-        return []
-    gpus = {other: find_device(other).torch_device for other in others if other not in ("cpu", name)}
-    return [other for other, gpu in gpus.items() if torch.cuda.can_device_access_peer(device, gpu)]
 
 
 def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -88,13 +76,14 @@ def plan_models(manager: MemoryManager, asked: Iterable[tuple[str, str]]) -> dic
             raise InvalidInput(f"{name}={value!r}: {allowed_values(name, ['file', 'pipeline', *words])}")
     if not files and not pipelines:
         raise InvalidInput("no model to plan; add ?file=diffusion_models/name.safetensors or ?pipeline=name")
-    machine = manager.admission.machine(None)
+    machine = manager.machine()
     plans = {"files": plan_files(files, machine, **words)} if files else {}
     plans |= {name: plan_pipeline(find_pipeline(name), machine, **words) for name in pipelines}
-    return {"plans": {name: plan.to_json() for name, plan in plans.items()}, "text": text_of(plans)}
+    return {"plans": {name: plan.to_json() for name, plan in plans.items()}, "text": plans_text(plans)}
 
 
-def text_of(plans: Mapping[str, Any]) -> str:
+def plans_text(plans: Mapping[str, Any]) -> str:
+    """Return plans as text; what they are for stands above those of workflows and pipelines."""
     return "\n".join(plan.text() if name == "files" else f"{name}\n{plan.text()}" for name, plan in plans.items())
 
 

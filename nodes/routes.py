@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from ..memory import MemoryManager
 
-__all__ = ["Route", "add_routes", "free_idle", "make_report", "make_routes"]
+__all__ = ["PROMPT_RUNS", "Route", "add_routes", "make_report", "make_routes"]
 
+PROMPT_RUNS = "a prompt is running; cancel it, or wait until it ends"
 Route = tuple[str, str, "Callable[[web.Request], Awaitable[web.StreamResponse]]"]
 
 
@@ -90,9 +91,9 @@ def make_routes(
     async def post_free(request: web.Request) -> web.StreamResponse:
         """Evict every idle component; not while a prompt runs, which would load it all again."""
         if is_running():
-            return web.json_response({"error": "a prompt is running; cancel it, or wait until it ends"}, status=409)
+            return web.json_response({"error": PROMPT_RUNS}, status=409)
         manager = find_manager()
-        freed = await asyncio.to_thread(free_idle, manager) if manager is not None else {}
+        freed = await asyncio.to_thread(manager.free_idle, "requested from the page") if manager is not None else {}
         return web.json_response({"freed_bytes": freed})
 
     return [
@@ -132,13 +133,3 @@ def make_report(
 
     report = empty_report() if manager is None else manager.report()
     return parts_of(report | {"host_features": dict(host_features)}, only)
-
-
-def free_idle(manager: MemoryManager) -> dict[str, int]:
-    """Evict every idle component, and return the driver its memory; returns the bytes freed per device."""
-    freed = {}
-    for device in manager.devices.values():
-        if not device.is_cpu:
-            freed[device.name] = manager.free_memory(device.name, device.total_bytes(), "requested from the page")
-            device.module.empty_cache()
-    return freed

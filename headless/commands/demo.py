@@ -75,9 +75,9 @@ def fit_to_machine(workflow: Workflow, manager: MemoryManager) -> Workflow:
 
     On a single device the split becomes that device.
     """
-    accelerators = [device for device in manager.devices.values() if not device.is_cpu]
+    _, *accelerators = manager.device_reports()
     graph = copy.deepcopy(dict(workflow.prompt))
-    free = accelerators[0].free_bytes() + manager.ledger.used(accelerators[0].name)
+    free = accelerators[0].free_bytes + accelerators[0].reserved_bytes
     low_mebibytes = max(0, free - ONE_PIPELINE_BYTES) // MIB
     for node in graph.values():
         if node["class_type"] == "HighwaterWatermark":

@@ -22,7 +22,7 @@ def machine_for(hardware: Hardware | None) -> Machine:
     """Return the numbers to plan with: the described machine's, or this one's as it is now."""
     from ...memory import default_manager
 
-    return hardware.machine() if hardware else default_manager().admission.machine(None)
+    return hardware.machine() if hardware else default_manager().machine()
 
 
 def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[str, Plan]:

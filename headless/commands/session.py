@@ -34,13 +34,13 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
         KeyboardInterrupt: also for an interrupt of the runner.
     """
     manager = runner.manager
-    planned = set(manager.members)
+    planned = set(manager.plans())
 
     def show_plan(message: dict[str, Any]) -> None:
-        for member in list(manager.members.values()):
-            if message["type"] == "node" and member.id not in planned:
-                planned.add(member.id)
-                console.say(member.managed.plan.text())
+        for id, plan in manager.plans().items() if message["type"] == "node" else ():
+            if id not in planned:
+                planned.add(id)
+                console.say(plan.text())
 
     with console.progress() as progress:
         bars = Bars(progress, console)

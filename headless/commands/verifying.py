@@ -101,9 +101,8 @@ def verify_workflow(path: Path, *, models: Path) -> Verification:
             found = compare_runs(runner, cache, workflow)
         finally:
             cache.clear()
-            for member in [member for id, member in manager.members.items() if id not in before]:
-                member.restores = False  # its module is not used any more
-                manager.remove(member)
+            for member in reversed([member for id, member in manager.members.items() if id not in before]):
+                manager.discard(member)  # a borrower before its lender
     notes = [*found.notes, "each sampler ran one step"]
     if len(list_devices()) == 1:
         notes.append("no accelerator found, so all computed on the CPU and nothing moved; --devices simulates one")

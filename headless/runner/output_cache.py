@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from .workflow import Link, WorkflowNode
 
 __all__ = ["CacheEntry", "OutputCache", "sign_node"]
@@ -67,8 +65,10 @@ class OutputCache:
 
 
 def host_memory_is_short() -> bool:
-    memory = psutil.virtual_memory()
-    return bool(memory.available < memory.total * FREE_HOST_SHARE)
+    from ...memory.transfer.devices import HostMemory
+
+    memory = HostMemory.now()
+    return memory.free_bytes < memory.total_bytes * FREE_HOST_SHARE
 
 
 def sign_node(node: WorkflowNode, fingerprint: Any, ancestors: Mapping[str, str | None]) -> str | None:

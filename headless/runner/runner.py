@@ -82,6 +82,20 @@ class WorkflowRunner:
         self.running = threading.Lock()
         self.stop = threading.Event()
 
+    @property
+    def is_running(self) -> bool:
+        return self.running.locked()
+
+    def forget_results(self) -> bool:
+        """Forget all cached results, and with them the models that they hold; returns False while a workflow runs."""
+        if not self.running.acquire(blocking=False):
+            return False
+        try:
+            self.cache.clear()
+        finally:
+            self.running.release()
+        return True
+
     def interrupt(self) -> None:
         """Make the current run stop at its next step, node or loaded block; from any thread; nothing when none runs."""
         self.stop.set()

@@ -9,12 +9,11 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import psutil
 from aiohttp import web
 
 from ...memory.errors import InvalidInput
 from ...nodes.boundaries import EVENT, FEATURES
-from ...nodes.routes import make_routes
+from ...nodes.routes import PROMPT_RUNS, make_routes
 from ..comfy_stub.comfy_api import object_info
 from ..comfy_stub.comfy_io import ComfyNode
 from ..commands.doctor import examine
@@ -40,7 +39,7 @@ class RunRoutes:
         return [
             ("GET", "/ws", self.open_socket),
             *make_routes(
-                is_running=self.runner.running.locked,
+                is_running=lambda: self.runner.is_running,
                 host_features=lambda: dict.fromkeys(FEATURES, True),
                 examine=lambda: examine(None, os.environ),
                 find_manager=lambda: self.runner.manager,
@@ -97,9 +96,10 @@ class RunRoutes:
         import torch
 
         from ... import __version__
+        from ...memory.transfer.devices import HostMemory
 
         found = await asyncio.to_thread(self.runner.manager.device_reports)
-        memory = psutil.virtual_memory()
+        memory = HostMemory.now()
         devices = [
             {
                 "name": device.name,
@@ -114,8 +114,8 @@ class RunRoutes:
         ]
         system = {
             "os": sys.platform,
-            "ram_total": memory.total,
-            "ram_free": memory.available,
+            "ram_total": memory.total_bytes,
+            "ram_free": memory.free_bytes,
             "comfyui_version": f"none (highwater {__version__})",
             "python_version": platform.python_version(),
             "pytorch_version": torch.__version__,
@@ -214,12 +214,8 @@ class RunRoutes:
 
     async def post_free(self, request: web.Request) -> web.StreamResponse:
         """Forget all cached results, and with them the models that they hold; not while a prompt runs."""
-        if not self.runner.running.acquire(blocking=False):
-            return web.json_response({"error": "a prompt is running; cancel it or wait for it"}, status=409)
-        try:
-            self.runner.cache.clear()
-        finally:
-            self.runner.running.release()
+        if not self.runner.forget_results():
+            return web.json_response({"error": PROMPT_RUNS}, status=409)
         return web.Response()
 
     async def post_cancel(self, request: web.Request) -> web.StreamResponse:

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
-from ..planner.plan import Plan
+from ..planner.capacity import Machine
+from ..planner.plan import ComponentPlan, Plan
 from ..runtime.deferring_lock import DeferringLock
 from ..runtime.ledger import Entry, Ledger
 from ..transfer.devices import Device, list_devices
@@ -34,8 +35,8 @@ __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 class MemoryManager:
     """Admits, evicts and reports; what changes who is there, and where, is serialised by one lock.
 
-    `bytes_moved`, `device_reports`, `subscribe` and `watch_loading` take no lock: they may be called in the middle of
-    anything. Listeners and watchers are called while the lock is held.
+    `bytes_moved`, `device_reports`, `plans`, `subscribe` and `watch_loading` take no lock: they may be called in the
+    middle of anything. Listeners and watchers are called while the lock is held.
 
     Args:
         needs_file: where what forwards need is remembered; None: only here.
@@ -110,6 +111,11 @@ class MemoryManager:
         if not sys.is_finalizing():  # else torch cannot be called any more, and all memory goes with the process
             self.lock.run_or_defer(partial(self.registry.detach, member))
 
+    def discard(self, member: Member) -> None:
+        """Release a component whose module is not used any more: it keeps no weights, but those that it lends."""
+        member.restores = self.is_lent(member)
+        self.remove(member)
+
     def has(self, member: Member) -> bool:
         """Whether a component is under management, and not released."""
         return self.members.get(member.id) is member
@@ -138,6 +144,15 @@ class MemoryManager:
             self.refuse_computing(self.members.values())
             for member in sorted(self.members.values(), key=lambda member: member.rank, reverse=True):
                 self.remove(member)
+
+    def plans(self) -> dict[str, ComponentPlan]:
+        """Return the plan of every component by its id; takes no lock."""
+        return {member.id: member.managed.plan for member in list(self.members.values())}
+
+    def machine(self) -> Machine:
+        """Return what a newcomer may plan with now, in live numbers."""
+        with self.exclusive():
+            return self.admission.machine(None)
 
     # -- leases
 
@@ -211,6 +226,15 @@ class MemoryManager:
             return self.admission.free_memory(
                 device, num_bytes, reason, exclude=exclude, allow_unrunnable=allow_unrunnable
             )
+
+    def free_idle(self, reason: str) -> dict[str, int]:
+        """Evict every idle component and return the driver its memory; returns the bytes freed of each accelerator."""
+        freed = {}
+        for device in self.devices.values():
+            if not device.is_cpu:
+                freed[device.name] = self.free_memory(device.name, device.total_bytes(), reason)
+                device.empty_cache()
+        return freed
 
     # -- runs, nodes, report
 

@@ -7,7 +7,15 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "devices": ["AllocatorBytes", "Device", "DeviceMemory", "HostMemory", "find_device", "list_devices"],
+        "devices": [
+            "AllocatorBytes",
+            "Device",
+            "DeviceMemory",
+            "HostMemory",
+            "find_device",
+            "list_devices",
+            "peers_of",
+        ],
         "pinned_memory": ["ArenaLock", "HostSlab", "allocate_slab", "count_slabs", "pin_limit_bytes"],
         "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in"],
         "slabs": ["Form", "SlabLayout", "allocate_device"],

@@ -18,7 +18,16 @@ import torch
 from ..errors import InvalidInput, allowed_values
 from ..options.placement import canonical_device
 
-__all__ = ["CPU", "AllocatorBytes", "Device", "DeviceMemory", "HostMemory", "find_device", "list_devices"]
+__all__ = [
+    "CPU",
+    "AllocatorBytes",
+    "Device",
+    "DeviceMemory",
+    "HostMemory",
+    "find_device",
+    "list_devices",
+    "peers_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +213,11 @@ class Device:
         if not self.is_cpu:
             self.module.reset_peak_memory_stats(self.torch_device)
 
+    def empty_cache(self) -> None:
+        """Return to the driver what torch's allocator keeps for later; nothing for the CPU."""
+        if not self.is_cpu:
+            self.module.empty_cache()
+
     def __str__(self) -> str:
         return self.name
 
@@ -231,3 +245,12 @@ def find_device(name: str) -> Device:
     if canonical not in devices:
         raise InvalidInput(f"device {name!r} is not here; {allowed_values(name, devices)}")
     return devices[canonical]
+
+
+def peers_of(device: Device) -> list[str]:
+    """Return the devices whose memory this one reads without the host; none for the CPU, or if torch cannot tell."""
+    can_access = getattr(device.module, "can_device_access_peer", None)
+    if device.is_cpu or can_access is None:
+        return []
+    others = [other for other in list_devices() if not other.is_cpu and other != device]
+    return [other.name for other in others if can_access(device.torch_device, other.torch_device)]

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import psutil
 import torch
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState
+from ..transfer.devices import HostMemory
 from ..units import GIB
 from .comparison import Gap, Shown, compare_leaves, leaves_in, show
 from .recording import Call, Recording
@@ -122,7 +122,7 @@ def run_side(call: Callable[[], Any], recording: Recording | None, *, room_bytes
 
 def kept_bytes() -> int:
     """Return how much of outputs is kept in host memory."""
-    return int(min(MAX_KEPT_BYTES, psutil.virtual_memory().available // KEPT_SHARE))
+    return min(MAX_KEPT_BYTES, HostMemory.now().free_bytes // KEPT_SHARE)
 
 
 def compare_sides(

@@ -6,7 +6,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "manage": ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"],
-        "model_files": ["find_model_file"],
+        "model_files": ["KINDS", "SAFETENSORS", "find_model_file"],
         "models": [
             "HighwaterLoadCLIPVision",
             "HighwaterLoadCheckpoint",

@@ -18,8 +18,8 @@ from highwater.headless.cli import main
 from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
+from highwater.memory.transfer.devices import find_device, peers_of
 from highwater.memory.units import GIB
-from highwater.nodes.answers import peers_of
 
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"
 
@@ -231,9 +231,12 @@ def test_devices_lists_the_simulated_ones() -> None:
 
 def test_simulated_devices_are_not_asked_for_as_peers_of_cuda(sim, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # a machine with both
-    names = ["cpu", "gpu:0", "gpu:1"]
     with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)] * 2):
-        assert [peers_of(name, names) for name in names] == [[], [], []]
+        devices = [find_device(name) for name in ("cpu", "gpu:0", "gpu:1")]
+        assert [peers_of(device) for device in devices] == [[], [], []]
+        one_way = lambda device, other: (device.index, other.index) == (0, 1)  # noqa: E731
+        monkeypatch.setattr(devices[1].module, "can_device_access_peer", one_way, raising=False)
+        assert [peers_of(device) for device in devices] == [[], ["gpu:1"], []]
 
 
 @pytest.mark.parametrize(

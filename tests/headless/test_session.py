@@ -24,7 +24,7 @@ class Runner:
     """Stands for a runner whose one node loads a component in three blocks."""
 
     def __init__(self) -> None:
-        self.manager = SimpleNamespace(members={}, subscribe=lambda listener: lambda: None, depth=0)
+        self.manager = SimpleNamespace(plans=dict, subscribe=lambda listener: lambda: None, depth=0)
 
     def run(self, workflow: Any, *, name: str, listener: Any) -> None:
         listener("executing", "1")
