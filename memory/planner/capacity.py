@@ -1,4 +1,4 @@
-"""The numbers a plan is made from: what of each device and of the host's memory may be taken."""
+"""The numbers that plans are made from: how much of each device and of host memory may be taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..weights.component import Component
 __all__ = ["EVERYTHING", "DeviceCapacity", "KeptFree", "Machine"]
 
 EVERYTHING = sys.maxsize
-"""Kept free: all but the least form that can compute."""
+"""As an amount to keep free: all but the least form that can compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,9 +21,9 @@ class KeptFree:
     num_bytes: int
     why: str
     futile_bytes: int = 0
-    """With so much free they ran out of memory beside the least form: nothing is kept where no more can be had."""
+    """What was free when they ran out of memory beside the least form: keeping no more than that free is in vain."""
     is_known: bool = True
-    """Whether forwards of this size were seen; else more may be needed."""
+    """Whether forwards of this input size were seen; otherwise they may need more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +35,17 @@ class DeviceCapacity:
     available_bytes: int
     kept_free_bytes: int = 0
     link_bytes_per_s: float | None = None
-    """How fast page-locked host memory reaches the device; None is not known."""
+    """How fast copies from page-locked host memory are; None where that is not known."""
     ceiling_bytes: int | None = None
-    """The most that the component's host allows it, where one does."""
+    """The most that the component's host allows, where a host sets a limit."""
     sibling_bytes: int = 0
-    """What others that were managed together with the component hold while they compute: a device's budget has it."""
+    """What components of the same call hold while they compute: it counts towards a device's budget."""
     pageable_bytes_per_s: float | None = None
-    """How fast other host memory does."""
+    """How fast copies from pageable host memory are."""
     lasting_bytes: int = 0
-    """What of the idle components' bytes leaves for weights only: a host may enter them without loading them again."""
+    """The part of the idle components' bytes that only weights may take: a host may enter them without loading them."""
     unlearned_bytes: int = 0
-    """What is kept free for forwards of which nothing is known yet; 0 where the user says what is."""
+    """What is kept free for forwards whose needs are not known yet; 0 where the user says what stays free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,5 +66,5 @@ class Machine:
 
     @property
     def host_bytes(self) -> int:
-        """The RAM that weights may take."""
+        """The bytes of RAM that weights may take."""
         return self.device("cpu").available_bytes

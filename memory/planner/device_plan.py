@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any
 
-from ..errors import DoesNotFit, InvalidInput
-from ..options.budget import BudgetItem
 from ..options.profile import OffloadProfile
-from ..units import GIB, MIB, SLAB_ALIGNMENT, align_up, format_bytes
+from ..units import GIB, MIB, SLAB_ALIGNMENT, format_bytes
 from ..weights.component import Component
-from .capacity import DeviceCapacity, KeptFree, Machine
+from .capacity import DeviceCapacity, Machine
+from .device_limit import find_kept, find_limit, refuse_small_limit
 from .prefetch_schedule import (
     BLOCKING_COPIES,
     Schedule,
@@ -30,14 +29,12 @@ from .prefetch_schedule import (
 from .sizes import Sizes
 from .staging_layout import Places, Workload, pass_seconds
 
-__all__ = ["DevicePlan", "find_limit", "plan_share", "share_holds"]
+__all__ = ["DevicePlan", "plan_share", "share_holds"]
 
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02
 # By so much more has to be free than when forwards ran out of memory.
 WORTH_RETRYING = 0.02
-# Forwards of these take more beside their weights than a watermark's few bytes.
-LARGE_ACTIVATIONS = ("diffusion", "vae")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +55,7 @@ class DevicePlan:
     pass_s: float | None = None
     """What a pass is predicted to take; None where the speeds are not known."""
     limit_bytes: int | None = field(default=None, compare=False)
-    """What the weights were allowed to take, where that made blocks stream."""
+    """The most bytes that the weights might take, where that made blocks stream."""
     keeps_bytes: int = field(default=0, compare=False)
     """What stays free for the forwards."""
     reasons: tuple[str, ...] = field(default=(), compare=False)
@@ -124,24 +121,33 @@ def plan_share(
     """Decide what of these blocks is resident on one device and what streams; arithmetic, moves nothing.
 
     Args:
-        first: this device has the rest of the component too.
-        from_disk: the link's speed does not tell that of copies.
+        first: the device also holds the weights that are in no block.
+        from_disk: the weights rest in their file: the link's speed does not tell how fast they are copied.
         pinned: the blocks that rest in page-locked memory, by name; None: all of them.
         block_seconds: what each block of the component was measured to compute, in the order in which they ran.
-        current: what is in place; it stays if it fits, leaves no block's room unused and is as fast.
-        keeps_free: whether room for the forwards counts more than residents.
+        current: the share that is in place; it stays if it fits, is as fast, and leaves no block's bytes unused.
+        keeps_free: whether what forwards need comes before residents.
 
     Raises:
-        InvalidInput: the user's budget is below the least form.
-        DoesNotFit: the device is.
+        InvalidInput: the user's budget is too small for the least form.
+        DoesNotFit: the device is too small for it.
     """
-    room = find_room(component_sizes, device, blocks, machine, profile, first=first, keeps_free=keeps_free)
-    component, whole, limit = component_sizes.component, room.whole, room.limit_bytes
-    if room.holds_all:
+    allowed = find_allowed(component_sizes, device, blocks, machine, profile, first=first, keeps_free=keeps_free)
+    component, whole, limit = component_sizes.component, allowed.whole, allowed.limit_bytes
+    if allowed.holds_all:
         return whole
-    if room.least_bytes > limit or not blocks:
-        refuse(component, machine.device(device), profile, limit, whole, room.largest_bytes)
-    sizes, largest = {number: room.sizes[number] for number in in_order(blocks, block_seconds)}, room.largest_bytes
+    if allowed.least_bytes > limit or not blocks:
+        refuse_small_limit(
+            component,
+            machine.device(device),
+            profile,
+            limit,
+            fixed_bytes=whole.fixed_bytes,
+            largest_bytes=allowed.largest_bytes,
+            scratch_bytes=whole.scratch_bytes,
+        )
+    sizes = {number: allowed.sizes[number] for number in in_order(blocks, block_seconds)}
+    largest = allowed.largest_bytes
     left_bytes = limit - whole.fixed_bytes - whole.scratch_bytes
     room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
     blocking = find_blocking(component, blocks, pinned)
@@ -160,7 +166,7 @@ def plan_share(
         if in_place is not None and in_place.pass_s <= schedule.pass_s * (1 + WORTH_MOVING):
             schedule = in_place
     share = stream(whole, sizes, schedule)
-    reasons = explain_streaming(share, room, speeds, profile, are_known)
+    reasons = explain_streaming(share, allowed, speeds, profile, are_known)
     return replace(share, pass_s=schedule.pass_s if are_known else None, limit_bytes=limit, reasons=reasons)
 
 
@@ -175,50 +181,54 @@ def share_holds(
     pinned: frozenset[str],
     keeps_free: bool,
 ) -> bool:
-    """Whether `plan_share` would give the share that there is, to its last reason; costs no search for a schedule.
+    """Whether `plan_share` would return this share again, reasons included; runs no search for a schedule.
 
-    No block's time is known. A share that is wholly resident holds as long as it fits beside what is kept free; one
-    that streams only while it may take as many bytes as it was made for.
+    For shares that were planned without measured times. A share that is wholly resident holds while it fits beside what
+    is kept free; one that streams holds while its limit stays the same.
     """
-    room = find_room(component_sizes, share.device, share.blocks, machine, profile, first=first, keeps_free=keeps_free)
-    if room.holds_all or not share.staging_bytes:
-        return room.holds_all and same_to_the_reason(room.whole, share)
+    allowed = find_allowed(
+        component_sizes, share.device, share.blocks, machine, profile, first=first, keeps_free=keeps_free
+    )
+    if allowed.holds_all or not share.staging_bytes:
+        return allowed.holds_all and same_to_the_reason(allowed.whole, share)
     blocking = find_blocking(component_sizes.component, share.blocks, pinned)
     if blocking:  # that they are pageable was not known when the share was planned
         return False
-    speeds = None if from_disk else find_speeds(machine.device(share.device), room.sizes, blocking)
-    reasons = explain_streaming(share, room, speeds, profile, are_known=False)
-    now = replace(share, pass_s=None, limit_bytes=room.limit_bytes, keeps_bytes=room.whole.keeps_bytes, reasons=reasons)
+    speeds = None if from_disk else find_speeds(machine.device(share.device), allowed.sizes, blocking)
+    reasons = explain_streaming(share, allowed, speeds, profile, are_known=False)
+    now = replace(
+        share, pass_s=None, limit_bytes=allowed.limit_bytes, keeps_bytes=allowed.whole.keeps_bytes, reasons=reasons
+    )
     return same_to_the_reason(now, share)
 
 
 def same_to_the_reason(one: DevicePlan, other: DevicePlan) -> bool:
-    """Whether two shares are equal, also in what does not count when they are compared."""
+    """Whether two shares are equal, also in the fields that ``==`` leaves out."""
     return one == other and all(
         getattr(one, name) == getattr(other, name) for name in ("limit_bytes", "keeps_bytes", "reasons")
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
-    """What a device can give some blocks of a component, beside what it needs of it."""
+class Allowed:
+    """The bytes that some blocks may take of a device, and what they would take if all of them were resident."""
 
     whole: DevicePlan
-    """All of them resident, and what is kept free beside."""
+    """The plan with all blocks resident, and what it keeps free."""
     sizes: Mapping[int, int]
     largest_bytes: int
     least_bytes: int
-    """What the smallest form takes that can compute."""
+    """The bytes of the smallest form that can compute."""
     limit_bytes: int
     source: str
-    """What says that limit."""
+    """What sets the limit: a budget or the device, in words."""
 
     @property
     def holds_all(self) -> bool:
         return self.whole.device == "cpu" or self.whole.device_bytes <= self.limit_bytes
 
 
-def find_room(
+def find_allowed(
     component_sizes: Sizes,
     device: str,
     blocks: tuple[int, ...],
@@ -227,8 +237,8 @@ def find_room(
     *,
     first: bool,
     keeps_free: bool,
-) -> Room:
-    """Return what a device can give some blocks now. Arguments as of `plan_share`."""
+) -> Allowed:
+    """Return what blocks may take of a device now; arguments as of `plan_share`."""
     component, capacity = component_sizes.component, machine.device(device)
     sizes = {number: component_sizes.blocks[number] for number in blocks}
     whole = DevicePlan(
@@ -242,7 +252,7 @@ def find_room(
     largest = max(sizes.values(), default=0)
     least = whole.fixed_bytes + whole.scratch_bytes + largest
     if device == "cpu":
-        return Room(whole=whole, sizes=sizes, largest_bytes=largest, least_bytes=least, limit_bytes=0, source="")
+        return Allowed(whole=whole, sizes=sizes, largest_bytes=largest, least_bytes=least, limit_bytes=0, source="")
     limit, source, reasons = find_limit(component, capacity, profile, least + largest, whole.device_bytes)
     if keeps_free and limit >= least:
         kept = find_kept(component, capacity, machine, profile)
@@ -256,8 +266,8 @@ def find_room(
             if kept.is_known or whole.device_bytes > limit:
                 reasons.append(f"keeps {format_bytes(keeps_bytes)} free: {kept.why}")
     if limit >= GIB and whole.device_bytes > limit >= least:
-        limit = max(least, limit // MIB * MIB)  # whole MiB: the text that gives the same plan again is read by people
-    return Room(
+        limit = max(least, limit // MIB * MIB)  # whole MiB: people read the text that gives the same plan again
+    return Allowed(
         whole=replace(whole, reasons=tuple(reasons)),
         sizes=sizes,
         largest_bytes=largest,
@@ -280,77 +290,12 @@ def find_blocking(component: Component, blocks: tuple[int, ...], pinned: frozens
     return frozenset(number for number in blocks if component.blocks[number].name not in pinned)
 
 
-def find_limit(
-    component: Component, capacity: DeviceCapacity, profile: OffloadProfile, overlapping_bytes: int, whole_bytes: int
-) -> tuple[int, str, list[str]]:
-    """Return the most bytes that the weights may take of a device, what says so, and what was changed.
-
-    Args:
-        overlapping_bytes: the least with which copies and computes overlap; a profile's budget rises to it.
-    """
-    available = available_bytes(component, capacity, profile)
-    budget = smallest_budget(component, capacity, profile)
-    if budget is None:
-        return available, f"{capacity.name} can give {format_bytes(available)}", []
-    limit = min(limit_by(budget, capacity), available)
-    needed = min(align_up(overlapping_bytes, MIB), whole_bytes, available)
-    if not budget.from_profile or limit >= needed:
-        return limit, f"budget {budget}", []
-    raised = f"raised to {format_bytes(needed)}"
-    reason = f"profile {profile.name}'s budget {budget} is too small for {component.name}: {raised}"
-    return needed, f"budget {raised}", [reason]
-
-
-def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, profile: OffloadProfile) -> KeptFree:
-    """Return what is kept free for the forwards of a component: what is known, else what its kind may need.
-
-    The latter not where the user says what the weights may take, or what stays free.
-    """
-    kept = machine.needs(component, capacity.name) if machine.needs is not None else None
-    kept = kept or KeptFree(num_bytes=0, why="", is_known=False)
-    asked = component.name, component.kind
-    is_said = profile.reserve_for(capacity.name, *asked, capacity.total_bytes) or any(
-        not budget.from_profile for budget in profile.budgets_for(capacity.name, *asked)
-    )
-    if kept.is_known or is_said or component.kind not in LARGE_ACTIVATIONS:
-        return kept
-    if kept.num_bytes >= capacity.unlearned_bytes:
-        return kept
-    why = "what its forwards need beside the weights is not known yet"
-    return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
-
-
-def smallest_budget(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> BudgetItem | None:
-    """Return the budget that allows least of a device: the component's or the device's."""
-    budgets = profile.budgets_for(capacity.name, component.name, component.kind)
-    return min(budgets, key=lambda budget: limit_by(budget, capacity), default=None)
-
-
-def limit_by(budget: BudgetItem, capacity: DeviceCapacity) -> int:
-    """Return the most bytes that a budget allows of a device; of the device's own, what siblings leave."""
-    limit = budget.limit(capacity.total_bytes, capacity.available_bytes, capacity.kept_free_bytes)
-    most = budget.most(capacity.total_bytes)
-    if most is None or budget.target != capacity.name:
-        return limit
-    return max(0, min(limit, most - capacity.sibling_bytes))
-
-
-def available_bytes(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> int:
-    """Return what the device can give when the profile's reserve stays free, up to its ceiling.
-
-    What is kept free counts towards the reserve.
-    """
-    reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
-    available = max(0, capacity.available_bytes - max(0, reserve - capacity.kept_free_bytes))
-    return available if capacity.ceiling_bytes is None else min(available, capacity.ceiling_bytes)
-
-
 def find_speeds(
     capacity: DeviceCapacity, sizes: Mapping[int, int], blocking: frozenset[int]
 ) -> dict[int, float] | None:
     """Return the bytes per second at which each block is copied, by how it rests; None if no speed was measured.
 
-    If one of the two was, the other is taken from it.
+    Where only one of the two speeds was measured, the other is estimated from it.
     """
     pinned, pageable = capacity.link_bytes_per_s, capacity.pageable_bytes_per_s
     pinned = pinned or pageable
@@ -382,7 +327,7 @@ def find_workload(
 
 
 def stream(whole: DevicePlan, sizes: Mapping[int, int], schedule: Schedule) -> DevicePlan:
-    """Return the share with what a schedule keeps; the schedule's positions are those of the sizes."""
+    """Return the share with the residents and the staging memory of a schedule; its positions count the sizes."""
     numbers = list(sizes)
     resident = frozenset(numbers[position] for position in schedule.resident)
     return replace(
@@ -398,7 +343,7 @@ def stream(whole: DevicePlan, sizes: Mapping[int, int], schedule: Schedule) -> D
 def keep_residents(
     current: DevicePlan, sizes: Mapping[int, int], work: Workload, room_bytes: int, prefetch_blocks: int
 ) -> Schedule | None:
-    """Return the schedule in which the blocks that are in place stay so; None if they leave too much room or little.
+    """Return the schedule with the residents that are in place; None if they leave a block's bytes unused, or too few.
 
     The staging memory stays as it is, too, where it fits.
     """
@@ -425,70 +370,38 @@ def is_settled(current: DevicePlan, in_place: Schedule, are_known: bool) -> bool
 
 
 def explain_streaming(
-    share: DevicePlan, room: Room, speeds: Mapping[int, float] | None, profile: OffloadProfile, are_known: bool
+    share: DevicePlan,
+    allowed: Allowed,
+    speeds: Mapping[int, float] | None,
+    profile: OffloadProfile,
+    are_known: bool,
 ) -> tuple[str, ...]:
     """Return why blocks of a share stream, and what that costs."""
-    streamed_bytes = sum(room.sizes[number] for number in share.streamed)
+    streamed_bytes = sum(allowed.sizes[number] for number in share.streamed)
     speed = ""
     if speeds is not None:
-        copies_s = sum(room.sizes[number] / speeds[number] for number in share.streamed)
+        copies_s = sum(allowed.sizes[number] / speeds[number] for number in share.streamed)
         speed = f", at least {copies_s:.2g} s at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
     reason = (
-        f"{room.source}: {len(share.streamed)} of {len(share.blocks)} blocks stream, "
+        f"{allowed.source}: {len(share.streamed)} of {len(share.blocks)} blocks stream, "
         f"{format_bytes(streamed_bytes)} per pass{speed}"
     )
-    return (*room.whole.reasons, reason, *explain_staging(share, profile, are_known))
+    return (*allowed.whole.reasons, reason, *explain_staging(share, profile, are_known))
 
 
 def explain_staging(share: DevicePlan, profile: OffloadProfile, are_known: bool) -> list[str]:
     ahead = share.prefetch_blocks
     if profile.prefetch_blocks is not None:
         if ahead < min(profile.prefetch_blocks, len(share.streamed) - 1):
-            return [f"prefetch {profile.prefetch_blocks} was asked for, there is room for {ahead}"]
+            return [f"prefetch {profile.prefetch_blocks} was asked for, staging memory holds {ahead}"]
         return []
     if ahead == 0 and len(share.streamed) > 1:
         if are_known:
             part = share.staging_bytes / share.streamed_block_bytes
             return [
-                f"staging memory for {part:.2f} blocks: by the measured times more residents save more than a second"
+                f"staging memory for {part:.2f} blocks: more residents save more time, as measured, than a second block"
             ]
         return ["staging memory for less than two blocks: copies wait for computes; a larger budget would overlap them"]
     if ahead > 1:
-        return [f"{ahead} blocks are copied ahead: their copies and computes differ"]
+        return [f"{ahead} blocks are prefetched: the times of their copies and computes differ"]
     return []
-
-
-def refuse(
-    component: Component,
-    capacity: DeviceCapacity,
-    profile: OffloadProfile,
-    limit: int,
-    whole: DevicePlan,
-    largest: int,
-) -> NoReturn:
-    """Raise the error of a component whose least form does not fit: the user's budget or reserve, or the device."""
-    least = whole.fixed_bytes + whole.scratch_bytes + largest
-    form = (
-        f"at least {format_bytes(least)} ({format_bytes(whole.fixed_bytes)} fixed, "
-        f"{format_bytes(largest)} for the largest block, {format_bytes(whole.scratch_bytes)} scratch)"
-    )
-    budget = smallest_budget(component, capacity, profile)
-    available = available_bytes(component, capacity, profile)
-    if budget is not None and not budget.from_profile and limit < available:
-        held = f"; components that compute hold {format_bytes(capacity.sibling_bytes)} of it"
-        is_shared = budget.target == capacity.name and capacity.sibling_bytes
-        raise InvalidInput(
-            f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}"
-            f"{held if is_shared else ''}"
-        )
-    reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
-    if reserve > capacity.kept_free_bytes:
-        raise InvalidInput(
-            f"a reserve of {format_bytes(reserve)} leaves {format_bytes(available)} of {capacity.name}: "
-            f"{component.name} needs {form}"
-        )
-    raise DoesNotFit(
-        f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} can be had of "
-        f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} kept free; "
-        "lower the watermark, choose 'fp8 scaled', or place it on another device"
-    )

@@ -14,7 +14,7 @@ __all__ = ["choose_forms", "explain_wide"]
 
 # Less than this share of what could be encoded is not worth a line of the plan.
 WORTH_A_LINE = 0.001
-# Layers that place tokens: an error there moves the whole picture.
+# Layers of positions: an error there shifts the whole picture.
 SKIPPED_NAMES = re.compile(r"pos_?emb|position_embed|patch_embed|rope|relative_attention_bias")
 
 
@@ -49,7 +49,7 @@ def usual_dtype(component: Component, numbers: FormNumbers) -> str:
 def why_wide(tensor: TensorSpec, usual: str) -> str:
     """Return what keeps a weight of a block as it came; empty for one that is encoded.
 
-    ComfyUI declares no names: a class builds what needs it in float32, in a model of 16 bits.
+    ComfyUI's classes declare no names: they build what needs precision in float32, in a model of 16 bits.
     """
     if tensor.kept_by:
         return tensor.kept_by
@@ -61,8 +61,7 @@ def why_wide(tensor: TensorSpec, usual: str) -> str:
 
 
 def explain_wide(component: Component, precision: Precision) -> str:
-    """Return how many bytes of the blocks stay as stored though they could be encoded, and why; empty for next to
-    none."""
+    """Return how many bytes of the blocks stay as stored although they could be encoded, and why; else empty."""
     numbers = NUMBERS[precision]
     usual = usual_dtype(component, numbers)
     kept: Counter[str] = Counter()

@@ -1,10 +1,10 @@
 """Where weights rest while they are not on a device: page-locked RAM, pageable RAM, or their file.
 
 [Note: host memory] Unlike the bytes of a device, which components take in turns, those of the host are taken by all
-components at once. So one decision is made for all of them: who is in RAM, the diffusion model first, because it is
-read in every step; and which groups are page-locked, streamed blocks first, because those are copied in every pass.
-A component at tier ``disk`` costs two bounce buffers per device, through which its file is read. Every copy of it
-passes through them, so they are page-locked before all else, if its profile page-locks it at all.
+components at once. So one decision is made for all of them: which components rest in RAM, the diffusion model first,
+because it is read in every step; and which of their parts are page-locked, streamed blocks first, because those are
+copied in every pass. A component at tier ``disk`` costs two bounce buffers per device, through which its file is read.
+Every copy of it passes through them, so they are page-locked before all else, if its profile page-locks it at all.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["StoreSpec", "choose_tiers", "lock_pages", "may_be_pinned"]
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
 # [Note: blocking copies] in `runtime/prefetch.py`.
-NOT_AHEAD = "copies block the host, each is made when its block is entered"
+NOT_AHEAD = "pageable copies are synchronous and cannot be prefetched"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreSpec:
     """What one component keeps off its devices, filled in as it is decided.
 
-    ``tier`` None is RAM, of which sort is still open. ``pinned`` has the names of the blocks whose weight stores are
-    page-locked, and ``""`` for the rest and the buffers.
+    ``tier`` None is RAM, and whether page-locked is still open. ``pinned`` has the names of the blocks whose weight
+    stores are page-locked, and ``""`` for the weights in no block and the buffers.
     """
 
     sizes: Sizes
@@ -50,7 +50,7 @@ class StoreSpec:
     pinned: frozenset[str] = frozenset()
     pinned_bytes: int = 0
     oversize_bytes: int = 0
-    """What would be page-locked if a slab of that could hold it."""
+    """What would be page-locked if it were not in pieces larger than such a slab."""
     reasons: tuple[str, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class StoreSpec:
 
     @property
     def can_rest_on_disk(self) -> bool:
-        """Whether a file has what rests; eight-bit weights are made from it, but a profile's wish for them can wait."""
+        """Whether its file can be its weight store: not for eight bits that the user asked for, which no file holds."""
         return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
 
     @property
@@ -82,7 +82,7 @@ class StoreSpec:
 
     @property
     def bounce_bytes(self) -> int:
-        """The bytes of the buffers through which a file is read; the most there can be until the shares are known."""
+        """The bytes of the buffers through which a file is read; an upper bound until the shares are known."""
         everything = range(len(self.component.blocks))
         widths = [
             self.sizes.bounce_buffer_bytes(share.blocks, first=index == 0) for index, share in enumerate(self.shares)
@@ -95,7 +95,7 @@ class StoreSpec:
         kind = self.component.kind
         return KINDS_BY_USE.index(kind) if kind in KINDS_BY_USE else 0
 
-    def groups(self) -> list[tuple[str, int, bool]]:
+    def lockable_parts(self) -> list[tuple[str, int, bool]]:
         """Return what can be page-locked by itself: its name, its bytes, and whether it streams."""
         streamed = {number for share in self.shares for number in share.streamed}
         fixed = [self.sizes.fixed_bytes(share.blocks, first=index == 0) for index, share in enumerate(self.shares)]
@@ -125,13 +125,13 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
             reason = "on demand: rests on disk until it is used"
         elif part.tier is None and part.ram_bytes > left + part.bounce_bytes:
             have = format_bytes(max(0, left + part.bounce_bytes))
-            reason = f"rests on disk: {format_bytes(part.ram_bytes)} would be needed of RAM, which has {have} for it"
+            reason = f"rests on disk: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available"
         if reason:
             part = replace(part, tier="disk", reasons=(reason,))
         if part.tier != "disk":
             left -= part.ram_bytes - part.bounce_bytes
         elif part.forms:
-            reason = f"stays as stored: profile {profile.name}'s eight bits are made in RAM"
+            reason = f"stays as stored: profile {profile.name}'s eight bits are possible in RAM only"
             part = replace(part, sizes=part.sizes.as_they_came, reasons=(*part.reasons, reason))
         decided[index] = part
     return [
@@ -155,7 +155,7 @@ def asked_tier(part: StoreSpec) -> str | None:
 
 
 def why_unavailable(part: StoreSpec) -> str:
-    """Return why a part cannot rest in the tier that was asked for."""
+    """Return why a component cannot rest in the tier that was asked for."""
     if part.on_cpu:
         return "which computes on the CPU"
     if not part.has_file:
@@ -164,10 +164,10 @@ def why_unavailable(part: StoreSpec) -> str:
 
 
 def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
-    """Return the weight stores with what is page-locked of them: as many groups as may be, streamed blocks first.
+    """Return the weight stores with what is page-locked of them: as much as may be, streamed blocks first.
 
-    The buffers through which files are read come before them, and what the user placed in page-locked memory before
-    what others get.
+    Buffers through which files are read come before all weights; components that the user placed at tier ``pinned``
+    come before those that the plan places there.
     """
     left = machine.pinned_bytes
     stores = list(stores)
@@ -180,7 +180,7 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
         (part.tier is None, not streams, part.rank, index, name, num_bytes)
         for index, part in enumerate(stores)
         if part.tier != "disk" and may_be_pinned(part, profile)
-        for name, num_bytes, streams in part.groups()
+        for name, num_bytes, streams in part.lockable_parts()
         if 0 < num_bytes < LOCK_LIMIT_BYTES  # no call locks more at once
     ]
     for _, _, _, index, name, num_bytes in sorted(candidates, key=lambda candidate: candidate[:4]):
@@ -191,21 +191,22 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
 
 
 def may_be_pinned(part: StoreSpec, profile: OffloadProfile) -> bool:
-    """Whether the weight stores, or the buffers of their file, are to be page-locked as far as the machine allows
-    it."""
+    """Whether the weight stores, or the buffers of their file, should be page-locked if the machine allows it."""
     if part.tier in (None, "disk"):
         return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
     return part.tier == "pinned"
 
 
 def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> StoreSpec:
-    """Return the weight stores with their tier settled, and why it is not page-locked RAM for all of them."""
+    """Return the weight stores with their final tier, and why not all of them are page-locked."""
     if part.tier == "disk":
         return part if part.pinned_bytes else replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier is not None and part.tier != "pinned":
         return part
     if may_be_pinned(part, profile):
-        part = replace(part, oversize_bytes=sum(size for _, size, _ in part.groups() if size >= LOCK_LIMIT_BYTES))
+        part = replace(
+            part, oversize_bytes=sum(size for _, size, _ in part.lockable_parts() if size >= LOCK_LIMIT_BYTES)
+        )
     return replace(
         part,
         tier=part.tier or ("pinned" if pinned else "host"),
@@ -221,7 +222,7 @@ def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, 
     if part.on_cpu or pinned_bytes == part.ram_bytes:
         return []
     if not may_be_pinned(part, profile):
-        return [f"rests in pageable RAM: profile {profile.name} page-locks others; {NOT_AHEAD}"]
+        return [f"rests in pageable RAM: profile {profile.name} page-locks other components; {NOT_AHEAD}"]
     reasons = []
     if part.oversize_bytes:
         reasons.append(
@@ -232,22 +233,22 @@ def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, 
         return reasons
     if not pinned:
         reasons.append(
-            f"rests in pageable RAM: {format_bytes(machine.pinned_bytes)} may be pinned by all components, "
-            f"{format_bytes(part.ram_bytes)} would be needed; {NOT_AHEAD}"
+            f"rests in pageable RAM: it needs {format_bytes(part.ram_bytes)}, "
+            f"{format_bytes(machine.pinned_bytes)} may be page-locked by all components; {NOT_AHEAD}"
         )
         return reasons
-    streamed = [name for name, _, streams in part.groups() if streams]
+    streamed = [name for name, _, streams in part.lockable_parts() if streams]
     first = f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
     reasons.append(
         f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
-        f"{format_bytes(machine.pinned_bytes)} may be by all components; of the others {NOT_AHEAD}"
+        f"{format_bytes(machine.pinned_bytes)} may be by all components; {NOT_AHEAD}"
     )
     return reasons
 
 
 def explain(part: StoreSpec, machine: Machine, profile: OffloadProfile) -> str:
-    """Return why the buffers are pageable through which a file is read."""
+    """Return why the buffers through which a file is read are pageable."""
     buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
     if not may_be_pinned(part, profile):
-        return f"{buffers}: profile {profile.name} page-locks others"
-    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be pinned by all components"
+        return f"{buffers}: profile {profile.name} page-locks other components"
+    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be page-locked by all components"

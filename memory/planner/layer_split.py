@@ -10,7 +10,7 @@ from ..options.placement import SplitRatio
 from ..options.profile import OffloadProfile
 from ..weights.component import Component
 from .capacity import Machine
-from .device_plan import find_limit
+from .device_limit import find_limit
 from .sizes import Sizes
 
 __all__ = ["split_blocks"]
@@ -46,7 +46,7 @@ def split_blocks(
     for share, run, ratio in zip(devices, fitting, ratios, strict=True):
         reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
     if fitting != runs:
-        reasons.append("split: cut elsewhere than asked, where the largest block of each device fits")
+        reasons.append("split: not cut as asked, but where the largest block of each device fits")
     return fitting
 
 
@@ -71,7 +71,7 @@ def cut_runs(sizes: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, .
 
 
 def weight_limit(component: Component, device: str, machine: Machine, profile: OffloadProfile) -> int:
-    """Return the most bytes of a device that the weights may take if the profile's own budget is raised as needed."""
+    """Return the most bytes of a device that weights may take when a profile's own budget is raised as needed."""
     if device == "cpu":
         return sys.maxsize
     limit, _, _ = find_limit(component, machine.device(device), profile, sys.maxsize, sys.maxsize)

@@ -1,4 +1,4 @@
-"""The plan: which blocks of a component rest where, decided in whole bytes before anything moves."""
+"""The plan: where each block of each component rests and computes, decided in whole bytes before anything moves."""
 
 from __future__ import annotations
 
@@ -56,13 +56,12 @@ class ComponentPlan:
     pinned: frozenset[str] = frozenset()
     """The blocks whose weight stores are page-locked, by name, and ``""`` for the rest and the buffers."""
     host_bytes: int = 0
-    """The bytes of RAM, page-locked or not: the weight stores', or those of the buffers through which a file is
-    read."""
+    """The bytes of RAM, page-locked or not: of the weight stores, or of the buffers through which a file is read."""
     pinned_bytes: int = 0
     oversize_bytes: int = 0
-    """What is pageable only because it is in pieces that no slab of page-locked memory holds."""
+    """What is pageable only because its pieces are too large for a slab of page-locked memory."""
     choices: tuple[str, ...] = ()
-    """Why precision, device, tier and split are what they are; the shares say why blocks stream."""
+    """Why this precision, device, tier and split were chosen; the shares say why blocks stream."""
 
     @property
     def num_blocks(self) -> int:
@@ -123,7 +122,7 @@ class Plan:
 
     @property
     def like(self) -> str:
-        """The number of the profile whose machine this plan is like; empty where nothing is on an accelerator."""
+        """The number of the profile that this plan is most like; empty where nothing is on an accelerator."""
         plans = [plan for plan in self.components if plan.shares[0].device != "cpu"]
         if not plans:
             return ""
@@ -136,7 +135,7 @@ class Plan:
 
     @property
     def explicit_profile(self) -> str:
-        """The plan as one profile text, in which nothing is left to ``auto``."""
+        """The plan as one profile text that leaves nothing to ``auto``."""
         # A device's budget is for all components together: no budget of each says the same.
         budgets = [item for item in self.profile.budgets if names_device(item.target)]
         for plan in self.components:
@@ -148,7 +147,7 @@ class Plan:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What ``auto`` made of this machine and these components."""
+        """What ``auto`` chose for this machine and these components."""
         if self.profile.name != "auto" or not self.like:
             return ()
         streaming = [plan.component for plan in self.components if plan.streams]
@@ -201,9 +200,9 @@ def plan_components(
     precision: Precision | None = None,
     block_seconds: Mapping[str, Mapping[int, float]] | None = None,
 ) -> Plan:
-    """Plan all components: on the devices each as if it were alone, in host memory side by side.
+    """Plan all components: on the devices each as if it were alone, in host memory all together.
 
-    On a device they compute one after another and evict each other; their weight stores rest all at once.
+    On a device components compute in turns and evict each other; in host memory all their weight stores rest at once.
 
     Args:
         precision: None is what the profile says.
@@ -234,7 +233,7 @@ def plan_components(
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
             rests = next(iter(part.forms.values())).rests
-            reasons.append(f"rests {rests}: profile {profile.name} says so, no precision was asked for")
+            reasons.append(f"rests {rests}: profile {profile.name} chooses so, no precision was asked for")
         plans.append(
             ComponentPlan(
                 component=part.component.name,
@@ -258,7 +257,7 @@ def plan_components(
 def draft(
     component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
 ) -> tuple[StoreSpec, Sequence[SplitRatio], list[str]]:
-    """Return what is known before tiers and shares are: form and devices, with their reasons."""
+    """Return what is decided before tiers and shares: forms and devices, with their reasons."""
     reasons: list[str] = [*component.shares]
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
@@ -271,7 +270,7 @@ def draft(
         if kept := explain_wide(component, precision):
             reasons.append(kept)
         if forms and component.from_header:
-            reasons.append("planned from a header: what its class keeps out of eight bits, if anything, is not known")
+            reasons.append("planned from a header: which weights its class keeps out of eight bits is not known")
     if component.non_block.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
         reasons.append(rest)
     stores = StoreSpec(
@@ -292,7 +291,7 @@ def only_for_blocks(
     used = devices[: max(1, len(component.blocks))]
     if len(used) < len(devices):
         names = " & ".join(share.device for share in used)
-        reasons.append(f"split: {len(component.blocks)} blocks to cut between, so it computes on {names} alone")
+        reasons.append(f"split: it has {len(component.blocks)} blocks, so it computes on {names} alone")
     return used
 
 
@@ -316,9 +315,9 @@ def replan(
     profile: OffloadProfile,
     block_seconds: Mapping[int, float] | None = None,
 ) -> ComponentPlan:
-    """Decide anew what is resident, with the memory there is now; devices, split, tier and precision stay.
+    """Decide anew which blocks are resident, by the memory there is now; devices, split, tier and precision stay.
 
-    What is resident now stays so where that is about as good. Raises as `plan_components`.
+    Current residents stay where that is about as fast. Raises as `plan_components`.
     """
     sizes = Sizes(component, plan.forms)
     shares = tuple(
@@ -334,7 +333,7 @@ def replan(
 
 
 def plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
-    """Whether `replan` would give the plan that there is, where no block's time is known; costs no search."""
+    """Whether `replan` would return this plan again, for one made without measured times; runs no search."""
     sizes = Sizes(component, plan.forms)
     return all(
         share_holds(
@@ -346,9 +345,9 @@ def plan_holds(component: Component, plan: ComponentPlan, machine: Machine, prof
 
 
 def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
-    """Whether `plan_components` would give this plan again: for one named device, and page-locked as far as it may be.
+    """Whether `plan_components` would return this plan again: on one named device, page-locked as far as possible.
 
-    Where more than one device shares the blocks, or some of them had to stay pageable, the answer is no.
+    False where several devices share the blocks, or where some blocks had to stay pageable.
     """
     is_locked = plan.tier == "pinned" and plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes
     has_room = is_locked and plan.pinned_bytes <= machine.pinned_bytes
@@ -364,11 +363,11 @@ def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequ
 
 
 def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...]:
-    """Return where ``auto`` computes: the accelerator that can give most, of equals the fastest to reach."""
+    """Return where ``auto`` computes: the accelerator with most available memory, of equals the fastest link."""
     if not machine.accelerators:
         reasons.append("auto: no accelerator here, computes on the CPU")
         return (SplitRatio(device="cpu"),)
     best = max(machine.accelerators, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
     if len(machine.accelerators) > 1:
-        reasons.append(f"auto: {best.name} can give most, {format_bytes(best.available_bytes)}")
+        reasons.append(f"auto: {best.name} has most memory available, {format_bytes(best.available_bytes)}")
     return (SplitRatio(device=best.name),)

@@ -28,22 +28,22 @@ USUAL_PREFETCH = 1
 
 # Another schedule has to be this much faster to be preferred: even spreading and less staging memory vary less.
 SMALLEST_GAIN = 0.005
-# How many times the bytes of a block the staging memory has at first: the search begins beside each.
+# How many times the bytes of a block the staging memory has where the search begins.
 STAGING_SIZES = (2, 1, 1.25, 1.5, 3, 5)
 MAX_BLOCK_SIZES = 3
 # What is streamed grows by at least this part of the largest block until the residents fit.
 SHARE_STEPS = 16
 # What the staging memory becomes in a trial of the search.
 STAGING_CHANGES = (1.0, 1.0, 1.0, 0.9, 1.1)
-# The search: how many starts are improved, and how many get places without; how many blocks are looked at in all trials
-# of one, and how much worse than the last a trial may be at first.
+# The search: how many starts are improved, and how many get places as they are; how many blocks all trials of one start
+# may look at, and how much worse than the last a trial may be at first.
 NUM_IMPROVED = 2
 NUM_PLACED = 4
 NUM_HALVINGS = 24
 RATE_LIMIT = 100.0
 MAX_TRIALS = 250
 TRIED_BLOCKS = 10_000
-# Of many blocks fewer choices are looked at: how many blocks there may be in all starts, and in all that get places.
+# With many blocks fewer choices are tried: how many blocks all starts may have together, and all that get places.
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
 SLACK = 0.01
@@ -54,8 +54,8 @@ BLOCKING_COPIES = 2.0
 def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
     """Return the positions that stay resident: as many bytes as the budget holds, spread evenly.
 
-    The streamed ones are chosen by error diffusion along the execution order; then whatever still fits into
-    what rounding left over is added, the later of equals first: in any case what has no bytes.
+    Error diffusion along the execution order chooses what streams; then blocks that fit into what rounding left over
+    become resident, later ones first. Blocks of no bytes always do.
     """
     total = sum(sizes)
     step = max(1, min(sizes, default=1), max(sizes, default=1) // SHARE_STEPS) / max(1, total)
@@ -88,10 +88,10 @@ def choose_prefetch(asked: int | None, *, times_are_known: bool) -> int | None:
 
 
 def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozenset[int] = frozenset()) -> Workload:
-    """Return what takes the place of a workload where speeds are not known.
+    """Return an assumed workload, for where speeds are not known.
 
-    Computes are taken to be in proportion to bytes, and all of them as long as all copies: where one of the two is
-    far longer any order will do, where they are equal the order matters most.
+    It assumes compute times in proportion to bytes, and in sum as long as all copies: where one of the two is far
+    longer any order will do; where they are equal the order matters most.
     """
     streamed_share = 1 - min(1.0, max(0, room_bytes - 2 * max(sizes)) / sum(sizes))
     compute_s = tuple(size * streamed_share for size in sizes)
@@ -101,7 +101,7 @@ def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozen
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What stays, and where in the staging memory the rest lies; ``pass_s`` is predicted, in the group of its times."""
+    """What stays, and where in staging memory the others stream; ``pass_s`` is predicted, in the workload's unit."""
 
     resident: frozenset[int]
     staging_bytes: int
@@ -112,24 +112,25 @@ class Schedule:
 
 @lru_cache(maxsize=256)
 def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | None = None) -> Schedule:
-    """Return which blocks stay and where the others stream, so that a pass is short and the room holds both.
+    """Return which blocks stay and where the others stream, so that a pass is short and both fit into so many bytes.
 
-    Staging memory is what the residents leave of the room. Begins with residents spread evenly, beside staging memory
+    Staging memory is what the residents leave. The search begins with residents spread evenly, beside staging memory
     of several sizes, and changes a few blocks of the best of these while that gains. The same numbers always give the
-    same answer, which is remembered. A search takes some 100 ms for the 57 blocks of Flux, and no more than three
-    times as long for thousands: of so many fewer choices are looked at. Blocks of no bytes stay.
+    same answer, which is remembered. A search takes some 100 ms for the 57 blocks of Flux, and at most three times as
+    long for thousands of blocks, of which it tries fewer choices. Blocks of no bytes stay.
 
     Args:
-        work: not all of it fits into the room; `balanced_workload` where times are not known.
-        prefetch_blocks: for how many blocks, beside the one that computes, there is to be staging memory, as far as
-            the room holds them, and for no further one that could be resident; None: as much as is fastest.
+        work: its blocks need more than ``room_bytes``; `balanced_workload` where times are not known.
+        room_bytes: what residents and staging memory may take together.
+        prefetch_blocks: how many blocks the staging memory holds beside the one that computes, as far as they fit; a
+            further block is made resident. None: as much staging memory as is fastest.
     """
     largest = max(work.sizes)
     assert largest <= room_bytes, (largest, room_bytes)
     depth = min(prefetch_blocks or 0, room_bytes // largest - 1)
 
     def timed(resident: Collection[int]) -> Trial | None:
-        """Return what a choice takes at least; None where it leaves too little staging memory."""
+        """Return a lower bound of a choice's pass; None where it leaves too little staging memory."""
         streamed = work.streamed_sizes(resident)
         staging_bytes = room_bytes - work.num_bytes + sum(streamed)
         if not streamed or staging_bytes < (depth + 1) * max(streamed):
@@ -138,7 +139,7 @@ def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | N
         return Trial(frozenset(resident), staging_bytes, pass_s)
 
     def changed(resident: Collection[int]) -> Trial | None:
-        """The same; None as well where blocks stream that could stay, beside what was asked to be copied ahead."""
+        """Return the same; None, too, where a block streams that could stay beside the prefetched ones."""
         trial = timed(resident)
         if trial is None or prefetch_blocks is None:
             return trial
@@ -152,7 +153,7 @@ def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | N
     fastest = sorted(dict.fromkeys(starts), key=lambda trial: trial.pass_s)
     improved = [improve(start, work.sizes, room_bytes, enough_s, changed) for start in fastest[:NUM_IMPROVED]]
     best: Schedule | None = None
-    # What a choice could do at best its places may keep it from, some more than others.
+    # The bound is not always reached: it depends on where blocks can lie in the staging memory.
     choices = dict.fromkeys([starts[0], *improved, *fastest[:NUM_PLACED]])
     num_choices = max(1, PLACED_BLOCKS // len(work.sizes))
     kept = set(sorted(choices, key=lambda trial: trial.pass_s)[:num_choices])
@@ -167,7 +168,7 @@ def choose_schedule(work: Workload, room_bytes: int, *, prefetch_blocks: int | N
 
 
 def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int) -> Schedule:
-    """Return the schedule of a choice of residents: the places of the others in so much staging memory, or in less."""
+    """Return the schedule for these residents: where the others lie in so much staging memory, or in less."""
 
     def place(staging_bytes: int, num_rounds: int) -> Schedule:
         places = choose_places(work, resident, staging_bytes, num_rounds=num_rounds)
@@ -191,7 +192,7 @@ def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A choice of residents, the staging memory beside them, and what a pass takes at least."""
+    """A choice of residents, the staging memory beside them, and a lower bound of its pass."""
 
     resident: frozenset[int]
     staging_bytes: int
@@ -240,11 +241,11 @@ def improve(
 
 
 def spread_beside_staging(work: Workload, room_bytes: int, depth: int) -> Iterator[set[int]]:
-    """Yield residents spread by bytes, and by time, beside staging memory for every block, then for ever smaller ones.
+    """Yield residents spread by bytes, and by time, beside staging memory for the largest block, then for smaller ones.
 
-    What is too large for it stays. The first is spread by bytes, beside staging memory for two of the largest, or for
-    as many as were asked for; in front of it, if only some copies hold the host, one in which as few of them are made
-    as can be.
+    Blocks that are too large for it stay. The first choice is spread by bytes, beside staging memory for two of the
+    largest blocks, or for as many as were asked for; if some copies are synchronous, a choice with as few of these as
+    possible comes before it.
     """
     sizes = work.sizes
     for block_bytes in sorted(set(sizes), reverse=True)[:MAX_BLOCK_SIZES]:
@@ -253,17 +254,17 @@ def spread_beside_staging(work: Workload, room_bytes: int, depth: int) -> Iterat
             left = room_bytes - int(factor * block_bytes)
             if left < sum(sizes[position] for position in too_large):
                 continue
-            everyone = range(len(sizes))
+            all_positions = range(len(sizes))
             if 0 < len(work.blocking) < len(sizes):
-                yield spread_among(sizes, too_large, left, work.blocking, everyone)
-            yield spread_among(sizes, too_large, left, everyone)
+                yield spread_among(sizes, too_large, left, work.blocking, all_positions)
+            yield spread_among(sizes, too_large, left, all_positions)
             yield spread_by_compute(
                 sizes, work.compute_s, too_large, left - sum(sizes[position] for position in too_large)
             )
 
 
 def spread_among(sizes: Sequence[int], kept: Collection[int], budget_bytes: int, *groups: Collection[int]) -> set[int]:
-    """Return what is kept, and beside it residents spread evenly within each group, as far as there is room for it."""
+    """Return what is kept and, while the budget lasts, residents spread evenly within one group after the other."""
     resident = set(kept)
     for among in groups:
         others = sorted(set(among) - resident)
@@ -277,8 +278,8 @@ def spread_by_compute(
 ) -> set[int]:
     """Return the positions that stay resident such that the bytes streamed keep step with the compute time.
 
-    Error diffusion like `spread_residents`, but what is owed grows with the time in which a copy could have run, of
-    large resident blocks too; the rate is the lowest whose residents fit.
+    Error diffusion like `spread_residents`, but by the time in which a copy could have run, which resident blocks give,
+    too; the rate is the lowest whose residents fit.
     """
 
     def stay(bytes_per_s: float) -> set[int]:

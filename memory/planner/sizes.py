@@ -1,6 +1,6 @@
 """Bytes of a component in each of its forms: fixed beside the blocks, at rest, and widened.
 
-The plan adds these numbers and the residency engine allocates by the same functions, so the two cannot differ.
+Plans add these numbers, and the engine allocates by the same functions, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def wide_bytes(block: Block, forms: Forms) -> int:
 
 
 class Sizes:
-    """The bytes of one component in the forms in which its weights rest; each sum is made once, when it is first asked
-    for."""
+    """The bytes of one component in the forms in which its weights rest; each sum is computed once, when needed."""
 
     def __init__(self, component: Component, forms: Forms) -> None:
         self.component = component
@@ -82,12 +81,12 @@ class Sizes:
 
     @cached_property
     def as_they_came(self) -> Sizes:
-        """Those of the same component with all weights as they came."""
+        """The sizes of the same component with all weights as they came."""
         return Sizes(self.component, AS_THEY_CAME) if self.forms else self
 
     @cached_property
     def homes(self) -> tuple[frozenset[int], ...]:
-        """Of each buffer, the blocks that it lives in: none, or one, unless blocks lie in others."""
+        """Of each buffer, the blocks that contain it: none or one, or more where blocks are nested."""
         numbers = {block.name: number for number, block in enumerate(self.component.blocks)}
         return tuple(
             frozenset(numbers[path] for path in paths_above(buffer.name) if path in numbers)
@@ -95,7 +94,7 @@ class Sizes:
         )
 
     def fixed_tensors(self, blocks: Collection[int], *, first: bool) -> list[TensorSpec]:
-        """Return what stays on a device beside its blocks: the rest on the first device, and its blocks' buffers."""
+        """Return what stays on a device beside its blocks: their buffers; on the first one what is in no block, too."""
         own = frozenset(blocks)
         buffers = [
             buffer
@@ -105,7 +104,7 @@ class Sizes:
         return [*(self.component.non_block.tensors if first else ()), *buffers]
 
     def fixed_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
-        """Return the bytes of that."""
+        """Return the bytes of the slab that holds `fixed_tensors`."""
         if (blocks, first) not in self.known_fixed:
             self.known_fixed[blocks, first] = resting_bytes(self.fixed_tensors(blocks, first=first))
         return self.known_fixed[blocks, first]
@@ -119,9 +118,9 @@ class Sizes:
         return tuple(map(resting_bytes, lists))
 
     def bounce_buffer_bytes(self, blocks: Sequence[int], *, first: bool) -> int:
-        """Return how wide each buffer is through which a file reaches the device of these blocks: whole pages.
+        """Return the bytes of each buffer through which a file reaches the device of these blocks: whole pages.
 
-        As wide as the largest of what moves at once, but no wider than `BOUNCE_BUFFER_BYTES`: more passes in windows.
+        As large as the largest block, but at most `BOUNCE_BUFFER_BYTES`: larger blocks pass in pieces.
         """
         stored = self.as_they_came
         largest = max([*(stored.blocks[number] for number in blocks), stored.fixed_bytes(blocks, first=first)])
@@ -140,7 +139,7 @@ class Sizes:
 
 
 def paths_above(path: str) -> Iterator[str]:
-    """Yield the paths of the modules that a tensor is in, but for the root."""
+    """Yield the paths of the modules that contain a tensor, except the root."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
@@ -152,7 +151,7 @@ def fixed_tensors(component: Component, blocks: Collection[int], *, first: bool)
 
 
 def bounce_buffer_bytes(component: Component, blocks: Sequence[int], *, first: bool) -> int:
-    """Return how wide the buffers of a file are, as `Sizes.bounce_buffer_bytes`."""
+    """Return the bytes of each buffer of a file, as `Sizes.bounce_buffer_bytes`."""
     return Sizes(component, AS_THEY_CAME).bounce_buffer_bytes(tuple(blocks), first=first)
 
 
@@ -167,7 +166,7 @@ def all_resident_bytes(component: Component, forms: Forms) -> int:
 
 
 def explain_rest(component: Component) -> str:
-    """Return why more than a twentieth of a component never streams: the largest of what is in no block; else empty."""
+    """Return which layers never stream, where these are more than a twentieth of a component; else empty."""
     total_bytes, rest_bytes = component.weight_bytes, component.non_block.weight_bytes
     if rest_bytes <= LARGEST_REST_SHARE * total_bytes:
         return ""

@@ -2,14 +2,14 @@
 
 [Note: places] A streamed block has its place in one range of staging memory, and places overlap. What a block lacks
 at its place is copied piece by piece as the blocks that lie there have computed, the piece first that is free first;
-what is still there from a pass before is not copied again. So staging memory need not be a multiple of anything: with
-room for a block and a quarter, a quarter of each copy runs beside the compute of the block before, and beside small
-blocks no byte lies idle for want of a large one. Places are fixed, because views of weights are made once for each;
+what is still there from a pass before is not copied again. So staging memory need not be a multiple of anything: in
+memory for a block and a quarter, a quarter of each copy runs beside the compute of the block before, and small blocks
+leave no byte idle that a larger one would need. Places are fixed, because views of weights are made once for each;
 an odd number of equal blocks needs two rounds of them, which passes take in turns.
 
 [Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
 one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
-own bytes are there. That holds for copies that block the host, too ([Note: blocking copies] in `runtime/prefetch.py`).
+own bytes are there. That holds for synchronous copies, too ([Note: blocking copies] in `runtime/prefetch.py`).
 After a pass or two every further one takes the same time: that is what `pass_seconds` finds.
 """
 
@@ -47,9 +47,9 @@ class Workload:
     compute_s: tuple[float, ...]
     copy_s: tuple[float, ...]
     idle_s: float = 0.0
-    """Between two passes, in which this device computes nothing."""
+    """The time between two passes, in which this device computes nothing."""
     blocking: frozenset[int] = frozenset()
-    """The blocks whose copies hold the host: as well resident, where all else is equal."""
+    """The blocks whose copies are synchronous: rather these are resident, where all else is equal."""
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +57,7 @@ class Workload:
 
     @property
     def least_s(self) -> float:
-        """What a pass takes if all copies hide."""
+        """What a pass takes if all copies hide behind computes."""
         return sum(self.compute_s) + self.idle_s
 
     def streamed_sizes(self, resident: Collection[int]) -> list[int]:
@@ -68,7 +68,7 @@ class Workload:
 class Occupancy(Generic[Owner]):
     """The owner of each byte in a range of memory; ``None`` for free ones.
 
-    A change takes a bisection and moves what lies behind it in a list.
+    A change costs a bisection and moves the list entries behind it.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -165,10 +165,10 @@ def test_a_piece_that_no_page_locked_slab_holds_is_pageable_by_itself_and_the_pl
     decided = plan([component], machine(24, ram))
     encoder = decided["text_encoder"]
     whole, lockable = encoder.host_bytes, encoder.host_bytes - oversize * MIB
-    told = [reason for reason in encoder.reasons if "block the host" in reason]
+    told = [reason for reason in encoder.reasons if "pageable copies" in reason]
     assert told[0] == (
         f"{format_bytes(oversize * MIB)} in pieces of 2 GiB or more rest in pageable RAM, "
-        "page-locked slabs are smaller; copies block the host, each is made when its block is entered"
+        "page-locked slabs are smaller; pageable copies are synchronous and cannot be prefetched"
     )
     if ram == 256 or lockable < 8 * GIB:
         assert encoder.pinned_bytes == lockable and len(told) == 1

@@ -208,7 +208,7 @@ def test_a_profiles_budget_rises_to_whole_mebibytes_that_hold_two_blocks() -> No
 def test_prefetch_takes_what_there_is_room_for_and_says_so() -> None:
     decided = plan(component([MIB] * 20), profile="3.5MiB,prefetch=4")["transformer"]
     assert decided.shares[0].prefetch_blocks == 2
-    assert "prefetch 4 was asked for, there is room for 2" in decided.reasons
+    assert "prefetch 4 was asked for, staging memory holds 2" in decided.reasons
 
 
 def test_measured_times_choose_the_depth() -> None:
@@ -385,7 +385,7 @@ def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
     on_disk = plan(from_file(part), on=here)["transformer"]
     assert on_disk.tier == "disk" and not on_disk.pinned
     assert on_disk.host_bytes == 2 * on_disk.shares[0].streamed_block_bytes
-    assert any("rests on disk: 401MiB would be needed of RAM" in reason for reason in on_disk.reasons)
+    assert any("rests on disk: it needs 401MiB of RAM" in reason for reason in on_disk.reasons)
     assert str(on_disk.placement) == "transformer=gpu:0:disk"
     assert plan(part, on=here)["transformer"].tier == "pinned"  # it is in RAM already
     assert plan(from_file(part), on=machine())["transformer"].tier == "pinned"
@@ -422,8 +422,8 @@ def test_two_buffers_as_wide_as_the_largest_unit_but_64_mib_at_most_are_read_thr
     here = machine(first=200 * MIB, pinned=2 * width)
     decided = plan(from_file(component(sizes, rest)), on=here, placement="gpu:0:disk")["transformer"]
     assert decided.host_bytes == decided.pinned_bytes == 2 * width
-    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks others"),
-                                  ("auto", 2 * width - 1, "may be pinned by all components")):  # fmt: skip
+    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks other components"),
+                                  ("auto", 2 * width - 1, "may be page-locked by all components")):  # fmt: skip
         part = from_file(component(sizes, rest))
         on_disk = plan(part, on=machine(first=200 * MIB, pinned=limit), placement="gpu:0:disk", profile=profile)
         assert on_disk["transformer"].host_bytes == 2 * width
@@ -471,7 +471,7 @@ def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> No
     part, here = from_file(component([MIB] * 300)), with_ram(machine(), 140 * MIB)
     by_profile = plan(part, on=here, profile="1")["transformer"]
     assert (by_profile.tier, by_profile.precision) == ("disk", Precision.AS_STORED)
-    assert "stays as stored: profile 1's eight bits are made in RAM" in by_profile.reasons
+    assert "stays as stored: profile 1's eight bits are possible in RAM only" in by_profile.reasons
     by_user = plan(part, on=here, precision=Precision.FP8_SCALED)["transformer"]
     assert (by_user.tier, by_user.precision) == ("pinned", Precision.FP8_SCALED)
 

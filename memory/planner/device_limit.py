@@ -1,0 +1,129 @@
+"""How many bytes of a device the weights of a component may take, by budgets, reserves and what forwards need."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ..errors import DoesNotFit, InvalidInput
+from ..options.budget import BudgetItem
+from ..options.profile import OffloadProfile
+from ..units import MIB, align_up, format_bytes
+from ..weights.component import Component
+from .capacity import DeviceCapacity, KeptFree, Machine
+
+__all__ = ["find_kept", "find_limit", "refuse_small_limit"]
+
+# Forwards of these take more beside their weights than a watermark's few bytes.
+LARGE_ACTIVATIONS = ("diffusion", "vae")
+
+
+def find_limit(
+    component: Component, capacity: DeviceCapacity, profile: OffloadProfile, overlapping_bytes: int, whole_bytes: int
+) -> tuple[int, str, list[str]]:
+    """Return the most bytes that the weights may take of a device, what sets that limit, and why it was raised.
+
+    Args:
+        overlapping_bytes: the fewest with which copies and computes overlap; a profile's own budget is raised to them.
+        whole_bytes: what the weights take if all of them are resident.
+    """
+    available = available_bytes(component, capacity, profile)
+    budget = smallest_budget(component, capacity, profile)
+    if budget is None:
+        return available, f"{capacity.name} can give {format_bytes(available)}", []
+    limit = min(limit_by(budget, capacity), available)
+    needed = min(align_up(overlapping_bytes, MIB), whole_bytes, available)
+    if not budget.from_profile or limit >= needed:
+        return limit, f"budget {budget}", []
+    raised = f"raised to {format_bytes(needed)}"
+    reason = f"profile {profile.name}'s budget {budget} is too small for {component.name}: {raised}"
+    return needed, f"budget {raised}", [reason]
+
+
+def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, profile: OffloadProfile) -> KeptFree:
+    """Return what is kept free for the forwards of a component: what they are known to need, else what they may need.
+
+    The second only where the user set neither a budget nor a reserve.
+    """
+    kept = machine.needs(component, capacity.name) if machine.needs is not None else None
+    kept = kept or KeptFree(num_bytes=0, why="", is_known=False)
+    asked = component.name, component.kind
+    is_said = profile.reserve_for(capacity.name, *asked, capacity.total_bytes) or any(
+        not budget.from_profile for budget in profile.budgets_for(capacity.name, *asked)
+    )
+    if kept.is_known or is_said or component.kind not in LARGE_ACTIVATIONS:
+        return kept
+    if kept.num_bytes >= capacity.unlearned_bytes:
+        return kept
+    why = "what its forwards need beside the weights is not known yet"
+    return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
+
+
+def smallest_budget(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> BudgetItem | None:
+    """Return the smaller budget of the two that count, the component's and the device's; None where neither is set."""
+    budgets = profile.budgets_for(capacity.name, component.name, component.kind)
+    return min(budgets, key=lambda budget: limit_by(budget, capacity), default=None)
+
+
+def limit_by(budget: BudgetItem, capacity: DeviceCapacity) -> int:
+    """Return the most bytes of a device that a budget allows; a device's budget also counts the siblings' bytes."""
+    limit = budget.limit(capacity.total_bytes, capacity.available_bytes, capacity.kept_free_bytes)
+    most = budget.most(capacity.total_bytes)
+    if most is None or budget.target != capacity.name:
+        return limit
+    return max(0, min(limit, most - capacity.sibling_bytes))
+
+
+def available_bytes(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> int:
+    """Return the available bytes of a device less the profile's reserve, at most its ceiling.
+
+    What the watermark keeps free counts towards the reserve.
+    """
+    reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
+    available = max(0, capacity.available_bytes - max(0, reserve - capacity.kept_free_bytes))
+    return available if capacity.ceiling_bytes is None else min(available, capacity.ceiling_bytes)
+
+
+def refuse_small_limit(
+    component: Component,
+    capacity: DeviceCapacity,
+    profile: OffloadProfile,
+    limit: int,
+    *,
+    fixed_bytes: int,
+    largest_bytes: int,
+    scratch_bytes: int,
+) -> NoReturn:
+    """Raise the error of a component whose least form exceeds the limit.
+
+    Args:
+        fixed_bytes, largest_bytes, scratch_bytes: what that form takes: beside the blocks, for the largest of them, and
+            for widened weights.
+
+    Raises:
+        InvalidInput: the user's budget or reserve is the reason.
+        DoesNotFit: the device is.
+    """
+    form = (
+        f"at least {format_bytes(fixed_bytes + largest_bytes + scratch_bytes)} ({format_bytes(fixed_bytes)} fixed, "
+        f"{format_bytes(largest_bytes)} for the largest block, {format_bytes(scratch_bytes)} scratch)"
+    )
+    budget = smallest_budget(component, capacity, profile)
+    available = available_bytes(component, capacity, profile)
+    if budget is not None and not budget.from_profile and limit < available:
+        held = f"; components that compute hold {format_bytes(capacity.sibling_bytes)} of it"
+        is_shared = budget.target == capacity.name and capacity.sibling_bytes
+        raise InvalidInput(
+            f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}"
+            f"{held if is_shared else ''}"
+        )
+    reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
+    if reserve > capacity.kept_free_bytes:
+        raise InvalidInput(
+            f"a reserve of {format_bytes(reserve)} leaves {format_bytes(available)} of {capacity.name}: "
+            f"{component.name} needs {form}"
+        )
+    raise DoesNotFit(
+        f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} can be had of "
+        f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} kept free; "
+        "lower the watermark, choose 'fp8 scaled', or place it on another device"
+    )
