@@ -14,7 +14,7 @@ pass begins with does nothing wait behind it: that one is copied at the end of a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..errors import InvalidInput
 from .bundle import Bundle
@@ -38,6 +38,10 @@ class Streamer:
         self.pass_number = 0
         self.trace: list[int] = []
         self.last_trace: list[int] = []
+        self.ahead: list[StagingSlot] = []
+        """Where the next blocks are, the next one first. No block is overwritten for one that comes after it."""
+        self.reach = 0
+        """How far in the order these go; beyond its end in the next pass."""
         self.latest: StagingSlot | None = None
         """Where the last block computed, perhaps still does."""
         self.versions: dict[int, int] = {}
@@ -47,6 +51,7 @@ class Streamer:
         """Start recording a pass; queues the first blocks unless the last pass already did."""
         self.trace = []
         self.versions = {block: bundle.version for block, bundle in self.groups.items()}
+        self.look_again()
         self.prefetch()
 
     def end_pass(self, *, completed: bool, began_with: int | None = None) -> None:
@@ -63,18 +68,29 @@ class Streamer:
             self.last_trace = self.trace
         self.trace, self.position = [], 0
         self.pass_number += 1
+        self.look_again()
         if completed:
             self.prefetch(began_with)
 
     def acquire(self, block: int) -> StagingSlot:
         """Return where the block is, queuing its copy if no prefetch did; `StagingArea.use` is for the caller."""
         self.trace.append(block)
-        self.position = self.find_after(block)
-        self.versions[block] = self.groups[block].version  # it may have been written to since
-        staging_slot = self.find(block, self.pass_number)
-        if not self.is_there(staging_slot):
-            is_there = self.fill(staging_slot)
-            assert is_there, "a block computes: blocks cannot nest"
+        position, ahead = self.position, self.ahead
+        is_next = position < len(self.order) and self.order[position] == block
+        self.position = position + 1 if is_next else self.find_after(block)
+        if is_next and ahead and ahead[0].block == block:
+            staging_slot = ahead.pop(0)
+        else:
+            staging_slot = None
+            self.look_again()
+        bundle = self.groups[block]
+        version = self.versions[block] = bundle.version  # it may have been written to since
+        if staging_slot is None or not staging_slot.holds(version):
+            staging_slot = self.find(block, self.pass_number)
+            if not staging_slot.holds(version):
+                self.look_again()  # what is ahead may be overwritten
+                is_there = self.area.fill(staging_slot, bundle, version)
+                assert is_there, "a block computes: blocks cannot nest"
         return staging_slot
 
     def give_back(self, staging_slot: StagingSlot) -> None:
@@ -88,33 +104,45 @@ class Streamer:
         Args:
             next_to_run: the block that no other one runs before.
         """
-        nearer: set[StagingSlot] = set()
-        for block, pass_number in self.upcoming():
-            staging_slot = self.find(block, pass_number)
-            if self.is_there(staging_slot):
-                nearer.add(staging_slot)
-                continue
-            blocks_host = self.groups[block].blocks_host
-            if blocks_host and block != next_to_run:
+        ahead = self.ahead
+        if self.reach > self.position + len(ahead):  # it skipped blocks that come again: they may be nearer by now
+            self.look_again()
+        for step, block in self.steps():
+            version = self.versions[block]
+            staging_slot = self.area.find(block, self.pass_number + step // len(self.order), version)
+            must_copy = not staging_slot.holds(version)
+            if must_copy:
+                bundle = self.groups[block]
+                blocks_host = bundle.blocks_host
+                if blocks_host and block != next_to_run:
+                    return
+                # Not to wait for the end of what computes.
+                keep = [*ahead, self.latest] if blocks_host and self.latest is not None else ahead
+                try:
+                    is_there = self.area.fill(staging_slot, bundle, version, keep)
+                except InvalidInput:  # of a file: raised again when the block is entered
+                    return
+                if not is_there:
+                    return
+            ahead.append(staging_slot)
+            self.reach = step + 1
+            if must_copy and blocks_host:
                 return
-            if blocks_host and self.latest is not None:  # not to wait for the end of what computes
-                nearer.add(self.latest)
-            try:
-                is_there = self.fill(staging_slot, keep=nearer)
-            except InvalidInput:  # of a file: raised again when the block is entered
-                return
-            if not is_there or blocks_host:
-                return
-            nearer.add(staging_slot)
 
-    def upcoming(self) -> Iterator[tuple[int, int]]:
-        """Yield the blocks to come, each once, with the number of their pass, wrapping round to the next one."""
-        seen: set[int] = set()
-        for step in range(self.position, self.position + len(self.order)):
-            block = self.order[step % len(self.order)]
-            if block not in seen:
-                seen.add(block)
-                yield block, self.pass_number + step // len(self.order)
+    def look_again(self) -> None:
+        """Find out anew which of the next blocks are there."""
+        self.ahead.clear()
+        self.reach = self.position
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Yield the next blocks that are not known to be there, each once, and where in the order they come."""
+        order, num_blocks = self.order, len(self.order)
+        known = {staging_slot.block for staging_slot in self.ahead}
+        for step in range(self.reach, self.position + num_blocks):
+            block = order[step % num_blocks]
+            if block not in known:
+                known.add(block)
+                yield step, block
 
     def find_after(self, block: int) -> int:
         """Return the position behind the block's next place in the order; where we are if it has none."""
@@ -128,6 +156,3 @@ class Streamer:
 
     def find(self, block: int, pass_number: int) -> StagingSlot:
         return self.area.find(block, pass_number, self.versions[block])
-
-    def fill(self, staging_slot: StagingSlot, keep: Collection[StagingSlot] = ()) -> bool:
-        return self.area.fill(staging_slot, self.groups[staging_slot.block], self.versions[staging_slot.block], keep)

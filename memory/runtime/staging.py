@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import Protocol, TypeAlias
 
 import torch
@@ -14,6 +15,9 @@ __all__ = ["StagingArea", "StagingSlot"]
 
 Piece: TypeAlias = tuple[int, int, int, "StagingSlot | None"]
 """Which use must be over before it is overwritten, 0 if the copy stream has waited for it; begin, end and owner."""
+
+# How many views of a block's place are kept.
+MOST_PARTS = 16
 
 
 class Master(Protocol):
@@ -30,7 +34,10 @@ class StagingSlot:
     def __init__(self, block: int, begin: int, slab: torch.Tensor, copies: CopyStream) -> None:
         self.block = block
         self.begin = begin
+        self.end = begin + slab.numel()
         self.slab = slab
+        self.parts: dict[tuple[int, int], torch.Tensor] = {}
+        """Views of it, by where they begin and end in the staging memory: every pass fills in the same ones."""
         self.ready = copies.event()
         """Recorded behind the last copy."""
         self.free = copies.event()
@@ -45,9 +52,14 @@ class StagingSlot:
         self.missing_bytes = slab.numel()
         """What others have taken since it was filled."""
 
-    @property
-    def place(self) -> tuple[int, int]:
-        return self.begin, self.begin + self.slab.numel()
+    def part(self, begin: int, end: int) -> torch.Tensor:
+        """Return what lies between two addresses in the staging memory."""
+        if (begin, end) not in self.parts:
+            if len(self.parts) >= MOST_PARTS:
+                self.parts.clear()
+            is_whole = begin == self.begin and end == self.end
+            self.parts[begin, end] = self.slab if is_whole else self.slab[begin - self.begin : end - self.begin]
+        return self.parts[begin, end]
 
     def holds(self, version: int) -> bool:
         """Whether all bytes are there, or on their way, as the weight store now is."""
@@ -103,13 +115,14 @@ class StagingArea:
 
         ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.
         """
-        if staging_slot.holds(version):
+        is_begun = staging_slot.version == version
+        if is_begun and not staging_slot.missing_bytes:
             return True
         assert not staging_slot.in_use, f"block {staging_slot.block} refilled while it computes"
         free: list[Piece] = []
         left_bytes = 0
-        for begin, end, owner in self.occupancy.within(*staging_slot.place):
-            if owner is staging_slot and staging_slot.version == version:
+        for begin, end, owner in self.occupancy.within(staging_slot.begin, staging_slot.end):
+            if owner is staging_slot and is_begun:
                 continue
             if owner is not None and (owner.in_use or owner in keep):
                 left_bytes += end - begin
@@ -117,16 +130,11 @@ class StagingArea:
                 last_use = owner.last_use if owner else 0
                 free.append((last_use if last_use > self.last_awaited else 0, begin, end, owner))
         staging_slot.version = None  # until all is queued: reading a file may fail
-        in_turn = touching(sorted(free, key=lambda piece: piece[:2])) if len(free) > 1 else [free] if free else ()
-        for pieces in in_turn:  # first what is free first
+        for pieces in touching(free) if len(free) > 1 else (free,) if free else ():  # first what is free first
             for _, begin, end, owner in pieces:
                 self.claim(begin, end, owner, staging_slot)
             begin, end = pieces[0][1], pieces[-1][2]
-            store.copy_to(
-                staging_slot.slab[begin - staging_slot.begin : end - staging_slot.begin],
-                begin - staging_slot.begin,
-                self.copies,
-            )
+            store.copy_to(staging_slot.part(begin, end), begin - staging_slot.begin, self.copies)
             self.bytes_moved += end - begin
         if free:
             self.copies.mark_ready(staging_slot.ready)
@@ -138,8 +146,9 @@ class StagingArea:
         """Give bytes to the next copy, which overwrites them after their last use; their owner has them no more."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
-            self.copies.await_free(owner.ready, owner.free)
-            self.last_awaited = max(self.last_awaited, owner.last_use)
+            if owner.last_use > self.last_awaited:
+                self.copies.await_free(owner.ready, owner.free)
+                self.last_awaited = owner.last_use
             if owner is not staging_slot:
                 owner.missing_bytes += end - begin
         self.occupancy.take(begin, end, staging_slot)
@@ -168,9 +177,12 @@ class StagingArea:
 
 
 def touching(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces together that one copy can fill as soon as each alone: neighbours that wait for the same."""
+    """Yield pieces together that one copy can fill as soon as each alone: neighbours that wait for the same.
+
+    What is free first comes first.
+    """
     together: list[Piece] = []
-    for piece in pieces:
+    for piece in sorted(pieces, key=itemgetter(0, 1)):
         if together and (piece[0] != together[-1][0] or piece[1] != together[-1][2]):
             yield together
             together = []

@@ -20,6 +20,9 @@ from ..weights.source import WeightsSource
 
 __all__ = ["FileStore", "HostStore"]
 
+# How many views of a slab are kept.
+MOST_PARTS = 16
+
 
 class HostStore:
     """Weights in a slab of host memory, page-locked or not."""
@@ -29,6 +32,8 @@ class HostStore:
         self.slab = slab.data
         self.blocks_host = not self.slab.is_pinned()
         """Whether the host goes on only when a copy is done."""
+        self.parts: dict[tuple[int, int], torch.Tensor] = {}
+        """Views of the slab that were copied from, by where they begin and their bytes: every pass copies the same."""
 
     @property
     def version(self) -> int:
@@ -37,7 +42,13 @@ class HostStore:
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue the copy of a part of the slab to as many bytes on a device."""
-        copies.copy(target, self.slab[begin : begin + target.numel()])
+        num_bytes = target.numel()
+        source = self.parts.get((begin, num_bytes))
+        if source is None:
+            if len(self.parts) >= MOST_PARTS:
+                self.parts.clear()
+            source = self.parts[begin, num_bytes] = self.slab[begin : begin + num_bytes]
+        copies.copy(target, source)
 
     def own_leaf(self, layout: SlabLayout, place: int) -> torch.Tensor | None:
         """Return a leaf where it lies, with a storage of its own that outlives the slab; None where that cannot be."""

@@ -99,7 +99,7 @@ def test_a_copy_that_holds_the_host_is_made_ahead_only_where_nothing_runs_before
 
         def state() -> tuple[bool, bool]:
             streamer = managed.members[0].managed.shares[0].streamer
-            first = streamer.find(*next(streamer.upcoming()))
+            first = streamer.find(streamer.order[0], streamer.pass_number)
             return first.block == 0, streamer.is_there(first)
 
         for _ in range(3):
