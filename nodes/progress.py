@@ -1,4 +1,4 @@
-"""The progress bar and the Cancel button, in both hosts."""
+"""The progress bar and the Cancel button, in both hosts: for the steps of a node, and for what is loaded in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
-__all__ = ["report_progress", "showing_loadings"]
+if TYPE_CHECKING:
+    from ..memory import MemoryManager
 
+__all__ = ["on_bar", "report_progress", "showing_loadings"]
+
+Watcher = Callable[[str, int, int], None]
 # Telling ComfyUI takes a turn of its event loop, and a file is read in thousands of pieces.
 SHOWN_EVERY_S = 0.1
+
+is_shown: ContextVar[bool] = ContextVar("is_shown", default=False)
 
 
 def report_progress(done: int, total: int) -> None:
@@ -36,27 +44,35 @@ def raise_if_cancelled() -> None:
 
 
 @contextmanager
-def showing_loadings(show_bar: Callable[[int, int], object] = set_progress) -> Iterator[None]:
-    """Show on a bar, the node's by default, what is packed, read and loaded meanwhile; Cancel ends it in one block.
+def showing_loadings(show: Watcher | None = None, manager: MemoryManager | None = None) -> Iterator[None]:
+    """Call ``show`` with component, bytes done and bytes in all as something is packed, read or loaded meanwhile.
 
-    Our own host watches every node itself.
+    By default it is shown on the node's bar. What ``show`` raises (Cancel) ends the loading in one block. Does nothing
+    within another such context: our own host shows the loadings of every node.
     """
-    if "comfy.model_management" not in sys.modules:
+    if is_shown.get():
         yield
         return
     from ..memory import default_manager
 
+    end = (manager or default_manager()).watch_loading(show or on_bar(set_progress))
+    token = is_shown.set(True)
+    try:
+        yield
+    finally:
+        is_shown.reset(token)
+        end()
+
+
+def on_bar(move: Callable[[int, int], object]) -> Watcher:
+    """Return what shows loadings on one of the host's bars and looks at its Cancel button each time."""
     shown_s = -math.inf
 
     def show(component: str, done: int, total: int) -> None:
         nonlocal shown_s
         raise_if_cancelled()
         if done >= total or time.monotonic() - shown_s > SHOWN_EVERY_S:
-            show_bar(done, total)
+            move(done, total)
             shown_s = time.monotonic()
 
-    end = default_manager().watch_loading(show)
-    try:
-        yield
-    finally:
-        end()
+    return show

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from comfy_api.latest import io, ui
 
 from .schema import make_schema
 
-__all__ = ["HighwaterMemoryReport", "format_report"]
-
-NUM_EVENTS = 10
+__all__ = ["HighwaterMemoryReport"]
 
 
 class HighwaterMemoryReport(io.ComfyNode):
@@ -42,58 +37,7 @@ class HighwaterMemoryReport(io.ComfyNode):
     @classmethod
     def execute(cls, after: object = None) -> io.NodeOutput:
         from ..memory import default_manager
+        from .report_text import describe_now
 
-        text = format_report(default_manager().report())
+        text = "\n\n".join(map(str, describe_now(default_manager().report())))
         return io.NodeOutput(text, ui=ui.PreviewText(text))
-
-
-def format_report(report: Mapping[str, Any]) -> str:
-    """Return the manager's report as aligned text: devices, components, this run's nodes, and the last events."""
-    from ..memory.units import format_bytes
-
-    def per_device(amounts: Mapping[str, int]) -> str:
-        return ", ".join(f"{device} {format_bytes(n)}" for device, n in sorted(amounts.items()) if n) or "-"
-
-    devices = [
-        [
-            device["name"],
-            f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}",
-            f"Highwater {format_bytes(device['reserved_bytes'])}",
-            f"other {format_bytes(device['other_bytes'])}",
-        ]
-        for device in report["devices"]
-    ]
-    components = [
-        [
-            component["id"],
-            component["precision"],
-            per_device(component["tiers"]),
-            "as planned" if component["in_effect"] else "NOT as planned",
-        ]
-        for component in report["components"]
-    ]
-    nodes = [
-        [
-            f"{node['node_id']} {node['title']}",
-            f"peak {per_device(node['peak_bytes'])}",
-            f"weights {per_device(node['weights_bytes'])}",
-            f"activations {per_device(node['activation_bytes'])}",
-            f"{node['seconds']:.2f} s",
-        ]
-        for node in report["nodes"]
-        if node["run_id"] == report["runs"][-1]["run_id"]
-    ]
-    events = [
-        [f"{event['t_s']:.2f} s", event["kind"], event["component"], event["reason"]]
-        for event in report["events"][-NUM_EVENTS:]
-    ]
-    sections = {"Devices": devices, "Components": components, "Nodes": nodes, "Last events": events}
-    return "\n\n".join("\n".join([title, *align_columns(rows)]) for title, rows in sections.items() if rows)
-
-
-def align_columns(rows: list[list[str]]) -> list[str]:
-    """Return the rows with every column as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

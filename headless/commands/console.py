@@ -1,4 +1,4 @@
-"""What the command line prints: plans, progress, and the report as tables."""
+"""What the command line prints: progress, tables, and the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...memory.options.budget import exact_size
-from ...memory.units import KIB, format_bytes
+from ...memory.units import format_bytes
+from ...nodes.report_text import describe_all_runs
 
 __all__ = ["Console"]
 
@@ -67,46 +68,10 @@ class Console:
 
     def show_summary(self, report: Mapping[str, Any]) -> None:
         """Print bytes per node and device, every eviction with its reason, and the bytes moved per run."""
-        self.show_nodes(report)
-        self.show_evictions(report)
-        self.show_runs(report)
-
-    def show_nodes(self, report: Mapping[str, Any]) -> None:
-        used = {name for node in report["nodes"] for name, peak in node["peak_bytes"].items() if peak}
-        devices = [device["name"] for device in report["devices"] if device["name"] in used]
-        self.title("Memory per node and device: the weights it used, its activations, and the peak of the device")
-        columns = [f"{device}\n{what}" for device in devices for what in ("weights", "activations", "peak")]
-        table = self.table("run", "node", "seconds", *columns, numbers=len(columns) + 1)
-        names = {run["run_id"]: run["name"] for run in report["runs"]}
-        last = None
-        for node in report["nodes"]:
-            name = names.get(node["run_id"], "")
-            amounts = [
-                node[field].get(device, 0)
-                for device in devices
-                for field in ("weights_bytes", "activation_bytes", "peak_bytes")
-            ]
-            cells = [format_bytes(amount) if amount >= KIB else "-" for amount in amounts]
-            table.add_row("" if name == last else name, node["title"], f"{node['seconds']:.2f}", *cells)
-            last = name
-        self.out.print(table)
-
-    def show_evictions(self, report: Mapping[str, Any]) -> None:
-        self.title("Evictions")
-        evictions = [event for event in report["events"] if event["kind"] == "evict"]
-        for event in evictions:
-            evicted = f"evicted {format_bytes(event['bytes'])} of {event['component']}"
-            self.say(f"  {event['device']}: {evicted}: {event['reason']}")
-        if not evictions:
-            self.say("  none")
-
-    def show_runs(self, report: Mapping[str, Any]) -> None:
-        self.title("Runs")
-        table = self.table("run", "seconds", "evictions", "weights moved to devices", numbers=3)
-        for run in report["runs"]:
-            seconds = (run["end_s"] or run["begin_s"]) - run["begin_s"]
-            table.add_row(run["name"], f"{seconds:.2f}", str(run["num_evictions"]), format_bytes(run["bytes_moved"]))
-        self.out.print(table)
+        for section in describe_all_runs(report):
+            self.title(section.title)
+            for line in section.lines:
+                self.say(f"  {line}")
 
     def show_devices(self, devices: list[dict[str, Any]], hiding: Mapping[str, str]) -> None:
         table = self.table("device", "total", "free", "keep free (low, high)", "peer access", numbers=4)

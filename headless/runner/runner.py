@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...memory.errors import InvalidInput
+from ...nodes.progress import showing_loadings
 from ..comfy_stub import folder_paths
 from ..comfy_stub.comfy_api import executing_node, install
 from ..comfy_stub.comfy_io import HiddenHolder, NodeOutput
@@ -206,11 +207,10 @@ class Run:
             }
             hidden = HiddenHolder(unique_id=node.id, prompt=self.workflow.prompt, extra_pnginfo=self.extra_pnginfo)
             manager.begin_node(node.id, node.title, workflow_id=self.name)
-            end_watching = manager.watch_loading(partial(self.loading, node.id))
             try:
-                output = node.node_class.with_hidden(hidden).execute(**inputs)
+                with showing_loadings(partial(self.loading, node.id), manager):
+                    output = node.node_class.with_hidden(hidden).execute(**inputs)
             finally:
-                end_watching()
                 manager.end_node()
             return make_entry(node, output)
 

@@ -21,7 +21,7 @@ from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
 
 from ...memory.hosted_component import device_name, watch_evictions
-from ..progress import showing_loadings
+from ..progress import on_bar, showing_loadings
 from .guides import check_inputs
 from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
 
@@ -86,13 +86,13 @@ class HighwaterPatcher(ModelPatcher):
         with self.use_ejected():
             self.unpatch_hooks()
             watch_evictions(tell_core_of)
-            with showing_loadings(comfy.utils.ProgressBar(1).update_absolute):
+            with showing_loadings(on_bar(comfy.utils.ProgressBar(1).update_absolute)):
                 self.hosted.join(self.model, torch.device(device_to))
             self.write_patches(torch.device(device_to))
             # Not `full_load`: core says so whenever its bytes exceed what we call our size, which is a plan's.
             limited = 0 < lowvram_model_memory < UNLIMITED_BYTES  # 0.1 byte is core's word for as little as possible
             self.clear_other_devices()
-            with showing_loadings(comfy.utils.ProgressBar(1).update_absolute):
+            with showing_loadings(on_bar(comfy.utils.ProgressBar(1).update_absolute)):
                 self.hosted.load(int(lowvram_model_memory) if limited else None)
             self.check_inputs()
             self.mark_modules()

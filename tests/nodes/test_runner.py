@@ -206,10 +206,11 @@ def test_in_comfyui_the_cancel_button_ends_sampling(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("in_comfyui", [False, True])
-def test_only_comfyui_needs_a_pipelines_node_to_show_its_loadings(
+def test_a_loading_is_shown_once(
     runner: WorkflowRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_comfyui: bool
 ) -> None:
-    """Our own host watches every node: a second bar would jump between the same numbers."""
+    """Our own host shows those of every node: a second bar would jump between the same numbers."""
+    from highwater.headless.comfy_stub.comfy_api import executing_node
     from highwater.nodes.progress import showing_loadings
 
     monkeypatch.setattr("highwater.memory.manager.default.made", [runner.manager])
@@ -227,12 +228,16 @@ def test_only_comfyui_needs_a_pipelines_node_to_show_its_loadings(
             manage(net, placement="cpu", manager=runner.manager)
         return NodeOutput(2)
 
-    Step.plan = take
     told: list[Any] = []
-    runner.run(chain(), name="chain", listener=lambda *event: told.append(event))
+    if in_comfyui:
+        with executing_node(lambda *progress: told.append(("progress", "2", *progress))):
+            take()
+    else:
+        Step.plan = take
+        runner.run(chain(), name="chain", listener=lambda *event: told.append(event))
     runner.manager.release_all()
     num_bytes = (8 * 8 + 8) * 4
-    assert ("loading", "2", "model", num_bytes, num_bytes) in told
+    assert (("loading", "2", "model", num_bytes, num_bytes) in told) != in_comfyui
     assert (("progress", "2", num_bytes, num_bytes) in told) == in_comfyui
     assert runner.manager.leases.watchers == []
 

@@ -1,0 +1,146 @@
+"""The report as text, in sections: what the Memory Report node and the command line show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Section", "describe_all_runs", "describe_now"]
+
+NUM_EVENTS = 10
+# What stands of a node for each device that it used, and its field in the report.
+AMOUNTS = {"weights": "weights_bytes", "activations": "activation_bytes", "peak": "peak_bytes"}
+DONE = {"evict": "evicted", "load": "loaded", "release": "released"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """A part of the text; without lines there is nothing to tell."""
+
+    title: str
+    lines: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *(f"  {line}" for line in self.lines)])
+
+
+def describe_now(report: Mapping[str, Any]) -> list[Section]:
+    """Return where everything is, what the nodes of the last run took, and the last events."""
+    last = [run["run_id"] for run in report["runs"][-1:]]
+    sections = [devices_section(report), components_section(report), nodes_section(report, last), last_events(report)]
+    return [section for section in sections if section.lines]
+
+
+def describe_all_runs(report: Mapping[str, Any]) -> list[Section]:
+    """Return what the nodes of all runs took, every eviction with its reason, and the bytes moved per run."""
+    runs = [run["run_id"] for run in report["runs"]]
+    return [nodes_section(report, runs), evictions_section(report), runs_section(report)]
+
+
+# -- sections
+
+
+def devices_section(report: Mapping[str, Any]) -> Section:
+    from ..memory.units import format_bytes
+
+    rows = [
+        [
+            device["name"],
+            f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}",
+            f"Highwater {format_bytes(device['reserved_bytes'])}",
+            f"other {format_bytes(device['other_bytes'])}",
+        ]
+        for device in report["devices"]
+    ]
+    return Section(title="Devices", lines=align_columns(rows))
+
+
+def components_section(report: Mapping[str, Any]) -> Section:
+    from ..memory.units import format_bytes
+
+    rows = [
+        [
+            component["id"],
+            component["precision"],
+            ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(component["tiers"].items()) if n) or "-",
+            "as planned" if component["in_effect"] else "NOT as planned",
+        ]
+        for component in report["components"]
+    ]
+    return Section(title="Components", lines=align_columns(rows))
+
+
+def nodes_section(report: Mapping[str, Any], run_ids: Iterable[str]) -> Section:
+    """Return the amounts of the nodes of some runs; less than a KiB is shown as nothing."""
+    from ..memory.units import KIB, format_bytes
+
+    names = {run["run_id"]: run["name"] for run in report["runs"] if run["run_id"] in {*run_ids}}
+    nodes = [node for node in report["nodes"] if node["run_id"] in names]
+    used = {name for node in nodes for name, peak in node["peak_bytes"].items() if peak}
+    devices = [device["name"] for device in report["devices"] if device["name"] in used]
+    above = ["", "", "", *(device for device in devices for _ in AMOUNTS)]
+    heads = ["run", "node", "seconds", *(what for _ in devices for what in AMOUNTS)]
+    rows, last = [], None
+    for node in nodes:
+        amounts = [node[field].get(device, 0) for device in devices for field in AMOUNTS.values()]
+        cells = [format_bytes(amount) if amount >= KIB else "-" for amount in amounts]
+        name = "" if node["run_id"] == last else names[node["run_id"]]
+        rows.append([name, f"{node['node_id']} {node['title']}", f"{node['seconds']:.2f}", *cells])
+        last = node["run_id"]
+    return Section(
+        title="Memory per node and device: the weights it used, its activations, and the peak of the device",
+        lines=align_columns([above, heads, *rows], num_left=2) if rows else [],
+    )
+
+
+def last_events(report: Mapping[str, Any]) -> Section:
+    rows = [[f"{event['t_s']:.2f} s", event_text(event)] for event in report["events"][-NUM_EVENTS:]]
+    return Section(title="Last events", lines=align_columns(rows))
+
+
+def evictions_section(report: Mapping[str, Any]) -> Section:
+    evictions = [event_text(event) for event in report["events"] if event["kind"] == "evict"]
+    return Section(title="Evictions", lines=evictions or ["none"])
+
+
+def runs_section(report: Mapping[str, Any]) -> Section:
+    from ..memory.units import format_bytes
+
+    heads = ["run", "seconds", "evictions", "weights moved to devices"]
+    rows = [
+        [
+            run["name"],
+            f"{(run['end_s'] or run['begin_s']) - run['begin_s']:.2f}",
+            str(run["num_evictions"]),
+            format_bytes(run["bytes_moved"]),
+        ]
+        for run in report["runs"]
+    ]
+    return Section(title="Runs", lines=align_columns([heads, *rows], num_left=1))
+
+
+# -- lines
+
+
+def event_text(event: Mapping[str, Any]) -> str:
+    """Return an event as a sentence, such as ``gpu:0: evicted 11.3MiB of tiny/unet: least recently used``."""
+    from ..memory.units import format_bytes
+
+    done = DONE.get(event["kind"])
+    what = f"{done} {format_bytes(event['bytes'])} of {event['component']}" if done is not None else event["kind"]
+    if done is None and event["component"]:
+        what += f" {event['component']}"
+    return ": ".join([event["device"], what, *([event["reason"]] if event["reason"] != done else [])])
+
+
+def align_columns(rows: Sequence[Sequence[str]], *, num_left: int | None = None) -> list[str]:
+    """Return the rows with every column as wide as its widest cell; those behind the first ``num_left`` are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if num_left is None or index < num_left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

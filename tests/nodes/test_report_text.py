@@ -1,0 +1,109 @@
+"""The text of a report: node and command line say the same of the same, and every number stands in its column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from highwater.memory.manager.report import Event, NodeReport, Report, RunReport, empty_report
+from highwater.memory.units import KIB, format_bytes
+from highwater.nodes.report_text import Section, describe_all_runs, describe_now
+
+MOST = 1 << 40
+WHAT = ("weights", "activations", "peak")
+amounts = st.dictionaries(st.sampled_from(["gpu:0", "gpu:1"]), st.integers(0, MOST))
+names = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
+
+
+def node(number: int, run: int, peaks: dict[str, int], weights: dict[str, int], title: str) -> NodeReport:
+    return NodeReport(
+        node_id=str(number),
+        title=title,
+        run_id=str(run),
+        workflow_id=None,
+        seconds=number / 8,
+        peak_bytes=peaks,
+        weights_bytes=weights,
+        activation_bytes={},
+        bytes_moved=0,
+        tiers={},
+    )
+
+
+def device(name: str) -> dict[str, Any]:
+    return {"name": name, "free_bytes": 1, "total_bytes": 2, "reserved_bytes": 3, "other_bytes": 4}
+
+
+def make_report(nodes: list[NodeReport], events: list[Event], num_runs: int) -> dict[str, Any]:
+    runs = [
+        RunReport(run_id=str(run), name=f"run{run}", begin_s=run, end_s=run + 0.5, bytes_moved=run, num_evictions=0)
+        for run in range(num_runs)
+    ]
+    report = Report(devices=[], components=[], nodes=nodes, runs=runs, events=events, samples=[]).to_json()
+    return report | {"devices": [device(name) for name in ("cpu", "gpu:0", "gpu:1")]}
+
+
+def only(sections: list[Section], title: str) -> Section:
+    (found,) = (section for section in sections if section.title.startswith(title))
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), amounts, amounts, names), min_size=1, max_size=8))
+def test_every_amount_of_every_node_stands_below_its_device(drawn: list[tuple[int, Any, Any, str]]) -> None:
+    nodes = [node(number, *values) for number, values in enumerate(sorted(drawn, key=lambda values: values[0]))]
+    report = make_report(nodes, [], 3)
+    above, heads, *rows = only(describe_all_runs(report), "Memory per node").lines
+    used = sorted({name for one in nodes for name, peak in one.peak_bytes.items() if peak})
+    assert above.split() == [name for name in used for _ in WHAT] and heads.split() == [
+        "run",
+        "node",
+        "seconds",
+        *WHAT * len(used),
+    ]
+    for one, row in zip(nodes, rows, strict=True):
+        cells = row.rpartition(f"{one.seconds:.2f}")[2].split()
+        found = [amounts.get(name, 0) for name in used for amounts in (one.weights_bytes, {}, one.peak_bytes)]
+        assert cells == [format_bytes(number) if number >= KIB else "-" for number in found]
+        assert row[: len(row) - len(row.lstrip())] or row.startswith("run")
+    assert len({len(line) for line in (heads, *rows)}) == 1  # the last column is on the right
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), amounts, amounts, names), min_size=1, max_size=8))
+def test_the_node_tells_of_the_last_run_what_the_command_line_tells(drawn: list[tuple[int, Any, Any, str]]) -> None:
+    nodes = [node(number, *values) for number, values in enumerate(drawn)]
+    report = make_report([one for one in nodes if one.run_id == "2"], [], 3)
+    told = [section for section in describe_now(report) if section.title.startswith("Memory per node")]
+    if not report["nodes"]:
+        assert told == []
+    else:
+        assert told == [only(describe_all_runs(report), "Memory per node")]
+
+
+def test_an_eviction_is_the_same_sentence_in_both() -> None:
+    event = {"component": "tiny/unet", "bytes": 3 << 20, "device": "gpu:0"}
+    events = [
+        Event(t_s=1.0, kind="evict", reason="least recently used", **event),
+        Event(t_s=2.0, kind="release", reason="released", **event),
+        Event(t_s=3.0, kind="watermark", reason="keep free: low 1MiB", **event | {"component": ""}),
+        Event(t_s=4.0, kind="error", reason="out of memory", **event),
+    ]
+    report = make_report([], events, 1)
+    line = "gpu:0: evicted 3.00MiB of tiny/unet: least recently used"
+    assert only(describe_all_runs(report), "Evictions").lines == [line]
+    assert only(describe_now(report), "Last events").lines == [
+        f"1.00 s  {line}",
+        "2.00 s  gpu:0: released 3.00MiB of tiny/unet",
+        "3.00 s  gpu:0: watermark: keep free: low 1MiB",
+        "4.00 s  gpu:0: error tiny/unet: out of memory",
+    ]
+
+
+def test_an_empty_report_has_no_sections_but_what_the_command_line_always_tells() -> None:
+    assert describe_now(empty_report()) == []
+    assert [(section.title.partition(" ")[0], len(section.lines)) for section in describe_all_runs(empty_report())] == [
+        ("Memory", 0),
+        ("Evictions", 1),
+        ("Runs", 1),
+    ]
