@@ -75,7 +75,7 @@ class Managed:
                 mark = ExecutionMark(member.id, self.device, partial(self.manager.load_now, member))
                 for module in (member.managed.module, *inner.get(member, ())):
                     module._hf_hook = mark
-                member.look = self.parts.refuse_new if self.parts is not None else None
+                member.watch(self.parts.refuse_new if self.parts is not None else None)
                 if member.managed.answers is not None:
                     member.managed.answers.outside = self.device
 
@@ -107,7 +107,7 @@ class Managed:
     def keep(self, kept: bool = True) -> Managed:
         """Keep these components on their devices until nothing else is left to evict; returns the handle."""
         for member in self.members:
-            member.evict_last = kept
+            member.keep(kept)
         return self
 
     def reprofile(
@@ -158,7 +158,7 @@ class Managed:
             self.manager.refuse_lending([member for member in old if not self.is_others(member)])
             for member in old:
                 if self.is_others(member):
-                    member.num_holders -= 1
+                    member.drop_holder()
                 else:
                     self.manager.remove(member)
         added: list[Member] = []
@@ -224,9 +224,9 @@ class Managed:
         for member in self.members:
             if member not in self.left_to_others and member.num_holders > 1:
                 self.left_to_others.add(member)
-                member.num_holders -= 1
+                member.drop_holder()
                 if self.parts is not None and member.look == self.parts.refuse_new:
-                    member.look = None
+                    member.watch(None)
 
     def release(self) -> None:
         """Leave every device and hook; the modules have their weights in plain memory. Idempotent.

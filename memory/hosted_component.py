@@ -148,7 +148,7 @@ class HostedComponent:
         try:
             draft = plan_modules(
                 {self.name: module},
-                manager.admission.machine(None, freed_bytes=bytes_in_ram([module]), is_hosted=True),
+                manager.capacity.machine(None, freed_bytes=bytes_in_ram([module]), is_hosted=True),
                 placement=self.placement_on(device),
                 profile=self.profile,
                 precision=self.precision,

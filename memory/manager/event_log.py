@@ -10,6 +10,7 @@ from typing import Any
 
 from ..runtime.ledger import Ledger
 from ..transfer.devices import Device
+from ..units import format_bytes
 from .report import Event, NodeReport, RunReport
 from .timeline import Timeline
 
@@ -88,6 +89,11 @@ class EventLog:
         if kind in ("evict", "error"):
             self.tell({"type": "event", **asdict(event)})
         return event
+
+    def note_eviction(self, component: str, device: str, freed_bytes: int, left_bytes: int, reason: str) -> Event:
+        """Enter an eviction, the reason for it, and what of the component stays on the device."""
+        left = f"{format_bytes(left_bytes)} of it stay" if left_bytes else "nothing of it stays"
+        return self.note("evict", component, freed_bytes, device, f"{reason}; {left}")
 
     def tell(self, message: dict[str, Any]) -> None:
         for listener in list(self.listeners):

@@ -1,35 +1,42 @@
-"""Which idle components leave a device first, and why. A policy only chooses; the manager moves."""
+"""Which idle components leave a device first, and why. A policy only chooses; `Admission.evict` moves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "Victim"]
+from ..options.budget import BudgetItem
+from ..units import format_bytes
+
+__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "Victim", "over_budget", "short_of_memory"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """An idle component on the device that has to be cleared; ``last_use`` counts leases, larger is later."""
+    """An idle component on a device that is short of memory; ``last_use`` counts leases, larger is later."""
 
     component: str
     device_bytes: int
     last_use: int
     idle_s: float | None = None
-    """The seconds since then; None where it was never used."""
+    """The seconds since its last use; None where it was never used."""
     evict_last: bool = False
-    """Its program asked to keep it: it leaves only when nothing else is left."""
+    """Its program asked to keep it: it leaves only when nothing else is left to evict."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Victim:
-    """A component whose turn it is to leave, and why it is."""
+    """A component that is to leave, and why it is this one."""
 
     component: str
     device_bytes: int
     reason: str
     """A few words for the event log, such as "least recently used"."""
+
+    def because(self, cause: str) -> Victim:
+        """Return the victim with the whole reason: why bytes have to be freed, and why it is this component."""
+        return replace(self, reason=f"{cause}; {self.reason}")
 
 
 class EvictionPolicy(Protocol):
@@ -53,3 +60,20 @@ class LeastRecentlyUsed:
     def reason(self, candidate: Candidate) -> str:
         reason = "never used" if candidate.idle_s is None else f"least recently used, {candidate.idle_s:.1f} s ago"
         return f"{reason}; set to be kept, but nothing else is left" if candidate.evict_last else reason
+
+
+# -- why bytes have to be freed
+
+
+def short_of_memory(newcomer: str | None, need_bytes: int, free_bytes: int, reserved_bytes: int) -> str:
+    """Say that a device has too little free memory for a newcomer, or for a watermark that was raised."""
+    need = f"{newcomer} needs {format_bytes(max(0, need_bytes))}" if newcomer else "the watermark was raised"
+    return f"{need}; {format_bytes(free_bytes)} free, {format_bytes(reserved_bytes)} reserved"
+
+
+def over_budget(newcomer: str, need_bytes: int, held_bytes: int, budget: BudgetItem) -> str:
+    """Say that a newcomer and its idle siblings exceed the budget that they share."""
+    return (
+        f"{newcomer} needs {format_bytes(need_bytes)}, others {format_bytes(held_bytes)}; "
+        f"budget {budget} is for all of them together"
+    )

@@ -2,7 +2,7 @@
 
 [Note: steady forwards] Most forwards find everything as the one before left it. So a pass first asks in one look
 whether anything was done to its module (`ManagedComponent.is_unchanged`) and whether anything else has changed what
-there is to share (`Admission.epoch`, the sizes that are settled). Only if so it looks closer, plans and loads.
+there is to share (`LiveCapacity.epoch`, the sizes that are settled). Only if so it looks closer, plans and loads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ..runtime.deferring_lock import DeferringLock
 from ..runtime.forward_pass import Guest, Pass
 from ..runtime.input_size import Size
 from ..runtime.managed_component import ManagedComponent
-from .admission import Admission, computable
+from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times
+from .live_capacity import computable
 from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
@@ -38,6 +39,7 @@ class Leases:
     def __init__(self, lock: DeferringLock, admission: Admission, needs_file: NeedsFile | None) -> None:
         self.lock = lock
         self.admission = admission
+        self.capacity = admission.capacity
         self.members = admission.members
         self.event_log = admission.event_log
         self.ledger = admission.ledger
@@ -118,11 +120,11 @@ class Leases:
             member.look()
         if not managed.is_steady():
             self.look_closely(member)
-        is_settled = size is None or size in member.settled or admission.leaves_enough(member, size)
+        is_settled = size is None or size in member.settled or self.capacity.leaves_enough(member, size)
         if member.is_hosted:
             if size is not None and not is_settled:
                 admission.give_headroom(member, size)
-        elif not managed.is_loaded or member.planned_in_epoch != admission.epoch or not is_settled:
+        elif not managed.is_loaded or member.planned_in_epoch != self.capacity.epoch or not is_settled:
             self.admit(member, size=size)
         else:
             admission.clear_left_free(member)
@@ -135,9 +137,9 @@ class Leases:
         member.managed.refuse_rivals()
         for lender in member.lenders:  # first: layers that were added to shared parts belong to them
             if self.members.get(lender.id) is lender and not lender.leases and lender.managed.take_changes():
-                self.admission.epoch += 1
+                self.capacity.outdate_plans()
         if member.managed.take_changes():
-            self.admission.epoch += 1
+            self.capacity.outdate_plans()
         member.managed.tell_undone()
 
     def enter(self, member: Member, asking: MemberLeases, current: Pass) -> bool:
@@ -174,7 +176,7 @@ class Leases:
             if holder in member.leases:
                 self.learn_and_discard(member, holder)
         # In a run at its end; but a process whose forward failed may end here.
-        if self.admission.needs.changed:
+        if self.capacity.needs.changed:
             failed = isinstance(holder, Pass) and holder.error is not None
             if failed or not self.event_log.is_running:
                 self.remember()
@@ -189,9 +191,9 @@ class Leases:
             member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
             self.event_log.needed_by_node(device, num_bytes)
         if is_own_pass(holder):
-            learn_needs(member, self.admission, holder, needed)
+            learn_needs(member, self.capacity, holder, needed)
         if not member.leases:
-            learn_times(member, self.admission)
+            learn_times(member, self.capacity)
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
@@ -222,26 +224,26 @@ class Leases:
             size: that of the input that it comes for, where it is known.
         """
         managed, admission = member.managed, self.admission
-        plan = admission.replan(member, computable(member, ceilings or {}), size=size)
+        plan = self.capacity.replan(member, computable(member, ceilings or {}), size=size)
         member.settled.clear()
         for share in plan.shares:
             if share.device != "cpu":
                 device = admission.devices[share.device]
-                admission.keep_budget(device, share.device_bytes, member)
+                admission.keep_budgets(device, share.device_bytes, member)
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
                 admission.make_room(device, need_bytes, member, keeps_bytes=share.keeps_bytes)
-                member.foreign_at_plan[share.device] = admission.foreign_bytes(device)
+                member.foreign_at_plan[share.device] = self.capacity.foreign_bytes(device)
         try:
             to_load = sum(share.to_load(part) for share, part in zip(managed.shares, plan.shares, strict=True))
             queued = managed.load(plan, self.show_progress(member, to_load))
         except torch.OutOfMemoryError as error:
             self.event_log.note("error", member.id, 0, plan.shares[0].device, f"out of memory while loading: {error}")
-            learn_failed_load(member, admission, plan, error)
+            learn_failed_load(member, self.capacity, plan, error)
             raise
         finally:
             self.note_refusal(member)
             self.event_log.sample()
-        member.planned_in_epoch = admission.epoch
+        member.planned_in_epoch = self.capacity.epoch
         if queued:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
@@ -273,8 +275,8 @@ class Leases:
 
     def remember(self) -> None:
         """Write down what was learned of the needs of forwards; where that is not possible now, the next time."""
-        if self.needs_file is not None and self.admission.needs.changed:
-            write_needs(self.admission.needs, self.needs_file)
+        if self.needs_file is not None and self.capacity.needs.changed:
+            write_needs(self.capacity.needs, self.needs_file)
 
 
 class MemberLeases:

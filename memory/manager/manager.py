@@ -1,4 +1,4 @@
-"""One manager for all components and devices: who is there, who computes, and what is told of it."""
+"""One manager for all components and devices: the lock, members, leases, runs and nodes, the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from .admission import Admission
 from .event_log import EventLog
 from .eviction import EvictionPolicy, LeastRecentlyUsed
 from .leases import Leases, write_needs
-from .member import Member
+from .live_capacity import LiveCapacity
+from .member import Member, Members
 from .needs_file import NeedsFile
 from .registry import Registry
 from .report import ComponentState, DeviceReport, Report, component_report, device_report
@@ -33,7 +34,7 @@ __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
 
 class MemoryManager:
-    """Admits, evicts and reports; what changes who is there, and where, is serialised by one lock.
+    """Admits, evicts and reports; one lock serialises all that changes which component is where.
 
     `bytes_moved`, `device_reports`, `plans`, `subscribe` and `watch_loading` take no lock: they may be called in the
     middle of anything. Listeners and watchers are called while the lock is held.
@@ -46,16 +47,15 @@ class MemoryManager:
         self.lock = DeferringLock()
         self.ledger = Ledger(self.count_bytes)
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
-        self.members: dict[str, Member] = {}
+        self.members = Members()
         self.event_log = EventLog(list(self.devices.values()), self.ledger, self.bytes_moved)
-        self.admission = Admission(
-            self.devices, self.members, policy or LeastRecentlyUsed(), self.ledger, self.event_log
-        )
+        self.capacity = LiveCapacity(self.devices, self.members, self.ledger, self.event_log)
+        self.admission = Admission(self.capacity, policy or LeastRecentlyUsed())
         self.leases = Leases(self.lock, self.admission, needs_file)
-        self.registry = Registry(self.admission, self.leases)
+        self.registry = Registry(self.capacity, self.leases)
         if needs_file is not None:
-            self.admission.needs.restore(needs_file.read())
-            weakref.finalize(self, write_needs, self.admission.needs, needs_file)  # also as the process ends
+            self.capacity.needs.restore(needs_file.read())
+            weakref.finalize(self, write_needs, self.capacity.needs, needs_file)  # also as the process ends
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Hold the lock; on leaving it, remove what was released meanwhile."""
@@ -113,12 +113,13 @@ class MemoryManager:
 
     def discard(self, member: Member) -> None:
         """Release a component whose module is not used any more: it keeps no weights, but those that it lends."""
-        member.restores = self.is_lent(member)
+        if not self.is_lent(member):
+            member.give_up_weights()
         self.remove(member)
 
     def has(self, member: Member) -> bool:
         """Whether a component is under management, and not released."""
-        return self.members.get(member.id) is member
+        return self.members.has(member)
 
     def refuse_computing(self, members: Iterable[Member]) -> None:
         """Raise `UnsafeState` if any of these computes now; the caller holds the lock."""
@@ -127,12 +128,12 @@ class MemoryManager:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
 
     def refuse_lending(self, members: Collection[Member]) -> None:
-        """Refuse to release components while others borrow their weights (`Registry.refuse_lending`)."""
-        self.registry.refuse_lending(members)
+        """Refuse to release components while others borrow their weights (`SharedWeights.refuse_lending`)."""
+        self.registry.sharing.refuse_lending(members)
 
     def is_lent(self, member: Member) -> bool:
         """Whether other components borrow weights of this one."""
-        return bool(self.admission.borrowers(member))
+        return bool(self.members.borrowers(member))
 
     def release_all(self) -> None:
         """Release every component.
@@ -152,7 +153,7 @@ class MemoryManager:
     def machine(self) -> Machine:
         """Return what a newcomer may plan with now, in live numbers."""
         with self.exclusive():
-            return self.admission.machine(None)
+            return self.capacity.machine(None)
 
     # -- leases
 
@@ -197,7 +198,7 @@ class MemoryManager:
         """Return the bytes that a component would take of a device now: of the free, its own and the idle ones."""
         with self.exclusive():
             try:
-                return self.admission.replan(member).device_bytes.get(device, 0)
+                return self.capacity.replan(member).device_bytes.get(device, 0)
             except (DoesNotFit, InvalidInput):
                 return member.managed.component.weight_bytes
 
@@ -209,7 +210,7 @@ class MemoryManager:
                 for share in member.managed.shares:
                     name = share.device.name
                     self.event_log.note("evict", member.id, held.get(name, 0), name, "its host took it off the device")
-            self.admission.epoch += 1
+            self.capacity.outdate_plans()
             self.event_log.sample()
 
     def free_memory(
@@ -242,9 +243,9 @@ class MemoryManager:
         """A prompt execution begins; plans are looked at again with the memory there is now."""
         with self.exclusive():
             self.recover()
-            self.admission.epoch += 1
+            self.capacity.outdate_plans()
             for member in self.members.values():
-                self.admission.turn(member)
+                self.capacity.end_run(member)
             self.event_log.begin_run(run_id, name)
 
     def end_run(self) -> None:
@@ -293,7 +294,7 @@ class MemoryManager:
         return [
             device_report(
                 device,
-                none if device.is_cpu else self.admission.watermark(name),
+                none if device.is_cpu else self.capacity.watermarks.of(name),
                 self.ledger,
                 self.event_log.peaks[name],
             )

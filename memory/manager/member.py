@@ -1,63 +1,69 @@
-"""Members of the manager: components under its care, and which modules cannot join."""
+"""A component under the manager's care: how it was asked for, when it was used, what was learned of it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from weakref import WeakSet
 
-import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..errors import InvalidInput
 from ..options.profile import OffloadProfile
-from ..planner.plan import ComponentPlan
 from ..runtime.input_size import Size
 from ..runtime.managed_component import ManagedComponent
-from ..runtime.module_caches import address_of, computed_weights
-from ..runtime.other_offloaders import find_rival, is_scripted
-from ..runtime.parameter_slots import split_owner
-from ..weights.component import Component
-from ..weights.sharing import Shared, named_tensors
-from ..weights.source import WeightsSource
 
-__all__ = ["Member", "refuse_apart", "refuse_shared_split", "refuse_unsuitable"]
+__all__ = ["Member", "Members"]
+
+# Outside of runs, after so many passes what an older, larger one needed counts less.
+PASSES_OF_A_RUN = 64
 
 
 class Member:
-    """One component under the manager: its managed component, how it was asked for, and when it was used."""
+    """One component under the manager.
+
+    Args:
+        is_hosted: a host decides when it comes and goes: entering it takes a lease and loads nothing.
+        rank: of the members that hold a weight, the one with the lowest rank owns it.
+        choices: the placement, profile and precision that were chosen for it, to compare with another call's.
+        patterns: what a block is, by component, where structure does not tell.
+    """
 
     def __init__(
-        self, member_id: str, name: str, node_id: str | None, workflow_id: str | None, profile: OffloadProfile
+        self,
+        member_id: str,
+        name: str,
+        *,
+        node_id: str | None,
+        workflow_id: str | None,
+        profile: OffloadProfile,
+        is_hosted: bool,
+        rank: int,
+        choices: tuple[object, ...],
+        patterns: Mapping[str, str] | None,
     ) -> None:
         self.id = member_id
         self.name = name
         self.node_id = node_id
         self.workflow_id = workflow_id
         self.profile = profile
+        self.is_hosted = is_hosted
+        self.rank = rank
+        self.choices = choices
+        self.patterns = patterns
         self.managed: ManagedComponent
-        self.is_hosted = False
-        """A host decides when it comes and goes: entering it takes a lease and loads nothing."""
         self.call: WeakSet[Member] = WeakSet([self])
-        """Those that came with the same call of `Registry.add`: they share a profile's budget for a device."""
+        """The members that came with the same call of `Registry.add`: they share a profile's budget for a device."""
         self.look: Callable[[], None] | None = None
         """Called before it computes; raises if the pipeline that it is a part of has an unmanaged part now."""
-        self.patterns: Mapping[str, str] | None = None
         self.lenders: tuple[Member, ...] = ()
         """The owners of weights that its module borrows ([Note: sharing] in `weights/sharing.py`), by their ranks."""
         self.borrowers: WeakSet[Member] = WeakSet()
-        """Those whose lender it is, or was before they were released."""
-        self.rank = 0
-        """Of the members that hold a weight, the one with the lowest rank owns it."""
+        """The members whose lender it is, or was before they were released."""
         self.num_holders = 1
         """The number of calls of `Registry.add` that returned it and have not released it."""
-        self.choices: tuple[object, ...] = ()
-        """Placement, profile and precision that the first of those calls chose for it."""
         self.evict_last = False
-        """It leaves a device only when nothing else is left to leave."""
+        """It leaves a device only when nothing else is left to evict."""
         self.restores = True
         """Its module gets ordinary weights when it is released; not if the module is no longer used."""
         self.leases: set[object] = set()
@@ -65,28 +71,29 @@ class Member:
         self.last_use = 0
         self.last_use_s: float | None = None
         self.planned_in_epoch = -1
+        """The epoch of `LiveCapacity` in which it was planned; -1: it is to be planned again."""
         self.activation_bytes: Counter[str] = Counter()
         """What its forwards needed of a device beside what was there, in this run and the last."""
         self.activation_before: Counter[str] = Counter()
         self.allocated_at_entry: dict[str, int] = {}
         self.foreign_at_plan: dict[str, int] = {}
-        """What others than torch's allocator had of each device when it was planned."""
+        """The bytes of each device that others than torch's allocator had when it was planned."""
         self.settled: set[Size] = set()
-        """The sizes of input for which what is loaded now leaves enough free, as far as is known."""
+        """The input sizes for which what is loaded now leaves enough free, as far as is known."""
         self.is_wary = False
-        """Another part of the same call ran out of memory, and this one has not run through since."""
+        """Another part of the same call ran out of memory, and this one has not completed a run since."""
         self.short_on: set[str] = set()
-        """The devices that had not enough memory for what was planned to be loaded."""
+        """The devices that had too little memory for what was planned to be loaded."""
         self.spoiled: set[Size] = set()
-        """The sizes of which a pass ran out of memory as another program took some: that is an excuse only once."""
+        """The input sizes of passes that failed because another program took memory: only the first time is excused."""
         self.num_passes = 0
-        """Those that came through outside of runs since its peaks were last looked at anew."""
+        """The completed passes outside of runs, up to as many as count as a run."""
         self.digest: str | None = None
-        """That of its component's content."""
+        """The digest of its component's content, once it was asked for."""
         self.block_seconds: dict[int, float] | None = None
-        """What each block was seen to take to compute, in the order in which they ran."""
+        """The measured compute time of each block, in the order in which they ran."""
         self.taken_seconds: dict[str, dict[int, float]] = {}
-        """The same by device, until all devices of a split have timed theirs, which may be in different passes."""
+        """The same by device, until all devices of a split have timed their blocks, which may be in several passes."""
 
     def come_with(self, other: Member) -> None:
         """Share a device's budget with all that came under management by the call with which the other one came."""
@@ -100,156 +107,135 @@ class Member:
         for lender in self.lenders:
             lender.borrowers.add(self)
 
+    def watch(self, look: Callable[[], None] | None) -> None:
+        """Call a function before each use from now on, which may refuse it; None: no more."""
+        self.look = look
 
-def refuse_unsuitable(
-    module: nn.Module,
-    component: Component,
-    sharers: Iterable[ManagedComponent],
-    members: Mapping[str, Member],
-    source: WeightsSource | None,
-    *,
-    lent: Collection[tuple[nn.Module, str]] = (),
-    borrowers: Collection[Member] = (),
-) -> None:
-    """Refuse weights that are on a device, have no memory, or are managed already, before anything is changed.
+    def keep(self, kept: bool) -> None:
+        """Evict it last, or as all others."""
+        self.evict_last = kept
 
-    Args:
-        sharers: the managed components, of every manager, that may have weights of the module.
-        members: those of this manager.
-        lent: the places of weights that other components own and lend.
-        borrowers: the members to which this one lends.
-    """
-    name = component.name
-    rival = find_rival(module.modules())
-    if rival is not None:
-        raise InvalidInput(f"{name} has {rival}")
-    managed = find_managed(sharers, members, borrowers)
-    for parameter_name, parameter in module.named_parameters():
-        if lent and split_owner(module, parameter_name) in lent:
-            continue
-        if id(parameter) in managed:
-            by = managed[id(parameter)]
-            raise InvalidInput(f"{name}: {parameter_name!r} is managed already, {by}; release that first")
-        if parameter.device.type != "cpu" and not (parameter.is_meta and component.has_file):
-            raise InvalidInput(
-                f"{name}: {parameter_name!r} is on {parameter.device}; allowed: cpu, move the module there first"
-            )
-    for spec in component.buffers:
-        if module.get_buffer(spec.name).is_meta and not (source is not None and source.holds(spec)):
-            raise InvalidInput(
-                f"{name}: buffer {spec.name!r} is on meta, and no file has it as {spec.dtype} {list(spec.shape)}; "
-                "allowed: one that its file has as it is, or with memory on cpu"
-            )
+    def add_holder(self) -> None:
+        """Note that one more call manages it."""
+        self.num_holders += 1
 
+    def drop_holder(self) -> None:
+        """Note that one of the calls that manage it has released it."""
+        self.num_holders -= 1
 
-def find_managed(
-    sharers: Iterable[ManagedComponent], members: Mapping[str, Member], borrowers: Collection[Member]
-) -> dict[int, str]:
-    """Return by what each parameter is managed, by id, except by borrowers."""
-    lent_to = {id(other.managed) for other in borrowers}
-    found: dict[int, str] = {}
-    for managed in sharers:
-        member = members.get(managed.owner)
-        is_ours = member is not None and member.managed is managed
-        by = f"by {managed.owner!r}" if is_ours else f"as {managed.owner!r} of another MemoryManager"
-        if id(managed) not in lent_to:
-            found.update((id(parameter), by) for parameter in managed.module.parameters())
-    return found
+    def give_up_weights(self) -> None:
+        """Note that its module is not used any more: released, it gets no weights back."""
+        self.restores = False
 
+    # -- its managed component, and what is decided for it
 
-def refuse_odd(name: str, module: nn.Module) -> None:
-    """Refuse modules whose weights cannot be given to them from outside, or cannot be packed as they are.
+    def use(self, managed: ManagedComponent) -> None:
+        """Let this managed component stand for it from now on."""
+        self.managed = managed
 
-    Raises:
-        InvalidInput: a TorchScript module, or a weight that is lazy, sparse, nested, without memory,
-            quantized by torch.ao, or seen elsewhere.
-    """
-    for path, part in module.named_modules():
-        if is_scripted(part):
-            raise InvalidInput(f"{name}: {path or 'it'} is a TorchScript module; allowed: the module it was made from")
-    addresses: set[int] = set()
-    for path, parameter in (*module.named_parameters(), *module.named_buffers()):
-        what = f"{name}: {path!r}"
-        if is_lazy(parameter):
-            raise InvalidInput(f"{what} has no shape yet (a lazy module); call the module once before")
-        if parameter.layout is torch.jagged or parameter.is_nested:
-            raise InvalidInput(f"{what} is a nested tensor; allowed: dense, .to_padded_tensor(0.0)")
-        if parameter.layout is not torch.strided:
-            raise InvalidInput(f"{what} is {str(parameter.layout).removeprefix('torch.')}; allowed: dense, .to_dense()")
-        if parameter.is_quantized:
-            raise InvalidInput(
-                f"{what} is {parameter.dtype}, of torch.ao; allowed: optimum-quanto, or as it was before"
-            )
-        if parameter.numel() and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter):
-            if not has_memory(parameter):
-                raise InvalidInput(f"{what} is a {type(parameter).__name__} without memory; allowed: a dense tensor")
-            addresses.add(parameter.untyped_storage().data_ptr())
-    for path, part in module.named_modules():
-        computed = {attribute for attribute, _ in computed_weights(part)}
-        for attribute, tensor in vars(part).items():
-            if isinstance(tensor, torch.Tensor) and attribute not in computed and address_of(tensor) in addresses:
-                raise InvalidInput(
-                    f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shows the memory of one, "
-                    "which will move; make it one"
-                )
+    def take_profile(self, profile: OffloadProfile, choices: tuple[object, ...]) -> None:
+        """Take over another profile, and what else was chosen with it; times of blocks are measured again."""
+        self.profile, self.choices = profile, choices
+        self.block_seconds, self.taken_seconds = None, {}
+        self.outdate_plan()
+
+    def outdate_plan(self) -> None:
+        """Plan it again before its next pass."""
+        self.planned_in_epoch = -1
+
+    # -- what passes tell
+
+    def note_digest(self, digest: str) -> None:
+        """Keep the digest of its component's content, which takes long to compute."""
+        self.digest = digest
+
+    def note_times(self, device: str, seconds: dict[int, float]) -> None:
+        """Take the times of the blocks on one of its devices; with those of all it is planned again."""
+        self.taken_seconds[device] = seconds
+        devices = [share.device.name for share in self.managed.shares]
+        if all(name in self.taken_seconds for name in devices):
+            taken = [self.taken_seconds.pop(name).items() for name in devices]
+            self.block_seconds = dict(itertools.chain(*taken))
+            self.outdate_plan()
+
+    def note_shortage(self) -> None:
+        """Note that a pass ran out of memory: the next one is planned anew."""
+        self.outdate_plan()
+        self.settled.clear()
+
+    def excuse(self, size: Size) -> bool:
+        """Return whether another program's bytes excuse the failure of a pass; of an input size only once."""
+        is_first = size not in self.spoiled
+        self.spoiled.add(size)
+        return is_first
+
+    def beware(self) -> None:
+        """Note that a part of the same call ran out of memory."""
+        self.is_wary = True
+
+    def note_failed_load(self, device: str) -> None:
+        """Note that a device had too little memory for what was to be loaded: next time it gets the least form."""
+        self.short_on.add(device)
+
+    def count_pass(self) -> bool:
+        """Count a pass outside of runs; returns whether enough are done to count as a run, and begins again then."""
+        self.num_passes = (self.num_passes + 1) % PASSES_OF_A_RUN
+        return self.num_passes == 0
+
+    def end_run(self) -> bool:
+        """End a run: what an older, larger one needed counts no more; returns whether anything was measured in it."""
+        if not self.activation_bytes:
+            return False
+        self.activation_before, self.activation_bytes = self.activation_bytes, Counter()
+        self.short_on.clear()
+        self.is_wary = False
+        return True
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is not on the meta device has its contents in memory of its own."""
-    if isinstance(tensor, FakeTensor):
-        return False
-    try:
-        return tensor.untyped_storage().data_ptr() != 0
-    except RuntimeError:  # a wrapper around others (MaskedTensor), or zeros that are nowhere
-        return False
+class Members(dict[str, Member]):
+    """The components under management by id, and found by their module, by their group of names and by relations."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_module: dict[int, Member] = {}
+        """The members that no host manages, by the ids of their modules."""
+        self.prefixed: defaultdict[str, set[str]] = defaultdict(set)
+        """The ids of members by what they have before a slash."""
 
-def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:
-    """Refuse to split a module over devices whose blocks share weights or buffers: a tensor has one device."""
-    if len(plan.shares) == 1:
-        return
-    share_of = {component.blocks[number].name: share.device for share in plan.shares for number in share.blocks}
-    for tensors in (module.named_parameters, module.named_buffers):
-        homes: dict[int, set[str]] = {}
-        for name, tensor in tensors(remove_duplicate=False):
-            home = next((device for block, device in share_of.items() if name.startswith(f"{block}.")), "")
-            homes.setdefault(id(tensor), set()).add(home or plan.shares[0].device)
-            if len(homes[id(tensor)]) > 1:
-                raise InvalidInput(f"{component.name} cannot be split: {name!r} is shared by parts on both devices")
+    def has(self, member: Member) -> bool:
+        """Whether a component is under management, and not released."""
+        return self.get(member.id) is member
 
+    def enter(self, member: Member) -> None:
+        """Add a member whose managed component is attached."""
+        self.prefixed[member.id.partition("/")[0]].add(member.id)
+        if not member.is_hosted:
+            self.by_module[id(member.managed.module)] = member
+        self[member.id] = member
 
-def refuse_apart(
-    modules: Mapping[str, nn.Module],
-    parts: Mapping[str, tuple[Component, ComponentPlan]],
-    shared: Mapping[str, Shared],
-) -> None:
-    """Refuse plans under which a shared weight would not be on the device that computes with it.
+    def strike(self, member: Member) -> None:
+        """Remove a member; interrupted in the middle, it can be removed again."""
+        prefix = member.id.partition("/")[0]
+        self.prefixed[prefix].discard(member.id)
+        if not self.prefixed[prefix]:
+            del self.prefixed[prefix]
+        if self.by_module.get(id(member.managed.module)) is member:
+            del self.by_module[id(member.managed.module)]
+        del self[member.id]
 
-    Args:
-        modules, parts, shared: those of all components that share weights, by id.
+    def of_module(self, module: nn.Module) -> Member | None:
+        """Return the member whose module this is, if no host manages it."""
+        return self.by_module.get(id(module))
 
-    Raises:
-        InvalidInput: borrower and owner compute on two devices, or a block that uses such a weight does not
-                compute where the weight is.
-    """
-    for name, common in shared.items():
-        component, plan = parts[name]
-        for owner in common.owners:
-            ours, theirs = plan.shares[0].device, parts[owner][1].shares[0].device
-            if ours != theirs:
-                raise InvalidInput(
-                    f"{name} and {owner} share {common.samples[owner]!r}, which can be on one device, not on {ours} "
-                    f"and {theirs}: give both the same placement"
-                )
-        away = {component.blocks[number].name: share.device for share in plan.shares[1:] for number in share.blocks}
-        in_blocks = {tensor.name for block in component.blocks for tensor in block.tensors}
-        for path, tensor in named_tensors(modules[name]) if away else ():
-            block = next((block for block in away if path.startswith(f"{block}.")), None)
-            is_common = id(tensor) in common.borrowed or (id(tensor) in common.lent and path not in in_blocks)
-            if block is not None and is_common:
-                partners = [owner for owner in (common.borrowed.get(id(tensor)),) if owner]
-                partners += [other for other, its in shared.items() if id(tensor) in its.borrowed and other != name]
-                raise InvalidInput(
-                    f"{name} and {partners[0] if partners else 'another component'} share {path!r}, which is on "
-                    f"{plan.shares[0].device}, and block {block} computes on {away[block]}: place {name} on one device"
-                )
+    def free_name(self, wanted: str) -> str:
+        """Return a name that no component, and no group before a slash, has yet."""
+        candidates = itertools.chain([wanted], (f"{wanted}#{number}" for number in itertools.count(2)))
+        return next(name for name in candidates if name not in self and name not in self.prefixed)
+
+    def siblings(self, member: Member) -> list[Member]:
+        """Return the other members that came under management by the same call."""
+        return [other for other in member.call if other is not member and self.has(other)]
+
+    def borrowers(self, member: Member) -> list[Member]:
+        """Return the members that borrow weights of this one."""
+        return [other for other in member.borrowers if self.has(other)]

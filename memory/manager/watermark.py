@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..errors import InvalidInput, quoted, require
+from ..errors import InvalidInput, allowed_values, quoted, require
+from ..options.placement import canonical_device
 from ..units import GIB, LARGEST_SIZE, MIB, format_bytes
 
-__all__ = ["Watermark", "default_watermark", "unlearned_bytes"]
+if TYPE_CHECKING:  # nodes read the default without loading torch
+    from ..transfer.devices import Device
+
+__all__ = ["Watermark", "Watermarks", "default_watermark", "unlearned_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,3 +48,45 @@ def default_watermark(total_bytes: int) -> Watermark:
     return Watermark(
         low_bytes=min(default.low_bytes, total_bytes // 10), high_bytes=min(default.high_bytes, total_bytes * 3 // 20)
     )
+
+
+class Watermarks:
+    """The marks of each accelerator: those that were set, else the default for its size."""
+
+    def __init__(self, devices: Mapping[str, Device]) -> None:
+        self.devices = devices
+        """The accelerators, by name."""
+        self.marks: dict[str, Watermark] = {}
+        """The marks that were set."""
+
+    def of(self, device: str) -> Watermark:
+        """Return the marks of an accelerator; asks the driver for its size where none were set."""
+        if device not in self.marks:
+            return default_watermark(self.devices[device].total_bytes())
+        return self.marks[device]
+
+    def is_set(self, device: str) -> bool:
+        return device in self.marks
+
+    def set(self, device: str, low_bytes: int, high_bytes: int) -> list[str]:
+        """Set the marks of one accelerator, or of all with ``*``; returns those whose marks differ from before.
+
+        Raises:
+            InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total; nothing is set then.
+        """
+        require(device, str, what="watermark device", allowed="a text, such as gpu:0 or *")
+        name = canonical_device(device)
+        if name != "*" and name not in self.devices:
+            raise InvalidInput(f"watermark device {device!r} is not here; {allowed_values(name, ['*', *self.devices])}")
+        mark = Watermark(low_bytes=low_bytes, high_bytes=high_bytes)
+        targets = list(self.devices) if name == "*" else [name]
+        for target in targets:
+            total_bytes = self.devices[target].total_bytes()
+            if mark.high_bytes > total_bytes:
+                raise InvalidInput(
+                    f"watermark high={format_bytes(mark.high_bytes)} exceeds {target}, "
+                    f"allowed is up to {format_bytes(total_bytes)}"
+                )
+        changed = [target for target in targets if self.marks.get(target) != mark]
+        self.marks |= dict.fromkeys(changed, mark)
+        return changed

@@ -31,6 +31,8 @@ from .staging_layout import Places, Workload, pass_seconds
 
 __all__ = ["DevicePlan", "plan_share", "share_holds"]
 
+# How the reason begins that tells what stays free for forwards.
+KEEPS = "keeps"
 # A new schedule has to be this much faster to move blocks that are in place.
 WORTH_MOVING = 0.02
 # By so much more has to be free than when forwards ran out of memory.
@@ -70,6 +72,13 @@ class DevicePlan:
         if not self.staging_bytes:
             return 0
         return min(len(self.streamed), self.staging_bytes // self.streamed_block_bytes) - 1
+
+    @property
+    def why_kept(self) -> str:
+        """Why bytes stay free for the forwards, in words."""
+        return next(
+            (reason for reason in self.reasons if reason.startswith(KEEPS)), "needs more memory beside its weights"
+        )
 
     @property
     def device_bytes(self) -> int:
@@ -264,7 +273,7 @@ def find_allowed(
             if most - keeps_bytes < limit:
                 limit, source = most - keeps_bytes, f"{capacity.name} can give {format_bytes(most - keeps_bytes)}"
             if kept.is_known or whole.device_bytes > limit:
-                reasons.append(f"keeps {format_bytes(keeps_bytes)} free: {kept.why}")
+                reasons.append(f"{KEEPS} {format_bytes(keeps_bytes)} free: {kept.why}")
     if limit >= GIB and whole.device_bytes > limit >= least:
         limit = max(least, limit // MIB * MIB)  # whole MiB: people read the text that gives the same plan again
     return Allowed(

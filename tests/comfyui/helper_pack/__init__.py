@@ -318,10 +318,10 @@ async def forget_needs(request: web.Request) -> web.Response:
         manager = module.existing_manager() if name.endswith("highwater.memory.manager.default") else None
         if manager is not None:
             with manager.exclusive():
-                needs = manager.admission.needs
+                needs = manager.capacity.needs
                 for learned in (needs.known, needs.last, needs.changed):
                     learned.clear()
-                manager.admission.epoch += 1
+                manager.capacity.outdate_plans()
     return web.json_response({})
 
 
@@ -333,7 +333,7 @@ def count_calls() -> None:
     for module_name, name in (
         ("options.placement", "Scanner.__init__"),
         ("manager.module_plans", "plan_components"),
-        ("manager.admission", "replan"),
+        ("manager.live_capacity", "replan"),
     ):
         (module,) = (m for n, m in list(sys.modules.items()) if n.endswith(f"highwater.memory.{module_name}"))
         *owners, attribute = name.split(".")

@@ -186,7 +186,7 @@ def streamed_request(model: torch.nn.Module, kind: str, placement: str) -> Reque
         try:
             plan = plan_modules(
                 {"probe": model},
-                default_manager().admission.machine(None),
+                default_manager().capacity.machine(None),
                 placement=parse_placement(placement if len(devices) > 1 else devices[0], devices=GPUS),
                 profile=profile,
                 precision=None,

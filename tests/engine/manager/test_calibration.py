@@ -17,19 +17,19 @@ LINK = 8e9
 
 def test_the_link_is_measured_by_the_loading_and_remembered(sim, machine, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("highwater.memory.transfer.link_speed.cache_directory", lambda: tmp_path)
-    monkeypatch.setattr("highwater.memory.manager.admission.known_link", known_link)
-    monkeypatch.setattr("highwater.memory.manager.calibration.link_bytes_per_s", link_bytes_per_s)
+    monkeypatch.setattr("highwater.memory.manager.live_capacity.known_link", known_link)
+    monkeypatch.setattr("highwater.memory.manager.live_capacity.link_bytes_per_s", link_bytes_per_s)
     net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12)))  # 48 MiB
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
         assert known_link(manager.devices["gpu:0"]) is None
         with manage(net, profile="40MiB", manager=manager) as managed:
             for _ in range(4):
                 net(torch.randn(4, 1024))
-            assert manager.admission.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
-            assert known_link(manager.devices["gpu:0"]) == manager.admission.links["gpu:0"]
+            assert manager.capacity.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+            assert known_link(manager.devices["gpu:0"]) == manager.capacity.links["gpu:0"]
             seconds = managed.members[0].block_seconds
             assert len(seconds) == 12 and all(value > 0 for value in seconds.values())
-        assert type(manager)().admission.links["gpu:0"] == manager.admission.links["gpu:0"]
+        assert type(manager)().capacity.links["gpu:0"] == manager.capacity.links["gpu:0"]
 
 
 def test_times_are_taken_once_and_cost_nothing_after(toys, machine, sim) -> None:
@@ -58,7 +58,7 @@ def test_what_computes_meanwhile_is_not_taken_for_the_link(sim, machine) -> None
                     other = other @ other
                 net(torch.randn(4, 1024))
         del other
-        assert manager.admission.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert manager.capacity.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
 
 
 @pytest.mark.parametrize("budget", ["9MiB", "17MiB"])
@@ -71,8 +71,8 @@ def test_pageable_memory_is_learned_as_it_streams(sim, machine, budget: str) -> 
     ):
         for _ in range(6):
             net(torch.randn(4, 1024))
-        assert manager.admission.links == {}
-        assert manager.admission.pageable_links == pytest.approx({"gpu:0": LINK}, rel=0.05)
+        assert manager.capacity.links == {}
+        assert manager.capacity.pageable_links == pytest.approx({"gpu:0": LINK}, rel=0.05)
         (share,) = managed.members[0].managed.plan.shares
         assert share.pass_s is not None
         begin_s = sim.clock_s()
@@ -110,7 +110,7 @@ def test_the_link_is_learned_where_nothing_streams_too(sim, machine) -> None:
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad(), manage(net, manager=manager) as managed:
         for _ in range(2):
             net(torch.randn(4, 1024))
-        assert manager.admission.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
+        assert manager.capacity.links["gpu:0"] == pytest.approx(LINK, rel=0.05)
         assert managed.members[0].block_seconds is None  # it would be of no use
 
 
@@ -119,7 +119,7 @@ def test_a_split_of_which_one_part_streams_learns_the_times_of_both(toys, machin
         net = toys.build_net()
         profile = "gpu:0=unlimited,gpu:1=0.3MiB"
         with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
-            manager.admission.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            manager.capacity.links |= {"gpu:0": LINK, "gpu:1": LINK}
             for _ in range(4):
                 net(torch.randn(2, 5, 64))
             first, second = managed.members[0].managed.shares
@@ -158,7 +158,7 @@ def test_staging_memory_that_is_made_anew_knows_the_order(machine) -> None:
 def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
     net = Backwards(*(torch.nn.Linear(512, 512) for _ in range(8)))
     with machine(64, h2d_bytes_per_s=LINK) as manager, torch.no_grad():
-        manager.admission.links["gpu:0"] = LINK
+        manager.capacity.links["gpu:0"] = LINK
         with manage(net, profile="4.5MiB", manager=manager) as managed:
             for _ in range(4):
                 net(torch.randn(4, 512))
@@ -171,7 +171,7 @@ def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
 def test_widening_is_part_of_what_a_block_takes(toys, machine, sim) -> None:
     rates = {"h2d_bytes_per_s": LINK, "memory_bytes_per_s": 1e9, "flops_per_s": 1e15, "launch_s": 1e-7}
     with machine(8, **rates) as manager, torch.no_grad():
-        manager.admission.links["gpu:0"] = LINK
+        manager.capacity.links["gpu:0"] = LINK
         net = toys.build_net(dtype=torch.bfloat16)
         choices = {"profile": "0.3MiB", "precision": "fp8 scaled", "manager": manager}
         with manage({"transformer": net}, **choices) as managed:
@@ -229,7 +229,7 @@ def test_a_host_is_told_and_left_with_what_measured_times_decide(machine, seed: 
     net = Chain(widths).eval().requires_grad_(False)
     x = torch.randn(16, 64)
     with machine(8, flops_per_s=10 ** draw.uniform(8.3, 10.5), h2d_bytes_per_s=1e9) as manager, torch.no_grad():
-        manager.admission.links["gpu:0"] = 1e9
+        manager.capacity.links["gpu:0"] = 1e9
         budget = draw.uniform(0.4, 0.8) * sum(widths) * 128 * 4
         (member,), _ = manager.add(
             {"model": net},
@@ -261,7 +261,7 @@ def test_a_split_learns_where_a_pass_left_out_a_block_of_one_part(toys, machine,
         net = toys.build_net()
         profile = "gpu:0=0.4MiB,gpu:1=0.3MiB"
         with manage(net, profile=profile, placement="gpu:0&gpu:1@0.5", manager=manager) as managed:
-            manager.admission.links |= {"gpu:0": LINK, "gpu:1": LINK}
+            manager.capacity.links |= {"gpu:0": LINK, "gpu:1": LINK}
             (member,) = managed.members
             for number in range(8):
                 net.skip = frozenset({skipped}) if number == 1 else frozenset()

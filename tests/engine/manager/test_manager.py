@@ -202,7 +202,7 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
         nets["b"](x)
         needed = managed[1].members[0].activation_bytes["gpu:0"]
         assert needed > MIB
-        assert manager.admission.needed(managed[1].members[0], "gpu:0").num_bytes == needed
+        assert manager.capacity.needed(managed[1].members[0], "gpu:0").num_bytes == needed
 
 
 @pytest.mark.parametrize(
@@ -212,10 +212,10 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
 )  # fmt: skip
 def test_a_bad_watermark_changes_nothing(machine, device: str, low: int, high: int, words: str) -> None:
     with machine(4, 4) as manager:
-        before = dict(manager.admission.watermarks)
+        before = dict(manager.capacity.watermarks.marks)
         with pytest.raises(InvalidInput, match=words):
             manager.set_watermark(device, low, high)
-        assert manager.admission.watermarks == before
+        assert manager.capacity.watermarks.marks == before
 
 
 @torch.no_grad()

@@ -226,11 +226,11 @@ def test_what_could_not_be_written_is_written_later(sim, file) -> None:
         net = Net()
         with manage(net, manager=manager):
             net(torch.ones(1, 256))
-            assert manager.admission.needs.changed
+            assert manager.capacity.needs.changed
             holder.execute("ROLLBACK")
             holder.close()
             net(torch.ones(1, 256))
-            assert not manager.admission.needs.changed and len(file.read()) == 2
+            assert not manager.capacity.needs.changed and len(file.read()) == 2
 
 
 @pytest.mark.parametrize("what", ["a link", "a dangling link", "a folder", "no folder", "a pipe"])
@@ -351,7 +351,7 @@ net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))).requires
 with manage(net, placement="gpu:0"):
     for _ in range(3):
         net(torch.ones(1 << 10, 64))
-assert default_manager().admission.needs.known
+assert default_manager().capacity.needs.known
 """
 
 

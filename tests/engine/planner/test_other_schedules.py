@@ -54,7 +54,7 @@ def test_the_engine_takes_the_time_that_the_model_says(sim, monkeypatch, seed: i
     work = make_work(seed)
     if pinned == "half":
         half = int(share * work.weight_bytes / SCALE / 2)
-        monkeypatch.setattr("highwater.memory.manager.admission.pin_limit_bytes", lambda *args, **choices: half)
+        monkeypatch.setattr("highwater.memory.manager.live_capacity.pin_limit_bytes", lambda *args, **choices: half)
     names = [part.name for part in work.parts if part.weight_bytes]
     engine = measure_engine(work, names, int(share * work.weight_bytes), pinned="none" if pinned == "none" else "all")
     modelled = run_places(work, engine.resident, engine.staging_bytes, engine.places, NUM_STEPS)

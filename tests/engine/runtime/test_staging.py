@@ -58,10 +58,10 @@ def test_any_order_within_any_memory_computes_the_same(
     ):
         if pinned == "some":
             patch.setattr(
-                "highwater.memory.manager.admission.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2
+                "highwater.memory.manager.live_capacity.pin_limit_bytes", lambda *args, **choices: budget_bytes // 2
             )
         if learns:
-            manager.admission.links["gpu:0"] = LINK
+            manager.capacity.links["gpu:0"] = LINK
         twin.to("sim:0")
         wanted = [twin(x.to("sim:0"), order).cpu() for order in passes]
         twin.to("cpu")

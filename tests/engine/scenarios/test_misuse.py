@@ -42,7 +42,7 @@ def test_a_large_run_is_forgotten_after_two_small_ones(toys, machine) -> None:
                 manager.begin_run(str(length), "toy")
                 net(torch.ones(1, length, 64))
                 manager.end_run()
-                needs.append(manager.admission.needed(managed.members[0], "gpu:0").num_bytes)
+                needs.append(manager.capacity.needed(managed.members[0], "gpu:0").num_bytes)
             assert needs[0] == needs[1] > 50 * needs[2] > 0
 
 

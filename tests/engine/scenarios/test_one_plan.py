@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.manager import admission, module_plans
+from highwater.memory.manager import live_capacity, module_plans
 from highwater.memory.units import MIB
 
 
@@ -24,7 +24,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         called.append(name)
         return function(*args, **kwargs)
 
-    for module, name in ((module_plans, "plan_components"), (admission, "replan")):
+    for module, name in ((module_plans, "plan_components"), (live_capacity, "replan")):
         monkeypatch.setattr(module, name, partial(count, name, getattr(module, name)))
     yield called
 

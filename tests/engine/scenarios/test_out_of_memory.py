@@ -306,8 +306,8 @@ def test_what_another_program_takes_in_a_pass_is_not_learned(machine, sim) -> No
         sim.occupy(0, 0)
         assert torch.equal(module(x).cpu(), want)
         assert managed.members[0].managed.plan.shares[0].resident == plan.shares[0].resident
-        key = manager.admission.key_of(managed.members[0].managed.component, "gpu:0")
-        assert not any(need.failed_bytes for need in manager.admission.needs.known[key].values())
+        key = manager.capacity.key_of(managed.members[0].managed.component, "gpu:0")
+        assert not any(need.failed_bytes for need in manager.capacity.needs.known[key].values())
 
 
 @torch.no_grad()
@@ -344,8 +344,8 @@ def test_what_the_forward_handles_itself_is_no_failure(machine) -> None:
         with manage(module, manager=manager) as managed:
             module(x)
             assert not [event for event in manager.report()["events"] if event["kind"] == "error"]
-            (need,) = manager.admission.needs.known[
-                manager.admission.key_of(managed.members[0].managed.component, "gpu:0")
+            (need,) = manager.capacity.needs.known[
+                manager.capacity.key_of(managed.members[0].managed.component, "gpu:0")
             ].values()
             assert not need.failed_bytes
 
@@ -523,14 +523,14 @@ def test_a_larger_input_needs_no_less_and_a_smaller_one_has_a_need_of_its_own(ma
         for number in range(2):
             manager.begin_run(str(number), "run")
             module(torch.randn(1, 64, DIM))
-        sizes = manager.admission.needs.known[manager.admission.key_of(member.managed.component, "gpu:0")]
+        sizes = manager.capacity.needs.known[manager.capacity.key_of(member.managed.component, "gpu:0")]
         small, large = sorted(need.seen_bytes for need in sizes.values())
         assert large > 10 * small
         for size, need in sizes.items():
             larger = (*size[:2], *(part + 8 for part in size[2:]))
-            assert manager.admission.needed(member, "gpu:0", size).num_bytes == need.seen_bytes
-            assert not manager.admission.needed(member, "gpu:0", larger).is_known
-            assert manager.admission.needed(member, "gpu:0", larger).num_bytes == need.seen_bytes
+            assert manager.capacity.needed(member, "gpu:0", size).num_bytes == need.seen_bytes
+            assert not manager.capacity.needed(member, "gpu:0", larger).is_known
+            assert manager.capacity.needed(member, "gpu:0", larger).num_bytes == need.seen_bytes
 
 
 @torch.no_grad()
@@ -544,13 +544,13 @@ def test_a_need_that_is_met_no_more_decays(machine) -> None:
         tries_until_it_fits(manager, lambda: module(x))
         module(x)
         (member,) = managed.members
-        kept = [manager.admission.needed(member, "gpu:0").num_bytes]
+        kept = [manager.capacity.needed(member, "gpu:0").num_bytes]
         resident = len(member.managed.plan.shares[0].resident)
         module.scale = 1
         for number in range(24):
             manager.begin_run(str(number), "run")
             module(x)
-            kept.append(manager.admission.needed(member, "gpu:0").num_bytes)
+            kept.append(manager.capacity.needed(member, "gpu:0").num_bytes)
         assert all(later <= earlier for earlier, later in itertools.pairwise(kept))
         assert kept[-1] < kept[0] // 3
         assert len(member.managed.plan.shares[0].resident) > resident
@@ -577,10 +577,10 @@ def test_diffusion_models_and_vaes_leave_it_free_unless_the_user_says_what_is(
 ) -> None:
     x = torch.randn(1, 1, DIM)
     with machine(20) as manager:
-        manager.admission.watermarks.clear()
+        manager.capacity.watermarks.marks.clear()
         if watermark is not None:
             manager.set_watermark("*", watermark, watermark)
-        low = manager.admission.watermark("gpu:0").low_bytes
+        low = manager.capacity.watermarks.of("gpu:0").low_bytes
         other, module = build([1024] * 4, seed=1), build([1024] * 30)  # 2 and 15 MiB
         with (
             manage({"text_encoder": other}, manager=manager),

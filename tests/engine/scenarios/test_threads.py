@@ -245,7 +245,7 @@ def test_a_lease_does_not_plan_anew_under_the_pass_of_another_thread(toys, machi
             manager.set_watermark("*", 7 << 20, 7 << 20)  # for which the next pass will have less
             with manager.lease(member):
                 assert member.managed.plan is plan
-                assert member.planned_in_epoch != manager.admission.epoch
+                assert member.planned_in_epoch != manager.capacity.epoch
         assert torch.equal(results[0], want)
         assert not member.leases
         assert torch.equal(compute(net), want)
@@ -283,10 +283,10 @@ def test_a_lease_ends_a_pass_that_nobody_runs_and_loads(toys, machine) -> None:
         with pytest.raises(KeyboardInterrupt):
             compute(net)
         handle.remove()
-        manager.admission.epoch += 1
+        manager.capacity.outdate_plans()
         with manager.lease(member):
             assert member.managed.passes.open is None
-            assert member.planned_in_epoch == manager.admission.epoch
+            assert member.planned_in_epoch == manager.capacity.epoch
             assert torch.equal(compute(net), want)
 
 

@@ -1,0 +1,258 @@
+"""Live capacity: what each component may plan with now, by free memory, watermarks and what forwards need.
+
+[Note: capacity] A component may plan with what is free, with its own bytes, and with those of idle components, less
+what the watermark keeps free. Everything here is arithmetic on what devices and books say; nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
+from ..planner.plan import ComponentPlan, plan_holds, replan
+from ..planner.sizes import least_bytes
+from ..runtime.input_size import Size
+from ..runtime.ledger import Ledger
+from ..transfer.devices import Device, HostMemory
+from ..transfer.link_speed import known_link, link_bytes_per_s
+from ..transfer.pinned_memory import pin_limit_bytes
+from ..weights.component import Component
+from .event_log import EventLog
+from .eviction import Candidate
+from .member import Member, Members
+from .needs import Key, Needs, digest_component, digest_device
+from .watermark import Watermarks, unlearned_bytes
+
+__all__ = ["LiveCapacity", "computable"]
+
+
+class LiveCapacity:
+    """The numbers that plans are made from, as they are now. The caller holds the manager's lock.
+
+    Args:
+        members: the components under management; the registry adds and removes them.
+    """
+
+    def __init__(self, devices: dict[str, Device], members: Members, ledger: Ledger, event_log: EventLog) -> None:
+        self.devices = devices
+        self.members = members
+        self.ledger = ledger
+        self.event_log = event_log
+        self.watermarks = Watermarks({name: device for name, device in devices.items() if not device.is_cpu})
+        self.needs = Needs()
+        self.device_digests: dict[str, str] = {}
+        self.links = {
+            name: speed
+            for name, device in devices.items()
+            if not device.is_cpu and (speed := known_link(device)) is not None
+        }
+        """Bytes per second from page-locked memory, as far as they were ever measured."""
+        self.pageable_links: dict[str, float] = {}
+        """Bytes per second from other host memory, as far as they were measured in this process."""
+        self.epoch = 0
+        """Counts changes of what there is to share; a plan of an older epoch is checked again."""
+
+    def outdate_plans(self) -> None:
+        """Note that there is more or less to share: every component checks its plan when it is used next."""
+        self.epoch += 1
+
+    def key_of(self, component: Component, device: str, member: Member | None = None) -> Key:
+        """Return the key of a component's needs on a device."""
+        digest = member.digest if member is not None else None
+        if digest is None:
+            digest = digest_component(component)
+            if member is not None:
+                member.note_digest(digest)
+        if device not in self.device_digests:
+            self.device_digests[device] = digest_device(self.devices[device])
+        return digest, self.device_digests[device]
+
+    def kept_for_sharing(self, member: Member | None, device: str) -> int:
+        """Return the bytes that a member leaves free: the least form of its lenders, and what its borrowers need.
+
+        A borrower is loaded before its lenders ([Note: sharing] in `weights/sharing.py`).
+        """
+        if member is None or self.devices[device].is_cpu:
+            return 0
+        num_bytes = sum(computable(lender, {device: 0})[device] for lender in member.lenders if not lender.leases)
+        for other in self.members.borrowers(member):
+            if other.leases:
+                shares = other.managed.plan.shares
+                num_bytes += sum(max(0, share.keeps_bytes) for share in shares if share.device == device)
+        return num_bytes
+
+    def needed(self, member: Member, device: str, size: Size | None = None) -> KeptFree | None:
+        """Return what a member's forwards are known to need, for one input size or for the last one."""
+        if device in member.short_on:
+            return KeptFree(num_bytes=EVERYTHING, why="loading it ran out of memory")
+        component = member.managed.component
+        # A host catches the failure of a VAE and goes on in tiles: before those ran, the failure tells nothing.
+        fears = size is not None or not member.is_hosted or component.kind != "vae"
+        kept = self.needs.kept(self.key_of(component, device, member), size, fears=fears)
+        seen = max(member.activation_bytes[device], member.activation_before[device])
+        if seen and (kept is None or seen > kept.num_bytes):
+            is_known = size is None or (kept is not None and kept.is_known)
+            kept = KeptFree(num_bytes=seen, why="an earlier pass needed it", is_known=is_known)
+        if member.is_wary and size is not None and (kept is None or not kept.is_known):
+            why = "another part ran out of memory, and what this one needs is not known yet"
+            return KeptFree(num_bytes=EVERYTHING, why=why, is_known=False)
+        return kept
+
+    def unlearned(self, device: str, *, is_hosted: bool) -> int:
+        """Return what is kept free for forwards of unknown needs; 0 where the user or a host says what stays free."""
+        found = self.devices[device]
+        if found.is_cpu or is_hosted or self.watermarks.is_set(device):
+            return 0
+        return unlearned_bytes(found.total_bytes())
+
+    def leaves_enough(self, member: Member, size: Size) -> bool:
+        """Whether as much is free now as forwards of a size are known to need, or may need. Asks the driver."""
+        for share in member.managed.plan.shares:
+            device = self.devices[share.device]
+            if device.is_cpu:
+                continue
+            kept = self.needed(member, share.device, size)
+            num_bytes = kept.num_bytes if kept is not None else 0
+            if kept is None or not kept.is_known:
+                num_bytes = max(num_bytes, self.unlearned(share.device, is_hosted=member.is_hosted))
+            if num_bytes > device.free_bytes():
+                return False
+        return True
+
+    def lasting_bytes(self, device: str, idle: Candidate) -> int:
+        """Return the bytes that an idle component keeps to be able to compute, while its host counts it as loaded."""
+        member = self.members[idle.component]
+        if not (member.is_hosted and member.managed.is_loaded):
+            return 0
+        return min(idle.device_bytes, computable(member, {device: 0})[device])
+
+    def foreign_bytes(self, device: Device) -> int:
+        """Return what other programs, the driver and other libraries have of a device, beside torch's allocator."""
+        memory = device.memory()
+        return memory.total - memory.free - memory.allocated
+
+    def candidates(self, device: Device, member: Member | None) -> list[Candidate]:
+        """Return the idle components with bytes on a device, other than the member."""
+        held_here = ((self.members.get(owner), held) for owner, held in self.ledger.by_component(device.name).items())
+        now_s = self.event_log.now_s
+        return [
+            Candidate(
+                component=other.id,
+                device_bytes=held,
+                last_use=other.last_use,
+                idle_s=now_s - other.last_use_s if other.last_use_s is not None else None,
+                evict_last=other.evict_last,
+            )
+            for other, held in held_here
+            if other is not None and other is not member and not other.leases
+        ]
+
+    def machine(
+        self,
+        member: Member | None,
+        ceilings: Mapping[str, int] | None = None,
+        *,
+        size: Size | None = None,
+        freed_bytes: int = 0,
+        is_hosted: bool = False,
+        evicts: bool = True,
+        in_pass: bool = False,
+    ) -> Machine:
+        """Return what a member (or a newcomer) may plan with, in live numbers.
+
+        Args:
+            size: that of the input that the plan is for, where it is known.
+            freed_bytes: the host memory of a newcomer's weights, which packing them gives back.
+            is_hosted: whether a newcomer's host says how much it may take.
+            evicts: whether the bytes of idle components count as available.
+            in_pass: a pass of the member ends: what its tensors still take counts as available.
+        """
+        is_hosted = member.is_hosted if member is not None else is_hosted
+        capacities = []
+        computing = [other.id for other in self.members.siblings(member) if other.leases] if member else []
+        memory = {name: device.memory() for name, device in self.devices.items()}
+        for device in self.devices.values():
+            total_bytes, free_bytes, _, allocated_bytes, _ = memory[device.name]
+            low = 0 if device.is_cpu else self.watermarks.of(device.name).low_bytes
+            idle = self.candidates(device, member) if evicts else []
+            others = sum(candidate.device_bytes for candidate in idle)
+            own = self.ledger.held(member.id, device.name) if member else 0
+            if in_pass and member is not None and device.name in member.allocated_at_entry:
+                own += max(0, allocated_bytes - member.allocated_at_entry[device.name])
+            available = free_bytes + own + others - low - self.kept_for_sharing(member, device.name)
+            capacities.append(
+                DeviceCapacity(
+                    name=device.name,
+                    total_bytes=total_bytes,
+                    available_bytes=max(0, available),
+                    kept_free_bytes=low,
+                    link_bytes_per_s=self.links.get(device.name),
+                    ceiling_bytes=(ceilings or {}).get(device.name),
+                    sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
+                    pageable_bytes_per_s=self.pageable_links.get(device.name),
+                    lasting_bytes=sum(map(partial(self.lasting_bytes, device.name), idle)) if is_hosted else 0,
+                    unlearned_bytes=self.unlearned(device.name, is_hosted=is_hosted),
+                )
+            )
+
+        def needs(component: Component, device: str) -> KeptFree | None:
+            if member is not None:
+                return self.needed(member, device, size)
+            return self.needs.kept(self.key_of(component, device)) if self.needs.known else None
+
+        # How much host memory a member takes is decided only when it is added.
+        pinned = 0
+        if member is None and len(self.devices) > 1:
+            host = HostMemory(total_bytes=memory["cpu"].total, free_bytes=memory["cpu"].free)
+            pinned = pin_limit_bytes(host, freed_bytes=freed_bytes)
+        return Machine(devices=tuple(capacities), pinned_bytes=pinned, needs=needs)
+
+    def replan(
+        self,
+        member: Member,
+        ceilings: Mapping[str, int] | None = None,
+        *,
+        size: Size | None = None,
+        evicts: bool = True,
+        in_pass: bool = False,
+    ) -> ComponentPlan:
+        """Return the plan that a member would get now, by all that is known of it; moves nothing.
+
+        Raises:
+            InvalidInput, DoesNotFit: as `plan_components`.
+        """
+        managed = member.managed
+        machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass)
+        if member.block_seconds is None and plan_holds(managed.component, managed.plan, machine, member.profile):
+            return managed.plan
+        # Planned again: memory, its host's ceiling or the known needs of its forwards have changed.
+        return replan(managed.component, managed.plan, machine, member.profile, member.block_seconds)
+
+    def end_run(self, member: Member) -> None:
+        """End a run of a member: what an older, larger one needed is kept no more."""
+        if member.end_run():
+            shares = member.managed.plan.shares
+            self.needs.decay(self.key_of(member.managed.component, share.device, member) for share in shares)
+
+    def note_link(self, device: Device, speed: float, *, is_pinned: bool) -> bool:
+        """Take the first measured speed of copies to a device; returns whether it was not known before.
+
+        Only the link's own speed, from page-locked memory, is remembered beyond this process: the other depends on what
+        else the host does.
+        """
+        known = self.links if is_pinned else self.pageable_links
+        if device.name in known:
+            return False
+        known[device.name] = link_bytes_per_s(device, partial(float, speed)) if is_pinned else speed
+        return True
+
+
+def computable(member: Member, ceilings: Mapping[str, int]) -> dict[str, int]:
+    """Return a host's ceilings, raised to the least with which the component can compute."""
+    component, plan = member.managed.component, member.managed.plan
+    least = {
+        share.device: least_bytes(component, share.blocks, plan.forms, first=index == 0)
+        for index, share in enumerate(plan.shares)
+    }
+    return {device: max(ceiling, least.get(device, 0)) for device, ceiling in ceilings.items()}
