@@ -105,7 +105,7 @@ class HighwaterLoadTextEncoder(ModelNode):
                     "type",
                     options=CLIP_TYPES,
                     default=CLIP_TYPES[0],
-                    tooltip="The model that the text is encoded for. With three or four files the files decide.",
+                    tooltip="The model that the text is encoded for. Ignored with three files (SD3) or four (HiDream).",
                 ),
                 *more_files,
             ],

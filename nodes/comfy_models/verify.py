@@ -60,9 +60,9 @@ class HighwaterVerify(io.ComfyNode):
                 seed_input("The seed of the noise for the model's step."),
             ],
             outputs=[
-                io.Model.Output(display_name="model", tooltip="The model that came in."),
-                io.Clip.Output(display_name="clip", tooltip="The text encoder that came in."),
-                io.Vae.Output(display_name="vae", tooltip="The VAE that came in."),
+                io.Model.Output(display_name="model", tooltip="The input model, unchanged."),
+                io.Clip.Output(display_name="clip", tooltip="The input text encoder, unchanged."),
+                io.Vae.Output(display_name="vae", tooltip="The input VAE, unchanged."),
                 io.String.Output(
                     display_name="report", tooltip="Whether the results are equal, and where they first differ."
                 ),

@@ -37,7 +37,7 @@ class HighwaterVerifyPipeline(io.ComfyNode):
                 seed_input("The seed of the noise for the step."),
             ],
             outputs=[
-                PipelineType.Output(display_name="pipeline", tooltip="The pipeline that came in."),
+                PipelineType.Output(display_name="pipeline", tooltip="The input pipeline, unchanged."),
                 io.String.Output(
                     display_name="report", tooltip="Whether the results are equal, and where they first differ."
                 ),
