@@ -6,72 +6,28 @@ import argparse
 import errno
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import DoesNotFit, InvalidInput, one_line
-from ..memory.options.placement import AUTO
-from .server.address import DEFAULT_PORT, LOOPBACK
+from .arguments import build_parser, join_values
 
 if TYPE_CHECKING:
     from .commands.hardware import Hardware
 
 __all__ = ["main"]
 
-PROFILE_HELP = (
-    "auto, 1 to 5, a name that `highwater profiles` prints, a budget such as 6GiB, or a profile with changes, "
-    "such as 4,diffusion=2GiB,prefetch=2 (files only)"
-)
-DEVICES_HELP = (
-    'hardware to simulate instead of using the machine, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
-)
-COMFYUI_HELP = "ComfyUI's folder; default: $COMFYUI_DIR, the ComfyUI with this pack, or ~/comfy/ComfyUI"
-
-
-# A value that starts like an option, and an option that may take a value.
-NEGATIVE, OPTION = re.compile(r"-[.\d]"), re.compile(r"--[a-z][a-z-]*")
 # What is wrong with a path that was named; anything else, such as a full disk, fails the run.
 NOT_USABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage before it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InvalidInput(f"{message}; see {self.prog} --help")
-
-
-class StoreOnce(argparse.Action):
-    """Stores a value and refuses a second one, which would silently replace the first."""
-
-    was_given = False
-
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        if self.was_given:
-            parser.error(f"{option} is given twice; it takes one value")
-        self.was_given = True
-        setattr(namespace, self.dest, values)
-
-
-def join_values(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with values such as -1GiB joined to their option by "=": they look like options."""
-    joined: list[str] = []
-    for argument in arguments:
-        if NEGATIVE.match(argument) and joined and OPTION.fullmatch(joined[-1]) and "--" not in joined:
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    return joined
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = build_parser().parse_args(join_values(sys.argv[1:] if arguments is None else arguments))
-        return int(options.command(options))
+        return COMMANDS[options.command](options)
     except InvalidInput as error:
         print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 2
@@ -97,63 +53,6 @@ def describe(error: OSError) -> str:
     """Return what the system says of a file or folder that a command cannot read or write."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename is not None else reason
-
-
-def build_parser() -> Parser:
-    about = "A memory manager for ComfyUI and diffusers: plan, run, and see where weights are kept."
-    parser = Parser(prog="highwater", description=about)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
-
-    def add(name: str, command: Any, text: str) -> Parser:
-        added: Parser = commands.add_parser(name, help=text, description=text)
-        added.register("action", None, StoreOnce)
-        added.set_defaults(command=command)
-        added.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-        return added
-
-    demo = add(
-        "demo", run_demo, "run example workflows that do not fit in memory together, and draw a chart of the memory"
-    )
-    demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="folder for images and report")
-    run = add("run", run_workflows, "run workflows in API format one after the other, with one memory manager")
-    run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW.json")
-    run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the images")
-    verify = add("verify", run_verify, "run one step of a workflow with Highwater and without, and compare bit by bit")
-    verify.add_argument("workflow", type=Path, metavar="WORKFLOW.json")
-    plan = add("plan", run_plan, "print where each part would be kept; reads only file headers, and moves nothing")
-    plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
-    plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
-    plan.add_argument("--placement", default=AUTO, help="devices, such as gpu:0&gpu:1 (files only)")
-    plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
-    add("profiles", run_profiles, "list the profiles with all their values")
-    devices = add("devices", run_devices, "list devices with total and free memory, and settings that hide devices")
-    needs = add("needs", run_needs, "list how much memory models needed beside their weights in earlier runs")
-    needs.epilog = "The table names components and devices by the first digits of a digest: the file stores no names."
-    needs.add_argument("--reset", action="store_true", help="delete these values; a running ComfyUI keeps its own")
-    needs.add_argument(
-        "--file", type=Path, metavar="FILE", help="only this file; default: the user's file and ComfyUI's"
-    )
-    needs.add_argument("--comfyui", type=Path, metavar="DIR", help=COMFYUI_HELP)
-    doctor = add("doctor", run_doctor, "check whether Highwater works in ComfyUI, and what prevents it")
-    doctor.add_argument("--comfyui", type=Path, metavar="DIR", help=COMFYUI_HELP)
-    serve = add("serve", run_serve, "start the ComfyUI web page with these nodes, without ComfyUI's backend")
-    serve.add_argument("--host", default=LOOPBACK, help="the address to listen on")
-    serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="the port to listen on")
-    serve.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another host name of this server for browsers, such as box.local; can be repeated",
-    )
-    serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="folder for the images")
-    for command in (demo, run, verify, plan, devices, serve):
-        command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
-    for command in (demo, run, verify, plan, serve):
-        command.add_argument(
-            "--models", type=Path, metavar="DIR", help="ComfyUI's models folder; default: tiny example pipelines"
-        )
-    return parser
 
 
 # -- commands
@@ -306,6 +205,18 @@ def run_serve(options: argparse.Namespace) -> int:
     serve(runner, host=options.host, port=options.port, allowed_hosts=options.allow_host, announce=announce)
     return 0
 
+
+COMMANDS = {
+    "demo": run_demo,
+    "run": run_workflows,
+    "verify": run_verify,
+    "plan": run_plan,
+    "profiles": run_profiles,
+    "devices": run_devices,
+    "needs": run_needs,
+    "doctor": run_doctor,
+    "serve": run_serve,
+}
 
 # -- what they share
 

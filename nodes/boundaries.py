@@ -16,18 +16,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
+from .prompts import names_our_node, title_of, workflow_id_of
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["EVENT", "Boundaries", "features", "install", "names_our_node"]
+__all__ = ["EVENT", "Boundaries", "features", "install"]
 
 EVENT = "highwater.memory"
-OUR_PREFIX = "Highwater"
 FEATURES = ("run_boundaries", "node_boundaries", "events")
 NO_PROVIDERS = "missing: this ComfyUI has no cache providers; update it to 0.33 or newer"
 
@@ -141,27 +141,6 @@ class Boundaries:
         running, _ = self.server.prompt_queue.get_current_queue_volatile()
         # The items have more fields in newer hosts: take them by their place, never apart.
         return next(((item[2], item[3]) for item in running if item[1] == prompt_id), (None, None))
-
-
-def names_our_node(graph: Any) -> bool:
-    """Whether a graph in API format, checked or not, holds a node of this pack."""
-    nodes = graph.values() if isinstance(graph, Mapping) else ()
-    return any(isinstance(node, Mapping) and str(node.get("class_type")).startswith(OUR_PREFIX) for node in nodes)
-
-
-def workflow_id_of(extra_data: Any) -> str | None:
-    """Return the id of the workflow that a page queued; a prompt from elsewhere has none, or anything."""
-    found = extra_data
-    for key in ("extra_pnginfo", "workflow", "id"):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, str) else None
-
-
-def title_of(node: Mapping[str, Any]) -> str:
-    """Return what the user called a node, else its class."""
-    meta = node.get("_meta")
-    title = meta.get("title") if isinstance(meta, Mapping) else None
-    return title if isinstance(title, str) and title else str(node["class_type"])
 
 
 # -- in the real host

@@ -18,7 +18,8 @@ from ..comfy_stub.comfy_api import list_node_classes
 from ..comfy_stub.comfy_io import ComfyNode
 from ..runner.output_cache import CacheEntry, OutputCache
 from ..runner.runner import WorkflowRunner
-from ..runner.workflow import InvalidWorkflow, Workflow, parse_workflow, read_graph, visit
+from ..runner.workflow import InvalidWorkflow, Workflow, parse_workflow, visit
+from ..runner.workflow_file import read_graph
 
 __all__ = ["verify_workflow"]
 

@@ -13,9 +13,8 @@ __all__, __getattr__ = lazy_names(
             "WorkflowNode",
             "load_workflow",
             "parse_workflow",
-            "read_graph",
-            "reject_constant",
             "visit",
         ],
+        "workflow_file": ["read_graph", "reject_constant"],
     },
 )

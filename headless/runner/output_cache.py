@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .workflow import Link, WorkflowNode
+from .node_inputs import Link
+from .workflow import WorkflowNode
 
 __all__ = ["CacheEntry", "OutputCache", "sign_node"]
 

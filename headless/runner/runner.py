@@ -22,8 +22,9 @@ from ...nodes.progress import showing_loadings
 from ..comfy_stub import folder_paths
 from ..comfy_stub.comfy_api import executing_node, install
 from ..comfy_stub.comfy_io import HiddenHolder, NodeOutput
+from .node_inputs import Link
 from .output_cache import CacheEntry, OutputCache, sign_node
-from .workflow import InvalidWorkflow, Link, Workflow, WorkflowNode
+from .workflow import InvalidWorkflow, Workflow, WorkflowNode
 
 if TYPE_CHECKING:
     from ...memory import MemoryManager

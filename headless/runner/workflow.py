@@ -1,4 +1,4 @@
-"""API-format workflow files: read, checked in full, and turned into a graph whose order is known.
+"""Workflows in API format: checked in full, and turned into a graph whose order is known.
 
 The checks follow ComfyUI's, with two that it lacks: an unknown input is an error, and a number is not made of a
 text. Everything is checked before the first node runs; each complaint is one line that names the node.
@@ -6,32 +6,25 @@ text. Everything is checked before the first node runs; each complaint is one li
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ...memory.errors import InvalidInput, allowed_values
+from ...nodes.prompts import title_of
 from ..comfy_stub.comfy_api import list_node_classes
-from ..comfy_stub.comfy_io import ComfyNode, Input, Schema
+from ..comfy_stub.comfy_io import ComfyNode, Schema
+from .node_inputs import MAX_TOLD, Link, check_link, check_value, describe, expectation, validated_names
+from .workflow_file import read_graph
 
 __all__ = [
     "InvalidWorkflow",
-    "Link",
     "Workflow",
     "WorkflowNode",
     "load_workflow",
     "parse_workflow",
-    "read_graph",
-    "reject_constant",
 ]
-
-ANY = "*"
-MAX_TOLD = 10  # nodes in one line
 
 
 class InvalidWorkflow(InvalidInput):
@@ -41,14 +34,6 @@ class InvalidWorkflow(InvalidInput):
         super().__init__(message)
         self.node_id = node_id
         self.input_name = input_name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """The output of another node, used as an input."""
-
-    node_id: str
-    output: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,43 +81,6 @@ def load_workflow(
         InvalidInput: the file is missing or not JSON; `InvalidWorkflow` where a node is to blame.
     """
     return parse_workflow(read_graph(path), source=str(path), node_classes=node_classes, ask_nodes=ask_nodes)
-
-
-def read_graph(path: str | Path) -> Any:
-    """Return what a workflow file holds, unchecked. Raises `InvalidInput` where that is not JSON."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise InvalidInput(f"{path}: no such file; expected a workflow in API format (.json)") from None
-    except IsADirectoryError:
-        raise InvalidInput(f"{path}: is a folder; expected a workflow in API format (.json)") from None
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
-    try:
-        return json.loads(text, object_pairs_hook=reject_duplicates, parse_constant=reject_constant)
-    except json.JSONDecodeError as error:
-        raise InvalidInput(
-            f"{path}: is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    except RecursionError:
-        raise InvalidInput(f"{path}: is nested too deeply for a workflow") from None
-    except ValueError as error:  # from the two hooks
-        raise InvalidInput(f"{path}: {error}") from None
-
-
-def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON keeps the last of two equal names; a node would vanish without a word."""
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} appears twice in one object; node ids and input names must be unique")
-    return content
-
-
-def reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number that JSON allows")
 
 
 def parse_workflow(
@@ -213,9 +161,7 @@ def check_node(
     """Check the inputs of one node against its schema and against the nodes that it is linked to."""
     schema = schemas[id]
     entry = graph[id]
-    meta = entry.get("_meta")
-    title = meta.get("title") if isinstance(meta, dict) else None
-    title = title if isinstance(title, str) and title else schema.display_name or schema.node_id
+    title = title_of(entry, schema.display_name)
     given = entry.get("inputs", {})
     known = {item.id: item for item in schema.inputs}
 
@@ -242,97 +188,6 @@ def check_node(
             except ValueError as error:
                 fail(name, str(error))
     return WorkflowNode(id=id, title=title, node_class=node_class, schema=schema, inputs=inputs)
-
-
-def check_link(link: list[Any], item: Input, schemas: Mapping[str, Schema]) -> Link:
-    """Return a link whose node and output exist and whose type fits.
-
-    Raises:
-        ValueError: saying what is wrong with it.
-    """
-    if len(link) != 2 or not isinstance(link[0], str) or type(link[1]) is not int:
-        raise ValueError(f'is {json.dumps(link)}; a link is ["node id", output index]')
-    source_id, index = link
-    if source_id not in schemas:
-        near = difflib.get_close_matches(source_id[:100], list(schemas)[:1000], n=MAX_TOLD)
-        told = list(dict.fromkeys([*near, *schemas]))[:MAX_TOLD]
-        more = f" and {len(schemas) - len(told)} more" if len(schemas) > len(told) else ""
-        raise ValueError(
-            f"links to node {source_id[:100]!r}, which does not exist; {allowed_values(source_id[:100], told)}{more}"
-        )
-    outputs = schemas[source_id].outputs
-    if not 0 <= index < len(outputs):
-        choices = [f"{number} ({output.display_name or output.io_type})" for number, output in enumerate(outputs)]
-        raise ValueError(f"links to output {index} of node {source_id}; allowed: {', '.join(choices) or 'none'}")
-    if not types_fit(outputs[index].io_type, item.io_type):
-        raise ValueError(f"takes {item.io_type}, but output {index} of node {source_id} is {outputs[index].io_type}")
-    return Link(node_id=source_id, output=index)
-
-
-def types_fit(given: str, taken: str) -> bool:
-    """Whether two type names, each a comma-separated union, have something in common."""
-    given_types, taken_types = set(given.split(",")), set(taken.split(","))
-    return ANY in given_types | taken_types or bool(given_types & taken_types)
-
-
-def check_value(value: Any, item: Input, *, limits: bool) -> Any:
-    """Return a widget's value in its type.
-
-    Args:
-        limits: also check the range or the choices; off where the node checks the input itself.
-
-    Raises:
-        ValueError: saying what is wrong and what is allowed.
-    """
-    wrong = ValueError(f"is {describe(value)}; expected {expectation(item)}")
-    if item.io_type == "INT":
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if type(value) is not int:
-            raise wrong
-    elif item.io_type == "FLOAT":
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise wrong
-        value = float(value)
-    elif item.io_type == "STRING":
-        if not isinstance(value, str):
-            raise wrong
-    elif item.io_type == "BOOLEAN":
-        if not isinstance(value, bool):
-            raise wrong
-    elif item.io_type == "COMBO":
-        if value not in item.options["options"] and (limits or not isinstance(value, str)):
-            choices = allowed_values(str(value), map(str, item.options["options"]))
-            raise ValueError(f"is {describe(value)}; {choices}")
-        return value
-    else:  # a socket without a widget
-        raise wrong
-    minimum, maximum = item.options.get("min"), item.options.get("max")
-    if limits and ((minimum is not None and value < minimum) or (maximum is not None and value > maximum)):
-        raise wrong
-    return value
-
-
-def expectation(item: Input) -> str:
-    """Return what may stand at an input, for people."""
-    minimum, maximum = item.options.get("min"), item.options.get("max")
-    span = f" from {minimum}" if minimum is not None else ""
-    span += f" to {maximum}" if maximum is not None else ""
-    words = {
-        "INT": f"a whole number{span}",
-        "FLOAT": f"a number{span}",
-        "STRING": "text",
-        "BOOLEAN": "true or false",
-    }
-    if item.io_type == "COMBO":
-        return f"one of: {', '.join(map(str, item.options['options']))}"
-    return words.get(item.io_type, f'a link ["node id", output index] to {item.io_type}')
-
-
-def describe(value: Any) -> str:
-    """Return a value in JSON, cut to one short line."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def order_nodes(nodes: Mapping[str, WorkflowNode], source: str) -> tuple[str, ...]:
@@ -372,15 +227,6 @@ def visit(roots: list[str], nodes: Mapping[str, WorkflowNode], source: str) -> l
             else:
                 path[link.node_id] = nodes[link.node_id].links
     return list(done)
-
-
-def validated_names(node_class: type[ComfyNode]) -> tuple[str, ...]:
-    """Return the inputs that a node checks itself, which the host then leaves to it."""
-    validate = getattr(node_class, "validate_inputs", None)
-    if validate is None:
-        return ()
-    parameters = inspect.signature(validate).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check_with_node(node: WorkflowNode, source: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from ...memory.errors import InvalidInput
-from ..runner.workflow import reject_constant
+from ..runner.workflow_file import reject_constant
 
 __all__ = [
     "MAX_REQUEST_BYTES",

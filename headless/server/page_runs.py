@@ -19,9 +19,10 @@ from ..comfy_stub.comfy_io import ComfyNode
 from ..commands.doctor import examine
 from ..runner.runner import WorkflowRunner
 from ..runner.workflow import InvalidWorkflow, parse_workflow
+from .job import Job
 from .page_requests import Route, answer_json, read_count, read_object, texts, weigh_json
 from .page_sockets import PageSockets
-from .prompt_queue import Job, PromptQueue
+from .prompt_queue import PromptQueue
 
 __all__ = ["RunRoutes"]
 
@@ -80,8 +81,7 @@ class RunRoutes:
         job = self.queue.running
         if job is not None and job.current_node and job.client_id == request.query.get("clientId"):
             # The page was reloaded while its job runs.
-            node = {"node": job.current_node, "display_node": job.current_node, "prompt_id": job.id}
-            greetings.append(("executing", node))
+            greetings.append(("executing", job.names(job.current_node)))
         return await self.sockets.serve_page(request, greetings)
 
     # -- nodes and memory

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import traceback
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...memory.errors import InvalidInput
 from ..runner.runner import InterruptedRun, WorkflowRunner
-from ..runner.workflow import Workflow
+from .job import Job, JobStatus, now_ms
 from .page_requests import weigh_json
 
-__all__ = ["Job", "JobStatus", "PromptQueue", "Publish"]
+__all__ = ["PromptQueue", "Publish"]
 
 # (event, data, client id): to one client's page, or to every page when the id is None.
 Publish = Callable[[str, dict[str, Any], "str | None"], None]
@@ -32,109 +28,6 @@ MAX_FINISHED_BYTES = 128 << 20
 MAX_WAITING_BYTES = 512 << 20
 MAX_WAITING = 10_000
 MAX_ERROR_LENGTH = 10_000
-MAX_ID_LENGTH = 200
-
-
-class JobStatus(str, Enum):
-    """What the page calls the states of a job."""
-
-    PENDING = "pending"
-    IN_PROGRESS = "in_progress"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-    @property
-    def is_final(self) -> bool:
-        return self not in (JobStatus.PENDING, JobStatus.IN_PROGRESS)
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Job:
-    """One queued prompt and what became of it. Times in milliseconds since 1970, as the page wants them."""
-
-    workflow: Workflow
-    extra_data: Mapping[str, Any]
-    client_id: str | None
-    num_bytes: int = 0
-    """About what it takes of memory: its request, and what its nodes have shown."""
-    number: float = 0.0
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-    status: JobStatus = JobStatus.PENDING
-    create_ms: int = field(default_factory=lambda: now_ms())
-    start_ms: int | None = None
-    end_ms: int | None = None
-    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    finished_nodes: list[str] = field(default_factory=list)
-    current_node: str | None = None
-    is_interrupted: bool = False
-    error: dict[str, Any] | None = None
-    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def extra_pnginfo(self) -> Mapping[str, Any] | None:
-        found = self.extra_data.get("extra_pnginfo")
-        return found if isinstance(found, Mapping) else None
-
-    @property
-    def workflow_id(self) -> str | None:
-        """The id of the page's graph, which tells equal node ids of two workflows apart."""
-        graph = (self.extra_pnginfo or {}).get("workflow")
-        found = graph.get("id") if isinstance(graph, Mapping) else None
-        return found[:MAX_ID_LENGTH] if isinstance(found, str) else None
-
-    def class_of(self, node_id: str) -> str:
-        return str(self.workflow.prompt[node_id]["class_type"])
-
-    def queue_entry(self) -> list[Any]:
-        """Return the job as ``GET /queue`` lists it."""
-        return [self.number, self.id, self.workflow.prompt, self.extra_data, list(self.workflow.output_ids)]
-
-    def summary(self) -> dict[str, Any]:
-        """Return the job as ``GET /jobs`` lists it; the first image stands for its outputs."""
-        files = [
-            {**item, "nodeId": node_id, "mediaType": kind}
-            for node_id, shown in self.outputs.items()
-            for kind, items in shown.items()
-            for item in items
-            if isinstance(item, dict) and "filename" in item
-        ]
-        return {
-            "id": self.id,
-            "status": self.status.value,
-            "priority": self.number,
-            "create_time": self.create_ms,
-            "execution_start_time": self.start_ms,
-            "execution_end_time": self.end_ms,
-            "outputs_count": len(files),
-            "previewable_outputs_count": len(files),
-            "preview_output": files[0] if files else None,
-            "execution_error": self.error,
-            "workflow_id": self.workflow_id,
-        }
-
-    def detail(self) -> dict[str, Any]:
-        """Return the job as ``GET /jobs/{id}`` shows it, with its graph."""
-        return {
-            **self.summary(),
-            "update_time": self.end_ms or self.start_ms or self.create_ms,
-            "outputs": dict(self.outputs),
-            "workflow": {"prompt": self.workflow.prompt, "extra_data": self.extra_data},
-        }
-
-    def history(self) -> dict[str, Any]:
-        """Return the job as ``GET /history`` shows it."""
-        succeeded = self.status is JobStatus.COMPLETED
-        return {
-            "prompt": self.queue_entry(),
-            "outputs": self.outputs,
-            "status": {
-                "status_str": "success" if succeeded else "error",
-                "completed": succeeded,
-                "messages": [list(message) for message in self.messages],
-            },
-            "meta": {},
-        }
 
 
 class PromptQueue:
@@ -274,7 +167,7 @@ class PromptQueue:
             job.status = status
             self.running = None
             self.finished = newest_within([*self.finished, job])
-        self.publish("executing", {"node": None, "display_node": None, "prompt_id": job.id}, job.client_id)
+        self.publish("executing", job.names(None), job.client_id)
         self.publish_status()
 
     def stopped_at(self, job: Job) -> dict[str, Any]:
@@ -305,8 +198,7 @@ class PromptQueue:
                 if job.current_node is not None:
                     job.finished_nodes.append(job.current_node)
                 job.current_node = node_id
-                names = {"node": node_id, "display_node": node_id, "prompt_id": job.id}
-                self.publish("executing", names, job.client_id)
+                self.publish("executing", job.names(node_id), job.client_id)
                 self.publish_progress(job, node_id, 0, 1, "running")
             case ("progress", (node_id, value, maximum)) | ("loading", (node_id, _, value, maximum)):
                 data = {"node": node_id, "prompt_id": job.id, "value": value, "max": maximum}
@@ -315,8 +207,7 @@ class PromptQueue:
             case "executed", (node_id, shown):
                 job.num_bytes += count_bytes(node_id, shown)
                 job.outputs[node_id] = shown
-                data = {"node": node_id, "display_node": node_id, "output": shown, "prompt_id": job.id}
-                self.publish("executed", data, job.client_id)
+                self.publish("executed", job.names(node_id) | {"output": shown}, job.client_id)
 
     def publish_progress(self, job: Job, node_id: str, value: float, maximum: float, state: str) -> None:
         """Say how far a node is; the page takes the whole state each time, and one node runs at a time."""
@@ -370,7 +261,3 @@ def describe(error: BaseException) -> dict[str, Any]:
         "current_inputs": {},
         "current_outputs": [],
     }
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000

@@ -1,5 +1,6 @@
 """The only place that speaks to ``comfy.*``; imported when a node of a ComfyUI model executes, never before."""
 
+from .adopting import notes_for
 from .hosted import Request
 from .loading import (
     load_checkpoint,
@@ -8,11 +9,8 @@ from .loading import (
     load_diffusion_model,
     load_text_encoder,
     load_vae,
-    manage_clip,
-    manage_model,
-    manage_vae,
-    notes_for,
 )
+from .managing import manage_clip, manage_model, manage_vae
 from .patcher import HighwaterPatcher
 from .verifying import verify_clip, verify_model, verify_vae
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import device_name
+from .hosted import hosted_of
 
 __all__ = ["bring_guides", "check_inputs"]
 
@@ -116,7 +117,7 @@ def reads_weights(guide: Any) -> bool:
 
 def refuse_eight_bits(model: ModelPatcher) -> None:
     """Refuse to build a ControlLora from weights that were cast to eight bits: it would read them without scale."""
-    hosted = getattr(model.model, "highwater", None)
+    hosted = hosted_of(model.model)
     if hosted is not None and hosted.cast_names:
         raise InvalidInput(
             f"{hosted.name} is stored in eight bits, and a Control-LoRA reads its weights; "
@@ -127,7 +128,7 @@ def refuse_eight_bits(model: ModelPatcher) -> None:
 def title_of(owner: Any) -> str:
     """Return what a message calls a ControlNet or a patch: its file's name if it is ours, else its class."""
     model = getattr(owner, "model", None)
-    hosted = getattr(model, "highwater", None)
+    hosted = hosted_of(model)
     if hosted is not None:
         return f"{'ControlNet' if hosted.kind == 'control' else 'model'} {hosted.name}"
     return type(model if model is not None else owner).__name__
@@ -145,7 +146,7 @@ def check_inputs(module: torch.nn.Module, before: RemovableHandle | None) -> Rem
 
 def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     """A forward pre-hook; a copy of the module, which is loaded by others, has it, too, and does not mind it."""
-    hosted = getattr(module, "highwater", None)
+    hosted = hosted_of(module)
     device = hosted.loaded_on if hosted is not None else None
     noisy = kwargs.get("x")
     if device is not None and isinstance(noisy, torch.Tensor) and device_name(noisy.device) != device_name(device):

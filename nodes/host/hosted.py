@@ -16,7 +16,7 @@ from ...memory.options.placement import AUTO_PLACEMENT, Placement
 from ...memory.options.precision import Precision
 from ...memory.options.profile import OffloadProfile
 
-__all__ = ["UNLIMITED_BYTES", "Hosted", "Request", "is_cpu"]
+__all__ = ["UNLIMITED_BYTES", "Hosted", "Request", "hosted_of", "is_cpu"]
 
 # Core says "everything" with this many bytes.
 UNLIMITED_BYTES = 1e30
@@ -88,6 +88,12 @@ def forget_dead_entries() -> None:
             listed.pop(index)
             if slot.model_finalizer is not None:
                 slot.model_finalizer.detach()
+
+
+def hosted_of(model: Any) -> Hosted | None:
+    """Return what hangs on a model of ours; None for others, and for what is no model."""
+    hosted: Hosted | None = getattr(model, "highwater", None)
+    return hosted
 
 
 def is_cpu(device: Any) -> bool:

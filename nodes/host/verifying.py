@@ -18,8 +18,10 @@ from comfy.model_patcher import ModelPatcher
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import Comparison, Verification, same_bits
 from . import loading
+from .adopting import PATCHER_STATE, notes_for
 from .guides import KEY as GUIDES_KEY
 from .hosted import UNLIMITED_BYTES
+from .managing import read_again, reload_managed
 from .patcher import HighwaterPatcher
 
 __all__ = ["verify_clip", "verify_model", "verify_vae"]
@@ -89,7 +91,7 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
         InvalidInput: the model is not managed.
     """
     if not isinstance(patcher, HighwaterPatcher):
-        notes = loading.notes_for(patcher)
+        notes = notes_for(patcher)
         raise InvalidInput(
             f"{type(getattr(patcher, 'model', patcher)).__name__} is not managed; connect the output of a "
             f"Highwater loader or Manage node{''.join(f' ({note})' for note in notes)}"
@@ -156,7 +158,7 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
     for kind in list(carried.wrappers):  # what we hang on our models is not core's, and looks for them
         carried.remove_wrappers_with_key(kind, GUIDES_KEY)
     twin = ModelPatcher(model, patcher.load_device, patcher.offload_device, 0, patcher.weight_inplace_update)
-    for attribute in loading.PATCHER_STATE:
+    for attribute in PATCHER_STATE:
         if hasattr(carried, attribute):
             setattr(twin, attribute, getattr(carried, attribute))
     twin.backup, twin.backup_buffers, twin.object_patches_backup, twin.hook_backup = {}, {}, {}, {}
@@ -223,8 +225,8 @@ def read_model_again(patcher: ModelPatcher) -> torch.nn.Module | None:
     if source is None:
         return None
     factory, arguments, *index = source
-    if factory is loading.reload_managed:
-        return loading.read_again(arguments[0]).model
+    if factory is reload_managed:
+        return read_again(arguments[0]).model
     readers: dict[Any, Callable[..., Any]] = {
         loading.reload_diffusion_model: loading.read_diffusion_model,
         loading.reload_text_encoder: loading.read_text_encoder,

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from highwater.headless.cli import main
+from highwater.headless.arguments import build_parser
+from highwater.headless.cli import COMMANDS, main
 from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
@@ -268,3 +269,8 @@ def test_hardware_is_read_as_written(devices: list[tuple[int, int]], host: int) 
     assert [device.link_bytes_per_s for device in hardware.devices] == [speed * 10**9 for _, speed in devices]
     assert hardware.host_bytes == host * GIB
     assert parse_hardware(str(hardware)).device_names == hardware.device_names
+
+
+def test_every_command_of_the_help_is_there() -> None:
+    (commands,) = (action for action in build_parser()._actions if action.choices)
+    assert set(commands.choices) == set(COMMANDS)

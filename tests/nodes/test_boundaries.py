@@ -15,7 +15,8 @@ from highwater.headless.comfy_stub.comfy_api import install as install_stand_ins
 from highwater.memory import existing_manager
 from highwater.memory.manager import default
 from highwater.nodes import boundaries
-from highwater.nodes.boundaries import Boundaries, names_our_node
+from highwater.nodes.boundaries import Boundaries
+from highwater.nodes.prompts import names_our_node
 
 OURS = {"1": {"class_type": "HighwaterMemoryReport", "inputs": {}}}
 CORE = {

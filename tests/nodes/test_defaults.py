@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.cli import build_parser
+from highwater.headless.arguments import build_parser
 from highwater.headless.comfy_stub import comfy_api
 from highwater.memory import InvalidInput, Watermark, manage
 from highwater.memory.options.precision import parse_precision

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from highwater.headless.runner.workflow import InvalidWorkflow, load_workflow, parse_workflow, read_graph
+from highwater.headless.runner.workflow import InvalidWorkflow, load_workflow, parse_workflow
+from highwater.headless.runner.workflow_file import read_graph
 from highwater.memory.errors import InvalidInput
 
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"

@@ -443,7 +443,8 @@ def test_pages_of_other_sites_are_refused(with_server, headers):
 def test_a_loading_moves_the_bar_of_its_node():
     from types import SimpleNamespace
 
-    from highwater.headless.server.prompt_queue import Job, PromptQueue
+    from highwater.headless.server.job import Job
+    from highwater.headless.server.prompt_queue import PromptQueue
 
     published: list[Any] = []
     queue = PromptQueue(SimpleNamespace(), lambda *message: published.append(message))

@@ -32,8 +32,8 @@ from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
+from highwater.nodes.host.adopting import adopt
 from highwater.nodes.host.hosted import Request
-from highwater.nodes.host.loading import adopt
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
 from highwater.tests.comfyui.sweep.autoencoders import build_vae, run_vae
 from highwater.tests.comfyui.sweep.controls import guide

@@ -22,8 +22,8 @@ import comfy.ops
 import torch
 from comfy.model_patcher import ModelPatcher
 
+from highwater.nodes.host.adopting import adopt_control
 from highwater.nodes.host.hosted import Request
-from highwater.nodes.host.loading import adopt_control
 from highwater.tests.comfyui.sweep.adapters import ADAPTERS
 from highwater.tests.comfyui.sweep.architectures import Architecture
 from highwater.tests.comfyui.sweep.patches import PATCHES, for_diffsynth

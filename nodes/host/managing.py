@@ -1,0 +1,79 @@
+"""Making ours what another loader made; what came in stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.model_management
+from comfy.model_patcher import ModelPatcher
+
+from .adopting import adopt, annotate, why_unmanageable
+from .hosted import UNLIMITED_BYTES, Request
+
+__all__ = ["manage_clip", "manage_model", "manage_vae", "read_again", "reload_managed"]
+
+
+def manage_model(model: ModelPatcher, request: Request) -> ModelPatcher:
+    """Return a model of the same weights and patches under management; what came in stays as it is.
+
+    Core and the manager cannot both keep house in one model, so ours is read again from its file, or copied where its
+    loader does not say how to: that costs the model's bytes of RAM once more, and the node says so.
+    """
+    return manage_patcher(model, kind="diffusion", request=request)
+
+
+def manage_clip(clip: Any, request: Request) -> Any:
+    """Return a text encoder under management; as `manage_model`."""
+    managed = clip.clone()
+    managed.patcher = manage_patcher(clip.patcher, kind="text", request=request)
+    managed.cond_stage_model = managed.patcher.model
+    return managed
+
+
+def manage_vae(vae: Any, request: Request) -> Any:
+    """Return a VAE under management; as `manage_model`."""
+    managed = copy.copy(vae)
+    managed.patcher = manage_patcher(vae.patcher, kind="vae", request=request)
+    managed.first_stage_model = managed.patcher.model
+    managed.device = managed.patcher.load_device
+    return managed
+
+
+def manage_patcher(patcher: ModelPatcher, *, kind: str, request: Request) -> ModelPatcher:
+    carried = patcher.clone()
+    reason = why_unmanageable(patcher)
+    source = getattr(patcher, "cached_patcher_init", None)
+    if reason is None and source is None and is_dynamic(patcher):
+        reason = "its loader does not say how to load it again (cached_patcher_init)"
+    if reason is not None:
+        return annotate(carried, f"not managed: {reason}")
+    if source is not None:
+        model, how = read_again(source).model, "read again from its file"
+    else:
+        comfy.model_management.free_memory(UNLIMITED_BYTES, patcher.load_device)  # unpatched, on the CPU
+        model, how = copy.deepcopy(patcher.model), "copied"
+    adopted = adopt(carried, name=type(model).__name__, kind=kind, request=request, model=model)
+    if source is not None:
+        adopted.cached_patcher_init = (reload_managed, (source, kind, request))
+    adopted.hosted.notes.append(
+        f"{how}: the other loader's copy stays in RAM, too; Highwater's own loaders keep one copy"
+    )
+    return adopted
+
+
+def read_again(source: Sequence[Any]) -> ModelPatcher:
+    """Return a new static patcher from what core keeps for that: a factory, its arguments, and perhaps an index."""
+    made = source[0](*source[1], disable_dynamic=True)
+    patcher: ModelPatcher = made[source[2]] if len(source) > 2 else made
+    return patcher
+
+
+def reload_managed(source: Sequence[Any], kind: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
+    fresh = read_again(source)
+    return adopt(fresh, name=type(fresh.model).__name__, kind=kind, request=request)
+
+
+def is_dynamic(patcher: ModelPatcher) -> bool:
+    return hasattr(patcher, "is_dynamic") and patcher.is_dynamic()
