@@ -147,9 +147,10 @@ def check_inputs(module: torch.nn.Module, before: RemovableHandle | None) -> Rem
 def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
     """A forward pre-hook; a copy of the module, which is loaded by others, has it, too, and does not mind it."""
     hosted = hosted_of(module)
-    device = hosted.loaded_on if hosted is not None else None
-    noisy = kwargs.get("x")
-    if device is not None and isinstance(noisy, torch.Tensor) and device_name(noisy.device) != device_name(device):
+    if hosted is None or hosted.loaded_on is None:
+        return
+    device, noisy = hosted.loaded_on, kwargs.get("x")
+    if isinstance(noisy, torch.Tensor) and device_name(noisy.device) != device_name(device):
         raise InvalidInput(
             f"ControlNet {hosted.name} computes on {device_name(device)}, but the model that it guides computes on "
             f"{device_name(noisy.device)}; allowed: the same device; set its placement to {device_name(noisy.device)}, "
