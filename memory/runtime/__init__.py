@@ -1,5 +1,5 @@
-"""One component on its devices: its weights at rest and resident, staging and prefetching, the forward hooks that
-bring its blocks, what guards it against changes from outside, and the ledger of its bytes.
+"""One component on its devices: weights at rest and resident, staging, prefetching, the forward hooks that load its
+blocks, the guards against changes by other code, and the ledger of its bytes.
 """
 
 from ..lazy_names import lazy_names

@@ -1,9 +1,10 @@
 """The parameter that a module holds while its block computes; it records reads and assignments of its ``.data``.
 
-[Note: writes in a forward] A forward may write to its weights, as a layer does that initialises itself from its first
-input. In-place writes show in the version counter of the memory from which the block computes: all views share it, and
-we copy nothing there meanwhile. ``.data`` has a counter of its own and can be pointed to other memory. So the parameter
-has a class that records every access to ``.data``; the records are checked when the block has computed.
+[Note: writes in a forward] A forward may write to its weights; for example, a layer may initialise itself from its
+first input. In-place writes raise the version counter of the memory from which the block computes: all views share this
+counter, and the engine copies nothing there meanwhile. A tensor from ``.data`` has its own counter, and ``.data`` can
+be assigned. So the parameter has a class that records every access to ``.data``; the records are checked after the
+block has computed.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class ComputingWeight(nn.Parameter):
-    """A weight in memory that other blocks reuse ([Note: writes in a forward])."""
+    """A weight in memory that other blocks reuse after its block has computed ([Note: writes in a forward])."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     looked: list[ComputingWeight]
-    """The list of its group to which it adds itself when its ``.data`` is read or assigned."""
+    """A list of the weight's group; reading or assigning ``.data`` appends the weight to it."""
     alias: torch.Tensor | None
-    """Shares its version counter with every tensor that ``.data`` returned."""
+    """Shares its version counter with each tensor that ``.data`` returns."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         """Return a plain parameter: other libraries create parameters by ``type(old)(data)``."""
@@ -55,7 +56,7 @@ class ComputingWeight(nn.Parameter):
 
 
 def note_data(weight: torch.Tensor, looked: list[ComputingWeight]) -> torch.Tensor:
-    """Record accesses to the ``.data`` of a plain parameter that we made; other tensors stay as they are."""
+    """Record accesses to the ``.data`` of a plain parameter that the engine made; other tensors stay unchanged."""
     if type(weight) is nn.Parameter:
         weight.__class__ = ComputingWeight
         weight.looked, weight.alias = looked, None  # type: ignore[attr-defined]

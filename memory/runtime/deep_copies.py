@@ -1,13 +1,15 @@
-"""What `copy.deepcopy` makes of weights and layers of a managed module: plain ones, which nothing of ours follows.
+"""`copy.deepcopy` of weights and layers of a managed module: the copies are plain and not managed.
 
-[Note: deep copies] `copy.deepcopy` keeps what it has copied in a memo, by the ``id`` of the original, and keeps the
-originals alive as long as the memo. An ``id`` that we add of a tensor made for the copy alone would be given to the
-next one, whose copy would then be taken for it. So such a tensor never reaches the memo unless it is kept, too. What
-several originals of one memo share is in one more object in the memo: the memory that views of a weight share, which
-their copies share again, and the copies of layers, which get the hooks of their originals while they are made. The
-memo dies as `copy.deepcopy` returns, and with it that object: this takes the hooks away.
+[Note: deep copies] `copy.deepcopy` keeps its copies in a memo, by the ``id`` of the original, and keeps the originals
+alive as long as the memo. A tensor that we create only to be copied is not kept alive by it: another tensor could get
+the same ``id`` and would then be taken for the copied one. So such a tensor is kept in `Copied.kept` before its ``id``
+goes into the memo.
 
-A part of a managed module can be copied so, the whole cannot.
+The memo also holds one `Copied` object, with what several originals share. Views of one weight share memory, and so do
+their copies. Copies of layers get the hooks of their originals while they are made; when `copy.deepcopy` returns, the
+memo and the `Copied` object die, and the latter removes these hooks.
+
+Parts of a managed module can be copied like this; the whole module cannot.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ KEY = "highwater"  # torch keeps the storages that it has copied under "torch"
 
 
 class Copied:
-    """What we note in the memo of one `copy.deepcopy` ([Note: deep copies])."""
+    """Our object in the memo of one `copy.deepcopy` ([Note: deep copies])."""
 
     def __init__(self) -> None:
         self.kept: list[object] = []
-        """Objects whose ids stand for them in the memo or here."""
+        """Objects kept alive because their ids are keys of the memo or of ``found``."""
         self.found: dict[Any, torch.Tensor] = {}
-        """Copies of what several originals share."""
+        """Copies of memory that several originals share."""
         self.at_end: list[Callable[[], None]] = []
 
     @classmethod
@@ -53,10 +55,10 @@ class Copied:
 
 
 class OwnHook(partial[Any]):
-    """A hook of ours on a module; copies of the module do not have it.
+    """A hook of the engine on a module; copies of the module do not get it.
 
     Args:
-        function: with its first arguments.
+        function: the function to call, followed by its first arguments.
     """
 
     own_module: weakref.ref[nn.Module]
@@ -86,11 +88,11 @@ class OwnHook(partial[Any]):
 
 
 def left_out(*args: Any) -> None:
-    """Do nothing in place of a hook, until it is taken away."""
+    """Do nothing. Stands in for a hook in a copied module until it is removed."""
 
 
 def strip(copied: weakref.ref[nn.Module]) -> None:
-    """Take from a copied module what came from hooks of ours."""
+    """Remove what stands in for our hooks from a copied module."""
     module = copied()
     tables = [table for name, table in vars(module).items() if name.endswith(TABLES)] if module is not None else []
     numbers = {number for table in tables for number, hook in table.items() if is_left_out(hook)}
@@ -107,10 +109,11 @@ def is_left_out(hook: Any) -> bool:
 
 
 def copy_view(tensor: torch.Tensor, whole: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """Return a copy of a plain tensor with the same strides. Copies of views of one weight share memory as these do.
+    """Return a copy of a plain tensor with the same strides. Copies of views of one weight share memory, too.
 
     Args:
-        whole: the weight; its bytes are copied once. If the tensor is elsewhere, its own bytes are.
+        whole: the weight; its bytes are copied once. If the tensor does not lie in it, the tensor's own bytes are
+            copied.
     """
     copied = Copied.of(memo)
     own, (storage, begin, end) = extent(tensor), extent(whole)
@@ -131,7 +134,7 @@ def copy_view(tensor: torch.Tensor, whole: torch.Tensor, memo: dict[Any, Any]) -
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return the storage of a plain tensor, and the byte of it where the tensor begins and where it ends."""
+    """Return a plain tensor's storage, and the bytes in it where the tensor begins and ends."""
     begin = int(tensor.storage_offset()) * tensor.itemsize
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.untyped_storage()._cdata, begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin

@@ -1,14 +1,14 @@
-"""What a module holds at rest for an encoded weight: a tensor that is wide when it is read or written.
+"""The tensor that a module holds at rest for an encoded weight: it decodes on reading and encodes on writing.
 
-[Note: encoded at rest] Others compute with weights that rest: peft adds a LoRA to them, gives its own layers their
-dtype, and takes sums apart again. With float8 values without their scale all of that would fail, or be wrong without a
-word. So the tensor at rest has the dtype in which the weight computes, each operation on it decodes it first, and what
-is written to it is encoded again, measured anew. Reading costs the wide copy, writing three of them; whatever is
-written loses what its form loses. While the block computes the module holds plain tensors.
+[Note: encoded at rest] Other code computes with weights at rest: peft merges and unmerges LoRAs in them, and gives its
+own layers their dtype. With float8 values without their scale this would fail or give wrong results silently. So the
+tensor at rest has the dtype in which the weight computes. Each operation decodes it first, and written values are
+encoded again with a newly measured scale. Reading costs one wide copy, writing three; written values are rounded to the
+weight's form. While the block computes, the module holds plain tensors.
 
-A view cannot share memory with encoded leaves. It is one of a wide copy, the window, which is compared and taken over
-before the weight is used the next time. What is written to the whole goes to a window, too, until another weight is
-written to: what follows in one go, such as the sums of two LoRAs, is rounded once.
+A view cannot share memory with encoded leaves. So it is a view of a wide copy, the window. Before the weight is used
+again, the window is compared with the leaves and encoded if it differs. Writes to the whole weight go to a window, too,
+until another weight is written to: several writes in a row, such as merging two LoRAs, are rounded once.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = ["EncodedLeaves", "EncodedWeight"]
 
 DATA: Any = torch.Tensor.data  # the descriptor
 LEAF = "leaf"
-"""The names of its leaves begin so for the flatten protocol of torch."""
+"""The prefix of leaf names in torch's flatten protocol."""
 SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class EncodedLeaves:
-    """The leaves of one encoded weight where they rest, for all tensors that show them.
+    """The leaves of one encoded weight where they rest; shared by all tensors that show the weight.
 
     Args:
-        leaves: in the group's slab.
-        wide: what the weight is when it computes.
-        opened: takes this when a window is opened, for `settle` to be called.
+        leaves: the leaves in the group's slab.
+        wide: the form in which the weight computes.
+        opened: a list to which this object adds itself when it opens a window; its caller then calls `settle`.
     """
 
     written: weakref.ref[EncodedLeaves] | None = None
-    """The one that was written to last, of all."""
+    """The object of this class that was written to last."""
 
     def __init__(
         self, leaves: Sequence[torch.Tensor], slot: ParameterSlot, wide: Form, opened: list[EncodedLeaves]
@@ -59,20 +59,20 @@ class EncodedLeaves:
         self.opened = opened
         self.window: torch.Tensor | None = None
         self.has_views = False
-        """Whether others have views of the window."""
+        """Whether other code has views of the window."""
         self.asked_dtype: torch.dtype | None = None
-        """What the weight was to be converted to."""
+        """The dtype to which other code wanted to convert the weight."""
         self.has_ended = False
-        """Whether it shows a plain tensor now."""
+        """Whether the weight is no longer encoded: `window` is then its plain tensor."""
 
     def end(self, plain: torch.Tensor) -> None:
-        """Show this plain tensor from now on: the weight is encoded no more."""
+        """Show this plain tensor from now on: the weight is no longer encoded."""
         self.window = plain.detach()
         self.leaves = [self.window]
         self.opened, self.has_ended = [], True
 
     def widened(self, device: torch.device | None = None) -> torch.Tensor:
-        """Return a wide copy, where the values are or on another device."""
+        """Return a wide copy on a device; by default on that of the leaves."""
         assert self.slot.encoding is not None
         with torch.no_grad():
             leaves = self.leaves if device is None else [leaf.to(device) for leaf in self.leaves]
@@ -92,26 +92,26 @@ class EncodedLeaves:
         return self.window
 
     def note_write(self) -> None:
-        """The window was written to: take over what was written to another one before, if it has no views."""
+        """Note a write to the window, and encode the window that was written to before, unless it has views."""
         before = EncodedLeaves.written() if EncodedLeaves.written is not None else None
         EncodedLeaves.written = weakref.ref(self)
         if before is not None and before is not self and not before.has_views:
             before.settle()
 
     def store(self, weight: torch.Tensor) -> None:
-        """Encode a wide weight. Raises `InvalidInput` for NaN and infinity; nothing has changed then."""
+        """Encode a wide weight into the leaves. For NaN and infinity raises `InvalidInput` and changes nothing."""
         assert self.slot.encoding is not None
         with torch.no_grad():
             form = self.slot.encoding.measure(weight, name=self.slot.spec.name)
             before = self.leaves[0]._version
             for leaf, encoded in zip(self.leaves, form.encode(weight), strict=True):
                 leaf.copy_(encoded)
-            if self.leaves[0]._version == before:  # below the layer of torch that counts writes
+            if self.leaves[0]._version == before:  # called below the layer in which torch counts writes
                 increment_version(self.leaves[0])
         self.slot.form = form
 
     def settle(self) -> None:
-        """Take over what was written to the window. Raises as `store`."""
+        """Encode what was written to the window, and close it. Raises as `store`."""
         if self.has_ended:
             return
         window, self.window, self.has_views = self.window, None, False
@@ -124,7 +124,7 @@ class EncodedWeight(RestingWeight, torch.Tensor):
 
     encoded: EncodedLeaves
     rests_narrower = True
-    """Tells `component.leaf_bytes` to describe it as the plain weight that it represents."""
+    """Tells `module_component.leaf_bytes` to describe the tensor as the plain weight that it represents."""
 
     @staticmethod
     def __new__(cls, encoded: EncodedLeaves) -> EncodedWeight:
@@ -143,13 +143,13 @@ class EncodedWeight(RestingWeight, torch.Tensor):
             if given is not None:
                 return function(*given[0], **given[1])
         others = [kind for kind in types if not issubclass(kind, EncodedWeight)]
-        if others:  # as if this class had no function of its own
+        if others:  # as if this class had no ``__torch_function__``
             return others[0].__torch_function__(function, others, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
     def device_in_backward(self) -> torch.device:
-        # Wherever it rests: torch chooses other operators for classes of others, which save other tensors.
+        # Not None even on the same device: for tensor subclasses torch uses other operators, which save other tensors.
         return device_in_backward(self) or device_of(self)
 
     def copy_on(self, device: torch.device) -> torch.Tensor:
@@ -209,20 +209,20 @@ class EncodedWeight(RestingWeight, torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, EncodedWeight) and value.encoded is self.encoded:
-            return  # what was written to it is there already
+            return  # writes to it are in the window already
         if value.shape != self.shape:
             name, has = self.encoded.slot.spec.name, list(self.shape)
-            raise InvalidInput(f"weight {name!r} has the shape {has}; allowed: that one, not {list(value.shape)}")
+            raise InvalidInput(f"weight {name!r}: a tensor of shape {list(value.shape)} was assigned; allowed: {has}")
         if value.dtype is not self.dtype and not self.encoded.has_ended:
             self.encoded.asked_dtype = value.dtype
             self.encoded.opened.append(self.encoded)
         with torch.no_grad():
             given = value.detach().to(self.encoded.leaves[0].device, self.dtype)
-            if not torch.equal(given, self.encoded.current()):  # else it was moved
+            if not torch.equal(given, self.encoded.current()):  # equal values mean that the weight was only moved
                 self.copy_(given)
 
     def plain(self) -> torch.Tensor:
-        """Return a wide copy of torch's own class."""
+        """Return a wide copy as a plain tensor or parameter."""
         wide = self.encoded.current().clone()
         return nn.Parameter(wide, requires_grad=False) if isinstance(self, nn.Parameter) else wide
 
@@ -232,7 +232,7 @@ class EncodedWeight(RestingWeight, torch.Tensor):
         encoded, shared = self.encoded, Copied.of(memo)
         if isinstance(self, nn.Parameter):
             copied = self.plain()
-        elif encoded.window is not None:  # views of it are copied with it
+        elif encoded.window is not None:  # views of the window are copied together with it
             shared.kept.append(shown := encoded.window.detach())
             copied = shown.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         else:

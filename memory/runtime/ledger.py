@@ -1,4 +1,4 @@
-"""The books: who has how many bytes where. Numbers only, never a tensor."""
+"""The ledger: how many bytes each component has in each place. Holds numbers only, never tensors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Kind(enum.Enum):
     WEIGHTS = "weights"
     """Fixed tensors and resident blocks on a device; weight stores in host memory."""
     STAGING = "staging"
-    """Memory through which streamed blocks pass, and files on their way to a device."""
+    """Staging slots of streamed blocks, and bounce buffers for files."""
     SCRATCH = "scratch"
-    """Where eight-bit weights are widened."""
+    """Memory into which eight-bit weights are widened."""
 
 
 Entry: TypeAlias = tuple[str, str, Kind]
@@ -30,11 +30,11 @@ Entry: TypeAlias = tuple[str, str, Kind]
 class Ledger:
     """Byte-exact entries per place, component and kind; a place is a device or a host tier (``pinned``, ``host``).
 
-    Reading one component's bytes costs the same however many components there are, and so does reading a place again
-    that has not changed. Reading is safe while other threads change entries.
+    Reading one component's bytes takes the same time with any number of components; so does reading an unchanged place
+    again. Reading is safe while other threads change entries.
 
     Args:
-        count: returns what is there, counted by the components themselves, for `check`.
+        count: for `check`: returns the bytes that exist, counted by the components themselves.
     """
 
     def __init__(self, count: Callable[[], Mapping[Entry, int]] | None = None) -> None:
@@ -44,7 +44,7 @@ class Ledger:
         self.num_changes: Counter[str] = Counter()
         """How often each place has changed."""
         self.summaries: dict[str, tuple[int, dict[str, int], int]] = {}
-        """Of each place, after so many changes: the bytes by component, and all of them together."""
+        """By place: its `num_changes` when this was summed, the bytes by component, and their sum."""
 
     @property
     def entries(self) -> dict[Entry, int]:
@@ -56,45 +56,45 @@ class Ledger:
         }
 
     def copy(self) -> Ledger:
-        """Return the books as they are now, which later changes leave alone."""
+        """Return a copy of the ledger, which later changes do not affect."""
         copy = Ledger()
         copy.books.update((place, dict(book)) for place, book in list(self.books.items()))
         return copy
 
-    # -- changing them
+    # -- changing entries
 
     def charge(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        """Enter bytes that have been allocated; none make no entry."""
+        """Add bytes that have been allocated; 0 bytes make no entry."""
         assert num_bytes >= 0, num_bytes
         self.write(place, component, kind, self.entry(place, component, kind) + num_bytes)
 
     def credit(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        """Strike bytes that have been freed; never more than were entered."""
+        """Subtract bytes that have been freed; never more than the entry has."""
         held = self.entry(place, component, kind)
         assert 0 <= num_bytes <= held, (place, component, kind, num_bytes, held)
         self.write(place, component, kind, held - num_bytes)
 
     def change(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        """Charge bytes, or credit them where the number is negative."""
+        """Charge bytes, or credit them if the number is negative."""
         if num_bytes < 0:
             self.credit(place, component, kind, -num_bytes)
         else:
             self.charge(place, component, kind, num_bytes)
 
     def settle(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        """Set an entry to the bytes that are there, whatever it was."""
+        """Set an entry to the bytes that exist, whatever it was before."""
         if self.entry(place, component, kind) != num_bytes:
             self.write(place, component, kind, num_bytes)
 
     def write(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        self.num_changes[place] += 1  # before and after: who reads in between keeps nothing that is out of date
+        self.num_changes[place] += 1  # before and after the change: a summary read in between counts as outdated
         if num_bytes:
             self.books[place][component, kind] = num_bytes
         else:
             self.books[place].pop((component, kind), None)
         self.num_changes[place] += 1
 
-    # -- reading them
+    # -- reading entries
 
     def entry(self, place: str, component: str, kind: Kind) -> int:
         """Return the bytes of one entry."""
@@ -102,11 +102,11 @@ class Ledger:
         return book.get((component, kind), 0) if book else 0
 
     def used(self, place: str) -> int:
-        """Return the bytes that all components have in a place."""
+        """Return the bytes of all components in a place."""
         return self.summary(place)[1]
 
     def held(self, component: str, place: str) -> int:
-        """Return the bytes that one component has in a place."""
+        """Return the bytes of one component in a place."""
         book = self.books.get(place)
         return sum([book.get((component, kind), 0) for kind in Kind]) if book else 0
 
@@ -116,7 +116,7 @@ class Ledger:
         return {place: num_bytes for place, num_bytes in held if num_bytes}
 
     def by_component(self, place: str) -> Mapping[str, int]:
-        """Return the bytes in one place by component: the same object as long as nothing there changes."""
+        """Return the bytes in one place by component; the same object until an entry of the place changes."""
         return self.summary(place)[0]
 
     def summary(self, place: str) -> tuple[dict[str, int], int]:
@@ -130,19 +130,19 @@ class Ledger:
             self.summaries[place] = known = num_changes, held, sum(held.values())
         return known[1:]
 
-    # -- checking them
+    # -- checking entries
 
     def check(self) -> None:
-        """Assert that the books say what is there, entry by entry; run whenever nothing computes.
+        """Assert that each entry equals the bytes that exist. Run it only while nothing computes.
 
         Raises:
-            AssertionError: they differ; names each entry, what the books say and what is there.
+            AssertionError: they differ; names each wrong entry, its bytes in the ledger and the bytes that exist.
         """
         written = self.entries
         there = written if self.count is None else self.count()
         wrong = [
-            f"{component}'s {kind.value} at {place}: {format_bytes(written.get(entry, 0))} in the books, "
-            f"{format_bytes(there.get(entry, 0))} there ({written.get(entry, 0)}, {there.get(entry, 0)} bytes)"
+            f"{component}'s {kind.value} at {place}: {format_bytes(written.get(entry, 0))} in the ledger, "
+            f"{format_bytes(there.get(entry, 0))} exist ({written.get(entry, 0)}, {there.get(entry, 0)} bytes)"
             for entry in dict.fromkeys([*written, *there])
             for place, component, kind in [entry]
             if written.get(entry, 0) != there.get(entry, 0) or written.get(entry, 1) <= 0

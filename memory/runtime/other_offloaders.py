@@ -1,6 +1,7 @@
-"""Others that move a module's weights by hooks of their own: accelerate, diffusers' offloading and casting.
+"""Detects other libraries that move a module's weights with hooks: accelerate, diffusers' offloading and casting.
 
-Two cannot have one module. They leave marks in its attributes; nothing of theirs is imported or changed.
+Two libraries cannot move the weights of one module. The others leave marks in its attributes; this file only reads
+these and imports nothing of theirs.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from ..errors import UnsafeState
 
 __all__ = ["ExecutionMark", "find_rival", "is_scripted"]
 
-# What diffusers calls the hooks that move or convert weights; its caches have hooks, too, which are welcome.
+# Diffusers' names of its hooks that move or convert weights. Hooks of its caches are allowed.
 MOVING_HOOKS = {
     "group_offloading": "diffusers' group offloading: load it without",
     "lazy_prefetch_group_offloading": "diffusers' group offloading: load it without",
-    "layerwise_casting": "diffusers' layerwise casting: load it without, precision='fp8 scaled' does it",
+    "layerwise_casting": "diffusers' layerwise casting: load it without and use precision='fp8 scaled'",
 }
 
 
 class ExecutionMark:
-    """Tells a diffusers pipeline where a managed module computes, in the attribute that accelerate uses.
+    """Tells a diffusers pipeline where a managed module computes. Stands in the attribute that accelerate uses.
 
     Args:
-        bring_up: loads the component, unless a pass of it is open.
+        load_for: loads the component, unless a pass of it is open.
     """
 
     def __init__(self, owner: str, execution_device: torch.device, load_for: Callable[[], None]) -> None:
@@ -43,14 +44,14 @@ class ExecutionMark:
         self.load_for()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Refuse what accelerate does before it puts hooks of its own in place, or removes them all."""
+        """Refuse: accelerate calls this before it adds its own hooks or removes all hooks."""
         raise UnsafeState(
-            f"{self.owner} is managed, which moves its weights: release it before others add or remove offloading hooks"
+            f"{self.owner} is managed: release it before another library adds or removes offloading hooks"
         )
 
 
 def find_rival(modules: Iterable[nn.Module]) -> str | None:
-    """Return, for people, who else moves the weights of any of these modules, and how to end that."""
+    """Return, for a message, which other library moves the weights of these modules, and how to stop it."""
     for module in modules:
         own = vars(module)
         hook = own.get("_hf_hook")
@@ -64,5 +65,5 @@ def find_rival(modules: Iterable[nn.Module]) -> str | None:
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether a module was made by TorchScript, which reads no weights that are given to it from outside."""
+    """Whether TorchScript made a module. Such a module does not use weights that Python code puts into it."""
     return isinstance(module, torch.jit.ScriptModule)

@@ -1,13 +1,13 @@
-"""Weights for parts of blocks that a backward pass computes again.
+"""Weights for parts of blocks that a backward pass recomputes.
 
-[Note: recomputed parts] Gradient checkpointing keeps nothing of a part of a model and computes it again in the
-backward pass. Transformers checkpoints the inside of a layer, diffusers' UNets single layers of a block: these run
-again without a call of their block, while its weights rest elsewhere. So in a backward pass a function of torch gets,
-in place of a weight at rest, a copy on the device where its block computes. Autograd frees these copies with what it
-saved of the part, and so does an exception. They need no lease and no entry in the books.
+[Note: recomputed parts] Gradient checkpointing saves no activations of a part of a model and recomputes the part in the
+backward pass. Transformers checkpoints the inside of a layer, diffusers' UNets checkpoint single layers of a block:
+these run again without a call of their block, so its weights are not loaded. In a backward pass every torch function
+therefore gets, in place of a weight at rest, a copy on the device where the weight's block computes. The copies are
+freed with the activations that autograd saved of the part, or by an exception. They need no lease and no ledger entry.
 
-What is computed again is told from the rest of a backward pass by its gradients, which are enabled only there, or by
-another argument that is on the device.
+A recomputation is recognised in a backward pass because gradients are enabled only there, or because another argument
+of the function is on the device.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class RestingWeight:
     """A mixin of tensor classes for weights at rest, whose blocks compute on another device."""
 
     def device_in_backward(self) -> torch.device | None:
-        """Return where a backward pass needs it; None if it is there, or if that is unknown."""
+        """Return the device on which a backward pass needs the weight; None if the weight is on it, or if it is
+        unknown.
+        """
         raise NotImplementedError
 
     def copy_on(self, device: torch.device) -> torch.Tensor:
-        """Return a plain copy on a device, as its block computes with it."""
+        """Return a plain copy on a device, in the form in which the block computes."""
         raise NotImplementedError
 
 
@@ -46,18 +48,19 @@ def in_backward() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread computes in a backward pass what a checkpoint did not keep."""
+    """Whether this thread recomputes a checkpointed part in a backward pass."""
     return in_backward() and torch.is_grad_enabled()
 
 
 def with_weights_on_device(
     function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any], *, leaves_alone: frozenset[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a torch function with copies in place of resting weights that it reads; None if it reads
-    none. To be called in a backward pass.
+    """Return the arguments of a torch function with copies in place of the resting weights that it reads.
+
+    Returns None if it reads none. Call this only in a backward pass.
 
     Args:
-        leaves_alone: names of functions that get the weights themselves.
+        leaves_alone: names of functions that get the weights themselves, not copies.
     """
     name = getattr(function, "__name__", "")
     if name in leaves_alone or name in ACCESSES:

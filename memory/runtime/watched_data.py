@@ -1,21 +1,22 @@
 """Weights at rest in host memory whose ``.data`` is watched.
 
-[Note: data] ``.data`` gives the memory of a weight under a version counter of its own, so what is written there leaves
-no trace in the weight. While a weight rests in host memory a copy of it may be staged on a device, and the next pass
-computes from that copy. Comparing the bytes would take as long as copying them again. So the parameter object is given
-a class whose ``.data`` counts as a write: the staged copy is made anew. Reading ``.data`` costs that copy, and nothing
-else. Later writes through the returned tensor, or through a view of it, show in the counter that these share, which is
-checked beside the weight's own. The object is a parameter by torch's protocol for tensors of other classes
-(``_is_param``), never computes on a device, and is an `nn.Parameter` again when the module is released.
+[Note: data] A tensor from ``.data`` shares the memory of the weight but has its own version counter, so writes to it do
+not show in the weight's counter. While a weight rests in host memory, a copy of it may be staged on a device, and the
+next pass computes from that copy. Comparing the bytes would take as long as copying them again. So the parameter object
+gets a class in which reading ``.data`` counts as a write; this costs a new staged copy and nothing else. Later writes
+through the returned tensor or its views raise the counter that these share; it is checked together with the weight's
+own. The object remains a parameter by torch's protocol for other tensor classes (``_is_param``), never computes on a
+device, and becomes an `nn.Parameter` again when the module is released.
 
-[Note: absent] A weight that rests in its file has a form (shape, dtype) and no memory: writes to it would be lost, and
-results computed from it would be meaningless. Functions of torch that ask for its form only get it as it is. For all
-others its block is read into host memory, where it stays, and they get the real weight. A tensor that ``.data``
-returned behaves in the same way.
+[Note: absent] A weight that rests in its file has a form (shape, dtype) but no memory: writes to it would be lost, and
+results computed from it would be meaningless. Torch functions that need only its form get it as it is. For all other
+functions its block is read into host memory, where it stays, and they get the real weight. A tensor returned by
+``.data`` behaves in the same way.
 
-[Note: asked] A forward may ask a weight for its ``device``, to create a tensor, while the weight's block is not loaded.
-During that forward the weight at rest reports the device of the activations; at all other times, as when a LoRA is
-added, the device that holds it. Torch's operators do not read this attribute, so they are never misled.
+[Note: asked] A forward may read a weight's ``device``, to create a tensor there, while the weight's block is not
+loaded. During the forward the weight at rest reports the device of the activations. At all other times, for example
+when a LoRA is added, it reports the device that holds it. Torch's operators do not read this attribute, so they are not
+affected.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ __all__ = [
 OWN = ("_is_param", "asked", "bring", "shown", "is_view", "is_data")
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 Asked = Callable[[], torch.device | None]
-"""Returns the device of the activations in the running forward; where its block computes while a backward pass computes
-again what a checkpoint left out; None outside of these."""
+"""Returns the device that a weight at rest reports: in a forward that of the activations, in a recomputation by a
+backward pass that on which its block computes; None at all other times.
+"""
 DATA: Any = torch.Tensor.data  # the descriptor
 DEVICE: Any = torch.Tensor.device
 IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 plainly = torch._C.DisableTorchFunctionSubclass
-"""A context in which watched weights behave like other tensors; code that checks many of them is faster there."""
+"""A context in which watched weights behave like plain tensors; checking many of them is faster in it."""
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
@@ -67,7 +69,7 @@ def answer_device(tensor: torch.Tensor) -> torch.device:
     """Return what the ``device`` of a weight at rest reports ([Note: asked])."""
     asked: Asked | None = vars(tensor).get("asked")
     device = (asked() if asked is not None else None) or device_of(tensor)
-    # Libraries that add layers put them where the weight is: without memory they would lose their values.
+    # Libraries create added layers on the weight's device; on the meta device they would lose their values.
     return torch.device("cpu") if device.type == "meta" else device
 
 
@@ -82,28 +84,30 @@ class Reader(Protocol):
     """Reads a weight that rests in its file."""
 
     def __call__(self) -> torch.Tensor:
-        """Read it into memory; returns the tensor that the module then holds."""
+        """Read the weight into memory; returns the tensor that the module then holds."""
         ...
 
     def read_on(self, device: torch.device) -> torch.Tensor:
-        """Return a copy on a device; it goes on resting in its file."""
+        """Return a copy on a device; the weight still rests in its file."""
         ...
 
 
 class Shown:
-    """The tensors that ``.data`` of a weight and of its views returned.
+    """The tensors returned by ``.data`` of a weight and of its views.
 
     Args:
-        aliases: the list of its group; their counters show what is written through them.
+        aliases: a list of the weight's group; the counters of its tensors show writes through them.
     """
 
     def __init__(self, aliases: list[torch.Tensor]) -> None:
         self.aliases = aliases
         self.alias: torch.Tensor | None = None
-        """The tensor from which all the others of this weight are made; they share its counter."""
+        """The tensor of which all others of this weight are views; they share its counter."""
 
     def alias_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the alias; a new one if the weight's memory has changed. Needs `plainly`; no inference tensors."""
+        """Return the alias; a new one if the weight's memory has changed. Call it in `plainly`, not for inference
+        tensors.
+        """
         alias = self.alias
         if alias is None or alias.data_ptr() != whole.data_ptr() or alias.shape != whole.shape:
             with torch.inference_mode(False):
@@ -113,14 +117,16 @@ class Shown:
 
 
 class WatchedTensor(RestingWeight, torch.Tensor):
-    """A weight whose ``.data`` counts as a write to it ([Note: data]); so does that of its views."""
+    """A weight for which reading ``.data``, also of its views, counts as a write ([Note: data])."""
 
     shown: Shown
-    """Shared with its views and detached tensors. Refers to no weight: references to weights are counted elsewhere."""
+    """Shared with the weight's views and detached tensors. Holds no reference to a weight, because references to
+    weights are counted ([Note: swaps] in `weight_swaps.py`).
+    """
     is_view = False
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Return a plain parameter: others make new ones of the class of an old one."""
+        """Return a plain parameter: other libraries create parameters by ``type(old)(data)``."""
         return nn.Parameter(data, requires_grad)
 
     @classmethod
@@ -166,7 +172,7 @@ class WatchedTensor(RestingWeight, torch.Tensor):
         with plainly():
             count_write(self)
             if IS_ALIAS_OF(value, self) and value.stride() != self.stride():
-                value = value.clone()  # at an address of its own: that is how the other strides are seen
+                value = value.clone()  # the new address makes the changed strides visible to checks of addresses
             DATA.__set__(self, value)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -176,10 +182,10 @@ class WatchedTensor(RestingWeight, torch.Tensor):
             return super().numpy(force=force)
 
     def detach(self) -> torch.Tensor:
-        """As `torch.Tensor.detach`; one of the same class, which `nn.Parameter()` asks for."""
+        """As `torch.Tensor.detach`; returns a tensor of the same class, which `nn.Parameter()` requires."""
         if (copy := self.recomputed()) is not None:
             return copy
-        # Unlike `as_subclass`, no view: that would keep our memory alive when it is pointed elsewhere.
+        # Not `as_subclass`: its result is a view, which would keep our memory alive after ``.data`` is assigned.
         detached = torch.Tensor._make_subclass(WatchedTensor, self)
         share_shown(self, detached, is_view=self.is_view)
         return detached
@@ -188,7 +194,7 @@ class WatchedTensor(RestingWeight, torch.Tensor):
         return iter(self.unbind())
 
     def recomputed(self) -> torch.Tensor | None:
-        """Return a copy for what a backward pass computes again ([Note: recomputed parts] in `recomputing.py`)."""
+        """Return a copy if a backward pass recomputes a part now ([Note: recomputed parts] in `recomputing.py`)."""
         device = device_in_backward(self) if is_recomputing() else None
         return self.copy_on(device) if device is not None else None
 
@@ -251,7 +257,7 @@ class AbsentWeight(WatchedTensor):
         name = getattr(function, "__name__", "")
         converts = name in CONVERSIONS and not args[0].is_data
         asks = converts or name in ASKS_FOR_FORM or function in FORM
-        # With arguments that have no memory either, as layers before their weights are loaded, only the form matters.
+        # If another argument has no memory either (a layer before its weights are loaded), only the form matters.
         if not asks and not any(map(has_no_memory, tree_leaves(given))):
             given = tree_map_only(AbsentWeight, AbsentWeight.present, given)
         with torch._C.DisableTorchFunctionSubclass():
@@ -261,7 +267,7 @@ class AbsentWeight(WatchedTensor):
         """Return the weight, read into memory.
 
         Raises:
-            UnsafeState: its component computes.
+            UnsafeState: the weight's component computes now.
             InvalidInput: the file has changed.
         """
         weight = self.bring()
@@ -299,9 +305,9 @@ class AbsentWeight(WatchedTensor):
         return self.present().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-# What ``Module.to`` and its like call for each parameter. That is undone anyway, so the file need not be read.
+# Calls that ``Module.to`` and similar methods make for each parameter. The engine undoes them, so they read no file.
 CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
-# Functions and attributes that use only the form of a tensor, or create another one of the same form.
+# Functions and attributes that use only a tensor's form, or create another tensor of the same form.
 FORM_FUNCTIONS = """
     size stride dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous is_inference
     is_signed data_ptr detach requires_grad_ __len__ __hash__ storage_offset get_device type_as empty_like zeros_like
@@ -326,7 +332,7 @@ FORM = frozenset(
 # Functions that return the memory of a tensor as something other than a tensor.
 GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])
 
-# What a backward pass does with a weight itself, not with a copy on the device.
+# Functions that in a backward pass get the weight itself, not a copy on the device.
 LEFT_ALONE = (ASKS_FOR_FORM - frozenset(MAKES_LIKE.split())) | GIVES_MEMORY
 
 
@@ -352,7 +358,7 @@ def share_shown(tensor: WatchedTensor, other: Any, *, is_view: bool) -> None:
 
 
 def watch_views(results: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    """Watch those results of a function that are new views of a watched weight among its arguments."""
+    """Watch the results of a function that are new views of a watched weight in its arguments."""
     given: list[torch.Tensor] | None = None
     for result in results:
         if type(result) is not torch.Tensor or result.layout is not torch.strided:
@@ -369,7 +375,7 @@ def watch_views(results: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def call_others(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that another tensor subclass handles, too: give it plain tensors in the same memory."""
+    """Call a function that another tensor subclass handles as well. It gets plain tensors in the weights' memory."""
     with plainly():
         plain = {id(tensor): (torch.ops.aten.alias(tensor), tensor) for tensor in watched_in((args, kwargs))}
     given = tree_map_only(WatchedTensor, lambda tensor: plain[id(tensor)][0], (tuple(args), dict(kwargs)))
@@ -378,13 +384,13 @@ def call_others(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 def view_like(view: torch.Tensor, alias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``view.data`` as a view of the weight's alias, so that writes to it show in the alias's counter."""
+    """Return ``view.data`` as a view of the weight's alias, so that writes to it raise the alias's counter."""
     data: torch.Tensor = DATA.__get__(view)
     if alias is None:
         return data
     offset = view.data_ptr() - alias.data_ptr()
     if not (alias.is_contiguous() and IS_ALIAS_OF(view, alias) and 0 <= offset <= alias.nbytes):
-        return data  # of memory that the weight no longer uses
+        return data  # a view of memory that the weight no longer uses
     if view.is_conj() or view.is_neg():
         return data
     flat = alias.detach().view(-1)
@@ -400,7 +406,7 @@ def has_no_memory(value: object) -> bool:
 
 
 def count_write(tensor: torch.Tensor) -> None:
-    if not tensor.is_inference():  # those have no counter, and are no weight stores
+    if not tensor.is_inference():  # inference tensors have no counter and are never weight stores
         increment_version(tensor)
 
 
@@ -411,12 +417,12 @@ def watch(
     aliases: list[torch.Tensor] | None = None,
     bring: Reader | None = None,
 ) -> AnyTensor:
-    """Watch the ``.data`` of a plain parameter; others stay as they are. Returns the same object.
+    """Watch the ``.data`` of a plain parameter; other tensors stay unchanged. Returns the same object.
 
     Args:
-        asked: called when it is asked for its device; overrides that unless it returns None.
-        aliases: the list to which tensors that ``.data`` returns are added.
-        bring: for a weight without memory: reads it and returns the tensor that the module then holds.
+        asked: called when ``device`` is read; its result is reported unless it is None.
+        aliases: a list; tensors that ``.data`` returns are added to it.
+        bring: for a weight without memory: reads it, and returns the tensor that the module then holds.
     """
     if type(tensor) is nn.Parameter:
         if tensor.is_meta:

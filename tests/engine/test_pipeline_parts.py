@@ -165,9 +165,9 @@ def offload(target: Any, **options: Any) -> None:
     target.enable_group_offload(torch.device("sim:0"), offload_device=torch.device("cpu"), **options)
 
 
-AT_ONCE = "unet is managed, which moves its weights: release it before others add or remove offloading hooks"
+AT_ONCE = "unet is managed: release it before another library adds or removes offloading hooks"
 OFFLOADED = "unet is managed, and has diffusers' group offloading: load it without, or release it"
-CAST = r"unet is managed, and has diffusers' layerwise casting: load it without, precision='fp8 scaled' does it, or"
+CAST = r"unet is managed, and has diffusers' layerwise casting: load it without and use precision='fp8 scaled', or"
 METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "enable_model_cpu_offload": (lambda pipe: pipe.enable_model_cpu_offload(device="sim:0"), AT_ONCE),
     "enable_sequential_cpu_offload": (lambda pipe: pipe.enable_sequential_cpu_offload(device="sim:0"), AT_ONCE),

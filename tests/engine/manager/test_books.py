@@ -101,7 +101,7 @@ def test_memory_that_comes_or_goes_beside_the_books_is_found(computed, monkeypat
         for place, name, wrong in faults_of(managed):
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, wrong)
-                with pytest.raises(AssertionError, match="in the books"):
+                with pytest.raises(AssertionError, match="in the ledger"):
                     manager.ledger.check()
             manager.ledger.check()
             num_faults += 1
