@@ -1,10 +1,10 @@
-"""Layers that others add to a managed module, such as a LoRA's: seen by a look, and joined to their blocks.
+"""Layers that other code adds to a managed module, such as a LoRA's: detected, and assigned to their blocks.
 
-[Note: added layers] peft puts a layer of its own in the place of one of ours, which it holds as ``base_layer``, and its
-factors beside that: names change, the modules and parameters that we know stay the objects they are. So a look at the
-children of every module and at the number of their parameters tells that something was added or taken away. What hangs
-in the tree and is none of ours is packed into a slab of its own for each block, and travels with it. What was taken
-out of the tree again gets plain memory, and is forgotten.
+[Note: added layers] peft replaces a layer by its own layer, which holds the original as ``base_layer`` and the LoRA's
+factors beside it. Names change, but the known modules and parameters stay the same objects. So comparing the children
+and the number of parameters of every module shows whether anything was added or removed. Added weights are packed into
+one more slab per block, which moves together with the block. Weights that are removed from the tree again get plain
+memory, and the engine forgets them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Structure", "Tree", "bring_home", "walk"]
 
 
 class Structure:
-    """Which modules hang where, and how many parameters each has; tells whether that has changed since.
+    """The module tree and the number of parameters of each module; detects changes of both.
 
-    A look takes about 0.1 microseconds per module.
+    A check takes about 0.1 microseconds per module.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -38,7 +38,7 @@ class Structure:
         self.children = [module._modules for module in self.modules]
         self.parameters = [module._parameters for module in self.modules]
         self.buffers = [module._buffers for module in self.modules]
-        # The objects themselves: another one might get the id of one that is gone.
+        # Objects, not ids: a new object may get the id of a freed one.
         self.known = self.list_children()
         self.counts = list(map(len, self.parameters))
 
@@ -46,27 +46,27 @@ class Structure:
         return list(chain.from_iterable(map(dict.values, self.children)))
 
     def tensors(self) -> Iterator[torch.Tensor | None]:
-        """Yield what the modules hold now, as parameters and as buffers, at each of its places."""
+        """Yield the parameters, then the buffers, that the modules hold now, once for each place."""
         return chain(
             chain.from_iterable(map(dict.values, self.parameters)), chain.from_iterable(map(dict.values, self.buffers))
         )
 
     def has_changed(self) -> bool:
-        """Whether anything was added or taken away since."""
+        """Whether a child or parameter was added or removed since this object was made."""
         # Modules are equal only to themselves.
         return self.list_children() != self.known or list(map(len, self.parameters)) != self.counts
 
 
 class Tree:
-    """The weights of a module as they hang in it now, told apart by ours and others'.
+    """The weights in a module tree now: the managed ones, and those that other code added.
 
     Args:
-        own: the entries that came under management with the module. One that is held at another place too by now gets
-            that place.
-        blocks: the modules of the blocks, with their numbers.
-        known: the modules that were there when the module came under management. Only of others do buffers count:
-            modules make and replace buffers as they compute.
-        lent: the places of ours that hold weights of others for a while.
+        own: the slots of the managed weights. A weight that is held in another place as well by now gets that place as
+            an owner.
+        blocks: the modules of the blocks with their numbers.
+        known: the modules that were there when management began. New buffers of these are ignored, because modules
+            create and replace buffers while they compute.
+        lent: the places of managed weights that hold tensors of other code for a while.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Tree:
     ) -> None:
         own = list(own)
         self.names: dict[int, list[str]] = defaultdict(list)
-        """Those of each weight now, by the id of its entry."""
+        """The names of each weight now, by the id of its slot."""
         self.added: list[tuple[int | None, ParameterSlot]] = []
-        """What is not ours, each with the number of its block; None for what is beside the blocks."""
+        """The slots of added weights with the numbers of their blocks; None for those outside all blocks."""
         entry_at = {(module, name): slot for slot in own for module, name in slot.owners} | dict(lent)
         entry_of = {id(slot.held): slot for slot in own if slot.owners}
         added: dict[int, tuple[int | None, ParameterSlot]] = {}
@@ -92,7 +92,7 @@ class Tree:
                     if tensor is None or (is_buffer and module in known and (module, name) not in entry_at):
                         continue
                     slot = entry_at.get((module, name)) or entry_of.get(id(tensor))
-                    if slot is None and isinstance(tensor, EncodedWeight):  # another parameter made of one of ours
+                    if slot is None and isinstance(tensor, EncodedWeight):  # made by other code from one of ours
                         tensor = tensor.plain()
                         places[name] = tensor  # type: ignore[assignment]
                     if slot is None:
@@ -103,7 +103,7 @@ class Tree:
                     if (module, name) not in slot.owners and (module, name) not in lent:
                         slot.set_owners((*slot.owners, (module, name)))
                     if id(slot) in added and added[id(slot)][0] != home:
-                        added[id(slot)] = None, slot  # of several blocks: it stays beside them
+                        added[id(slot)] = None, slot  # shared by several blocks: treated as outside all blocks
                     self.names[id(slot)].append(f"{path}.{name}" if path else name)
         for home, slot in added.values():
             first, *others = self.names[id(slot)]
@@ -112,7 +112,7 @@ class Tree:
 
 
 def walk(root: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple[str, nn.Module, int | None]]:
-    """Yield every module once, with its path and the number of the block that it is in."""
+    """Yield each module once, with its path and the number of its block, None outside all blocks."""
     seen: set[nn.Module] = set()
     to_visit: list[tuple[str, nn.Module, int | None]] = [("", root, None)]
     while to_visit:
@@ -128,13 +128,13 @@ def walk(root: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[tuple[str
 
 
 def describe(tensor: torch.Tensor) -> TensorSpec:
-    """Return a weight in numbers, without a name: one that is not cast to eight bits, as others compute with it."""
+    """Return a weight's numbers, without a name. Added weights are not cast, because other code computes with them."""
     dtype, shape = SAFETENSORS_NAMES[str(tensor.dtype)], tuple(tensor.shape)
     return TensorSpec(name="", dtype=dtype, shape=shape, leaves=leaf_bytes(tensor))
 
 
 def bring_home(slots: Iterable[ParameterSlot]) -> None:
-    """Move weights that are on a device to host memory; their objects stay where torch allows that."""
+    """Move weights that are on a device to host memory. They stay the same objects where torch allows it."""
     for slot in slots:
         if slot.held.device.type not in ("cpu", "meta"):
             repoint(slot, [leaf.detach().to("cpu") for leaf in leaves_of(slot.held)], lasting=True)

@@ -1,7 +1,7 @@
-"""Keeps what a forward wrote to the weights of its block, once the block has computed.
+"""Saves what a forward wrote to its block's weights, after the block has computed.
 
-Forwards rarely write to weights, so the usual cost is one check. If something was written the host waits for the
-device. What cannot be kept is undone and refused in one line.
+Forwards rarely write to weights, so the usual cost is one check. If a forward did, the host waits for the device. A
+change that cannot be saved is undone and refused with a one-line reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["keep_writes"]
 
 
 def keep_writes(group: WeightGroup, wait: Callable[[], None], *, host_replaces: bool) -> str | None:
-    """Save what was written to a group while it computed to where it rests; returns what cannot be kept.
+    """Save what was written to a group while it computed; returns the reason if a change cannot be saved.
 
     Args:
         wait: waits for the copies that are under way.
@@ -43,9 +43,9 @@ def keep_writes(group: WeightGroup, wait: Callable[[], None], *, host_replaces: 
 
 
 def take_looked(group: WeightGroup) -> tuple[bool, str | None]:
-    """Check the weights whose ``.data`` was accessed; returns whether any was written to, and what cannot be kept.
+    """Check the weights whose ``.data`` was accessed; returns whether any was written to, and why it cannot be saved.
 
-    Holds no reference to them when it returns: what else holds them is checked next.
+    Keeps no reference to the weights, because the caller counts references to them next.
     """
     is_written, refused = False, None
     for weight in group.looked:
@@ -59,14 +59,14 @@ def take_looked(group: WeightGroup) -> tuple[bool, str | None]:
 
 
 def take_replaced(group: WeightGroup) -> str | None:
-    """Copy what a forward assigned in place of weights into the weights; returns what cannot be kept."""
+    """Copy tensors that a forward assigned in place of weights into the weights; returns why one cannot be saved."""
     refused = None
     for index, (module, name), held in list(foreign_tensors(group)):
         slot = group.slots[index]
-        if slot.is_buffer:  # `WeightGroup.put` takes it over
+        if slot.is_buffer:  # `WeightGroup.put` saves buffers
             continue
         if Swaps(()).is_kept_by_others(group, index, group.placed[index]):
-            refused = f"{slot.spec.name!r} was replaced for a while"
+            refused = f"{slot.spec.name!r} was replaced temporarily"
         else:
             refused = write_over(slot, group.placed[index], held) or refused
         slot.tensors_of(module)[name] = group.placed[index]
@@ -89,7 +89,7 @@ def place_of(group: WeightGroup, weight: ComputingWeight) -> int | None:
 
 
 def own_memory(group: WeightGroup, index: int) -> torch.Tensor:
-    """Return the memory from which a plain weight computes."""
+    """Return the memory from which a plain weight computes, as a tensor."""
     assert group.origin is not None
     slab, _, scratch, _ = group.origin
     slot = group.slots[index]
@@ -104,18 +104,18 @@ def is_pointed_elsewhere(group: WeightGroup, weight: ComputingWeight) -> bool:
 
 
 def take_data(group: WeightGroup, weight: ComputingWeight) -> str | None:
-    """Copy what a weight's ``.data`` was pointed to into its own memory, and point it there again."""
+    """Copy the tensor that was assigned to a weight's ``.data`` into the weight's own memory; undo the assignment."""
     index = place_of(group, weight)
     assert index is not None
     ours, given = own_memory(group, index), DATA.__get__(weight)
     refused = write_over(group.slots[index], ours, given)
     DATA.__set__(weight, ours)
-    group.forget_views()  # this view has a counter of its own now
+    group.forget_views()  # this view has its own version counter now
     return refused
 
 
 def save_wide(group: WeightGroup) -> str | None:
-    """Encode wide weights that a forward changed again; returns what cannot be kept."""
+    """Encode the wide weights that a forward changed; returns why one cannot be saved."""
     refused = None
     slab = group.resting_slab
     assert slab is not None

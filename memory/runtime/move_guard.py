@@ -1,12 +1,12 @@
-"""Weights that were moved, converted (``Module.to``, ``Module.half``) or replaced from outside: seen and put back.
+"""Detects weights that other code moved, converted (``Module.to``, ``Module.half``) or replaced, and restores them.
 
-[Note: moved] torch gives a converted weight to its module in one of three ways: it points the parameter object that is
-there to other memory, puts another object in its place, or swaps the insides of two. So neither the objects that a
-group put into the module nor those that are its weight stores can be relied on afterwards; its slabs can, and its
-buffers' objects, of which the module always gets others.
+[Note: moved] torch converts a module's weight in one of three ways: it assigns ``.data`` of the parameter object, puts
+another object in its place, or swaps the contents of two objects. Afterwards neither the objects that a group put into
+the module nor the group's tensors at rest can be trusted. The group's slabs can, and so can its buffer objects, because
+for buffers torch always puts other objects into the module.
 
-A tensor that was assigned to the module in place of ours is seen by its identity, each of them; whether that is for
-good, `weight_swaps.py` tells.
+A tensor that other code assigned in place of ours is detected by its identity. `weight_swaps.py` tells whether the
+assignment is for good.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ DATA: Any = torch.Tensor.data  # the descriptor
 
 
 class MoveGuard:
-    """Puts the weights of a component back, and tells who changed their dtype. For groups whose weight stores are in
-    place.
+    """Restores the weights of a component, and reports changes that it undid.
 
     Args:
-        groups: with the device on which each computes.
+        groups: each group, with its weight store in place, and the device on which it computes.
         wait: waits for the copies that are under way.
-        after: that of the groups before some of them were replaced.
+        after: the guard of the groups before some of them were replaced.
     """
 
     def __init__(
@@ -60,15 +59,15 @@ class MoveGuard:
         self.swaps = Swaps(groups)
         self.opened = [group.opened for group in self.groups]
         self.undone: str | None = None
-        """What was done to the weights and taken back, until it is told."""
+        """The change of weights that was undone and has not been reported yet."""
         self.gone: str | None = None
-        """A weight that its module has no place for any more."""
+        """The name of a weight whose place was removed from the module."""
         if after is not None:
             self.undone, self.gone = after.undone, after.gone
             self.swaps.loans = [loan for loan in after.swaps.loans if loan.group in self.swaps.devices]
 
     def is_moved(self) -> bool:
-        """Whether the module has other weights than the groups, while those rest, gave it."""
+        """Whether the module holds other weights than the groups gave it. For groups at rest."""
         return not all(group.is_as_placed() for group in self.groups) or any(w.is_moved() for w in self.witnesses)
 
     @property
@@ -86,9 +85,9 @@ class MoveGuard:
         return {id(witness.group.slots[witness.plain[0][0]].held) for witness in self.witnesses if witness.plain}
 
     def put_back(self) -> bool:
-        """Undo what was done to the weights, and keep what was given instead; returns whether there was anything.
+        """Undo moves and conversions of weights, and take over assigned values; returns whether anything had changed.
 
-        Looks at every weight's address. The caller holds the manager's lock.
+        Checks every weight's address. The caller holds the manager's lock.
         """
         is_laid_out_anew = was_settled = False
         for group, index, held in self.swaps.take_back():
@@ -111,19 +110,19 @@ class MoveGuard:
         if changed or is_laid_out_anew or any(witness.is_moved() for witness in self.witnesses):
             has_changed = True
             self.wait()
-            for witness in self.witnesses:  # a block's buffers are in another group than its weights
+            for witness in self.witnesses:  # all of them: a block's buffers are in another group than its weights
                 undone = witness.put_back()
                 if undone is not None:
                     self.undone = undone
         return has_changed
 
     def take_over(self, group: WeightGroup) -> bool:
-        """Make what was assigned for good the new version of its weight, or undo it; returns whether there was any."""
+        """Write tensors that were assigned for good to their weights, or undo the assignment; returns whether any was."""
         found = False
         for index, (module, name), held in list(foreign_tensors(group)):
             slot = group.slots[index]
             places = slot.tensors_of(module)
-            if slot.is_buffer:  # the next `WeightGroup.put` takes over what a forward made
+            if slot.is_buffer:  # the next `WeightGroup.put` saves buffers that a forward made
                 if held is not None and not held.is_meta and held.device.type == "cpu":
                     self.take_buffer(group, index, (module, name), held)
                 continue
@@ -138,7 +137,7 @@ class MoveGuard:
         return found
 
     def take_buffer(self, group: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
-        """Copy a buffer that was assigned in host memory into its group's; of another form, move it to the device."""
+        """Copy a buffer that was assigned in host memory into the group's buffer; one of another form is moved there."""
         placed, places = group.placed[index], group.slots[index].tensors_of(place[0])
         if placed.device.type in ("cpu", "meta"):
             return
@@ -151,20 +150,20 @@ class MoveGuard:
             places[place[1]] = held.to(placed.device)
 
     def tell_undone(self) -> None:
-        """Tell, once, what was done to the weights and undone; every time, what cannot be. Raises `UnsafeState`."""
+        """Report a change that was undone, once; a removed weight, each time. Raises `UnsafeState` for both."""
         if self.gone is not None:
-            raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before you change that")
+            raise UnsafeState(f"{self.owner}: {self.gone!r} was removed from its module: release it before that")
         if self.undone is not None:
             undone, self.undone = self.undone, None
-            raise UnsafeState(f"{self.owner}: {undone}, which has been undone: release it before that")
+            raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before that")
 
 
 class Witness:
-    """Tells whether the weights of a group were moved or replaced, and puts them all back.
+    """Detects whether the weights of a group were moved or replaced, and restores them.
 
-    Every plain parameter tells by its object and its address. For their dtype stands one: rather a plain one than a
-    quantized one, a parameter than a buffer, which a forward may replace, and one that ``Module.half`` changes. For a
-    group whose weight stores are in place.
+    Checks the object and address of every plain parameter, but the dtype of one weight only. That one is preferably
+    plain, not quantized; a parameter, not a buffer, which a forward may replace; and of a dtype that ``Module.half``
+    changes. For a group whose weight store is in place.
     """
 
     def __init__(self, group: WeightGroup) -> None:
@@ -181,10 +180,10 @@ class Witness:
             for number, slot in enumerate(group.slots)
             if not slot.is_buffer and not slot.is_quantized and slot.owners and slot.held.numel()
         ]
-        """The plain parameters: their place among the entries and among the leaves."""
+        """The plain parameters: their index among the slots, and the index of their first leaf."""
 
     def is_moved(self) -> bool:
-        """Whether the module has other memory or another dtype than the group, while that rests, gave it."""
+        """Whether the weights have other memory or another dtype than the group gave them. For a group at rest."""
         group, slot = self.group, self.slot
         if slot is None or not slot.owners or group.state is BlockState.COMPUTING or group.is_whole:
             return False
@@ -202,20 +201,20 @@ class Witness:
         return is_moved or self.is_replaced()
 
     def is_replaced(self) -> bool:
-        """Whether any plain parameter that the group, while it rests, gave lies elsewhere."""
+        """Whether any plain parameter of the group lies at another address. For a group at rest."""
         group = self.group
         placed, (own, addresses) = group.copy.known if group.copy is not None else group.known
         if placed is not group.placed:
             own, addresses = [group.placed[number] for number, _ in self.plain], self.addresses()
             if group.copy is not None:
-                group.copy.known = group.placed, (own, addresses)  # gone with the copy, whose memory they keep
+                group.copy.known = group.placed, (own, addresses)  # freed with the copy, whose memory they keep
             else:
                 group.known = group.placed, (own, addresses)
         with plainly():
             return [*map(ADDRESS, own), *map(STRIDE, own)] != addresses
 
     def addresses(self) -> list[Any]:
-        """Return where the plain parameters rest, 0 for encoded ones that are shown wide; then their strides."""
+        """Return the addresses of the plain parameters (0 for encoded ones, which are shown wide), then their strides."""
         return [*self.places(), *(self.group.held_form(number).strides for number, _ in self.plain)]
 
     def places(self) -> list[int]:
@@ -227,9 +226,9 @@ class Witness:
         return [group.store.address_of(leaf) for _, leaf in self.plain]
 
     def put_back(self) -> str | None:
-        """Put the group's own tensors back into the module; returns which change to them was undone.
+        """Put the group's own tensors back into the module; returns the change that was undone, for a message.
 
-        The memory that it held instead is free then. What a forward wrote into buffers stays.
+        Frees the memory that the module held instead. What a forward wrote into buffers stays.
         """
         group = self.group
         if self.slot is None or group.state is BlockState.COMPUTING or group.is_whole:
@@ -254,11 +253,11 @@ class Witness:
             group.note_given(before, group.copy.views)
         group.forget_views()
         group.rest()
-        group.known = None, ([], [])  # perhaps objects that lie elsewhere now
+        group.known = None, ([], [])  # the known objects may lie elsewhere now
         return undone
 
     def changed_dtype(self) -> torch.dtype | None:
-        """Return what the dtype of a weight was changed to."""
+        """Return the dtype to which a weight was converted; None if none was."""
         group = self.group
         if not self.plain:
             leaf = leaves_of(self.slot.held)[0] if self.slot is not None and self.slot.owners else None
@@ -270,7 +269,7 @@ class Witness:
         return None
 
     def changed_shape(self) -> str | None:
-        """Describe a plain parameter that got data of another shape, as when transformers resizes embeddings."""
+        """Describe a plain parameter that got data of another shape, for example when transformers resizes embeddings."""
         for number, _ in self.plain:
             slot, form = self.group.slots[number], self.group.held_form(number)
             if slot.owners and slot.held.shape != form.shape:
@@ -278,7 +277,7 @@ class Witness:
         return None
 
     def adopt(self) -> None:
-        """Take over weights that were assigned to the module in place of ours, if dtype and shape are the same."""
+        """Write values that were assigned in place of our weights to these, if dtype and shape are the same."""
         group = self.group
         slab = group.resting_slab
         if slab is None:
@@ -299,7 +298,7 @@ class Witness:
 
 
 def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:
-    """Write a tensor that was assigned to the module over the weight where it rests, or return why that cannot be."""
+    """Write a tensor that was assigned to the module to the weight at rest, or return why that is impossible."""
     slot, slab = group.slots[index], group.resting_slab
     name = slot.spec.name
     if given is None:
@@ -343,14 +342,14 @@ def bits_of(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def resting_form(group: WeightGroup, index: int) -> str:
-    """Return, for people, where a weight rests that others cannot replace where it is."""
+    """Return, for a message, how a weight rests that other code cannot replace; empty for other weights."""
     if index in group.encoded:
         return f", which rests {group.encoded[index].numbers.rests},"
     return ", which rests in its file," if group.placed[index].is_meta else ""
 
 
 def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
-    """Return weight stores that show what they are made of, as the objects that they are where torch allows that."""
+    """Return the tensors at rest, showing the weight store again; the same objects where torch allows it."""
     if group.host_slab is not None:
         leaves = iter(group.layout.views(group.host_slab))
     else:
@@ -365,7 +364,7 @@ def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
             resting.append(group.show(slot, own))
         elif not slot.is_quantized and not own[0].is_meta and torch._has_compatible_shallow_copy_type(store, own[0]):
             with plainly():
-                DATA.__set__(store, own[0])  # others' assignments of the same memory in another order are copied
+                DATA.__set__(store, own[0])  # assignments of the same memory in another order were copied
             resting.append(watch(store, group.asked, aliases=group.aliases))
         else:
             resting.append(group.watch(slot, as_held(iter(own), slot)))

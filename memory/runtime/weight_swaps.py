@@ -1,10 +1,10 @@
-"""Weights that others put in place of ours: for one call, which gives them back, or for good.
+"""Tensors that other code puts into the module in place of its weights, for a while or for good.
 
 [Note: swaps] `torch.func.functional_call` puts other tensors into the module, calls it and puts ours back; so do
-contexts that compute with averaged weights for a while. An assignment puts another tensor there and forgets ours. Code
-that will put a tensor back keeps it, so a tensor that only we refer to was replaced for good: the new bytes become the
-weight store's. All else is lent: the module computes with the other tensor itself, moved to where its block computes,
-as long as it is there. The weight store keeps its bytes.
+contexts that compute with averaged weights for a while. An assignment puts another tensor there for good. Code that
+will put our tensor back keeps a reference to it. So if only the engine still references our tensor, it was replaced for
+good, and the new bytes are written to the weight store. Otherwise the place is lent: as long as the other tensor is
+there, the module computes with it, moved to the block's device, and the weight store keeps its bytes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["Swaps"]
 
 @dataclass(eq=False, slots=True)
 class Loan:
-    """A place in the module that holds another's tensor, and is not written to by us meanwhile."""
+    """A place in the module that holds a tensor of other code. The engine puts no weight there meanwhile."""
 
     group: WeightGroup
     index: int
     owner: tuple[nn.Module, str]
     given: torch.Tensor
-    """What they put there."""
+    """The tensor that other code put there."""
     ours: torch.Tensor
-    """What they will put back."""
+    """Our tensor, which that code will put back."""
     device: torch.device
     computing: torch.Tensor | None = None
-    """That on the device, while a pass is under way."""
+    """The copy of ``given`` on the device, while a pass is under way."""
 
     @property
     def slot(self) -> ParameterSlot:
@@ -44,10 +44,10 @@ class Loan:
 
 
 class Swaps:
-    """The places in a component's module that hold tensors of others.
+    """The places in a component's module that hold tensors of other code.
 
     Args:
-        groups: with the device on which each computes.
+        groups: each group with the device on which it computes.
     """
 
     def __init__(self, groups: Sequence[tuple[WeightGroup, torch.device]]) -> None:
@@ -55,10 +55,10 @@ class Swaps:
         self.loans: list[Loan] = []
 
     def take_back(self) -> list[tuple[WeightGroup, int, torch.Tensor]]:
-        """End the loans of places that hold what they were lent for no more.
+        """End the loans of places that no longer hold the other code's tensor.
 
-        Returns the weights that were given back after their group had been loaded, by place: what was written to them
-        since is not on the device.
+        Returns group, index and tensor of each weight that was put back after its group had been loaded: writes to the
+        tensor since then are not on the device.
         """
         returned = []
         for loan in list(self.loans):
@@ -67,7 +67,7 @@ class Swaps:
             if held is loan.given or held is loan.computing:
                 continue
             if held is not None and held is not loan.ours and self.is_kept_by_others(loan.group, loan.index, loan.ours):
-                loan.given = held  # taken out and lent again, with what they had from us before
+                loan.given = held  # replaced by yet another tensor, while other code still keeps ours
                 continue
             self.loans.remove(loan)
             loan.group.own(loan.index, loan.owner)
@@ -78,10 +78,10 @@ class Swaps:
         return returned
 
     def lend(self, changed: Sequence[WeightGroup]) -> None:
-        """Lend the places where others put their tensors for a while.
+        """Begin loans of the places where other code put its tensors for a while.
 
         Args:
-            changed: the groups whose weights the module does not hold everywhere.
+            changed: the groups of which the module holds another tensor in some place.
         """
         for group in changed:
             for index, owner, held in list(foreign_tensors(group)):
@@ -90,14 +90,14 @@ class Swaps:
                     self.loans.append(Loan(group, index, owner, held, group.placed[index], self.devices[group]))
 
     def begin(self) -> None:
-        """A pass begins: what was lent computes on the device of its block. Costs its bytes there."""
+        """At the begin of a pass: move the lent tensors to the devices of their blocks. Costs their bytes there."""
         for loan in self.loans:
             if loan.given.device != loan.device:
                 loan.computing = loan.given.to(loan.device)
                 loan.slot.tensors_of(loan.owner[0])[loan.owner[1]] = loan.computing
 
     def end(self) -> None:
-        """The pass is over: the module holds the others' own tensors again, if it still holds what they put there."""
+        """At the end of a pass: put the other code's own tensors back, in places that still hold the moved ones."""
         for loan in self.loans:
             places = loan.slot.tensors_of(loan.owner[0])
             if loan.computing is not None and places.get(loan.owner[1]) is loan.computing:
@@ -105,7 +105,7 @@ class Swaps:
             loan.computing = None
 
     def is_kept_by_others(self, group: WeightGroup, index: int, ours: torch.Tensor) -> bool:
-        """Whether anyone but us holds what the group gave the module for a weight."""
+        """Whether code other than the engine references the tensor that the group gave the module for a weight."""
         slot = group.slots[index]
         own: list[Any] = [group.resting, group.placed, group.known[0], group.known[1][0], *group.view_cache.values()]
         own.append(group.counted[-1])
@@ -116,17 +116,17 @@ class Swaps:
         num_own += sum(in_list(place)[1] is ours for place in slot.lists)
         num_own += sum(loan.ours is ours for loan in self.loans)
         num_own += sum(slot.tensors_of(module).get(name) is ours for module, name in slot.owners)
-        alone = object()  # as many references as there are to a variable here
+        alone = object()  # has exactly the references of a local variable
         return sys.getrefcount(ours) - num_own > sys.getrefcount(alone)
 
     @property
     def names(self) -> frozenset[str]:
-        """The weights that are lent."""
+        """The names of the weights in whose places other tensors are."""
         return frozenset(loan.slot.spec.name for loan in self.loans)
 
 
 def foreign_tensors(group: WeightGroup) -> Iterator[tuple[int, tuple[nn.Module, str], torch.Tensor | None]]:
-    """Yield the places where the module does not hold what the group gave it, and what it holds."""
+    """Yield index, owner and held tensor of each place where the module does not hold the group's tensor."""
     for index, (slot, placed) in enumerate(zip(group.slots, group.placed, strict=False)):
         for module, name in slot.owners:
             held = slot.tensors_of(module).get(name)

@@ -185,7 +185,7 @@ METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "to another dtype": (
         lambda pipe: pipe.to(torch.float16),
-        r"unet: its weights were changed to torch.float16, which has been undone",
+        r"unet: its weights were changed to torch.float16; the change was undone",
     ),
     "remove_all_hooks": (lambda pipe: pipe.remove_all_hooks(), AT_ONCE),
     "to the device": (lambda pipe: pipe.to("sim:0"), ""),

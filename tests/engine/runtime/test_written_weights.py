@@ -189,7 +189,7 @@ def test_data_of_another_shape_is_refused_in_one_line(toys, machine, name: str, 
         want = net(x).cpu()
         weight = net.get_parameter(name)
         weight.data = torch.zeros(weight.shape[0] + 1, weight.shape[1])
-        with pytest.raises(UnsafeState, match=f"{name}' was replaced by a torch.float32 .*, which has been undone"):
+        with pytest.raises(UnsafeState, match=f"{name}' was replaced by a torch.float32 .*; the change was undone"):
             net(x)
         assert torch.equal(net(x).cpu(), want)
 
