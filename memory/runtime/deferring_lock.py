@@ -1,4 +1,4 @@
-"""A lock that also runs what could not be done while it was held."""
+"""A lock that also runs jobs that could not run while it was held."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["DeferringLock"]
 
 
 class DeferringLock:
-    """Serialises what changes which components there are and where; a thread may take it again while it has it.
+    """Serialises changes of the managed components and their places. Reentrant.
 
-    A garbage collection may release a component in the middle of anything, also in the thread that holds the lock.
-    Such a job waits until the books are in a state to take it: the thread that holds the lock runs it as it gives the
-    lock back, before another thread gets it.
+    A garbage collection may release a component at any moment, also in the thread that holds the lock. Such a job is
+    deferred until the ledger is consistent: the thread that holds the lock runs it when it gives the lock back, before
+    another thread gets the lock.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class DeferringLock:
                     self.run_jobs()
 
     def is_held_here(self) -> bool:
-        """Whether this thread holds it."""
+        """Whether this thread holds the lock."""
         return self.rlock._is_owned()  # type: ignore[attr-defined, no-any-return]
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
-        """Run a job under the lock, now or when whoever holds it gives it back. Never waits."""
+        """Run a job under the lock: now, or when the holding thread gives the lock back. Never waits."""
         self.jobs.append(job)
         if not self.is_held_here() and self.rlock.acquire(blocking=False):
             try:
@@ -51,7 +51,7 @@ class DeferringLock:
                 self.rlock.release()
 
     def run_jobs(self) -> None:
-        """Run what has waited; the caller holds the lock once. Raises the first `InvalidInput` when it is through."""
+        """Run the deferred jobs; the caller holds the lock. After the last job, raises the first `InvalidInput` of any."""
         errors = []
         while self.jobs:
             try:

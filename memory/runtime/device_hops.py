@@ -1,16 +1,17 @@
-"""What flows between devices: arguments go where their callee computes, and what became of them comes back.
+"""Copies between devices: arguments to the device where the callee computes, outputs and changes back.
 
-[Note: home] In a split the parent of the blocks sees tensors of one device only, the home device of the rest: a block
-elsewhere gets copies of its arguments, and all that it returns is copied home. So a parent may join outputs, add to
-them, collect them, leave blocks out and change its mind at every step. The price is one copy home for each such block;
-there is none back if the next block takes the output as it is, because the original is kept beside its copy. If the
-parent returns what another library's hooks kept of a call elsewhere, that is copied home with its output.
+[Note: home] In a split the parent of the blocks sees tensors of one device only: the home device, on which the
+non-block weights compute. A block on another device gets copies of its arguments, and its outputs are copied home. So a
+parent may join outputs, add to them, collect them, or skip other blocks at every step. This costs one copy home per
+such block. The next block on that device needs no copy back if it takes the output unchanged, because the original is
+kept beside its copy. If the parent returns tensors that another library's hooks kept from a call on another device,
+they are copied home with the parent's output.
 
-[Note: twins] A tensor outside a call and its copy inside are twins. Torch counts the writes to a tensor (`_version`),
-so twins are known to be equal while neither was written to since. What a callee wrote into its copy is written back;
-of a callee that returns its own copy the caller gets its own tensor; tensors that share memory outside share it inside.
-Inference tensors have no count: those outside are copied each time, while the copies inside are made as ordinary
-tensors, so that a write to one is always seen.
+[Note: twins] A caller's tensor (outside) and the callee's copy of it (inside) are twins. Torch counts the writes to a
+tensor (`_version`), so twins are equal as long as neither count has changed. What a callee wrote to its copy is written
+back. If a callee returns its copy, the caller gets its own tensor. Tensors that share memory outside share it inside.
+Torch does not count writes to inference tensors: those outside are copied each time; copies inside are made as ordinary
+tensors, so that each write to one is seen.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["DeviceHops", "Visit"]
 
 
 class Twin:
-    """A tensor outside a call, weakly, and its copy inside; kept while the first is alive."""
+    """A weak reference to a tensor outside a call, and its copy inside. Kept until the tensor outside dies."""
 
     __slots__ = ("inside", "inside_version", "outside", "outside_version")
 
@@ -41,16 +42,16 @@ class Twin:
         self.note_equal()
 
     def note_equal(self) -> None:
-        """The two are equal now."""
+        """Note that the two tensors are equal now."""
         self.outside_version = version_of(self.outside())
         self.inside_version = version_of(self.inside)
 
     def is_written(self) -> bool:
-        """Whether the copy inside has been written to since the two were equal."""
+        """Whether the copy inside was written to since the two were last equal."""
         return self.inside_version is None or version_of(self.inside) != self.inside_version
 
     def fits(self, outside: torch.Tensor) -> bool:
-        """Whether this is the twin of the tensor, of the same form, and without a graph of gradients."""
+        """Whether this twin can be used for the tensor: same object and shape; no autograd graph unless equal."""
         inside = self.inside
         has_graph = torch.is_grad_enabled() and (outside.requires_grad or inside.requires_grad)
         return (
@@ -69,14 +70,14 @@ class DeviceHops:
 
     def __init__(self) -> None:
         self.twins: dict[tuple[int, torch.device], Twin] = {}
-        """By the id of the tensor outside, and where its copy is."""
+        """By the id of the tensor outside, and the device of its copy."""
         self.twins_inside: dict[int, Twin] = {}
-        """By the id of the copy."""
+        """By the id of the copy inside."""
         self.num_hops = 0
         self.bytes_moved = 0
 
     def forget(self) -> None:
-        """Drop the kept copies: the pass is over."""
+        """Drop the kept copies at the end of a pass."""
         self.twins.clear()
         self.twins_inside.clear()
 
@@ -89,12 +90,12 @@ class DeviceHops:
         target: torch.device | None,
         shared: Sequence[Any] = (),
     ) -> Visit | None:
-        """Copy what a callee is given to its device; None where nothing is elsewhere and nothing has to come back.
+        """Copy a callee's arguments to its device; None if no tensor has to be copied there or back.
 
         Args:
-            source: the device whose tensors are copied; None is any other.
-            target: where tensors on the callee's device come to that it returns; None leaves them there.
-            shared: what the callee uses beside its arguments (`find_shared_states`).
+            source: the device whose tensors are copied; None: tensors of all other devices.
+            target: the device to which the callee's outputs are copied; None leaves them on the callee's device.
+            shared: objects that the callee uses beside its arguments (`find_shared_states`).
         """
         given = find_tensors(value)
         if shared:
@@ -114,13 +115,13 @@ class DeviceHops:
         return Visit(self, value, device, target, pairs, shared)
 
     def twins_of(self, group: Sequence[torch.Tensor], device: torch.device) -> list[Twin]:
-        """Return the twins on a device of tensors that share their memory: those there are, made equal, or new ones."""
+        """Return the twins on a device of tensors that share memory: known twins, made equal, or new ones."""
         known = [twin for own in group if (twin := self.twins.get((id(own), device))) is not None and twin.fits(own)]
         if len(known) < len(group) or len({memory_of(twin.inside) for twin in known}) > 1:
             return [self.pair(own, copy) for own, copy in zip(group, self.copy(group, device), strict=True)]
         if not all(twin.is_current(own) for twin, own in zip(known, group, strict=True)):
             for own, twin in zip(group, known, strict=True):
-                # If only the copy was written to, the copy is newer; in all other cases the caller's tensor is.
+                # The copy is newer if only the copy was written to; in all other cases the caller's tensor is.
                 if twin.is_written() and twin.outside_version == version_of(own) is not None:
                     self.count(own.copy_(twin.inside))
                 else:
@@ -130,7 +131,7 @@ class DeviceHops:
         return known
 
     def pair(self, outside: torch.Tensor, inside: torch.Tensor) -> Twin:
-        """Remember that two tensors are twins."""
+        """Make two tensors twins."""
         key = id(outside), inside.device
         forget = partial(drop, self.twins, key, self.twins_inside, id(inside))
         twin = Twin(weakref.ref(outside, forget), inside)
@@ -141,7 +142,7 @@ class DeviceHops:
         return twin
 
     def copy(self, group: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """Return copies on a device; those of several tensors that share memory share theirs, and are made in one."""
+        """Return copies on a device. Tensors that share memory are copied in one go, and their copies share memory."""
         with ordinary_tensors():
             if len(group) == 1:
                 return [self.count(copy_as_it_lies(group[0], device))]
@@ -165,10 +166,11 @@ class DeviceHops:
 
 
 class Visit:
-    """One call on another device: what was handed in, and how it comes back.
+    """One call on another device: its arguments, and how results are copied back.
 
     Args:
-        pairs: each tensor that was copied, with its twin; held, for what is written may be a view that is dropped.
+        pairs: each tensor that was copied, with its twin; referenced here, because the caller may drop a view to which
+            the callee writes.
     """
 
     def __init__(
@@ -185,37 +187,37 @@ class Visit:
         self.target = target
         self.pairs = pairs
         self.brought: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The callee's tensors, by their ids, and the caller's."""
+        """The callee's tensors that were brought home, and the caller's tensors for them, by the callee's ids."""
         self.shared = shared
         others = {id(outside): twin.inside for outside, twin in pairs}
         self.lent = Lent(value, others)
         exchange(shared, others)
 
     def end(self, output: Any) -> Any:
-        """Write back what the callee wrote into its arguments; returns its output as the caller is to have it."""
+        """Write back what the callee wrote into its arguments; returns its output with the caller's tensors."""
         written = [(outside, twin) for outside, twin in self.pairs if twin.is_written()]
         for outside, twin in written:
             if outside.shape != twin.inside.shape:
                 outside.resize_(twin.inside.shape)
             outside.copy_(twin.inside)
-        for _, twin in self.pairs if written else ():  # those that share memory were written to together
+        for _, twin in self.pairs if written else ():  # all: twins that share memory were written to together
             twin.note_equal()
         self.lent.come_back(self.bring)
         self.give_back_states()
         return self.bring(output)
 
     def give_back_states(self) -> None:
-        """Put the caller's tensors back into what is shared; also after a failure. Idempotent."""
+        """Put the caller's tensors back into shared objects, also after a failure. Idempotent."""
         if self.shared:
             exchange(self.shared, self.brought_home(tensors_of(self.shared)))
 
     def bring(self, value: Any) -> Any:
-        """Return a value with the caller's own tensors and containers where the callee has theirs."""
+        """Return a value with the callee's tensors and containers replaced by the caller's."""
         others: dict[int, Any] = self.brought_home(find_tensors(value))
         return replace_tensors(value, others | self.lent.owned)
 
     def brought_home(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Bring tensors home that are on the callee's device; returns all brought so far, by the callee's ids."""
+        """Copy tensors on the callee's device home; returns all that were brought so far, by the callee's ids."""
         strangers = []
         for tensor in tensors:
             if device_of(tensor) == self.device and id(tensor) not in self.brought:
@@ -232,7 +234,7 @@ class Visit:
         return {number: own for number, (_, own) in self.brought.items()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the caller's tensor of which the callee's is the copy, or a view of that; None if there is none."""
+        """Return the caller's tensor, or a view of it, of which a callee's tensor is the copy; None if none."""
         for own, twin in self.pairs:
             if twin.inside is tensor:
                 return own
@@ -242,7 +244,7 @@ class Visit:
         if earlier is not None and earlier.inside is tensor:
             outside = earlier.outside()
             if outside is not None and outside.device == self.target:
-                if earlier.is_written():  # not in this call: it was not handed to it
+                if earlier.is_written():  # in an earlier call: it is no argument of this one
                     outside.copy_(tensor)
                     earlier.note_equal()
                 return outside
@@ -262,7 +264,7 @@ def drop(
     inside_id: int,
     dead: weakref.ref[torch.Tensor],
 ) -> None:
-    """Forget the twin of a tensor that is no more."""
+    """Forget the twin of a tensor that has died."""
     twin = twins.get(key)
     if twin is not None and twin.outside is dead:
         del twins[key]
@@ -270,13 +272,13 @@ def drop(
 
 
 def version_of(tensor: torch.Tensor | None) -> int | None:
-    """Return how often a tensor was written to; None where torch does not count."""
+    """Return how often a tensor was written to; None if torch does not count its writes."""
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Make no inference tensors, whose writes are not counted."""
+    """In the body, create ordinary tensors, not inference tensors, whose writes are not counted."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield
@@ -285,7 +287,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose writes are counted, with the memory of an inference tensor; others as they are."""
+    """Return an ordinary tensor in the memory of an inference tensor; other tensors unchanged."""
     if not tensor.is_inference() or not is_plain(tensor):
         return tensor
     with torch.inference_mode(False), torch.no_grad():
@@ -294,7 +296,7 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but strides over memory."""
+    """Whether a tensor is a plain strided tensor, with no subclass, lazy conjugation or transform."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -304,12 +306,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return what tensors have in common that share their memory; of what is not strided memory its own number."""
+    """Return a key that is equal for tensors that share memory; a key of its own for a tensor that is not plain."""
     return tensor.untyped_storage()._cdata if is_plain(tensor) else id(tensor)
 
 
 def copy_as_it_lies(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on a device with the same strides, where that is possible; `Tensor.to` closes gaps."""
+    """Return a copy on a device, with the same strides if possible; `Tensor.to` removes gaps."""
     begin, end = range_of(tensor)
     if tensor.requires_grad or not is_plain(tensor) or end - begin <= tensor.numel() or 0 in tensor.stride():
         return tensor.to(device)
@@ -317,14 +319,14 @@ def copy_as_it_lies(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def is_view_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor shows elements of another one's memory, both without a graph of gradients."""
+    """Whether a tensor is a view into another one's memory, without an autograd graph."""
     if tensor.dtype != other.dtype or tensor.requires_grad or memory_of(tensor) != memory_of(other):
         return False
     return range_of(other)[0] <= range_of(tensor)[0] and range_of(tensor)[1] <= range_of(other)[1]
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first element of its memory that a tensor shows, and the one behind its last."""
+    """Return the index in its storage of a tensor's first element, and of the element behind its last."""
     begin = int(tensor.storage_offset())
     if not tensor.numel():
         return begin, begin
@@ -333,7 +335,7 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def groups_of(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors, those together that lie over or beside one another in the same memory."""
+    """Return the tensors in groups; those that overlap or touch in the same memory form one group."""
     by_memory: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     groups = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""How large the inputs of a forward are, in steps of a twelfth."""
+"""The size of a forward's inputs, rounded up to eight steps per doubling (about 9 %)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 __all__ = ["Size", "input_size"]
 
 Size = tuple[int, ...]
-"""Through which module a forward came, the bytes of its elements, and how many elements each input has."""
+"""The number of the entry module, the bytes per element, and the rounded number of elements of each input."""
 
-# Inputs count as equal in size where they differ by less than a twelfth.
+# Inputs that differ in size by less than about 9 % count as equal.
 STEPS_PER_DOUBLING = 8
 
 MAX_INPUTS = 64
@@ -20,7 +20,7 @@ MAX_DEPTH = 4
 
 
 def input_size(inputs: Any) -> Size:
-    """Return how large what a forward was called with is; reads shapes only."""
+    """Return the size of a forward's inputs. Reads shapes only."""
     found: list[torch.Tensor] = []
     collect_tensors(inputs, found, MAX_DEPTH)
     if not found:

@@ -117,7 +117,7 @@ class MoveGuard:
         return has_changed
 
     def take_over(self, group: WeightGroup) -> bool:
-        """Write tensors that were assigned for good to their weights, or undo the assignment; returns whether any was."""
+        """Save tensors that were assigned for good to their weights, or undo the assignment; returns whether any was."""
         found = False
         for index, (module, name), held in list(foreign_tensors(group)):
             slot = group.slots[index]
@@ -137,7 +137,7 @@ class MoveGuard:
         return found
 
     def take_buffer(self, group: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
-        """Copy a buffer that was assigned in host memory into the group's buffer; one of another form is moved there."""
+        """Copy a buffer that was assigned in host memory into the group's buffer; move one of another form there."""
         placed, places = group.placed[index], group.slots[index].tensors_of(place[0])
         if placed.device.type in ("cpu", "meta"):
             return
@@ -214,7 +214,7 @@ class Witness:
             return [*map(ADDRESS, own), *map(STRIDE, own)] != addresses
 
     def addresses(self) -> list[Any]:
-        """Return the addresses of the plain parameters (0 for encoded ones, which are shown wide), then their strides."""
+        """Return the addresses of the plain parameters (0 for encoded ones, shown wide), then their strides."""
         return [*self.places(), *(self.group.held_form(number).strides for number, _ in self.plain)]
 
     def places(self) -> list[int]:
@@ -269,7 +269,7 @@ class Witness:
         return None
 
     def changed_shape(self) -> str | None:
-        """Describe a plain parameter that got data of another shape, for example when transformers resizes embeddings."""
+        """Describe a plain parameter that got data of another shape, as transformers does to resize embeddings."""
         for number, _ in self.plain:
             slot, form = self.group.slots[number], self.group.held_form(number)
             if slot.owners and slot.held.shape != form.shape:

@@ -1,8 +1,8 @@
-"""The tensors inside arguments and outputs, at any depth, and the containers around them, which stay their owner's.
+"""Finds and replaces the tensors inside arguments and outputs, at any depth, without changing the caller's containers.
 
-Looked into are dicts, lists, tuples and deques with their subclasses, dataclasses, and plain objects that are arguments
-themselves and hold tensors as attributes. Other objects are their owner's business: a cache of keys and values is
-passed to every block and stays as it is.
+Searches dicts, lists, tuples and deques with their subclasses, dataclasses, and plain objects that are arguments
+themselves and have tensors as attributes. All other objects stay unchanged; for example a cache of keys and values,
+which is passed to every block.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import nn
 
 __all__ = ["Lent", "find_tensors", "replace_tensors"]
 
-# What most leaves are; looked at first.
+# The types of most leaves; checked first.
 ATOMS = frozenset((NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice))
-# Whose attributes are never looked at.
+# Objects whose attributes are never searched.
 OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType, torch.Generator)
-# How deep an argument stands in a call: (args, kwargs), one of the two, the argument, what a tuple or list of it holds.
+# The depth of an argument in a call: (args, kwargs), one of these two, the argument, an item of it.
 DEPTH_OF_ARGUMENTS = 3
 
 
 def entries_of(value: Any, depth: int) -> dict[Any, Any] | None:
-    """Return what a container holds, by key, place or attribute; None for what is no container."""
+    """Return a container's entries by key, index or attribute name; None for a value that is no container."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | tuple | deque):
@@ -44,7 +44,7 @@ def entries_of(value: Any, depth: int) -> dict[Any, Any] | None:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of one object, those in slots too."""
+    """Return the attributes of an object, including those in ``__slots__``."""
     found = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -55,7 +55,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def walk(value: Any, seen: set[int], depth: int = 0) -> Iterator[tuple[Any, dict[Any, Any] | None]]:
-    """Yield every tensor, and every container with what it holds, those inside others first; each once."""
+    """Yield every tensor, and every container with its entries, each once; inner containers before outer ones."""
     if type(value) in ATOMS or id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -76,11 +76,11 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def replace_tensors(value: Any, others: Mapping[int, Any], containers: Any = None) -> Any:
-    """Return a value with other tensors in place of some, by their ids; what holds none of them stays the same object.
+    """Return a value in which some tensors are replaced. Containers without such tensors stay the same objects.
 
     Args:
-        others: the replacements; those of containers are added.
-        containers: is called with each container, what it held, and the copy that stands for it, perhaps itself.
+        others: the replacements by the id of the replaced tensor; containers are added to a copy of it.
+        containers: called with each container, its copy (itself if nothing is replaced) and the entries of the copy.
     """
     others = dict(others)
     for found, entries in walk(value, set()):
@@ -96,7 +96,7 @@ def replace_tensors(value: Any, others: Mapping[int, Any], containers: Any = Non
 
 
 def copied(container: Any, changed: Mapping[Any, Any]) -> Any:
-    """Return a copy of a container in which some entries are others."""
+    """Return a copy of a container with changed entries."""
     if isinstance(container, tuple):
         items = [changed.get(place, held) for place, held in enumerate(container)]
         make = getattr(type(container), "_make", type(container))  # a namedtuple takes its items one by one
@@ -111,16 +111,16 @@ def put(container: Any, key: Any, value: Any) -> None:
     if isinstance(container, dict | list | deque):
         container[key] = value
     else:
-        object.__setattr__(container, key, value)  # of a frozen dataclass, too
+        object.__setattr__(container, key, value)  # works for frozen dataclasses, too
 
 
 class Lent:
-    """A value as a callee gets it: with other tensors in it, and in copies of the containers that hold these.
+    """A value for a callee: with other tensors, and with copies of the containers that hold replaced tensors.
 
-    What the callee does to its containers is done to the owner's when it comes back.
+    `come_back` repeats the callee's changes of its containers on the owner's.
 
     Args:
-        others: the callee's tensors, by the ids of the owner's.
+        others: the callee's tensors by the ids of the owner's tensors.
     """
 
     def __init__(self, value: Any, others: Mapping[int, torch.Tensor]) -> None:
@@ -129,18 +129,18 @@ class Lent:
 
     @property
     def owned(self) -> dict[int, Any]:
-        """The owner's containers, by the ids of the callee's."""
+        """The owner's containers by the ids of the callee's copies."""
         return {id(lent): own for own, lent, _ in self.containers if lent is not own}
 
     def come_back(self, bring: Callable[[Any], Any]) -> None:
-        """Do to the owner's containers what the callee did to its own.
+        """Repeat the callee's changes of its containers on the owner's.
 
         Args:
-            bring: returns a value as the owner is to have it.
+            bring: converts a value of the callee to the owner's.
         """
         for own, lent, before in self.containers:
             after = entries_of(lent, 0)
-            if after is None:  # a plain object that holds no tensor any more
+            if after is None:  # a plain object that no longer holds a tensor
                 after = attributes_of(lent)
             if after.keys() == before.keys() and all(after[key] is before[key] for key in after):
                 continue
@@ -157,7 +157,7 @@ class Lent:
 
 
 def remove(container: Any, key: Any) -> None:
-    """Remove an entry that may be gone already."""
+    """Remove an entry, if it still exists."""
     if not isinstance(container, dict):
         if key in attributes_of(container):
             object.__delattr__(container, key)

@@ -1,9 +1,9 @@
-"""State that blocks share beside their arguments: caches of hooks, and stores of attention processors.
+"""State that blocks share outside of their arguments: caches of hooks, and stores of attention processors.
 
-Diffusers' hooks stand in a registry on each module (``_diffusers_hook``), and those of a first-block cache or of
-MagCache share an object in which one block stores what another one uses. Attention processors collect maps in a store,
-which the pipeline reads between the steps. In a split such an object is one more argument of the block: its tensors go
-to the block's device and come back.
+Diffusers keeps its hooks in a registry on each module (``_diffusers_hook``). The hooks of a first-block cache or of
+MagCache share an object in which one block stores tensors that another block uses. Attention processors collect maps in
+a store that the pipeline reads between steps. In a split such an object is treated like one more argument of the block:
+its tensors are copied to the block's device and back.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .nested_tensors import find_tensors, replace_tensors
 
 __all__ = ["Stores", "exchange", "find_shared_states", "tensors_of"]
 
-# How many objects deep the tensors of a processor are searched.
+# The depth of nested objects to which tensors of a processor are searched.
 DEPTH = 3
-# A larger container is a vocabulary or the like, not a store of maps.
+# A larger container is not a store of maps but, for example, a vocabulary.
 MAX_ITEMS = 4096
 OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType, torch.Generator)
 Place = tuple[Any, Any, Any]
@@ -30,17 +30,17 @@ Place = tuple[Any, Any, Any]
 
 
 class Stores:
-    """The attention processors of blocks that have state.
+    """Finds the attention processors with state in some blocks.
 
     Args:
-        blocks: those that compute elsewhere than their parent.
+        blocks: the blocks that compute on another device than their parent.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self.holders = [(block, part) for block in blocks for part in block.modules() if hasattr(part, "processor")]
 
     def find(self) -> Iterator[tuple[nn.Module, Any]]:
-        """Yield each block with each of its processors that has attributes. Costs 0.2 us per attention layer."""
+        """Yield each block with each of its processors that has attributes. Takes 0.2 us per attention layer."""
         for block, part in self.holders:
             processor = vars(part).get("processor")
             if getattr(processor, "__dict__", None) and not isinstance(processor, OPAQUE):
@@ -48,7 +48,7 @@ class Stores:
 
 
 def find_shared_states(blocks: Iterable[nn.Module]) -> defaultdict[nn.Module, list[Any]]:
-    """Return what the hooks of each block hold that those of another block hold, too."""
+    """Return, by block, the objects that hooks of this block and of another block both hold."""
     holders: dict[int, set[nn.Module]] = defaultdict(set)
     held: dict[int, Any] = {}
     for block in blocks:
@@ -73,7 +73,7 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 
 def open_states(shared: Iterable[Any]) -> Iterator[Any]:
-    """Yield the attribute dict of each shared object, or of each state in it if a hook of diffusers keeps several."""
+    """Yield the attribute dict of each shared object, or of each of its states if it keeps several, as in diffusers."""
     for holder in shared:
         states = vars(holder).get("_state_cache")
         if isinstance(states, dict):
@@ -83,7 +83,7 @@ def open_states(shared: Iterable[Any]) -> Iterator[Any]:
 
 
 def places_in(shared: Iterable[Any]) -> Iterator[Place]:
-    """Yield the places where states hold tensors: in attributes, containers and nested plain objects."""
+    """Yield the places where states hold tensors: attributes, containers and nested plain objects."""
     seen = set()
     waiting: list[tuple[Any, int]] = [(state, 0) for state in open_states(shared)]
     while waiting:
@@ -106,7 +106,7 @@ def tensors_of(shared: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def exchange(shared: Iterable[Any], others: Mapping[int, Any]) -> None:
-    """Replace tensors that states hold, by their ids."""
+    """Replace tensors that states hold by ``others``, whose keys are the ids of the replaced tensors."""
     for container, key, held in list(places_in(shared)) if others else ():
         other = replace_tensors(held, others)
         if other is not held:

@@ -1,4 +1,4 @@
-"""What ``state_dict()`` and ``load_state_dict()`` do while weights rest encoded or in their file."""
+"""``state_dict()`` and ``load_state_dict()`` of a module whose weights rest encoded or in their file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["StateGuard"]
 
 
 class StateGuard:
-    """Completes the state of a module whose weights rest encoded or in their file, and refuses to load over them.
+    """Makes ``state_dict()`` return real weights, and refuses ``load_state_dict()`` of weights at rest.
 
     Args:
         owner: the component's id.
-        rests: where the weights rest, for people.
+        rests: how the weights rest, for messages.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class StateGuard:
         self.rests = rests
 
     def hook(self) -> Iterator[RemovableHandle]:
-        """Put hooks on the module and on every part of it, of which anyone may ask the state alone."""
+        """Hook the module and each submodule, because the state dict of a submodule may be read alone."""
         below = self.list_resting()
         for path, module in self.module.named_modules():
             complete = OwnHook.on(module, self.complete, f"{path}." if path else "", owner=self.owner)
@@ -47,7 +47,7 @@ class StateGuard:
                 yield module.register_load_state_dict_pre_hook(refuse)
 
     def list_resting(self) -> dict[str, list[str]]:
-        """Return the names of weights that rest encoded or in their file, below each path that has any."""
+        """Return, for each path with weights below it that rest encoded or in their file, the names of these weights."""
         below: dict[str, list[str]] = defaultdict(list)
         for group in self.groups:
             for slot in group.slots:
@@ -59,15 +59,15 @@ class StateGuard:
         return below
 
     def complete(self, path: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Put real weights where shapes without memory, or encoded leaves, would be.
+        """Replace tensors without memory and encoded weights in a state dict by real weights.
 
-        Costs their bytes in RAM, and one reading of what rests in files.
+        Costs their bytes in RAM, and reads once what rests in files.
 
         Args:
-            path: where the module is in ours, with a dot behind it.
+            path: the path of the submodule in the component's module, with a dot at its end.
         """
         if module is not self.module and prefix:
-            return  # called for a module around this one, which completes the whole dict
+            return  # called through the hook of a parent, which completes the whole dict
         on_meta: dict[str, tuple[ParameterSlot, list[str]]] = {}
         for group in self.groups:
             for slot in group.slots:
@@ -82,7 +82,7 @@ class StateGuard:
             state.update(dict.fromkeys(keys, weight))
 
     def refuse(self, names: Sequence[str], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Refuse to load weights that rest so; others, such as a LoRA's beside them, are loaded."""
+        """Refuse to load weights that rest encoded or in their file. Others, such as a LoRA's, are loaded."""
         if not any(prefix + name in state for name in names):
             return
-        raise UnsafeState(f"{self.owner} rests {self.rests}: release it before loading other weights into it")
+        raise UnsafeState(f"{self.owner} rests {self.rests}: release it before you load other weights into it")
