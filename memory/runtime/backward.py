@@ -1,12 +1,12 @@
-"""Backward passes through weights whose memory is reused before the backward pass reads them.
+"""Backward passes through weights whose memory other blocks reuse before the backward pass reads it.
 
 [Note: saved weights] Autograd keeps the tensors that a backward pass will read. A streamed weight lies in staging
-memory, one in eight bits is widened into scratch: the next block overwrites both. So while such a block computes,
-autograd saves a reference to the weight in place of its memory. The backward pass copies each weight from where it
-rests when it reads it, and frees the copy afterwards. All other tensors are saved as usual.
+memory, and an eight-bit weight is widened into scratch memory: the next block overwrites both. So while such a block
+computes, autograd saves a reference to the weight instead of its memory. When the backward pass reads the weight, it
+gets a copy from where the weight rests, which is freed afterwards. All other tensors are saved as usual.
 
-Torch keeps a stack of such hooks for each thread. An interrupt that skips our exit leaves our hooks on it, where they
-change nothing. They are removed when the block is recovered, if they are on top of the stack then.
+Torch keeps a stack of such hooks per thread. An interrupt that skips our exit leaves our hooks on the stack, where they
+do nothing. They are removed when the block is recovered, if they are on top of the stack then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["SavedWeights"]
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor that autograd saved, with the number of writes to it."""
+    """A tensor that autograd saved, with its version counter at that time."""
 
     tensor: torch.Tensor
     version: int | None
@@ -47,22 +47,22 @@ class SavedWeight:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """Of the view's first element from the weight's, in elements."""
+    """From the weight's first element to the view's, in elements."""
 
 
 Place: TypeAlias = tuple[int, int, WeightGroup, int]
-"""The first byte of a weight in its storage, the end, the group and the index there."""
+"""A weight's first byte in its storage, its end, its group, and its index in the group."""
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class SavedWeights:
-    """Watches what autograd saves while one block computes.
+    """Replaces the weights that autograd saves while one block computes.
 
     Args:
-        block: its name for messages.
-        groups: those of the block.
+        block: the block's name for messages.
+        groups: the block's groups.
     """
 
     def __init__(self, block: str, groups: Iterable[WeightGroup], device: torch.device) -> None:
@@ -70,7 +70,7 @@ class SavedWeights:
         self.groups = list(groups)
         self.device = device
         self.places: dict[int, list[Place]] | None = None
-        """By storage, the weights there."""
+        """The weights by storage."""
         self.is_open = False
 
     def begin(self) -> SavedWeights:
@@ -79,7 +79,7 @@ class SavedWeights:
         return self
 
     def end(self) -> None:
-        """Stop watching. Idempotent."""
+        """Stop replacing saved weights. Idempotent."""
         if self.is_open:
             self.is_open = False
             top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -90,8 +90,8 @@ class SavedWeights:
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedWeight:
         found = self.find(tensor) if self.is_open else None
         if found is None:
-            # Saved with its graph, a function's result would keep that graph alive in a cycle.
-            # Nor may it be an object that the module holds: those become plain when the component is released.
+            # Detached, because a function's result that is saved with its graph would keep the graph alive in a cycle.
+            # Also because the saved tensor may not be an object that the module holds: these become plain at release.
             plain = tensor.detach() if tensor.requires_grad or type(tensor) in PLAIN else tensor
             return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
         group, index = found
@@ -99,7 +99,9 @@ class SavedWeights:
         is_whole = tensor.shape == placed.shape and tensor.stride() == placed.stride()
         offset = 0 if is_whole else int(tensor.storage_offset() - placed.storage_offset())
         if not is_whole and tensor.dtype != placed.dtype:
-            raise UnsafeState(f"{self.block} computes with a view of a weight as {tensor.dtype}: detach its inputs")
+            raise UnsafeState(
+                f"{self.block} computes gradients with a weight viewed as {tensor.dtype}: detach its inputs"
+            )
         return SavedWeight(
             group, index, group.version, is_whole, placed.stride(), tensor.size(), tensor.stride(), offset
         )
@@ -107,16 +109,18 @@ class SavedWeights:
     def unpack(self, saved: SavedTensor | SavedWeight) -> torch.Tensor:
         if isinstance(saved, SavedTensor):
             if saved.version is not None and saved.tensor._version != saved.version:
-                raise RuntimeError(  # torch's own words; it does not check this itself where there are hooks
+                raise RuntimeError(  # torch's own message; torch skips this check for tensors saved by hooks
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; "
                     f"expected version {saved.version} instead"
                 )
             return saved.tensor
         if saved.group.store is None:
-            raise UnsafeState(f"{self.block} was released before its backward pass: release it after that")
+            raise UnsafeState(f"{self.block} was released before its backward pass: release it after the backward pass")
         if saved.group.version != saved.version:
-            raise UnsafeState(f"a weight of {self.block} was changed before its backward pass: change it after that")
+            raise UnsafeState(
+                f"a weight of {self.block} was changed before its backward pass: change it after that pass"
+            )
         weight = weight_on(saved.group, saved.index, self.device)
         if saved.is_whole:
             return weight
@@ -127,7 +131,7 @@ class SavedWeights:
         return weight.as_strided(saved.size, saved.stride, saved.offset)
 
     def find(self, tensor: torch.Tensor) -> tuple[WeightGroup, int] | None:
-        """Return the weight whose memory a tensor views."""
+        """Return the group and index of the weight whose memory a tensor shares; None if none."""
         if self.places is None:
             self.places = locate_weights(self.groups)
         leaf = next(iter(leaves_of(tensor)), None)
@@ -139,7 +143,7 @@ class SavedWeights:
 
 
 def locate_weights(groups: Iterable[WeightGroup]) -> dict[int, list[Place]]:
-    """Return where the weights of groups lie now, by storage."""
+    """Return the current memory ranges of the groups' weights, by storage."""
     places: dict[int, list[Place]] = {}
     for group in groups:
         for index, (slot, placed) in enumerate(zip(group.slots, group.placed, strict=True)):
@@ -153,7 +157,7 @@ def storage_of(leaf: torch.Tensor) -> int:
 
 
 def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor uses, and the end of the last one."""
+    """Return the first byte of its storage that a tensor uses, and the byte behind the last."""
     steps = zip(leaf.size(), leaf.stride(), strict=True)
     begin = int(leaf.storage_offset())
     end = begin + 1 + sum(int(size - 1) * int(step) for size, step in steps)
@@ -161,7 +165,7 @@ def bytes_of(leaf: torch.Tensor) -> tuple[int, int]:
 
 
 def weight_on(group: WeightGroup, index: int, device: torch.device) -> torch.Tensor:
-    """Return a copy of a weight on a device, widened; reads the file if the weight rests there."""
+    """Return a wide copy of a weight on a device. Reads the file if the weight rests in it."""
     slot = group.slots[index]
     if group.host_slab is not None:
         return group.wide(slot.spec.name, device)

@@ -51,7 +51,7 @@ class DeferringLock:
                 self.rlock.release()
 
     def run_jobs(self) -> None:
-        """Run the deferred jobs; the caller holds the lock. After the last job, raises the first `InvalidInput` of any."""
+        """Run the deferred jobs; the caller holds the lock. Raises the first `InvalidInput` after the last job."""
         errors = []
         while self.jobs:
             try:

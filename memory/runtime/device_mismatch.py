@@ -1,4 +1,4 @@
-"""Explains torch's error about tensors on two devices: which component, which block, and the remedy."""
+"""Explains torch's error about tensors on two devices: names the component, the block and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 __all__ = ["explain_mismatch"]
 
-# How torch's own errors about devices begin.
+# The beginnings of torch's errors about devices.
 BEGINNINGS = (
     r"Expected all tensors to be on the same device",
     r"(\w+\(\): )?([Ee]xpected )?[\w, ]+ (expected )?to be (on|in) (the )?same device, but ",
@@ -17,9 +17,9 @@ BEGINNINGS = (
     r"Tensor on device \S+ is not on the expected device ",
     r"Tensor for .* is on CPU,.* but expected (it|them) to be on ",
     r"indices should be either on cpu or on the same device as the indexed tensor ",
-    # From a convolution. If both types are on one device it is an error about dtypes.
+    # From a convolution. If both types are on one device, it is an error about dtypes.
     r"Input type \((?P<kind>torch\.(\w+\.)?)\w+Tensor\) and \w+ type \((?!(?P=kind)\w+Tensor)",
-    # From another library's operator. Torch chooses its own device-only operators (fused cells) by their input.
+    # From another library's operator. Torch's own device-only operators (fused cells) are chosen by their input.
     r"Could not run '(?!aten::)\S+' with arguments from the 'CPU' backend",
 )
 MISMATCH = re.compile("|".join(BEGINNINGS))
@@ -30,12 +30,12 @@ CPU_TYPE = re.compile(r"\(torch\.[A-Z]\w+Tensor\)")
 def explain_mismatch(
     error: BaseException | None, owner: str, where: str, at: str, devices: Mapping[str, str], *, streams: bool
 ) -> str | None:
-    """Return a line that replaces torch's; None for all other errors.
+    """Return a line that replaces torch's message; None for all other errors.
 
     Args:
         where: "in block NAME" or the like.
-        at: the name of the device that computed there.
-        devices: the names of the component's devices by torch's spelling, the device of the rest first.
+        at: the name of the device on which that part computed.
+        devices: the names of the component's devices by torch's names, the device of the non-block weights first.
         streams: whether blocks of the component stream.
     """
     if type(error) not in (RuntimeError, NotImplementedError):  # torch raises no subclass for this
@@ -48,7 +48,7 @@ def explain_mismatch(
     if not strangers and len(devices) > 1:
         names = [name for device, name in devices.items() if device in met or len(met) < 2]
         return (
-            f"{owner}: cannot be split: {where} tensors of {' and '.join(names)} met; "
+            f"{owner} cannot be split: {where} an operation got tensors on {' and '.join(names)}; "
             f"place it on {next(iter(devices.values()))} alone ({told})"
         )
     if not strangers and type(error) is NotImplementedError:
@@ -57,8 +57,8 @@ def explain_mismatch(
     remedies = ["make it on the input's device"]
     if streams and stranger in ("cpu", "meta"):
         remedies.append(
-            "choose a profile under which all blocks are resident if the module uses weights of a block, or their "
-            ".device, outside the block"
+            "choose a profile with all blocks resident if the module uses weights of a block, or their .device, "
+            "outside the block"
         )
     remedies.append("call reprofile() if layers were added")
-    return f"{owner}: a tensor on {stranger} met weights on {at} {where}: {'; '.join(remedies)} ({told})"
+    return f"{owner}: a tensor on {stranger} was used with weights on {at} {where}: {'; '.join(remedies)} ({told})"

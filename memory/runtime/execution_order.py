@@ -1,4 +1,4 @@
-"""The order in which the blocks of a split module were seen to run."""
+"""The order in which the blocks of a split module ran."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..weights.component import Component
 __all__ = ["remember_order"]
 
 execution_orders: WeakKeyDictionary[nn.Module, tuple[str, ...]] = WeakKeyDictionary()
-"""The blocks of split modules in the order in which they were seen to run."""
+"""By split module, the names of its blocks in the order in which they ran."""
 
 
 def remember_order(module: nn.Module, blocks: Sequence[str]) -> None:
-    """Remember the order in which blocks ran: the next plan that splits the module cuts them in it."""
+    """Remember the order in which blocks ran. The next plan that splits the module uses it."""
     execution_orders[module] = tuple(blocks)
 
 
 def in_execution_order(component: Component, module: nn.Module) -> Component:
-    """Return a component with its blocks in the order in which they ran, where all of them were seen."""
+    """Return a component with its blocks in the order in which they ran; unchanged if any block did not run."""
     places = {name: place for place, name in enumerate(execution_orders.get(module, ()))}
     if places.keys() != {block.name for block in component.blocks}:
         return component

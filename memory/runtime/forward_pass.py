@@ -1,15 +1,14 @@
 """Serialises the forward passes of one module, and closes interrupted ones.
 
-[Note: entries] A component is entered through its own forward or, where programs call parts of it (a VAE's
-decoder), through a direct child. The outermost entry takes the lease and its exit gives it back. Only native hooks
-are used. torch skips even always-called hooks when a `BaseException` passes, which is what an interrupt is in recent
-hosts; so an interrupted pass may stay open. It is recovered by the next entry that cannot be nested in it, and by any
-thread that waits for it and finds that its module is not on the stack of its thread (`recover_abandoned`). One pass
-runs at a time: a second thread waits for the first.
+[Note: entries] A component is entered through its own forward or, if a program calls a part of it (a VAE's decoder),
+through a direct child. The outermost entry takes the lease, and its exit gives the lease back. Only native hooks are
+used. torch skips even always-called hooks for a `BaseException`, and an interrupt is one in recent hosts. So an
+interrupted pass may stay open. It is closed by the next entry that cannot be nested in it, or by a waiting thread that
+finds that the pass's module is not on the stack of the pass's thread (`recover_abandoned`). One pass runs at a time: a
+second thread waits for the first.
 
-[Note: interrupts] A signal's exception may come between any two steps. So a pass is open from the one assignment that
-takes its place to the one that gives it back, whatever holds for it is held by its name, and ending it may be done
-twice.
+[Note: interrupts] A signal's exception may come between any two steps. So one assignment opens a pass and one closes
+it, leases and other holds name the pass that they belong to, and ending a pass twice is harmless.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from .input_size import input_size
 __all__ = ["CALL_OF_A_MODULE", "Guest", "Leases", "NoLeases", "Pass", "Passes"]
 
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
-# How often a waiting thread looks whether the pass that it waits for was abandoned.
+# A thread that waits for a pass checks at this interval whether the pass was abandoned.
 LOOK_EVERY_S = 0.5
 # After so many checks that find the pass's thread in the same wait, the waiting thread gives up.
 LOOKS_UNTIL_STUCK = 10
-# Modules in which a thread waits for another one; and the engine's, which wait for a forward in `begin` only.
+# Modules in whose functions a thread waits for another one; and the engine, which waits for a forward only in `begin`.
 WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rsplit(".", 2)[0]
 
 
 class Leases(Protocol):
-    """What a managed component asks of its manager."""
+    """The manager's interface for a managed component."""
 
     @property
     def lock(self) -> DeferringLock:
@@ -46,27 +45,29 @@ class Leases(Protocol):
         ...
 
     def acquire(self, current: Pass) -> bool:
-        """Load the component for a pass, or raise, and hold a lease for it; False if another has its module now."""
+        """Load the component for a pass and hold a lease; False if another managed component has its module now."""
         ...
 
     def give_back(self, current: Pass) -> None:
-        """The pass is over, perhaps by an exception. May be called twice."""
+        """End the lease of a pass, which may have failed. Idempotent."""
         ...
 
     def lenders(self) -> Sequence[Any]:
-        """Return the managed components that own some of its weights, in one order for all borrowers ([Note: sharing]
-        in `sharing.py`)."""
+        """Return the components that own weights which this one borrows ([Note: sharing] in `sharing.py`).
+
+        In the same order for all borrowers.
+        """
         ...
 
     def note_read(self, num_bytes: int) -> None:
-        """A block of so many bytes was read into RAM for other code to use."""
+        """Note that a block of ``num_bytes`` was read into RAM because other code uses its weights."""
         ...
 
 
 class NoLeases:
     """Refuses every pass: the module is another managed component's now, or is no longer managed.
 
-    A thread that waited for the lock computes with what the module holds now.
+    A thread that waited for the lock then computes with the module's current weights.
     """
 
     def __init__(self, lock: DeferringLock) -> None:
@@ -84,31 +85,31 @@ class NoLeases:
 
 
 class Pass:
-    """One pass: the thread that runs it, and the entries that are open, the outermost first."""
+    """One pass: its thread, and its open entries, the outermost first."""
 
     def __init__(self, module: nn.Module, size: tuple[int, ...] = ()) -> None:
         self.thread_id = threading.get_ident()
         self.outermost = module
         self.entered = [module]
         self.size = size
-        """What it was entered with, as `input_size` says it."""
+        """The size of its inputs (`input_size`)."""
         self.handled = sys.exc_info()[1]
-        """What the caller was handling when the pass began: nothing that was raised in it."""
+        """The exception that the caller was handling when the pass began; it was not raised in the pass."""
         self.is_under_way = False
-        """Whether the forward runs: everything is loaded, and the pass has not ended."""
+        """Whether the forward runs: from the end of loading to the end of the pass."""
         self.error: BaseException | None = None
-        """What ended it, while it is finished."""
+        """The exception that ended the pass; set only while the pass is being finished."""
         self.is_completed = False
-        """Whether it came to its end."""
+        """Whether it ended without an exception."""
         self.running = module
-        """The module whose call keeps it open."""
+        """The module whose call keeps the pass open."""
 
     def is_here(self) -> bool:
-        """Whether it is a pass of this thread."""
+        """Whether this thread runs the pass."""
         return self.thread_id == threading.get_ident()
 
     def waits_at(self) -> tuple[int, int] | None:
-        """Return where its thread waits for another one, outside of the engine; equal while it is the same wait."""
+        """Return where its thread waits for another thread, outside of the engine; equal values mean the same wait."""
         frame = sys._current_frames().get(self.thread_id)
         inner = (frame, frame.f_lasti) if frame is not None else None
         while frame is not None and frame.f_globals.get("__name__", "").startswith(WAITS):
@@ -122,7 +123,7 @@ class Pass:
         running = self.running
         frame = sys._current_frames().get(self.thread_id)
         while frame is not None:
-            # Looking at a frame's variables keeps them alive, so at no others.
+            # Reading a frame's variables keeps them alive, so only those of module calls are read.
             if frame.f_code is CALL_OF_A_MODULE and frame.f_locals.get("self") is running:
                 return True
             frame = frame.f_back
@@ -130,16 +131,16 @@ class Pass:
 
 
 class Guest(Pass):
-    """A pass that a borrower's pass keeps open while its forward uses weights of this component ([Note: sharing])."""
+    """A pass of a lender, kept open while a borrower's forward uses the lender's weights ([Note: sharing])."""
 
     def __init__(self, root: nn.Module, running: nn.Module) -> None:
         super().__init__(root)
         self.running = running
-        self.entered = [running]  # the root is nested in it like any other entry
+        self.entered = [running]  # the root may be nested in it like any other entry
 
 
 class Hold(Pass):
-    """Takes the place of a pass while no forward of the engine's may begin; of no thread, and never abandoned."""
+    """Takes the place of a pass to keep passes from beginning. Belongs to no thread, and is never abandoned."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -150,10 +151,10 @@ class Hold(Pass):
 
 
 class Passes:
-    """Which pass of a module is open.
+    """The open pass of a module.
 
     Args:
-        finish: called with a pass and whether it was completed when it ends, before another one can begin.
+        finish: called at the end of a pass, before another can begin, with the pass and whether it was completed.
         lock: held while a pass is recovered, so that only one of several threads recovers it.
     """
 
@@ -171,19 +172,19 @@ class Passes:
 
     @property
     def here(self) -> Pass | None:
-        """The pass in whose middle this thread is, if it is in any."""
+        """The open pass, if this thread runs it."""
         current = self.open
         return current if current is not None and current.thread_id == threading.get_ident() else None
 
     @property
     def outermost(self) -> nn.Module | None:
-        """The module through which this thread has entered."""
+        """The module through which this thread entered the open pass."""
         current = self.here
         return current.outermost if current is not None else None
 
     @property
     def depth(self) -> int:
-        """How many entries of this thread are inside one another."""
+        """The number of nested entries of this thread."""
         current = self.here
         return len(current.entered) if current is not None else 0
 
@@ -195,15 +196,15 @@ class Passes:
         *,
         guest_of: nn.Module | None = None,
     ) -> bool:
-        """Wait until no pass is open, then open one and call what has to hold for it.
+        """Wait until no pass is open, open one and call ``acquire``.
 
-        Returns whether that agreed; if not, or if it raises, no pass is open.
+        Returns what ``acquire`` returns. If that is False, or if it raises, no pass is open.
 
         Args:
-            guest_of: the entry of another component for which the pass is opened (`Guest`).
+            guest_of: opens a `Guest` for this entry of another component.
 
         Raises:
-            UnsafeState: the open pass waits for other threads, so probably for this one.
+            UnsafeState: the open pass waits for another thread, which is probably this one.
         """
         size = (self.number_of(module), *input_size(inputs))
         waits_at, num_looks = None, 0
@@ -219,8 +220,7 @@ class Passes:
             if num_looks >= LOOKS_UNTIL_STUCK and module is not self.root:
                 raise UnsafeState(
                     f"a part of {type(self.root).__name__} is called in thread {threading.current_thread().name!r} "
-                    "while its forward waits in another one: a managed module computes in one thread; release it "
-                    "before that"
+                    "while its forward waits in another thread: a managed module computes in one thread; release it first"
                 )
         try:
             agreed = acquire(mine)
@@ -233,13 +233,13 @@ class Passes:
 
     @contextmanager
     def held(self, hold: Hold | None = None) -> Iterator[None]:
-        """Keep passes from beginning in the body; waits for the end of one that is open.
+        """In the body, keep passes from beginning. Waits first until no pass is open.
 
         Args:
-            hold: takes the place of a pass; `close` gives it back, too.
+            hold: takes the place of the pass; `close` ends it, too.
 
         Raises:
-            UnsafeState: this thread is in the middle of one.
+            UnsafeState: this thread runs the open pass.
         """
         hold = hold or Hold(self.root)
         try:
@@ -250,30 +250,32 @@ class Passes:
                         break
                 self.recover_abandoned()
                 if self.here is not None:
-                    raise UnsafeState(f"{type(self.root).__name__} computes now, in this very thread; ask after that")
+                    raise UnsafeState(
+                        f"{type(self.root).__name__} computes now in this thread: do this after its forward"
+                    )
             yield
         finally:
             self.close(hold)
 
     def number_of(self, module: nn.Module) -> int:
-        """Return 0 for the root, and for its children their place from 1."""
+        """Return 0 for the root, 1 and up for its children, -1 for other modules."""
         if module is self.root:
             return 0
         return next((place for place, child in enumerate(self.root.children(), 1) if child is module), -1)
 
     def enter(self, module: nn.Module) -> None:
-        """Go one entry deeper into the pass of this thread."""
+        """Add a nested entry to this thread's pass."""
         current = self.here
         assert current is not None
         current.entered.append(module)
 
     def leave(self, module: nn.Module) -> bool:
-        """Leave an entry, and all inside it; returns whether that was the outermost one. Unknown ones are left alone.
+        """Leave an entry and all inside it; returns whether it was the outermost one. Ignores unknown entries.
 
-        The pass goes on until `end`.
+        The pass stays open until `end`.
         """
         current = self.here
-        if current is None or module not in current.entered:  # the entry itself failed, or was recovered
+        if current is None or module not in current.entered:  # entering failed, or the pass was recovered
             return False
         place = current.entered.index(module)
         if place:
@@ -281,9 +283,9 @@ class Passes:
         return not place
 
     def end(self, *, completed: bool) -> None:
-        """End the pass of this thread. If that fails it stays open until it is recovered.
+        """End the pass of this thread. If this raises, the pass stays open until it is recovered.
 
-        Not ``completed``: called while what was raised is handled.
+        If not ``completed``, call it while the exception that ended the forward is handled.
         """
         current = self.here
         if current is not None:
@@ -297,7 +299,7 @@ class Passes:
             self.close(current)
 
     def end_guest(self, current: Pass, *, completed: bool) -> None:
-        """End a pass whose borrower's pass has ended. Idempotent."""
+        """End a guest pass at the end of its borrower's pass. Idempotent."""
         if self.open is current:
             current.is_completed = completed
             self.finish(current, completed)
@@ -317,20 +319,20 @@ class Passes:
                 self.close(current)
 
     def recover_abandoned(self) -> None:
-        """End the open pass if its entry module is on no stack of its thread."""
+        """End the open pass if its entry module is not on the stack of its thread."""
         current = self.open
         if current is not None and not current.is_on_stack():
             self.abandon(current)
 
     def is_busy(self) -> bool:
-        """Whether any thread is in the middle of a pass, this one included."""
+        """Whether a forward of the open pass is running, in any thread."""
         current = self.open
         return current is not None and current.is_on_stack()
 
     def recover_for(self, module: nn.Module | None) -> None:
-        """End a pass that an interrupt left open in this thread, if an entry into the module cannot be nested in it.
+        """End a pass that an interrupt left open in this thread, unless an entry into the module can be nested in it.
 
-        Legal nesting is the root, then one of its children; None means that nothing can be running.
+        Only a child of the root can be nested, in the root's own entry. None: no forward of this thread can be running.
         """
         current = self.here
         if current is None:

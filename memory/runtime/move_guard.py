@@ -117,7 +117,7 @@ class MoveGuard:
         return has_changed
 
     def take_over(self, group: WeightGroup) -> bool:
-        """Save tensors that were assigned for good to their weights, or undo the assignment; returns whether any was."""
+        """Save tensors assigned for good to their weights, or undo the assignment; returns whether there were any."""
         found = False
         for index, (module, name), held in list(foreign_tensors(group)):
             slot = group.slots[index]

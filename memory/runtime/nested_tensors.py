@@ -1,4 +1,4 @@
-"""Finds and replaces the tensors inside arguments and outputs, at any depth, without changing the caller's containers.
+"""Finds and replaces tensors inside arguments and outputs, at any depth; the caller keeps its own containers.
 
 Searches dicts, lists, tuples and deques with their subclasses, dataclasses, and plain objects that are arguments
 themselves and have tensors as attributes. All other objects stay unchanged; for example a cache of keys and values,

@@ -47,7 +47,7 @@ class StateGuard:
                 yield module.register_load_state_dict_pre_hook(refuse)
 
     def list_resting(self) -> dict[str, list[str]]:
-        """Return, for each path with weights below it that rest encoded or in their file, the names of these weights."""
+        """Return, by module path, the names of the weights below it that rest encoded or in their file."""
         below: dict[str, list[str]] = defaultdict(list)
         for group in self.groups:
             for slot in group.slots:

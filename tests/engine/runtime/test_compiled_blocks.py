@@ -109,7 +109,7 @@ def test_blocks_that_cannot_be_compiled_or_have_their_own_forward_are_counted(ma
         own = net[1].forward = functools.partial(Numbered.forward, net[1])
         with manage(net, "auto,compile=on", manager=manager) as managed:
             assert managed.report()["components"][0]["uncompiled_blocks"] == {
-                "the block has a forward of its own, which is not its class's": 1
+                "the block's forward is not that of its class": 1
             }
             net(torch.randn(2, 64))
             (slot,) = managed.report()["components"]

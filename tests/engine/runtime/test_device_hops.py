@@ -446,7 +446,7 @@ def test_tensors_of_two_devices_are_told_with_component_block_and_remedy(machine
         def forward(self, x: torch.Tensor, side: Any) -> torch.Tensor:
             return super().forward(x, side) + self.parent[0].bias
 
-    words = f"^dit: cannot be split: {words} tensors of gpu:0 and gpu:1 met; place it on gpu:0 alone"
+    words = f"^dit cannot be split: {words} an operation got tensors on gpu:0 and gpu:1; place it on gpu:0 alone"
     net = Stubborn(where).requires_grad_(False)
     if where == "in":
         net.blocks[3].__class__ = Selfish

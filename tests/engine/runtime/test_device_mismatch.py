@@ -43,7 +43,7 @@ def explain(error: BaseException, devices: dict[str, str], *, streams: bool = Fa
 @pytest.mark.parametrize("sentence", [*(said.format("cuda", "cpu") for said in SENTENCES), *CPU_SENTENCES])
 def test_a_tensor_on_the_cpu_is_told_as_that(sentence: str, devices: dict[str, str]) -> None:
     line = explain(RuntimeError(f"{sentence}\nmore"), devices) or ""
-    assert line.startswith("dit: a tensor on cpu met weights on gpu:0 in block blocks.3: ")
+    assert line.startswith("dit: a tensor on cpu was used with weights on gpu:0 in block blocks.3: ")
     assert line.endswith(f"({sentence})")
     assert "reprofile()" in line and "alone" not in line and "\n" not in line
 
@@ -52,26 +52,30 @@ def test_a_tensor_on_the_cpu_is_told_as_that(sentence: str, devices: dict[str, s
 def test_a_weight_that_streams_is_told_with_the_profile_that_helps(rests: str) -> None:
     said = RuntimeError(f"Tensor on device {rests} is not on the expected device cuda:0!")
     assert f"a tensor on {rests} met" in (explain(said, ONE, streams=True) or "")
-    assert "choose a profile under which all blocks are resident" in (explain(said, ONE, streams=True) or "")
+    assert "choose a profile with all blocks resident" in (explain(said, ONE, streams=True) or "")
     assert "a profile" not in (explain(said, ONE) or "")
 
 
 @pytest.mark.parametrize("sentence", [said.format("cuda", "cuda:1") for said in SENTENCES if "and cpu" not in said])
 def test_a_tensor_of_the_other_device_is_told_as_what_cannot_be_split(sentence: str) -> None:
     line = explain(RuntimeError(sentence), TWO) or ""
-    assert line.startswith("dit: cannot be split: in block blocks.3 tensors of gpu:0 and gpu:1 met; place it on gpu:0 ")
-    assert (explain(RuntimeError(sentence), ONE) or "").startswith("dit: a tensor on cuda:1 met weights on gpu:0 ")
+    assert line.startswith(
+        "dit cannot be split: in block blocks.3 an operation got tensors on gpu:0 and gpu:1; place it on gpu:0 "
+    )
+    assert (explain(RuntimeError(sentence), ONE) or "").startswith(
+        "dit: a tensor on cuda:1 was used with weights on gpu:0 "
+    )
 
 
 def test_the_indices_of_another_device_are_not_taken_for_ones_on_the_cpu() -> None:
     said = RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cuda:0)")
     assert (explain(said, TWO) or "").startswith("dit: cannot be split: in block blocks.3 tensors of gpu:0 and gpu:1 ")
-    assert (explain(said, ONE) or "").startswith("dit: a tensor on another device met weights on gpu:0 ")
+    assert (explain(said, ONE) or "").startswith("dit: a tensor on another device was used with weights on gpu:0 ")
 
 
 def test_an_operator_that_only_the_device_has_met_a_tensor_on_the_cpu() -> None:
     said = NotImplementedError("Could not run 'lib::op' with arguments from the 'CPU' backend. This could be because")
-    assert (explain(said, ONE) or "").startswith("dit: a tensor on cpu met weights on gpu:0 ")
+    assert (explain(said, ONE) or "").startswith("dit: a tensor on cpu was used with weights on gpu:0 ")
     assert explain(said, {"cpu": "cpu"}) is None
 
 
@@ -86,7 +90,7 @@ def test_an_operator_that_only_the_device_has_met_a_tensor_on_the_cpu() -> None:
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x64 and 65x64) on cuda:0"),
         RuntimeError("Input type (float) and bias type (c10::Half) should be the same"),
         RuntimeError("Input type (torch.cuda.FloatTensor) and weight type (torch.cuda.HalfTensor) should be the same"),
-        RuntimeError("dit: cannot be split: in block blocks.3 tensors of gpu:0 and gpu:1 met (Expected all tensors)"),
+        RuntimeError("dit cannot be split: in block 3 an operation got tensors on gpu:0 and gpu:1 (Expected all)"),
         NotImplementedError("Could not run 'aten::_thnn_fused_lstm_cell' with arguments from the 'CPU' backend. This"),
         torch.OutOfMemoryError("Expected all tensors to be on the same device"),
         KeyboardInterrupt(),
@@ -119,9 +123,7 @@ WAYS = {
 @torch.no_grad()
 def test_the_entry_tells_component_block_and_remedy(machine, way: str, device: str) -> None:
     net = nn.Sequential(*(Layer(makes_on_cpu=number == 3) for number in range(6))).requires_grad_(False)
-    words = (
-        f"^dit: a tensor on cpu met weights on {device} in block 3: make it on the input's device.*reprofile.*Expected"
-    )
+    words = f"^dit: a tensor on cpu was used with weights on {device} in block 3: make it on .*reprofile.*Expected"
     with machine(4, 4) as manager, manage({"dit": net}, manager=manager, **WAYS[way]) as managed:
         assert bool(managed.plan.components[0].shares[0].streamed) is (way == "streamed")
         for _ in range(2):
@@ -142,7 +144,7 @@ def test_so_it_does_after_passes_that_went_well(machine, way: str, device: str) 
             net(X)
         net[3].makes_on_cpu = True
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"met weights on {device} in block 3: "):
+            with pytest.raises(RuntimeError, match=f"was used with weights on {device} in block 3: "):
                 net(X)
         net[3].makes_on_cpu = False
         net(X)

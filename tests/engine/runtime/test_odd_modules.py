@@ -372,8 +372,8 @@ def test_a_parent_that_uses_a_weight_of_a_block(machine, way: str) -> None:
     """It computes where the block is resident; else one line says why it fails, and what helps."""
     net = nn.Sequential(Layer(), Using(), Layer()).eval().requires_grad_(False)
     words = (
-        r"^\w+: a tensor on cpu met weights on gpu:0 (before its first block|after block 0): .*choose a "
-        r"profile under which all blocks are resident if the module uses weights of a block, or their \.device"
+        r"^\w+: a tensor on cpu was used with weights on gpu:0 (before its first block|after block 0): .*choose a "
+        r"profile with all blocks resident if the module uses weights of a block, or their \.device"
     )
     with machine(8) as manager, manage_so(net, way, manager) as managed:
         for _ in range(2):
