@@ -1,11 +1,11 @@
-"""The ``device`` that a managed module reports: where it computes, although its weights rest elsewhere.
+"""Makes a managed module report the ``device`` on which it computes, although its weights rest elsewhere.
 
-[Note: device] Models of diffusers and transformers have a property that returns the device of their first weight, and
-their callers create inputs there: noise, tables, the next tokens. For weights at rest that would be ``cpu``. Only a
-class can override a property, so while a module is managed its class is a subclass that reports another device; FSDP2
-exchanges the class of its modules, too. The subclass has the name of the original class and compares equal to it, so
-that tables of classes find it. Calling it creates a module of the original class. `release` restores that class. What
-a single weight reports is in `watched_data.py` ([Note: asked]).
+[Note: device] Models of diffusers and transformers have a ``device`` property that returns the device of their first
+weight; their callers create inputs there (noise, tables, the next tokens). For weights at rest it would be ``cpu``.
+Only a class can override a property, so a managed module gets a subclass of its class that reports another device;
+FSDP2 replaces the class of its modules, too. The subclass has the name of the original class and compares equal to it,
+so lookups by class find it. Calling it creates a module of the original class. `release` restores the class. For the
+device that a single weight reports, see [Note: asked] in `watched_data.py`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ KEY = "_highwater_device"
 
 
 class AnswersDevice:
-    """First base of the subclasses. Its ``__init_subclass__`` hides them from libraries that register subclasses."""
+    """First base of the subclasses. Its empty ``__init_subclass__`` keeps libraries from registering them."""
 
     def __init_subclass__(cls) -> None: ...
 
     @property
     def device(self) -> torch.device:
         answers, inside = vars(self).get(KEY, (None, None))
-        if answers is None or answers.is_ended:  # a shallow copy of a module that was released since
+        if answers is None or answers.is_ended:  # a shallow copy of a module that has been released
             return super().device  # type: ignore[misc, no-any-return]
         return inside if answers.is_inside() else answers.outside or inside  # type: ignore[no-any-return]
 
@@ -44,19 +44,19 @@ class AnswersDevice:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the original class. `DeviceAnswers` refuses that while the module is managed."""
+        """Pickle as the original class. `DeviceAnswers` refuses pickling while the module is managed."""
         how: Any = super().__reduce_ex__(protocol)
         own = type(self).__mro__[2]
         args = tuple(own if value is type(self) else value for value in how[1])
-        return call, (how[0], args), *how[2:]  # pickle takes no other class for `copyreg.__newobj__` itself
+        return call, (how[0], args), *how[2:]  # pickle's `copyreg.__newobj__` accepts no other class
 
 
 class DeviceAnswers:
-    """Makes those modules of a component that have a ``device`` report the one on which they compute.
+    """Makes the modules of a component that have a ``device`` property report the device on which they compute.
 
     Args:
-        device_of: returns the device on which the submodule at a path computes.
-        is_inside: whether this thread is in the middle of a forward of the root.
+        device_of: returns the device on which the submodule with this path computes.
+        is_inside: returns whether this thread runs a forward of the root.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DeviceAnswers:
         self.root = ref(root)
         self.is_inside = is_inside
         self.outside: torch.device | None = None
-        """The device to report outside of forwards, if it differs: in a pipeline that of its diffusion model."""
+        """The device to report outside of forwards, if another one: in a pipeline that of its diffusion model."""
         self.is_ended = False
         self.changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for path, part in root.named_modules():
@@ -75,18 +75,18 @@ class DeviceAnswers:
                 part.__class__ = answering(type(part))
 
     def end(self) -> None:
-        """Give the modules their own classes again. Idempotent."""
+        """Restore the classes of the modules. Idempotent."""
         for part, own in self.changed:
             give_back(ref(part), own)
         self.changed = []
         self.is_ended = True
 
-    # -- copying and pickling a module copy and pickle this, too
+    # -- copying or pickling a module copies or pickles this object, too
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceAnswers:
         if not self.is_ended:
             if id(self.root()) in memo:
-                raise UnsafeState("the module is managed: release it before copying it")
+                raise UnsafeState("the module is managed: release it before you copy it")
             for part, own in self.changed:
                 copied = memo.get(id(part))
                 if copied is not None:
@@ -95,12 +95,12 @@ class DeviceAnswers:
 
     def __reduce__(self) -> Any:
         if not self.is_ended:
-            raise UnsafeState("the module is managed: release it before pickling it, or save its state_dict()")
+            raise UnsafeState("the module is managed: release it before you pickle it, or save its state_dict()")
         return ended, ()
 
 
 def give_back(module: Callable[[], Any], own: type[nn.Module]) -> None:
-    """Give a module its own class again, if it is alive."""
+    """Restore the class of a module that is still alive."""
     part = module()
     if isinstance(part, AnswersDevice):
         part.__class__ = own  # type: ignore[assignment]
@@ -113,20 +113,20 @@ def call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def ended() -> DeviceAnswers:
-    """Return an object that has ended, for the pickle of a shallow copy of a released module."""
+    """Return an ended object, for pickles of shallow copies of released modules."""
     answers = DeviceAnswers(nn.Module(), lambda path: torch.device("cpu"), is_inside=bool)
     answers.end()
     return answers
 
 
 def asks_weights(module: nn.Module) -> bool:
-    """Whether the class has a ``device`` property that reports where its weights rest."""
+    """Whether the module's class has a ``device`` property that reports where the weights rest."""
     answer = getattr(type(module), "device", None)
     if not isinstance(answer, property) or answer.fset is not None or isinstance(module, AnswersDevice):
         return False
     try:
         device = module.device
-    except Exception:  # another library's property may raise anything, as it does where there are no weights
+    except Exception:  # another library's property may raise any error, for example if there are no weights
         return False
     return isinstance(device, torch.device) and device.type in ("cpu", "meta")
 
@@ -135,7 +135,7 @@ known: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
 def answering(own: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that takes the place of a class."""
+    """Return the subclass that replaces a class."""
     found = known.get(own)
     if found is None:
         kind = type(own)

@@ -1,9 +1,9 @@
-"""What a forward does to a managed module: leases and passes, blocks that come and go, hops between devices.
+"""What the hooks do during a forward: open passes, take leases, load and unload blocks, copy between devices.
 
-[Note: quiet passes] Where all weights stay on one device as they compute, a block's call needs nothing: its parameters
-are there, and no memory changes hands. Such a pass does what it has to at its entry and its exit, and the hooks on
-blocks and what is inside them return at once. The first pass is a whole one all the same: it learns the order of the
-blocks, for plans to come, and which parts of blocks other code calls.
+[Note: quiet passes] If all weights are resident on one device in the form in which they compute, a block's call needs
+no work: its parameters are there, and no memory is reused. Such a quiet pass works only at its entry and exit; the
+hooks on blocks and their parts return at once. The first pass is never quiet: it learns the order of the blocks for
+later plans, and which parts of blocks other code calls.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["Forwards"]
 
 
 class Call:
-    """A call that computes on another device than its caller: of an entry, a block, or something inside or outside it.
+    """A call that computes on another device than its caller: of an entry, a block, a part of one or another module.
 
-    ``previous`` is the index of the accelerator that was current before, None where the call changes nothing of that.
+    ``previous`` is the index of the accelerator that was current before the call; None if the call does not change it.
     """
 
     def __init__(self, module: nn.Module, visit: Visit, previous: int | None) -> None:
@@ -45,13 +45,13 @@ class Call:
 
 
 class Forwards:
-    """What the hooks of a component's module call, while one managed component has it.
+    """The functions that the hooks of a module call while one managed component has the module.
 
     Args:
-        leases: what a pass asks of the manager.
+        leases: the manager's interface for passes.
         compiles: whether the blocks are compiled.
-        places_inputs: move what an entry is given to the device of the rest; a host does that itself, and has buffers
-            to be filled, or containers to be emptied, where it wants them.
+        places_inputs: move the inputs of an entry to the home device. False for hosts: these place inputs themselves,
+            and pass buffers to be filled and containers to be emptied.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Forwards:
     ) -> None:
         self.owner = owner
         self.guests: list[tuple[Forwards, Pass]] = []
-        """The passes of lenders that stay open as long as the pass of this component."""
+        """The passes of lenders, which stay open as long as the pass of this component."""
         self.host: Forwards | None = None
-        """The component for which a pass of this one is open."""
+        """The borrower for which a pass of this component is open."""
         self.component = component
         self.shares = shares
         self.compiles = compiles
@@ -78,22 +78,23 @@ class Forwards:
         self.places_inputs = places_inputs
         self.hops = DeviceHops()
         self.calls: list[Call] = []
-        """Those under way in which tensors have other devices than outside, the outermost first."""
+        """The open calls that compute on another device than their callers, the outermost first."""
         self.saving: list[tuple[nn.Module, SavedWeights]] = []
-        """The watches of what autograd saves in open calls whose weights leave their memory, the outermost first."""
+        """The open calls whose weights' memory is reused, with what autograd saves in them; the outermost first."""
         self.shared_states: Mapping[nn.Module, list[Any]] = {}
-        """By block, the objects of other libraries' hooks and of attention processors that other blocks use, too."""
+        """By block, the objects of other libraries' hooks and attention processors that the block shares with others.
+        """
         self.stores: Stores | None = None
         self.ran: dict[int, None] = {}
-        """The blocks of this pass in the order in which they ran first; kept where they are split."""
+        """The blocks that ran in this pass, in the order of their first runs; only for a split."""
         self.last_block: int | None = None
         self.failed_block: int | None = None
         self.is_loaded = False
-        """Whether the devices are as the plan says; else the module computes with what it holds."""
+        """Whether the component is loaded as planned; if not, the module computes with the weights that it holds."""
         self.is_timed = False
-        """Whether something is planned by the times of passes."""
+        """Whether a plan uses the times of passes."""
         self.home = shares[0].device.torch_device
-        """Where inputs go and outputs come back: the device of the rest."""
+        """The home device: that of the non-block weights. Inputs are moved there and outputs returned there."""
         self.away = {share.device.torch_device for share in shares} - {self.home}
         self.share_of = {number: share for share in shares for number in share.blocks}
         self.entries: frozenset[nn.Module] = frozenset()
@@ -101,18 +102,18 @@ class Forwards:
         self.blocks: dict[nn.Module, int] = {}
         self.parts: dict[nn.Module, int] = {}
         self.in_parts: set[int] = set()
-        """The blocks that came because something inside them was called from outside."""
+        """The blocks that were loaded because other code called a part of them."""
         self.seen_in_parts: set[int] = set()
         self.done_parts: list[nn.Module] = []
-        """Those of the parts that need no hooks any more."""
+        """Parts of blocks that no longer need hooks."""
         self.is_learned = False
-        """Whether a whole pass has told in which order blocks run, and which of their parts others call."""
+        """Whether a pass has shown in which order blocks run, and which of their parts other code calls."""
         self.watch_exits: Callable[[], None] = nothing
         self.quiet_thread = 0
-        """The thread that is in a pass in which blocks and their parts need nothing done ([Note: quiet passes])."""
+        """The thread that runs a quiet pass, 0 if none does ([Note: quiet passes])."""
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
-        """Enter through a module, into a pass of its own if none is open; False if the component is another's now."""
+        """Enter through a module, and open a pass if none is open; False if another component has the module now."""
         self.passes.recover_for(module)
         if self.passes.outermost is not None:
             self.passes.enter(module)
@@ -140,20 +141,20 @@ class Forwards:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the next pass can be a quiet one."""
+        """Whether the next pass can be quiet ([Note: quiet passes])."""
         return self.is_loaded and self.is_learned and len(self.shares) == 1 and self.shares[0].is_wholly_resident
 
     def take_done_parts(self) -> list[nn.Module]:
-        """Return the modules that need no hooks any more, once."""
+        """Return the modules that no longer need hooks, and forget them."""
         done, self.done_parts = self.done_parts, []
         return done
 
     def before_whole_pass(self, watch_exits: Callable[[], None]) -> None:
-        """Call this before each pass that is not a quiet one, also one for another component: blocks tell their end."""
+        """Set the function that adds hooks after calls. It is called before each pass that is not quiet."""
         self.watch_exits = watch_exits
 
     def begin_pass(self, *, is_timed: bool) -> None:
-        """Forget the last pass and prepare the devices for this one; its weights are loaded."""
+        """Reset the state of the last pass and prepare the devices for this one. The weights are loaded already."""
         self.watch_exits()
         self.last_block = self.failed_block = None
         self.ran.clear()
@@ -164,7 +165,7 @@ class Forwards:
                 share.begin_pass(is_timed=is_timed)
 
     def find_shared_states(self) -> None:
-        """Find the objects that blocks share with one another, and with the caller of the module."""
+        """Find the objects that blocks share with one another or with the caller of the module."""
         if self.stores is None:
             home = self.shares[0]
             self.stores = Stores(block for block, number in self.blocks.items() if self.share_of[number] is not home)
@@ -174,12 +175,12 @@ class Forwards:
         self.shared_states = states
 
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
-        self.guests = guests  # ended with the pass, however that ends
-        with torch.no_grad() if in_backward() else nullcontext():  # nothing here is computed again
+        self.guests = guests  # `finish_pass` ends them, even if this raises
+        with torch.no_grad() if in_backward() else nullcontext():  # nothing here is recomputed
             return self.leases.acquire(current)
 
     def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
-        """Open a pass for another component's entry, which uses weights of this one, unless this thread has one."""
+        """Open a guest pass for a borrower's entry, unless this thread runs a pass of this component already."""
 
         def note(current: Pass) -> bool:
             guests.append((self, current))
@@ -192,17 +193,17 @@ class Forwards:
             self.passes.begin(self.passes.root, note, guest_of=module)
 
     def begin_guest(self, host: Forwards) -> None:
-        """Prepare the weights for another component's pass; the manager has loaded them."""
+        """Prepare the weights for a borrower's pass. The manager has loaded them already."""
         self.host = host
         self.begin_pass(is_timed=False)
 
     def is_entered(self) -> bool:
-        """Whether this thread is in the middle of a pass."""
+        """Whether this thread runs the open pass."""
         current = self.passes.open
         return current is not None and current.thread_id == get_ident()
 
     def is_outermost(self, module: nn.Module) -> bool:
-        """Whether this thread has entered through this module."""
+        """Whether this thread entered its pass through this module."""
         return self.passes.outermost is module
 
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -227,7 +228,7 @@ class Forwards:
             self.passes.end(completed=not failed)
 
     def has_failed(self, output: Any) -> bool:
-        """Whether an always-called hook is called because of an exception: then there is no output."""
+        """Whether an always-called hook is called because of an exception; there is no output then."""
         current = self.passes.here
         return output is None and current is not None and sys.exc_info()[1] is not current.handled
 
@@ -255,7 +256,7 @@ class Forwards:
                 end_guests(guests, completed=completed)
 
     def forget_parts(self, numbers: Collection[int]) -> None:
-        """Remove the hooks from what is inside blocks that have computed, unless other code calls it from outside."""
+        """Remove the hooks from the parts of blocks that have computed, unless other code calls the parts."""
         if self.parts:
             done = [
                 part for part, number in self.parts.items() if number in numbers and number not in self.seen_in_parts
@@ -264,7 +265,7 @@ class Forwards:
             for part in done:
                 self.parts.pop(part, None)
 
-    # -- from device to device
+    # -- calls on other devices
 
     def go(
         self,
@@ -275,7 +276,7 @@ class Forwards:
         source: torch.device | None,
         target: torch.device | None,
     ) -> Any:
-        """Enter a call that computes on another device; returns its arguments there, None if they are as they were.
+        """Enter a call that computes on another device; returns its arguments there, None if they need no copy.
 
         Args:
             source, target: as in `DeviceHops.visit`.
@@ -286,12 +287,12 @@ class Forwards:
             return None
         call = Call(module, visit, None if target is None else torch.accelerator.current_device_index())
         self.calls.append(call)
-        if call.previous is not None:  # kernels of others are launched on the current device
+        if call.previous is not None:  # other libraries launch kernels on the current device
             torch.accelerator.set_device_index(device.index)
         return visit.lent.value
 
     def come_back(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
-        """Leave a call; returns its output as the caller is to have it."""
+        """Leave a call; returns its output for the caller."""
         if not self.calls or self.calls[-1].module is not module:
             return output
         call = self.calls.pop()
@@ -303,7 +304,7 @@ class Forwards:
         return None
 
     def leave_devices(self, current: Pass) -> None:
-        """Forget the calls that an interrupt left open."""
+        """Undo and forget the calls that an interrupt left open."""
         before = [call.previous for call in self.calls if call.previous is not None]
         for call in self.calls:
             call.visit.give_back_states()
@@ -313,24 +314,24 @@ class Forwards:
 
     @property
     def here(self) -> torch.device:
-        """The device of the tensors that the innermost call has."""
+        """The device on which the innermost open call computes."""
         if self.calls:
             return self.calls[-1].visit.device
         return self.home if self.host is None else self.host.here
 
     def flows_on(self) -> torch.device | None:
-        """Return the device of the activations in this thread's running forward; None outside of a forward."""
+        """Return the device of the activations in this thread's running forward; None outside of forwards."""
         current = self.passes.here
         return self.here if current is not None and current.is_under_way and current.is_on_stack() else None
 
     def explain_failure(self) -> None:
-        """Add component, block and remedy to an error about tensors on two devices, which torch raises again."""
+        """Add component, block and remedy to an error about tensors on two devices, in place; torch raises it again."""
         error = sys.exc_info()[1]
         if error is None or not self.is_loaded:
             return
         where, at = "before its first block", self.shares[0]
         if self.quiet_thread:
-            where, self.last_block, self.failed_block = "outside of its blocks", None, self.find_failed(error)
+            where, self.last_block, self.failed_block = "outside its blocks", None, self.find_failed(error)
         number = self.last_block if self.failed_block is None else self.failed_block
         if number is not None:
             where = f"{'after' if self.failed_block is None else 'in'} block {self.component.blocks[number].name}"
@@ -347,7 +348,7 @@ class Forwards:
             error.args = (text,)
 
     def find_failed(self, error: BaseException) -> int | None:
-        """Return the block in whose call an exception was raised, by its traceback; None outside of blocks."""
+        """Return the block in whose call an exception was raised, by its traceback; None if in none."""
         trace, number = error.__traceback__, None
         while trace is not None:
             if trace.tb_frame.f_code is CALL_OF_A_MODULE:
@@ -359,10 +360,10 @@ class Forwards:
 
     def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.is_loaded:
-            return None  # a hosted component off its devices computes as its host left it
+            return None  # a hosted component that is not loaded computes with the weights that its host left
         share = self.share_of[number]
         self.in_parts.discard(number)
-        if self.compiles:  # what is compiled now is not to be called back from inside
+        if self.compiles:  # a block that is compiled now must have no hooks inside
             self.forget_parts([number])
         share.enter(number)
         self.last_block = number
@@ -389,19 +390,19 @@ class Forwards:
             return self.after_entry(module, output)
         return output
 
-    # -- what a backward pass will read
+    # -- weights that a backward pass will read
 
     def watch_saving(self, number: int, module: nn.Module) -> None:
-        """Watch what autograd saves in a call if other blocks reuse the memory of its weights."""
+        """Watch what autograd saves in a block's call, if other blocks reuse the memory of its weights."""
         share = self.share_of[number]
         if share.changes_hands(number):
             bundle = share.blocks[number]
             watch = SavedWeights(f"{self.owner}: block {bundle.name}", bundle.groups, share.device.torch_device)
-            self.saving.append((module, watch))  # first: an interrupt may come between the two
+            self.saving.append((module, watch))  # before `begin`, because an interrupt may come in between
             watch.begin()
 
     def stop_saving(self, module: nn.Module | None = None) -> None:
-        """End the watches of a call and of those inside it; without a module, all of them."""
+        """End the watches of a module's call and of the calls inside it; without a module, all watches."""
         if module is None or any(module is watched for watched, _ in self.saving):
             while self.saving:
                 watched, watch = self.saving.pop()
@@ -409,15 +410,15 @@ class Forwards:
                 if watched is module:
                     break
 
-    # -- blocks whose forward is not what runs them
+    # -- blocks that run without a call of their forward
     #
-    # A parent may call what is inside its blocks itself: a modulation for all blocks beforehand, or the layers of a
-    # Sequential one by one. The first of them that comes brings its block, which goes when the next block comes.
+    # A parent may call parts of its blocks itself: a modulation for all blocks beforehand, or the layers of a
+    # Sequential one by one. The first call of a part loads the block, which is unloaded when the next block is loaded.
 
     def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         share = self.share_of[number]
         if not self.is_loaded or (number in share.computing and number not in self.in_parts):
-            return None  # inside the block's own forward
+            return None  # called inside the block's own forward
         if number not in share.computing:
             self.in_parts.add(number)
             self.seen_in_parts.add(number)
@@ -437,14 +438,14 @@ class Forwards:
             self.stop_saving(module)
         return self.come_back(module, output, failed=self.has_failed(output))
 
-    # -- the rest, which parts of blocks elsewhere may call
+    # -- non-block modules, which blocks on other devices may call
 
     @untraced
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.is_loaded or self.here == self.home:
             return None
         moved = self.go(module, (args, kwargs or {}), self.home, source=self.here, target=self.here)
-        # Without keyword arguments: torch copied the hook to a module that it made in place of ours (quantization).
+        # kwargs is None if torch copied the hook to a module that it made in place of ours (quantization).
         return moved[0] if moved is not None and kwargs is None else moved
 
     @untraced
@@ -453,16 +454,16 @@ class Forwards:
 
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
-        # They refer to the manager's member and to us: the module would live until the next garbage collection.
+        # Both refer to objects that refer to us: without this the module would live until the next garbage collection.
         self.leases, self.watch_exits = NoLeases(self.leases.lock), nothing
 
     def end(self) -> None:
-        """Finish no pass any more: the groups are no longer managed."""
+        """Stop finishing passes: the groups are no longer managed."""
         self.passes.finish = lambda current, completed: None
 
 
 def nothing() -> None:
-    """Watch no exits: no module leads here."""
+    """Do nothing. Stands for `watch_exits` while no module has hooks that lead here."""
 
 
 def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:

@@ -1,16 +1,16 @@
-"""The forward hooks of a module: they stay in place while the managed components that they call come and go.
+"""The forward hooks of a module. They stay in place while the managed components that they call change.
 
-[Note: one set of hooks] Another thread may come to the module at any time, also while it gets another profile or is
-released. So it meets hooks until its weights are whole again; they lead it into the wait for the manager's lock, and
-afterwards to the managed component that the module has by then, for which it may be another block. torch takes the
-list of hooks before it calls the first; one that is removed meanwhile is still called, but without the keyword
-arguments that it was registered for.
+[Note: one set of hooks] Another thread may call the module at any time, also while the module gets another profile or
+is released. So the hooks stay until its weights are complete again. A hook makes such a thread wait for the manager's
+lock, and then calls the managed component that has the module by then; for that component the called module may be
+another block. torch reads the list of hooks before it calls the first. A hook that is removed meanwhile is still
+called, but without the keyword arguments for which it was registered.
 
-[Note: exits] Inside a quiet pass (`forward_blocks.py`) nothing is to do when a block returns, and torch takes a
-microsecond to call a hook that says so. So after the second quiet pass in a row only the root keeps the hook on its
-exit. The hooks before stay everywhere: they see a block that is called from elsewhere, or traced. The pass that this
-begins needs the exits; torch asks a module for the hooks after its forward when that has returned, so those that are
-put back meanwhile are called.
+[Note: exits] In a quiet pass (`forward_blocks.py`) a block's return needs no work, but torch takes a microsecond to
+call a hook for it. So after the second quiet pass in a row only the root keeps its hook after calls. The hooks before
+calls stay on all modules: they detect a block that is called alone or traced. Such a call begins a pass that needs the
+hooks after calls again. These are added in time, because torch reads a module's hooks after calls only when its forward
+has returned.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = ["ForwardHooks", "remove_hooks_of"]
 
 
 class Gate:
-    """Keeps a module's hooks out of the way while one thread computes without the engine; others wait."""
+    """Disables a module's hooks for one thread that computes without the engine; other threads wait."""
 
     def __init__(self) -> None:
         self.thread_id = get_ident()
         self.is_open = Event()
 
     def is_passed(self) -> bool:
-        """Whether this is the thread that computes; another waits here until the gate opens."""
+        """Whether this is the thread that computes. Other threads wait here until the gate opens."""
         if self.thread_id == get_ident():
             return True
         self.is_open.wait()
@@ -51,29 +51,29 @@ class Gate:
 
 
 class ForwardHooks:
-    """The hooks of one component's module, on its entries, its blocks and what is inside these.
+    """The hooks of one component's module: on its entries, its blocks and their parts.
 
-    They call the forwards of the managed component that has the module now.
+    They call the `Forwards` of the managed component that has the module now.
     """
 
     def __init__(self) -> None:
         self.target: Forwards | None = None
         self.gate: Gate | None = None
-        """While a thread computes without the engine."""
+        """Set while a thread computes without the engine."""
         self.handles: dict[nn.Module, RemovableHandle] = {}
-        """Of the hooks before calls, by module."""
+        """The hooks before calls, by module."""
         self.exits: dict[nn.Module, RemovableHandle] = {}
-        """Of the hooks after calls, by module ([Note: exits])."""
+        """The hooks after calls, by module ([Note: exits])."""
         self.owner, self.root = "", ref(nn.Module())
         self.was_quiet = False
-        """Whether the last pass was a quiet one."""
+        """Whether the last pass was quiet."""
 
     def lead_to(self, target: Forwards, *, owner: str, root: nn.Module) -> None:
-        """Call these forwards from now on, in place of those before.
+        """Call these forwards from now on, in place of the former ones.
 
         Args:
             owner: the component's name.
-            root: its module, whose copies are refused.
+            root: the component's module; copying it is refused.
         """
         self.owner, self.root = owner, ref(root)
         wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
@@ -93,7 +93,7 @@ class ForwardHooks:
         return OwnHook.on(module, function, owner=self.owner, is_whole=module is self.root())
 
     def watch_exits(self) -> None:
-        """Put a hook after the calls of every module, where there is none."""
+        """Add the missing hooks after calls."""
         if self.exits.keys() == self.handles.keys():
             return
         for module in self.handles.keys() - self.exits.keys():
@@ -101,17 +101,17 @@ class ForwardHooks:
             self.exits[module] = module.register_forward_hook(after, always_call=True)
 
     def leave_exits(self) -> None:
-        """Remove the hooks after the calls of all but the root."""
+        """Remove the hooks after calls from all modules but the root."""
         for module in [module for module in self.exits if module is not self.root()]:
             self.exits[module].remove()
             self.exits.pop(module)
 
     def detour(self) -> None:
-        """Let this thread compute without the engine; others wait. No pass may be open."""
+        """Disable the hooks for this thread; other threads wait until `end_detour`. Requires that no pass is open."""
         self.gate = Gate()
 
     def end_detour(self) -> None:
-        """Call the forwards again. Idempotent."""
+        """Enable the hooks again. Idempotent."""
         gate, self.gate = self.gate, None
         if gate is not None:
             gate.is_open.set()
@@ -136,7 +136,7 @@ class ForwardHooks:
 
     @untraced
     def before_inside(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        """Before anything but the root: nothing is to do inside a quiet pass (`Forwards.quiet_thread`)."""
+        """Hook before calls of all modules but the root; returns at once in a quiet pass (`Forwards.quiet_thread`)."""
         target = self.target
         if target is not None:
             if target.quiet_thread == get_ident():
@@ -157,7 +157,7 @@ class ForwardHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         target = self.target
         if target is None or kwargs is None or (self.gate is not None and self.gate.is_passed()):
-            return None  # without keyword arguments: removed meanwhile
+            return None  # kwargs is None if the hook was removed meanwhile ([Note: one set of hooks])
         if peek_interpreter_stack() is not None:
             refuse_transforms()
         if module in target.parts:
@@ -178,12 +178,12 @@ class ForwardHooks:
         if peek_interpreter_stack() is not None:
             refuse_transforms()
         given = target.before_block(number, module, args, kwargs)
-        if target.done_parts:  # what is compiled now is not to be called back from inside
+        if target.done_parts:  # a block that is compiled now must have no hooks inside
             self.remove_from(target.take_done_parts())
         return given
 
     def enter(self, module: nn.Module, inputs: Any) -> Forwards | None:
-        """Enter through a module; returns the forwards that let it in, None if none has the module any more."""
+        """Enter through a module; returns the forwards that let it in, None if the module is no longer managed."""
         while (target := self.target) is not None:
             if target.enter(module, inputs):
                 is_quiet = target.quiet_thread != 0
@@ -214,10 +214,10 @@ class ForwardHooks:
 
 
 def remove_hooks_of(owner: object, module: nn.Module) -> None:
-    """Remove the forward hooks of an object from a module.
+    """Remove the forward hooks that are methods of an object from a module.
 
-    For those that have no handle: torch copies the hooks of a module to another one that it makes in its place, such
-    as a quantized layer.
+    For hooks without a handle: torch copies the hooks of a module to a module that replaces it, such as a quantized
+    layer.
     """
     for hooks, *options in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
@@ -234,28 +234,29 @@ def is_hook_of(owner: object, hook: Any) -> bool:
 
 
 def refuse_transforms() -> None:
-    """Refuse a forward in a transform under which all that is made, weights of ours too, belongs to the transform.
+    """Refuse a forward in a torch.func transform that would make our weights its own.
 
     Raises:
-        UnsafeState: it is not `torch.func.vmap`, which leaves alone what does not depend on its inputs.
+        UnsafeState: a transform is active that is not `torch.func.vmap`; vmap does not change tensors that are
+            independent of its inputs.
     """
     kinds = [transform.key() for transform in torch._C._functorch.get_interpreter_stack() or []]
     others = [kind.name.lower() for kind in kinds if kind != TransformType.Vmap]
     if others:
-        raise UnsafeState(f"a managed module cannot compute inside of torch.func.{others[-1]}: release it before")
+        raise UnsafeState(f"a managed module cannot compute inside torch.func.{others[-1]}: release it first")
 
 
 def refuse_tracing(args: Any, kwargs: Any) -> None:
-    """Refuse a forward that is traced: the graph would hold the weights where they are now, or replace them.
+    """Refuse a traced forward: its graph would contain the weights at their current addresses, or replace them.
 
-    Other dispatch modes count or log operators, or choose what a checkpoint keeps; those are allowed.
+    Allows other dispatch modes, which count or log operators, or choose what a checkpoint keeps.
 
     Raises:
         UnsafeState: the forward is exported or traced, or runs with fake tensors.
     """
-    modes = torch._C._TorchDispatchModeKey.__members__.values()  # of fake tensors, of proxies, of functional tensors
+    modes = torch._C._TorchDispatchModeKey.__members__.values()  # fake tensors, proxies, functional tensors
     makes_graph = _get_tracing_state() is not None or any(torch._C._get_dispatch_mode(key) is not None for key in modes)
-    if not makes_graph and fx._is_fx_tracing_flag:  # perhaps another thread's
+    if not makes_graph and fx._is_fx_tracing_flag:  # perhaps set by another thread
         makes_graph = any(isinstance(given, torch.fx.Proxy) for given in (*args, *kwargs.values()))
     if makes_graph:
-        raise UnsafeState("a managed module cannot be exported or traced: release it before")
+        raise UnsafeState("a managed module cannot be exported or traced: release it first")

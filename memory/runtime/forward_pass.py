@@ -220,7 +220,8 @@ class Passes:
             if num_looks >= LOOKS_UNTIL_STUCK and module is not self.root:
                 raise UnsafeState(
                     f"a part of {type(self.root).__name__} is called in thread {threading.current_thread().name!r} "
-                    "while its forward waits in another thread: a managed module computes in one thread; release it first"
+                    "while its forward waits in another thread; a managed module computes in one thread only: release "
+                    "it first"
                 )
         try:
             agreed = acquire(mine)

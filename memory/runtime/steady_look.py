@@ -1,13 +1,13 @@
-"""One quick look that tells whether anything was done to a module since a close one.
+"""A quick check whether other code changed a module since the last full check.
 
-[Note: steady looks] Others may do anything to a managed module between two forwards: add layers, assign weights, point
-``.data`` to other memory, hook it up for an offloader of theirs. Every forward has to see that, and almost none finds
-any. So after a close look found nothing, what it found is kept in flat lists, and compared with what is there now by
-loops that run in C: which objects are in the module tree, and where the weights lie. Whatever the engine itself puts
-into the module is another object, too, and asks for a close look once.
+[Note: steady looks] Between two forwards other code may add layers to a managed module, assign weights, assign
+``.data``, or add hooks of another offloader. Every forward must detect this, but almost none finds a change. So after a
+full check that found none, the objects in the module tree and the addresses of the weights are kept in flat lists. The
+quick check compares them with the current ones in loops that run in C. Objects that the engine itself puts into the
+module differ as well and cause one full check.
 
-Tensors are known by their ids, without references, because references to weights are counted ([Note: swaps] in
-`weight_swaps.py`). An id cannot be another object's: the groups keep what they gave the module.
+Tensors are compared by their ids and not referenced, because references to weights are counted ([Note: swaps] in
+`weight_swaps.py`). An id cannot be reused: the groups keep the tensors that they gave the module.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class SteadyLook:
-    """What a module tree held when it was looked at closely. A look takes about 0.2 microseconds per weight.
+    """The contents of a module tree at the last full check. A quick check takes about 0.2 microseconds per weight.
 
     Args:
-        modules: those in the tree.
-        marked: the modules on which other offloaders leave their marks (`find_rival`).
-        weights: the ids of the plain tensors whose memory is looked at.
-        samples: those of one weight for each block, whose dtype tells that of the others.
+        modules: the modules in the tree.
+        marked: the modules on which other offloaders leave marks (`find_rival`).
+        weights: the ids of the plain tensors whose addresses are compared.
+        samples: the ids of one weight per block, whose dtype stands for that of the block's other weights.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SteadyLook:
         children: list[ValuesView[Any]] = []
         tensors: list[ValuesView[Any]] = []
         for module in modules:
-            # Forwards may make buffers where there are none.
+            # Empty buffer tables are left out: forwards may create buffers in them.
             tables: tuple[dict[str, Any], ...] = (module._modules, module._parameters)
             for table in (*tables, module._buffers) if module._buffers else tables:
                 if not table:
@@ -81,7 +81,7 @@ class SteadyLook:
         ]
 
     def find_places(self, held: Sequence[Any]) -> list[Any]:
-        """Return where weights lie, the strides of matrices, and the dtypes of samples."""
+        """Return the addresses of weights, the strides of matrices, and the dtypes of samples."""
         with plainly():
             return [
                 *map(ADDRESS, self.take_weights(held)),
@@ -90,7 +90,7 @@ class SteadyLook:
             ]
 
     def is_steady(self) -> bool:
-        """Whether the tree holds the same objects, at the same places, and no other offloader has marked it."""
+        """Whether the tree holds the same objects at the same addresses, with the same marks of other offloaders."""
         if any(self.empty) or list(map(len, self.tables)) != self.counts:
             return False
         held = self.find_held()
@@ -103,7 +103,7 @@ class SteadyLook:
 
 
 def taker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that takes the elements at these indices out of a sequence."""
+    """Return a function that returns the elements of a sequence at these indices."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda sequence: tuple(sequence[index] for index in indices)

@@ -18,7 +18,7 @@ from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
 
 X = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
-REFUSED = "a managed module cannot be exported or traced: release it before"
+REFUSED = "a managed module cannot be exported or traced: release it first"
 WAYS = {
     "resident": {"placement": "gpu:0"},
     "streamed": {"placement": "gpu:0", "profile": "0.45MiB"},
