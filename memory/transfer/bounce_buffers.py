@@ -1,4 +1,4 @@
-"""Host memory that copies read from: bounce buffers for files, and slabs that outlive the copies."""
+"""Host memory from which copies read: bounce buffers for files, and slabs that outlive their copies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["BounceBuffers", "allocate_slabs"]
 
 
 class BounceBuffers:
-    """Two buffers of host memory through which what is read from a file reaches one device; open while that is loaded.
+    """Two host buffers through which weights from a file are copied to one device. Open only during a load.
 
-    One is filled by the host while the other is copied, if they are page-locked.
+    If they are page-locked, one is filled while the other is copied.
     """
 
     def __init__(self, copies: CopyStream) -> None:
@@ -26,7 +26,7 @@ class BounceBuffers:
         self.source: WeightsSource | None = None
         self.turn = 0
         self.was_refused = False
-        """Whether the driver would not lock them."""
+        """Whether the driver refused to lock them."""
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -34,11 +34,11 @@ class BounceBuffers:
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """What the buffers take of host memory, by tier."""
+        """The host memory that the buffers took when they were opened, by tier."""
         return self.slabs[1]
 
     def count_bytes(self) -> dict[str, int]:
-        """Return the same from the memory that is there now."""
+        """Return the same, counted from the buffers that exist now."""
         return count_slabs(self.buffers)
 
     @property
@@ -46,14 +46,14 @@ class BounceBuffers:
         return self.buffers[0].numel()
 
     def fill_from(self, source: WeightsSource) -> None:
-        """Keep these files open, and the threads that read them, as long as the buffers are there."""
+        """Set the files that stay open, with their reader threads, as long as the buffers are open."""
         assert not self.buffers
         self.source = source
 
     def open(self, buffer_bytes: int, *, locks: bool) -> None:
-        """Allocate both buffers, page-locked if that is wanted and the driver agrees."""
+        """Allocate both buffers, page-locked if ``locks`` is True and the driver agrees."""
         assert not self.buffers
-        limit = 4 * buffer_bytes if locks else 0  # where locking rounds up to a power of two it is less than double
+        limit = 4 * buffer_bytes if locks else 0  # rounding up to a power of two less than doubles a buffer
         slabs = allocate_slabs([buffer_bytes] * 2, pinned_bytes=limit, streams=[self.copies])
         buffers = [slab.data for slab in slabs]
         pageable_bytes = sum(buffer.numel() for buffer in buffers if not buffer.is_pinned())
@@ -63,27 +63,27 @@ class BounceBuffers:
             self.source.hold()
 
     def close(self) -> None:
-        """Give both buffers back once nothing is copied from them."""
+        """Wait for copies from both buffers, then free them."""
         self.copies.wait()
         if self.buffers and self.source is not None:
             self.source.let_go()
         self.slabs = [], {}
 
     def take(self) -> torch.Tensor:
-        """Return the buffer whose turn it is, when its last copy is done."""
+        """Return the next buffer, after waiting for the last copy from it."""
         self.turn = 1 - self.turn
         self.done[self.turn].synchronize()
         return self.buffers[self.turn]
 
     def queue_copies(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue the copies of what was read into parts of the buffer that was taken last, each to its target."""
+        """Queue copies from parts of the buffer that was taken last, each to its target."""
         for source, target in parts:
             self.copies.copy(target, source)
         self.copies.mark_ready(self.done[self.turn])
 
 
 def allocate_slabs(sizes: Sequence[int], *, pinned_bytes: int, streams: Sequence[CopyStream]) -> Slabs:
-    """Return host slabs, at most so many bytes of them page-locked, that outlive the copies of these streams."""
+    """Return host slabs that outlive copies on these streams. At most ``pinned_bytes`` are page-locked."""
     copies = list(streams)
 
     def wait_for_copies() -> None:

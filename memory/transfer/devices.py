@@ -1,7 +1,7 @@
-"""Devices as the engine sees them: a name for people, a torch device, and live bytes.
+"""Devices: the name that users read and write, the torch device, and the current memory numbers.
 
-Accelerators are reached through torch's device-generic API only, so the same code runs on CUDA, ROCm, XPU
-and on the simulated devices. People write ``gpu:N`` whatever the backend is.
+Accelerators are used through torch's device-generic API only, so the same code runs on CUDA, ROCm, XPU and the
+simulated devices. Users write ``gpu:N`` for every backend.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostMemory:
-    """The RAM that this process may use: the machine's, or its containers' where that is less."""
+    """The RAM that this process may use: the machine's, or the container's limit if that is less."""
 
     total_bytes: int
     free_bytes: int
-    """What can be allocated now without swapping; memory that only caches files counts as free."""
+    """Bytes that can be allocated now without swapping. Page cache counts as free."""
 
     @classmethod
     def now(cls, root: Path = Path("/")) -> HostMemory:
-        """Read the machine's numbers (psutil, which knows no containers) and the limits of every cgroup around us.
+        """Read the machine's numbers (from psutil, which ignores containers) and the limits of this process's cgroups.
 
         Args:
-            root: where ``proc`` and ``sys`` are.
+            root: the folder that contains ``proc`` and ``sys``.
         """
         machine = psutil.virtual_memory()
         total, free = int(machine.total), int(machine.available)
@@ -54,17 +54,17 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupFiles:
-    """The names of one cgroup version's memory files: the kernel's ``admin-guide/cgroup-v2`` and ``cgroup-v1/memory``.
+    """The names of one cgroup version's memory files (kernel documents ``cgroup-v2`` and ``cgroup-v1/memory``).
 
-    Above ``memory.high`` a group is throttled until enough is reclaimed, which page-locked memory cannot be, so it
-    is a limit too.
+    ``memory.high`` counts as a limit, too: above it the kernel throttles a group until enough memory is reclaimed, and
+    page-locked memory cannot be reclaimed.
     """
 
     mount: str
     limits: tuple[str, ...]
     used: str
     caches: tuple[str, ...]
-    """The lines of ``memory.stat`` that tell what reclaiming can give back: the two lists of file pages."""
+    """The entries of ``memory.stat`` with reclaimable bytes: the two lists of file pages."""
 
 
 CGROUP_V1 = CgroupFiles(
@@ -82,14 +82,14 @@ CGROUP_V2 = CgroupFiles(
 
 
 def read_cgroups(root: Path, *, below: int) -> Iterator[tuple[int, int]]:
-    """Yield the limit and the used bytes of this process's memory cgroups, its own and those around it.
+    """Yield limit and used bytes of this process's memory cgroup and of each of its parents.
 
-    Used are the bytes that cannot be had by dropping cached files, as in ``MemAvailable``. Groups without a limit
-    below so many bytes are left out.
+    Used bytes exclude cached files, which can be dropped, as in ``MemAvailable``. Skips groups whose limit is not below
+    ``below`` bytes.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -97,7 +97,7 @@ def read_cgroups(root: Path, *, below: int) -> Iterator[tuple[int, int]]:
             continue
         files = CGROUP_V1 if controllers else CGROUP_V2
         mount = root / files.mount
-        # A container without a cgroup namespace reads its path on the host, and finds its own group at the mount.
+        # Without a cgroup namespace a container reads its path on the host; its own group is then at the mount.
         group = mount / path.lstrip("/") if ".." not in path.split("/") else mount
         for folder in (group, *group.parents):
             limit = min(
@@ -111,7 +111,7 @@ def read_cgroups(root: Path, *, below: int) -> Iterator[tuple[int, int]]:
 
 
 def read_number(path: Path) -> int | None:
-    """Return a cgroup file's number, or None where there is none (``max``, or no such file)."""
+    """Return a cgroup file's number; None for ``max`` and for a missing file."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -128,14 +128,14 @@ def read_cached(path: Path, names: tuple[str, ...]) -> int:
 
 
 class AllocatorBytes(NamedTuple):
-    """What torch's allocator has of a device."""
+    """The bytes of a device that torch's allocator has."""
 
     reserved: int
-    """Taken from the driver, in use or kept for later."""
+    """Allocated from the driver: in use or cached."""
     allocated: int
-    """In live tensors."""
+    """In use by live tensors."""
     peak: int
-    """The most in live tensors since `Device.reset_peak`."""
+    """The peak of ``allocated`` since `Device.reset_peak`."""
 
 
 class DeviceMemory(NamedTuple):
@@ -143,7 +143,7 @@ class DeviceMemory(NamedTuple):
 
     total: int
     free: int
-    """What an allocation can get: the driver's free bytes and those that the allocator keeps for later."""
+    """Bytes that an allocation can get: free in the driver or cached by the allocator."""
     reserved: int
     allocated: int
     peak: int
@@ -154,14 +154,14 @@ NOTHING_ALLOCATED = AllocatorBytes(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One place where tensors live and compute; equal devices have equal names."""
+    """One device for tensors and computing. Equal devices have equal names."""
 
     name: str
     torch_device: torch.device
 
     @property
     def module(self) -> ModuleType:
-        """torch's module for this kind of device; older torch has the memory calls only there."""
+        """Torch's module for this type of device. Older torch has the memory functions only there."""
         module: ModuleType = torch.get_device_module(self.torch_device)
         return module
 
@@ -170,9 +170,9 @@ class Device:
         return self.torch_device.type == "cpu"
 
     def memory(self) -> DeviceMemory:
-        """Return all of a device's numbers, from one read of the driver's and one of the allocator's.
+        """Return all memory numbers of the device, from one query of the driver and one of the allocator.
 
-        For the CPU they are those of the RAM, or the container's limit if smaller; torch does not count its tensors.
+        For the CPU: the RAM, or the container's limit if smaller. Torch does not count CPU tensors.
         """
         if self.is_cpu:
             host = HostMemory.now()
@@ -182,10 +182,10 @@ class Device:
         return DeviceMemory(int(total), int(driver_free) + torchs.reserved - torchs.allocated, *torchs)
 
     def allocator_bytes(self) -> AllocatorBytes:
-        """Return what torch's allocator counts, without asking the driver; zeros for the CPU.
+        """Return the numbers of torch's allocator, without a query of the driver; zeros for the CPU.
 
-        `memory_stats` and what is built on it flatten the same dict by a function that calls itself, which leaves
-        cyclic garbage and costs ten times as much.
+        Not from `memory_stats` or functions based on it: these flatten the same dict recursively, which leaves cyclic
+        garbage and takes ten times as long.
         """
         stats = {} if self.is_cpu else self.module.memory_stats_as_nested_dict(self.torch_device)
         if not stats:  # nothing was allocated yet
@@ -194,19 +194,19 @@ class Device:
         return AllocatorBytes(stats["reserved_bytes"]["all"]["current"], allocated["current"], allocated["peak"])
 
     def total_bytes(self) -> int:
-        """Return the device's memory in bytes; for the CPU the RAM, or the container's limit if smaller."""
+        """Return the device's memory in bytes; for the CPU the RAM, or the container's limit if that is less."""
         return self.memory().total if self.is_cpu else int(self.module.mem_get_info(self.torch_device)[1])
 
     def free_bytes(self) -> int:
-        """Return bytes that an allocation can get now: the driver's free and the allocator's cached ones."""
+        """Return the bytes that an allocation can get now: free in the driver or cached by the allocator."""
         return self.memory().free
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of live tensors; 0 for the CPU, whose tensors torch does not count."""
+        """Return the bytes of live tensors; 0 for the CPU, because torch does not count CPU tensors."""
         return self.allocator_bytes().allocated
 
     def peak_bytes(self) -> int:
-        """Return the most bytes of live tensors since `reset_peak`; 0 for the CPU."""
+        """Return the peak bytes of live tensors since `reset_peak`; 0 for the CPU."""
         return self.allocator_bytes().peak
 
     def reset_peak(self) -> None:
@@ -226,7 +226,7 @@ CPU = Device("cpu", torch.device("cpu"))
 
 
 def list_devices() -> tuple[Device, ...]:
-    """Return the CPU, then every accelerator that torch sees; touches no device memory."""
+    """Return the CPU, then every accelerator that torch sees. Allocates no device memory."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return (CPU,)
@@ -235,10 +235,10 @@ def list_devices() -> tuple[Device, ...]:
 
 
 def find_device(name: str) -> Device:
-    """Return the device that a name means: ``cpu``, ``gpu``, ``gpu:1`` or a torch name.
+    """Return the device with this name: ``cpu``, ``gpu``, ``gpu:1`` or a torch device name.
 
     Raises:
-        InvalidInput: the machine has no such device; lists those it has.
+        InvalidInput: the machine has no such device; lists its devices.
     """
     devices = {device.name: device for device in list_devices()}
     canonical = canonical_device(name)

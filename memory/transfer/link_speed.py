@@ -1,4 +1,4 @@
-"""How fast weights reach a device: measured once, remembered beside the device's identity."""
+"""The speed of copies to a device: measured once, and stored with the device's identity."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .devices import Device
 __all__ = ["cache_directory", "describe_link", "known_link", "link_bytes_per_s", "remember_links_in"]
 
 links_folder: list[Path | None] = []
-"""The folder of measured links, if one was set; else the user's cache folder is used."""
+"""The folder of measured links, if one was set; otherwise the user's cache folder is used."""
 
 
 def remember_links_in(folder: Path | None, *, keep: bool = False) -> None:
-    """Store measured links in a folder, or nowhere.
+    """Store measured links in this folder; None: store none.
 
     Args:
-        keep: what was said before counts, if anything was.
+        keep: change nothing if this function was called before.
     """
     if not (keep and links_folder):
         links_folder[:] = [folder]
 
 
 def cache_directory() -> Path | None:
-    """Return the folder of measured links, one file each; it need not exist. None if they are not stored."""
+    """Return the folder of measured links, with one file each; it may not exist yet. None if they are not stored."""
     if links_folder:
         return links_folder[0]
     folder = cache_folder()
@@ -41,12 +41,12 @@ def cache_directory() -> Path | None:
 
 
 def describe_link(device: Device) -> dict[str, str]:
-    """Return what a measurement of a device's link depends on: the card, its slot, the driver and torch.
+    """Return the properties on which a link's speed depends: the card, its slot, the driver and torch.
 
-    Two equal cards may sit in unequal slots, so a card is known by its uuid and its bus number where torch tells them.
+    Equal cards may be in different slots, so a card is identified by uuid and bus number if torch reports them.
     """
     properties = device.module.get_device_properties(device.torch_device)
-    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "")  # no device module offers it
+    driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: "")  # no device module has a public function for it
     return {
         "name": str(properties.name),
         "uuid": str(getattr(properties, "uuid", device.name)),
@@ -57,7 +57,7 @@ def describe_link(device: Device) -> dict[str, str]:
 
 
 def known_link(device: Device) -> float | None:
-    """Return the bytes per second of a link that was measured before, None for one that was not."""
+    """Return the stored speed of a device's link in bytes per second; None if it was not measured."""
     directory = cache_directory()
     if directory is None:
         return None
@@ -66,10 +66,10 @@ def known_link(device: Device) -> float | None:
 
 
 def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory: Path | None = None) -> float:
-    """Return the bytes per second that reach a device from pinned memory.
+    """Return the speed of copies from pinned memory to a device, in bytes per second.
 
-    Calls ``measure`` unless this link was measured before; what it returns is remembered if the user's cache can be
-    written. A file that is damaged, or about another link, is as good as none.
+    Calls ``measure`` unless a speed of this link is stored, and stores the result if the cache is writable. A damaged
+    file, or a file of another link, is ignored.
 
     Raises:
         ValueError: the measured speed is not positive and finite.
@@ -81,7 +81,7 @@ def link_bytes_per_s(device: Device, measure: Callable[[], float], *, directory:
         return known
     speed = measure()
     if not is_speed(speed):
-        raise ValueError(f"the link to {device} cannot move {speed!r} bytes per second; the measurement is wrong")
+        raise ValueError(f"wrong measurement of the link to {device}: {speed!r} bytes per second; allowed: more than 0")
     if directory is not None:
         write_speed(path_of(link, directory), link, speed)
     return speed
@@ -99,7 +99,7 @@ def is_speed(value: object) -> bool:
 def read_speed(path: Path, link: dict[str, str]) -> float | None:
     try:
         stored = json.loads(path.read_text())
-    except (OSError, ValueError):  # none, or not JSON, or not text
+    except (OSError, ValueError):  # no file, not JSON, or not text
         return None
     if not isinstance(stored, dict) or stored.get("link") != link or not is_speed(stored.get("bytes_per_s")):
         return None
@@ -107,8 +107,8 @@ def read_speed(path: Path, link: dict[str, str]) -> float | None:
 
 
 def write_speed(path: Path, link: dict[str, str], speed: float) -> None:
-    # Moved into place in one step, so no process reads half a file. A cache that cannot be written costs a measurement
-    # per process and nothing else.
+    # The file is moved into place in one step, so no process reads half of it. Without a writable cache each process
+    # measures again.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as workspace:

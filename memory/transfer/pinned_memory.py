@@ -1,22 +1,23 @@
-"""Page-locked host memory in few exact pieces: which slabs share a piece, how much may be locked, when it is unlocked.
+"""Page-locked host memory in a few arenas of exact size: which slabs share one, how much may be locked, unlocking.
 
-[Note: registering] torch's own pinned allocator rounds every allocation up to a power of two (pytorch issues 95823
-and 150517), so a pinned block wastes up to its own size. Here ordinary memory of the exact size is locked by the
-driver's host-register call instead, as in ComfyUI. torch binds that call for CUDA and ROCm under one name, in what
-the device module's ``cudart()`` returns (``torch/csrc/cuda/shared/cudart.cpp``). Where a module has no such call
-(XPU), arenas come from torch's allocator. Four rules of the driver shape this file:
+[Note: registering] torch's pinned allocator rounds every allocation up to a power of two (pytorch issues 95823 and
+150517), so a pinned block wastes up to its own size. This file instead locks ordinary memory of the exact size with the
+driver's host-register call, as ComfyUI does. torch binds this call for CUDA and ROCm under one name, in the result of
+the device module's ``cudart()`` (``torch/csrc/cuda/shared/cudart.cpp``). Without such a call (XPU), arenas come from
+torch's allocator. Four rules of the driver shape this file:
 
-1. Locking works by pages. An arena's pages are its own: it begins and ends at a page's edge inside its allocation.
-2. A copy lies in one registered range or touches none, else it is an invalid argument (CUDA driver API, "API
-   synchronization behavior"; seen in sglang pull request 36798). So a slab is never cut.
-3. From 2 GiB on, Linux 6.11 and 6.12 cannot lock in one call, and lose the memory (OneTrainer pull request 1649;
-   NVIDIA/NV-Kernels pull request 108). So an arena is smaller.
+1. Locking works by pages. Arenas share no pages: an arena begins and ends at page boundaries inside its allocation.
+2. A copy must lie within one registered range or touch none; otherwise the driver refuses it as an invalid argument
+   (CUDA driver API, "API synchronization behavior"; seen in sglang pull request 36798). So one slab never lies in two
+   arenas.
+3. Linux 6.11 and 6.12 cannot lock 2 GiB or more in one call, and leak the memory (OneTrainer pull request 1649;
+   NVIDIA/NV-Kernels pull request 108). So arenas are smaller.
 4. A refused call stays the thread's last error until it is read (`discard_error`).
 
-[Note: unlocking] Each slab is a tensor with a storage and a version of its own over the arena's pages, and keeps them
-alive. When the last tensor that shows any of them is gone, the arena is unlocked and freed. torch's allocator would
-hold memory back while a copy from it is under way; nothing does that for memory that was only registered. So the caller
-that allocates passes a function that waits for those copies, which runs first.
+[Note: unlocking] Each slab is a tensor with its own storage and version over the arena's pages, and keeps them alive.
+When the last tensor in an arena is freed, the arena is unlocked and freed. torch's allocator keeps memory until copies
+from it are done; for registered memory nothing does so. So the caller passes a function that waits for these copies; it
+runs before the arena is unlocked.
 """
 
 from __future__ import annotations
@@ -48,23 +49,24 @@ __all__ = [
     "pinned_used_bytes",
 ]
 
-# The largest arena of several slabs. While a module is packed its weights are copied arena by arena, so this is the
-# RAM that packing takes beside the weights; and it is the largest power of two below the limit of one call.
+# The largest arena of several slabs. Packing copies a module's weights arena by arena, so it takes this much RAM beside
+# the weights. It is the largest power of two below the limit of one call.
 ARENA_BYTES = GIB
 
-# cudaHostRegisterPortable: pinned for every device, not only for the current one.
+# cudaHostRegisterPortable: pinned for every device, not only the current one.
 PORTABLE = 1
 
-# Of the RAM, the part that may be locked at all, as in ComfyUI (`MAX_PINNED_MEMORY`).
+# The share of the RAM that may be locked, as in ComfyUI (`MAX_PINNED_MEMORY`).
 LOCKABLE_SHARE = 0.90
-# Under WDDM locked memory is shared GPU memory, of which there is half the RAM for all programs together ("Calculating
-# graphics memory" in Microsoft's display driver documentation); a tenth of that half is left to the others.
+# Under WDDM locked memory is shared GPU memory, which is limited to half the RAM for all programs together
+# ("Calculating graphics memory" in Microsoft's display driver documentation). A tenth of this half is left to other
+# programs.
 LOCKABLE_SHARE_WDDM = 0.45
-# Of the free RAM, what stays pageable: a tenth or 2 GiB, whichever is more, as in stable-diffusion.cpp; but of less
-# than 4 GiB only half.
+# The part of the free RAM that stays pageable: a tenth or 2 GiB, whichever is more, as in stable-diffusion.cpp; but at
+# most half if less than 4 GiB are free.
 KEPT_SHARE = 0.10
 KEPT_BYTES = 2 * GIB
-# Smaller slabs that are pageable come from torch's allocator, which keeps freed memory of such sizes for its next.
+# Smaller pageable slabs come from torch's CPU allocator, which reuses freed memory of such sizes.
 OWN_PAGES_BYTES = 128 * KIB
 
 
@@ -73,12 +75,12 @@ OWN_PAGES_BYTES = 128 * KIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arena:
-    """One range that is locked in one call: which of the slabs lie in it, and where they begin."""
+    """One range that is locked in one call: the numbers of the slabs in it, and their offsets."""
 
     slabs: tuple[int, ...]
     offsets: tuple[int, ...]
     num_bytes: int
-    """As locked, rounding included."""
+    """The locked bytes, rounding included."""
 
 
 def round_to_pages(num_bytes: int) -> int:
@@ -92,17 +94,17 @@ def round_to_power_of_two(num_bytes: int) -> int:
 def lay_out(
     sizes: Sequence[int], *, pinned_bytes: int, rounding: Callable[[int], int] = round_to_pages
 ) -> tuple[Arena, ...]:
-    """Return the arenas for slabs of these bytes, in the order of their first slabs. Allocates nothing.
+    """Return the arenas for slabs of these sizes, in the order of their first slabs. Allocates nothing.
 
-    Earlier slabs come first, whole ones only, and together the arenas lock at most ``pinned_bytes``; one that does
-    not fit any more is passed over for a later one that does. Slabs in no arena are to be pageable: those, empty
-    ones, and one that `LOCK_LIMIT_BYTES` cannot hold. Neighbours share an arena up to `ARENA_BYTES`, a larger one is
-    alone. Rounded to pages, an arena wastes less than a page and the alignment of its slabs, which is nothing if
-    they are multiples of it. Rounded to powers of two, slabs share an arena only if that locks no more than two
-    would, so that it wastes at most what torch would waste on them, which is up to as much again.
+    The arenas together lock at most ``pinned_bytes``. Earlier slabs are preferred; a slab that no longer fits is
+    skipped, and a later one that fits is taken. Slabs in no arena stay pageable: skipped ones, empty ones, and those of
+    `LOCK_LIMIT_BYTES` or more. Neighbours share an arena of up to `ARENA_BYTES`; a larger slab has its own. Rounded to
+    pages, an arena wastes less than a page and the alignment of its slabs (nothing if their sizes are multiples of it).
+    Rounded to powers of two, slabs share an arena only if it locks no more than two arenas would. So it wastes at most
+    what torch would waste on them, which is up to their own size.
 
     Args:
-        rounding: bytes asked for to bytes locked.
+        rounding: converts requested bytes to locked bytes.
     """
     arenas: list[Arena] = []
     slabs: list[int] = []
@@ -139,44 +141,44 @@ def lay_out(
 
 @dataclass(eq=False, slots=True)
 class ArenaLock:
-    """What the slabs of one locked arena have in common."""
+    """Data that the slabs of one locked arena share."""
 
     arena: Arena
     slab_bytes: int
-    """Of all its slabs."""
+    """The bytes of all its slabs."""
     waits: list[Callable[[], object]]
-    """What is called before it is unlocked: each waits until no copy from the slabs is under way somewhere."""
+    """Functions called before unlocking: each waits for copies from the slabs."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostSlab:
-    """A slab, and the memory that it lies in."""
+    """A slab, and the memory in which it lies."""
 
     data: torch.Tensor
     memory: SlabMemory | None = None
-    """None where that cannot be cut into pieces."""
+    """None if the memory cannot be cut into pieces."""
     begin: int = 0
-    """Where in it the slab begins."""
+    """The slab's offset in the memory."""
     lock: ArenaLock | None = None
-    """None for one that is pageable."""
+    """None for a pageable slab."""
 
     def piece(self, begin: int, end: int) -> torch.Tensor | None:
-        """Return bytes of the slab as memory of their own ([Note: pieces] in `slab_memory.py`), where that can be."""
+        """Return bytes of the slab as a piece ([Note: pieces] in `slab_memory.py`); None if it cannot be cut."""
         return self.memory.piece(self.begin + begin, end - begin) if self.memory is not None else None
 
 
 class Slabs:
-    """Host slabs of the bytes asked for, in that order, each made when its turn comes. Iterate once.
+    """Host slabs of the requested sizes, in this order, each allocated when the iteration reaches it. Iterate once.
 
-    An arena is locked when its first slab is asked for, so what is copied into one slab may be freed before the
-    next arena takes its memory. `Tensor.is_pinned` tells which slabs are locked. After the driver's first refusal
-    all others are pageable, and `was_refused` is set; nothing is raised, and no error is left behind.
+    An arena is locked when its first slab is reached. So the source of one arena's slabs can be freed before the next
+    arena takes memory. `Tensor.is_pinned` tells which slabs are locked. After the driver's first refusal all further
+    slabs are pageable, and `was_refused` is True; nothing is raised, and no CUDA error stays pending.
 
     Args:
         sizes: the bytes of each slab; earlier ones are locked first.
-        pinned_bytes: the most that may be locked, rounding included.
-        before_unlock: waits until no copy from or to these slabs is under way. Called before an arena is unlocked,
-            by whichever thread drops its last tensor; must not keep a slab alive ([Note: unlocking]).
+        pinned_bytes: the most bytes that may be locked, rounding included.
+        before_unlock: waits until all copies from and to these slabs are done. Called before an arena is unlocked, in
+            the thread that drops its last tensor. Must not keep a slab alive ([Note: unlocking]).
     """
 
     def __init__(self, sizes: Sequence[int], *, pinned_bytes: int, before_unlock: Callable[[], object]) -> None:
@@ -187,7 +189,7 @@ class Slabs:
         if self.locker is not None:
             self.arenas = lay_out(sizes, pinned_bytes=pinned_bytes, rounding=self.locker.rounding)
         self.locked_bytes = 0
-        """What has been locked so far, rounding included."""
+        """The bytes locked so far, rounding included."""
         self.was_refused = False
 
     def __iter__(self) -> Iterator[HostSlab]:
@@ -199,7 +201,7 @@ class Slabs:
             yield locked.pop(number) if number in locked else allocate_slab(size)
 
     def allocate(self, arena: Arena) -> dict[int, HostSlab]:
-        """Return an arena's slabs by their numbers; none if the driver refuses."""
+        """Return an arena's slabs by number; none if the driver refuses to lock."""
         assert self.locker is not None
         waits = [self.before_unlock]
         locked = self.locker.lock(arena.num_bytes, lambda: call_all(waits))
@@ -244,18 +246,18 @@ def allocate_bytes(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
 
 # -- locking
 
-# The bytes of every arena that is locked now, by address. A finalizer may run between any two steps of anybody, so
-# entries are put and popped, and no sum is kept.
+# The bytes of every locked arena by address. A finalizer may run at any moment, so only single entries are set and
+# removed, and no sum is kept.
 locked_arenas: dict[int, int] = {}
-# Memory that the driver would not unlock: it must not be given to anyone else.
+# Memory that the driver refused to unlock; kept alive because it must not be reused.
 stuck: list[SlabMemory | torch.Tensor] = []
 
 Locked: TypeAlias = tuple[memoryview, SlabMemory | None]
-"""Locked bytes, which are unlocked when the last tensor on them is gone; and the memory, if that can be cut then."""
+"""Locked bytes, unlocked when the last tensor on them is freed; and their memory, None if it cannot be cut."""
 
 
 def count_slabs(slabs: Iterable[torch.Tensor]) -> dict[str, int]:
-    """Return the bytes that slabs take of each host tier: of page-locked memory the whole arenas they lie in."""
+    """Return the bytes that slabs take of each host tier. Page-locked slabs count with their whole arenas."""
     arenas = locked_arenas.copy()
     begins = sorted(arenas)
     found, pageable_bytes = set[int](), 0
@@ -269,20 +271,20 @@ def count_slabs(slabs: Iterable[torch.Tensor]) -> dict[str, int]:
 
 
 def pinned_used_bytes() -> int:
-    """Return the bytes that this process has page-locked here, rounding included."""
+    """Return the bytes that this module has page-locked, rounding included."""
     return sum(locked_arenas.copy().values())
 
 
 @dataclass(frozen=True, slots=True)
 class Registrar:
-    """Locks ordinary memory by the driver's call."""
+    """Locks ordinary memory with the driver's host-register call."""
 
     accelerator: torch.device
     cudart: Any
     rounding = staticmethod(round_to_pages)
 
     def lock(self, num_bytes: int, before_unlock: Callable[[], object]) -> Locked | None:
-        """Return so many locked bytes, or None if the driver refuses. Touches every page."""
+        """Return ``num_bytes`` of locked memory, None if the driver refuses. Touches every page."""
         memory: SlabMemory | torch.Tensor
         if CAN_CUT:
             memory = SlabMemory(num_bytes)
@@ -296,8 +298,8 @@ class Registrar:
             discard_error(self.accelerator)
             return None
         locked_arenas[address] = num_bytes
-        # The finalizer holds the memory, so that it is freed after it was unlocked. It is not called at the end
-        # of the process: devices may be gone by then, and the driver unlocks everything.
+        # The finalizer references the memory, so it is freed after unlocking. It does not run at the exit of the
+        # process: devices may be closed by then, and the driver unlocks everything.
         weakref.finalize(pages, self.unlock, memory, address, before_unlock).atexit = False
         return pages, memory if isinstance(memory, SlabMemory) else None
 
@@ -316,12 +318,12 @@ class Registrar:
 
 @dataclass(frozen=True, slots=True)
 class TorchAllocator:
-    """Takes locked memory from torch's allocator, in powers of two; torch keeps what is given back for its next."""
+    """Takes locked memory from torch's allocator, in powers of two. Torch caches freed memory."""
 
     rounding = staticmethod(round_to_power_of_two)
 
     def lock(self, num_bytes: int, before_unlock: Callable[[], object]) -> Locked | None:
-        """Return so many locked bytes, or None if the driver refuses; torch reads the error itself."""
+        """Return ``num_bytes`` of locked memory, None if the driver refuses. Torch clears the error itself."""
         try:
             memory = allocate_bytes(num_bytes, pinned=True)
         except RuntimeError:  # torch.OutOfMemoryError is one
@@ -333,13 +335,13 @@ class TorchAllocator:
 
     def unlock(self, memory: torch.Tensor, before_unlock: Callable[[], object]) -> None:
         try:
-            before_unlock()  # torch knows of no copy from slabs that it did not allocate
+            before_unlock()  # torch does not track copies from our slabs, whose tensors it did not allocate
         finally:
             del locked_arenas[memory.data_ptr()]
 
 
 def find_locker() -> Registrar | TorchAllocator | None:
-    """Return the way in which this machine locks memory; None without an accelerator."""
+    """Return the object that locks memory on this machine; None without an accelerator."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return None
@@ -350,11 +352,11 @@ def find_locker() -> Registrar | TorchAllocator | None:
 
 
 def discard_error(accelerator: torch.device) -> None:
-    """Read the error that a refused call left in this thread, so that no unrelated operator raises it.
+    """Clear the error that a refused call left in this thread, so that no unrelated operator raises it.
 
-    torch binds no cudaGetLastError. But it reads the error after each kernel that it launches, and the allocator reads
-    it when it finds no memory, so a kernel on one byte is enough; `Tensor.item` waits for it, because a refusal may
-    also reach the device's queue (ComfyUI's `discard_cuda_async_error` does the same).
+    torch does not bind cudaGetLastError. But it reads the error after each kernel launch, and the allocator reads it
+    when an allocation fails, so a kernel on one byte clears it. `Tensor.item` waits for the kernel, because the error
+    may also appear asynchronously (ComfyUI's `discard_cuda_async_error` does the same).
     """
     with contextlib.suppress(RuntimeError):
         torch.ones(1, dtype=torch.uint8, device=accelerator).item()
@@ -366,16 +368,16 @@ def discard_error(accelerator: torch.device) -> None:
 def pin_limit_bytes(
     memory: HostMemory, *, used_bytes: int | None = None, freed_bytes: int = 0, platform: str = sys.platform
 ) -> int:
-    """Return how many more bytes may be page-locked now; locks nothing.
+    """Return how many more bytes may be page-locked now. Locks nothing.
 
-    The smaller of two sums. What may be locked at all: `LOCKABLE_SHARE` of the RAM, under Windows
-    `LOCKABLE_SHARE_WDDM`, less what is locked already. And what is there: the free RAM and ``freed_bytes``, less what
-    stays pageable (`KEPT_SHARE`, `KEPT_BYTES`). The constants name their sources. "RAM" is the container's, if it has
-    a limit (`HostMemory.now`).
+    The result is the smaller of two limits. The first: `LOCKABLE_SHARE` of the RAM (under Windows
+    `LOCKABLE_SHARE_WDDM`) less the bytes locked already. The second: free RAM plus ``freed_bytes``, less the part that
+    stays pageable (`KEPT_SHARE`, `KEPT_BYTES`). The constants name their sources. "RAM" is the container's limit, if it
+    has one (`HostMemory.now`).
 
     Args:
-        used_bytes: locked already, by us (the default) or by the host as well.
-        freed_bytes: what the weights that are to be packed occupy now and give back.
+        used_bytes: the bytes locked already; by default those that this module locked.
+        freed_bytes: the bytes that packing frees: those of the weights to be packed.
     """
     used = pinned_used_bytes() if used_bytes is None else used_bytes
     share = LOCKABLE_SHARE_WDDM if platform == "win32" else LOCKABLE_SHARE

@@ -1,11 +1,10 @@
-"""Host memory that slabs lie in, and that can become the weights' own, piece by piece.
+"""Host memory of slabs, which can be handed over to the weights in pieces.
 
-[Note: pieces] The weights of a block lie in one range, so that one copy brings them to a device. When they are managed
-no more they can stay where they are: each gets a storage of its own over its part of the range, of exactly its bytes,
-so that other code sees ordinary tensors which share nothing. Pages go back to the system when the piece on them is
-gone, and no slab is left. What remains taken is less than two pages for each piece that was dropped before its
-neighbours, and address space. A view into the slab that other code has kept is a slab, too: until it is gone nothing is
-given back, which would change what it shows.
+[Note: pieces] The weights of a block lie in one range, so one copy moves them to a device. After release they can stay
+there: each weight gets its own storage over exactly its part of the range, so other code sees ordinary tensors that
+share nothing. When a piece is freed and no slab is left, its pages go back to the system. A piece that is freed before
+its neighbours leaves less than two pages allocated, and its address space. A view into the slab that other code keeps
+counts as a slab: as long as it lives no pages are given back, because this would change its contents.
 """
 
 from __future__ import annotations
@@ -22,36 +21,36 @@ from ..units import PAGE_BYTES, align_up
 __all__ = ["CAN_CUT", "SlabMemory"]
 
 CAN_CUT = hasattr(mmap, "MAP_PRIVATE") and hasattr(mmap, "MADV_DONTNEED")
-"""Whether the system takes single pages back. Windows does not: there weights leave their slab by a copy."""
-# macOS keeps pages that are not needed, unless they are called free.
+"""Whether the system takes back single pages. Windows does not, so there released weights are copied out of slabs."""
+# macOS keeps MADV_DONTNEED pages allocated, but takes back pages marked as reusable.
 GIVE_BACK = getattr(mmap, "MADV_FREE_REUSABLE", getattr(mmap, "MADV_DONTNEED", 0))
 
 
 class SlabMemory:
-    """A range of host memory, zero at first, aligned to pages, for one slab or several and then for pieces of them.
+    """A page-aligned range of host memory, zero at first, for slabs and later for pieces of them.
 
-    It is freed with the last slab and piece in it. Finalizers run in any thread, between any two steps of another, so
-    they only put what is to be given back into a queue, and one thread at a time works on that.
+    It is freed with its last slab or piece. Finalizers may run in any thread at any moment, so they only put freed
+    ranges into a queue, which one thread at a time works off.
     """
 
     def __init__(self, num_bytes: int) -> None:
         assert CAN_CUT
         self.mapping = mmap.mmap(-1, align_up(num_bytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.num_users: Counter[tuple[int, int]] = Counter()
-        """Of the pieces, and of what lies between them."""
+        """The number of users by range: of the pieces, and of the gaps between them."""
         self.ended: deque[tuple[int, int]] = deque()
-        """Ranges that nothing needs, as soon as the slabs are gone."""
+        """Freed ranges; given back when no slab is left."""
         self.has_slabs = True
         self.working = threading.Lock()
 
     def slab_view(self) -> memoryview:
-        """Return the memory for tensors of slabs, which keep it; `end_slabs` is to be called when they are gone."""
+        """Return the memory for slab tensors, which keep it alive. Call `end_slabs` when the last of them is freed."""
         return memoryview(self.mapping)
 
     def piece(self, begin: int, num_bytes: int) -> torch.Tensor:
-        """Return bytes of the range as a tensor with a storage of its own; copies nothing. A slab is still there.
+        """Return a part of the range as a tensor with its own storage, without a copy. Call it while a slab exists.
 
-        Two pieces overlap only if they are the same bytes.
+        Two pieces must be the same bytes or not overlap.
         """
         with torch.inference_mode(False):
             if not num_bytes:
@@ -62,7 +61,7 @@ class SlabMemory:
             return torch.frombuffer(view, dtype=torch.uint8)
 
     def end_slabs(self) -> None:
-        """No view into a slab is left: give back the pages between the pieces, and those of pieces that are gone."""
+        """Give back the pages between the pieces and those of freed pieces. No view of a slab may be left."""
         pieces = sorted(self.num_users)
         ends = [0, *(end for _, end in pieces)]
         gaps = list(zip(ends, [*(begin for begin, _ in pieces), len(self.mapping)], strict=True))
@@ -76,7 +75,7 @@ class SlabMemory:
         self.give_back()
 
     def give_back(self) -> None:
-        """Give whole pages of what has ended back to the system."""
+        """Give the whole pages in freed ranges back to the system."""
         while self.ended and not self.has_slabs and self.working.acquire(blocking=False):
             try:
                 while self.ended:
