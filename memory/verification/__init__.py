@@ -1,5 +1,5 @@
-"""What `verify` is made from: results side by side, what a call may change and putting it back, a recording of what
-each part returned, and a component that computes without the engine.
+"""Parts of `verify`: comparison of results, snapshots of the state that a call may change, recordings of what each
+module returned, and a component that computes without the engine.
 """
 
 from ..lazy_names import lazy_names

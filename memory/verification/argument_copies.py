@@ -1,4 +1,4 @@
-"""Copies of arguments that a call may write into: tensors, generators, and what holds them."""
+"""Copies of arguments that a call may change: tensors, generators, and the containers that hold them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["copy_arguments"]
 
 
 def copy_arguments(arguments: Any, shared: Sequence[Any]) -> Any:
-    """Return a copy of arguments, in which tensors that share memory go on sharing theirs.
+    """Return a copy of arguments. Copies of tensors that share memory share memory, too.
 
-    Modules, functions, what is named as ``shared`` and what cannot be copied are the original's.
+    Modules, functions, the objects in ``shared`` and objects that cannot be copied are not copied.
     """
     return copy_value(arguments, {id(thing): thing for thing in shared})
 
@@ -50,12 +50,12 @@ def copy_value(value: Any, memo: dict[Any, Any]) -> Any:
         except (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError, UnsafeState):
             copied = value
     memo[id(value)] = copied
-    memo[-id(value)] = value  # holds it: its id is not given to another while the memo lives
+    memo[-id(value)] = value  # keeps the value alive, so its id is not reused while the memo exists
     return copied
 
 
 def copy_tensor(tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
-    """Return a copy with the same strides; views of one memory stay that."""
+    """Return a copy with the same strides. Copies of views of one memory share memory, too."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():

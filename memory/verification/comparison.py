@@ -1,4 +1,4 @@
-"""Two results side by side: the tensors in them by name, whether they are the same bits, and how far apart they are."""
+"""Compares two results: finds their tensors by path, checks them for equal bits, and measures differences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..weights.quantized_leaves import leaves_of
 
 __all__ = ["Gap", "Leaf", "Shown", "compare_leaves", "leaves_in", "same_bits", "show"]
 
-# How deep and how far a result is looked into: what holds more is no result.
+# The depth and the number of values to which a result is searched.
 MAX_DEPTH = 12
 MAX_LEAVES = 10_000
 LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
@@ -23,14 +23,14 @@ LEAVES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor or plain value of a result, by the path that leads to it, such as ``[0].sample``."""
+    """One tensor or plain value of a result, with its path, such as ``[0].sample``."""
 
     path: str
     value: Any
 
 
 def leaves_in(value: Any) -> Iterator[Leaf]:
-    """Yield the tensors and plain values of a result: of containers, dataclasses, objects, arrays and pictures."""
+    """Yield the tensors and plain values in a result. Searches containers, dataclasses, objects, arrays and images."""
     seen: set[int] = set()
     for number, leaf in enumerate(walk(value, "", seen, 0)):
         if number == MAX_LEAVES:
@@ -63,7 +63,7 @@ def walk(value: Any, path: str, seen: set[int], depth: int) -> Iterator[Leaf]:
 
 
 def as_array(value: Any) -> torch.Tensor | None:
-    """Return a numpy array or a picture of PIL's as a tensor; None for anything else, or text in an array."""
+    """Return a numeric numpy array or a PIL image as a tensor; None for anything else."""
     numpy, picture = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
     if numpy is None:
         return None
@@ -76,7 +76,7 @@ def as_array(value: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is kept of a tensor for a later comparison: its digest, and itself on the CPU where there is room."""
+    """A value that is kept for a later comparison: a digest, and a copy on the CPU if there is room."""
 
     path: str
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Shown:
     digest: bytes
     tensor: torch.Tensor | None = None
     plain: Any = None
-    """A value that is no tensor."""
+    """The value, if it is no tensor."""
 
     @property
     def kept_bytes(self) -> int:
@@ -92,7 +92,7 @@ class Shown:
 
 
 def show(leaf: Leaf, *, room_bytes: int) -> Shown:
-    """Return what to keep of a leaf; waits for its device. A tensor of at most ``room_bytes`` is kept itself."""
+    """Return what to keep of a leaf. Waits for its device. Keeps a copy of tensors of at most ``room_bytes``."""
     if not isinstance(leaf.value, torch.Tensor):
         return Shown(leaf.path, (), None, repr(leaf.value).encode(), plain=leaf.value)
     with torch.no_grad(), torch.inference_mode(False):
@@ -108,23 +108,23 @@ def show(leaf: Leaf, *, room_bytes: int) -> Shown:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a plain tensor in a row; copies one that lies otherwise."""
+    """Return the bytes of a plain tensor as a flat tensor; copies a tensor that is not contiguous."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     flat = tensor.detach().reshape(-1)
-    if flat.stride(0) != 1:  # expanded, or a single value of any stride
+    if flat.stride(0) != 1:  # an expanded tensor, or a single value with any stride
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype on one device have the same bytes."""
+    """Whether two tensors of the same dtype and device have the same bytes."""
     return one.numel() == other.numel() and torch.equal(bytes_of(one), bytes_of(other))
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far one tensor is from another; None where both were not kept, or are no numbers."""
+    """The difference between two values. The numbers are None if a tensor was not kept, or if they are no tensors."""
 
     path: str
     text: str
@@ -134,7 +134,7 @@ class Gap:
 
 
 def compare_leaves(ours: list[Shown], theirs: list[Shown]) -> Gap | None:
-    """Return how the first leaf that differs does; None where all are the same bits."""
+    """Return the difference of the first leaves that differ; None if all have the same bits."""
     for one, other in zip(ours, theirs, strict=False):
         if one.path != other.path:
             return Gap(one.path, f"has {one.path or 'a value'} where the reference has {other.path or 'a value'}")
@@ -156,12 +156,12 @@ def compare_leaf(ours: Shown, theirs: Shown) -> Gap | None:
     if ours.dtype is None:
         return Gap(ours.path, f"is {str(ours.plain)[:60]!r}, the reference's {str(theirs.plain)[:60]!r}")
     if ours.tensor is None or theirs.tensor is None:
-        return Gap(ours.path, "differs; by how much is not known: it was too large to be kept")
+        return Gap(ours.path, "differs; it was too large to be kept, so the difference is not measured")
     return measure_gap(ours.path, ours.tensor, theirs.tensor)
 
 
 def measure_gap(path: str, ours: torch.Tensor, theirs: torch.Tensor) -> Gap:
-    """Return how far two tensors of one shape are apart; costs two copies of them in 64 bits."""
+    """Measure the difference of two tensors of one shape. Costs a 64-bit copy of each."""
     wide = torch.complex128 if ours.is_complex() else torch.float64
     with torch.no_grad(), torch.inference_mode(False):
         a, b = ours.to(wide).flatten(), theirs.to(wide).flatten()
@@ -177,7 +177,7 @@ def measure_gap(path: str, ours: torch.Tensor, theirs: torch.Tensor) -> Gap:
         cosine = float((a * b.conj()).sum().real) / (own * size) if own and size else 0.0
     text = f"max abs {max_abs:.3g}, relative error {relative:.3g}"
     if num_odd:
-        text += f", {num_odd} values are NaN or infinite in one of them only"
+        text += f", {num_odd} values are NaN or infinite in only one of them"
     elif not max_abs:
-        text += " (other bits of equal values)"
+        text += " (equal values with different bits)"
     return Gap(path, text, max_abs, relative, cosine)

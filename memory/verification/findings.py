@@ -1,4 +1,4 @@
-"""What a comparison of two runs found: every difference in the order of execution, and the text that says it."""
+"""The result of a comparison of two runs: the differences in the order of execution, and their text."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .recording import Call, Recording
 
 __all__ = ["NUM_LISTED", "Difference", "Side", "Verification", "compare_sides", "kept_bytes", "run_side"]
 
-# What is kept of outputs in host memory, to say by how much they differ.
+# Outputs are kept in host memory to measure differences: up to an eighth of the available RAM, at most 4 GiB.
 KEPT_SHARE = 8
 MAX_KEPT_BYTES = 4 * GIB
-# What a text lists of what is found.
+# The number of differences that a text lists.
 NUM_LISTED = 3
 REFUSALS = (DoesNotFit, InvalidInput, UnsafeState, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One thing that is not the same; ``place`` is a part's path, with its component's name where there are several."""
+    """One difference. ``place`` is a module's path, after the component's name if there are several components."""
 
     place: str
     text: str
     number: int = 1
-    """The number of the call of the part, from 1."""
+    """The number of this call of the module, from 1."""
     what: str = "output"
-    """``output``, ``argument`` (what the call wrote into it), ``weights``, or ``error``."""
+    """``output``, ``argument`` (the call wrote other values into it), ``weights``, or ``error``."""
     max_abs: float | None = None
     relative: float | None = None
     cosine: float | None = None
@@ -43,14 +43,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What a comparison found; ``differences`` in the order of execution."""
+    """The result of a comparison; ``differences`` are in the order of execution."""
 
     subject: str
     differences: tuple[Difference, ...]
     num_calls: int
-    """How many calls of parts were compared."""
+    """The number of compared module calls."""
     reference: str
-    """How the other side was computed."""
+    """How the reference was computed."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -59,14 +59,14 @@ class Verification:
 
     @property
     def first(self) -> Difference | None:
-        """Where it begins to differ."""
+        """The first difference in the order of execution."""
         return self.differences[0] if self.differences else None
 
     def __str__(self) -> str:
         return self.text()
 
     def text(self) -> str:
-        """Return it for people: the verdict in the first line."""
+        """Return the result as text, with the verdict in the first line."""
         if self.first is None:
             verdict = f"{self.subject}: equal, bit for bit ({self.num_calls} outputs compared)"
         else:
@@ -77,7 +77,7 @@ class Verification:
         return "\n".join([verdict, *others, f"  reference: {self.reference}", *(f"  {note}" for note in self.notes)])
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for JSON, which knows no infinite numbers."""
+        """Return the result for JSON. Infinite and NaN numbers become None."""
         told = asdict(self)
         for found in told["differences"]:
             for name in ("max_abs", "relative", "cosine"):
@@ -86,7 +86,7 @@ class Verification:
         return {**told, "is_equal": self.is_equal}
 
     def assert_equal(self) -> None:
-        """For tests. Raises `AssertionError` with the text where anything differs."""
+        """Raise `AssertionError` with the text if anything differs. For tests."""
         if not self.is_equal:
             raise AssertionError(self.text())
 
@@ -98,7 +98,7 @@ def describe(found: Difference) -> str:
 
 @dataclass(slots=True)
 class Side:
-    """What one run gave."""
+    """The results of one run."""
 
     outputs: list[Shown] = field(default_factory=list)
     arguments: list[Shown] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Side:
 
 
 def run_side(call: Callable[[], Any], recording: Recording | None, *, room_bytes: int) -> Side:
-    """Make one call; what it raises is its result, except for refusals, interrupts and a lack of memory."""
+    """Make one call. An exception is its result, except for refusals, interrupts and out of memory."""
     side = Side(recording=recording)
     try:
         with recording or nullcontext():
@@ -121,7 +121,7 @@ def run_side(call: Callable[[], Any], recording: Recording | None, *, room_bytes
 
 
 def kept_bytes() -> int:
-    """Return how much of outputs is kept in host memory."""
+    """Return how many bytes of outputs may be kept in host memory."""
     return min(MAX_KEPT_BYTES, HostMemory.now().free_bytes // KEPT_SHARE)
 
 
@@ -135,17 +135,19 @@ def compare_sides(
     weights: Sequence[Difference] = (),
     notes: Sequence[str] = (),
 ) -> Verification:
-    """Return what is different between runs: recorded, unwatched, and that of the reference. Raises what that raised.
+    """Return the differences between the recorded run, the unwatched run and the reference.
+
+    Raises the reference's exception, if it has one.
 
     Args:
-        how: the reference was computed.
-        weights: what was found of the weights themselves.
+        how: how the reference was computed.
+        weights: differences of the weights themselves.
     """
     if reference.error is not None:
         raise reference.error
     told = list(notes)
     if managed.recording is not None and managed.recording.num_dropped:
-        told.append(f"{managed.recording.num_dropped} outputs were too many to be kept: compared by digest only")
+        told.append(f"{managed.recording.num_dropped} outputs did not fit in memory and were compared by digest only")
     return Verification(
         subject=subject,
         differences=(
@@ -160,7 +162,7 @@ def compare_sides(
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error, or what it came from, says that something cannot be done here: no result to compare."""
+    """Whether an error or one of its causes is a refusal, which is no result to compare."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, REFUSALS):
@@ -173,7 +175,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def compare_calls(ours: Side, theirs: Side) -> list[Difference]:
-    """Return where the parts of two runs differ, in the order in which the reference ran them."""
+    """Return the differences between module calls of two runs, in the order of the reference."""
     if ours.recording is None or theirs.recording is None:
         return []
     own = {call.key: call for call in ours.recording.calls}
@@ -183,15 +185,15 @@ def compare_calls(ours: Side, theirs: Side) -> list[Difference]:
         if mine is not None:
             found += differences_of(mine, call)
         elif ours.error is None:
-            found.append(Difference(place=call.place, number=call.number, text="was not run", what="error"))
+            found.append(Difference(place=call.place, number=call.number, text="was not called", what="error"))
     if ours.error is None:
         found += [
-            Difference(place=call.place, number=call.number, text="was run, not so in the reference", what="error")
+            Difference(place=call.place, number=call.number, text="was called, but not in the reference", what="error")
             for call in own.values()
         ]
     else:
         stuck = ours.recording.begun[-1] if ours.recording.begun else None
-        text = f"fails, the reference does not: {one_line(ours.error)}"
+        text = f"fails, but not in the reference: {one_line(ours.error)}"
         place, number = (stuck.place, stuck.number) if stuck else ("the call", 1)
         found.append(Difference(place=place, number=number, text=text, what="error"))
     return found
@@ -220,7 +222,7 @@ def from_gap(gap: Gap, place: str, text: str, *, number: int = 1, what: str = "o
 
 
 def compare_ends(unwatched: Side, managed: Side, reference: Side) -> list[Difference]:
-    """Return how the results of the calls differ, and what they wrote into their arguments."""
+    """Return the differences of the calls' results, and of what the calls wrote into their arguments."""
     found = []
     for what, ours, alone, theirs in (
         ("output", managed.outputs, unwatched.outputs, reference.outputs),
@@ -233,10 +235,10 @@ def compare_ends(unwatched: Side, managed: Side, reference: Side) -> list[Differ
         elif managed.error is None and unwatched.error is None:
             gap = compare_leaves(alone, theirs)
             if gap is not None:
-                text = f"{gap.path} {gap.text}; only while nothing watches, so it depends on time: a copy comes late"
+                text = f"{gap.path} {gap.text}; only in the run without recording: a copy comes too late"
                 found.append(from_gap(gap, f"the {what}", text.strip(), what=what))
     if unwatched.error is not None and managed.error is None:
-        text = f"fails while nothing watches: {one_line(unwatched.error)}"
+        text = f"fails only in the run without recording: {one_line(unwatched.error)}"
         found.append(Difference(place="the call", text=text, what="error"))
     return found
 

@@ -1,4 +1,4 @@
-"""What the parts of a module took and gave in one run, in the order in which they were done, by native hooks."""
+"""Records the inputs and outputs of modules in one run with native hooks, in the order in which they returned."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["Call", "Recording", "places_of", "remove_hooks_of"]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a part: what it took, as digests, and what it gave."""
+    """One call of a recorded module: digests of its inputs, and its outputs."""
 
     place: str
     number: int
-    """The number of this call of the part, from 1."""
+    """The number of this call of the module, from 1."""
     inputs: list[Shown]
     outputs: list[Shown] = field(default_factory=list)
 
@@ -36,22 +36,22 @@ class Call:
 
 
 class Recording:
-    """Records the calls of parts while it is entered, in the thread that entered it. Each call waits for its device.
+    """Records calls of modules in the body of a ``with``, in the thread that runs it. Each call waits for its device.
 
     Args:
-        places: the parts, by what to call them.
-        room_bytes: how much of the outputs is kept in host memory; of what exceeds it only digests are.
+        places: the modules with their names.
+        room_bytes: how many bytes of outputs are kept in host memory; of further outputs only digests are kept.
     """
 
     def __init__(self, places: Mapping[nn.Module, str], *, room_bytes: int) -> None:
         self.places = places
         self.room_bytes = room_bytes
         self.calls: list[Call] = []
-        """Those that were done, in that order: what is inside a part comes before it."""
+        """The calls that returned, in this order: inner calls come before outer ones."""
         self.begun: list[Call] = []
-        """Those that are under way, the innermost last; after an exception, where it came from."""
+        """The open calls, the innermost last; after an exception, the calls in which it was raised."""
         self.num_dropped = 0
-        """How many outputs were not kept."""
+        """The number of outputs that were not kept."""
         self.counts = Counter[str]()
         self.thread_id = 0
 
@@ -75,7 +75,7 @@ class Recording:
         remove_hooks_of(self, self.places)
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        # torch calls one that was removed meanwhile all the same, in another thread, without keyword arguments.
+        # kwargs is None if torch calls a hook that was removed meanwhile, in another thread.
         if threading.get_ident() != self.thread_id:
             return
         place = self.places[module]
@@ -87,7 +87,7 @@ class Recording:
         if threading.get_ident() != self.thread_id:
             return
         place = self.places[module]
-        while self.begun:  # those above it were left by exceptions that something caught
+        while self.begun:  # calls above it ended with exceptions that were caught
             call = self.begun.pop()
             if call.place == place:
                 break
@@ -102,7 +102,7 @@ class Recording:
 
 
 def remove_hooks_of(owner: object, modules: Iterable[nn.Module]) -> None:
-    """Remove the forward hooks that are methods of an object: no handle has to be noted, so no interrupt loses one."""
+    """Remove the forward hooks that are methods of an object. Needs no handles, which an interrupt could lose."""
     for module in modules:
         for hooks, marks in (
             (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
@@ -121,7 +121,7 @@ def owner_of(hook: Any) -> object:
 
 
 def places_of(module: nn.Module, component: Component, prefix: str = "") -> dict[nn.Module, str]:
-    """Return what to record of a component: its blocks, the parts that hold the rest, its entries, and itself."""
+    """Return the modules to record with their names: blocks, modules with other weights, entries, and the root."""
     blocks = {block.name: module.get_submodule(block.name) for block in component.blocks}
     places = {part: f"{prefix}{name}" for name, part in blocks.items()}
     inside = {part for block in blocks.values() for part in block.modules()}

@@ -1,14 +1,14 @@
-"""A component computing without the engine: its weights put plainly where it computes, for one call after the other.
+"""A component that computes without the engine: its weights are plain copies on the device where it computes.
 
-[Note: reference] Managed results are compared with these, so none of it uses groups, staging memory, copy streams or
-our forward hooks. Weights are copied one by one from where they rest, each copy is synchronous, and everything
-computes on one device. It shares three things with the engine: the weight stores, because nothing else has the
-weights; the record of which module holds which weight; and the moving of an outermost call's arguments to one device
-and back (`DeviceHops.visit`), so that both sides see the same containers. Its `DeviceHops` object is its own and has
-no copies that a split made.
+[Note: reference] Managed results are compared with those of the reference, so it moves weights without staging memory,
+copy streams or the engine's forward hooks. Weights are copied one by one from where they rest, each copy is
+synchronous, and everything computes on one device. The reference shares three things with the engine: the weight
+stores, because nothing else has the weights; the record of which module holds which weight; and the copying of an
+outermost call's arguments to one device and back (`DeviceHops.visit`), so that both sides see the same containers. It
+uses its own `DeviceHops` object, without copies made by a split.
 
-Eight-bit weights are widened as they are stored, so their reference is exact as well. Masters that a file has are
-checked against it apart from that (`find_changed_masters`).
+Eight-bit weights are widened from their stored values, so their reference is exact, too. Weight stores of weights that
+a file has are compared with the file separately (`find_changed_masters`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ __all__ = ["Reference", "find_changed_masters", "read_master"]
 
 
 class Reference:
-    """One component without management, while it is entered; other threads wait for its end.
+    """One component without the engine, in the body of `entered`. Other threads wait for its end.
 
-    It comes to its device when it is called and leaves it when that call ends. What does not fit comes block by block.
+    A call copies the weights to the device and drops them at its end; block by block if they do not fit together.
     """
 
     def __init__(self, manager: MemoryManager, member: Member, *, by_blocks: bool = False) -> None:
@@ -55,37 +55,37 @@ class Reference:
         self.device = self.managed.primary
         self.thread_id = threading.get_ident()
         self.by_blocks = by_blocks
-        """Whether blocks come one by one; becomes true where all of them do not fit."""
+        """Whether blocks are copied one by one; becomes True if they do not fit together."""
         self.first_held: dict[int, int] = {}
         self.depth = 0
         self.held: list[tuple[dict[str, Any], str, Any]] = []
-        """What the module held where a weight was put, to be put back."""
+        """The tables, names and tensors that weights replaced in the module, to be put back."""
         self.up: set[int] = set()
-        """The blocks that are there, one by one."""
+        """The blocks on the device, if they are copied one by one."""
         self.hops = DeviceHops()
         self.visit: Visit | None = None
-        """The move of the outermost call's arguments, if any were on another device."""
+        """The copying of the outermost call's arguments, if any were on another device."""
         self.handled: BaseException | None = None
         """The exception that the caller of the outermost call was handling; it was not raised in the call."""
         self.lenders: list[Reference] = []
-        """References of the components that own weights of the module: loaded while it computes."""
+        """References of the components that own weights of this module; loaded while it computes."""
         self.hold = Hold(self.module)
         self.plan: ComponentPlan | None = None
-        """What was on the devices before."""
+        """The plan with which the component was loaded before; None if it was not."""
         self.left_out: list[tuple[dict[int, Any], dict[int, Any]]] = []
         blocks = self.managed.component.blocks
         groups = [group for group in self.managed.groups if group.name]
         self.groups = {
             number: [group for group in groups if group.name == block.name] for number, block in enumerate(blocks)
         }
-        """Of each block its own, and that of layers which were added to it."""
+        """By block: its own group, and the group of layers added to it."""
         self.fixed = [group for group in self.managed.groups if not group.name]
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Compute without the engine in the body; the engine has the module again at its end, after errors too.
+        """Compute without the engine in the body. At its end, also after errors, the engine manages the module again.
 
-        The component leaves its devices for that, which saves what was written to it there, and comes back after it.
+        The component is unloaded first, which saves what was written on its devices, and is loaded again afterwards.
         """
         with self.managed.passes.held(self.hold):
             try:
@@ -108,20 +108,20 @@ class Reference:
         self.hook()
 
     def end(self) -> None:
-        """Undo `begin`, as far as it came. Idempotent; interrupted, it can be called again."""
+        """Undo `begin`, even an interrupted one. Idempotent; can be called again after an interrupt."""
         remove_hooks_of(self, self.module.modules())
         for hooks, before in self.left_out:
             added = {number: hook for number, hook in hooks.items() if number not in before}
             kept = {number: hook for number, hook in before.items() if number in hooks or is_engines(hook)}
             hooks.update(kept)
-            for number in [*kept, *added]:  # in their old order, what was added meanwhile last
+            for number in [*kept, *added]:  # in their old order, hooks that were added meanwhile last
                 hooks[number] = hooks.pop(number)
         self.left_out = []
         self.leave()
         self.managed.hooks.end_detour()
         with self.manager.exclusive():
             if self.plan is not None and not self.managed.is_loaded:
-                # Where others have the memory by now the next forward plans anew.
+                # If the memory is taken by now, the next forward makes a new plan.
                 with suppress(torch.OutOfMemoryError):
                     self.managed.load(self.plan)
                     self.managed.finish_copies()
@@ -137,12 +137,12 @@ class Reference:
             for part in block.modules():
                 part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
         entries = [*self.managed.find_entry_modules(), *self.managed.find_inner_modules()]
-        for module in dict.fromkeys([*entries, *blocks]):  # run before those
+        for module in dict.fromkeys([*entries, *blocks]):  # prepended later, so these run before the hooks of parts
             module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.after_entry, always_call=True)
 
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        if threading.get_ident() != self.thread_id:  # others wait behind this, at the gate
+        if threading.get_ident() != self.thread_id:  # other threads wait at the engine's gate, after this hook
             return None
         self.depth += 1
         if self.depth > 1:
@@ -173,7 +173,7 @@ class Reference:
         return output
 
     def before_part(self, number: int, module: nn.Module, args: Any) -> None:
-        """Bring one block in the place of another; it stays until then, as its parent may use what is inside it."""
+        """Load one block in place of another. It stays until the next is loaded, as its parent may use its parts."""
         if threading.get_ident() != self.thread_id:
             return
         if self.by_blocks and number not in self.up and self.depth:
@@ -187,7 +187,7 @@ class Reference:
     # -- weights
 
     def bring(self) -> None:
-        """Put the weights where the module computes: all of them, or those outside the blocks."""
+        """Load the weights: all of them, or only the non-block weights."""
         if self.device.is_cpu:
             self.by_blocks = False
         elif not self.by_blocks:
@@ -199,14 +199,14 @@ class Reference:
                 self.put(group)
 
     def has_room(self) -> bool:
-        """Whether all weights fit its device, beside what a forward was seen to need there."""
+        """Whether all weights fit on the device, beside the memory that forwards needed there."""
         weights = sum(wide_bytes(group, slot) for group in self.managed.groups for slot in group.slots)
         margin = self.member.activation_bytes[self.device.name]
         return bool(weights + margin <= self.device.free_bytes())
 
     def put(self, group: WeightGroup) -> None:
         for index, slot in enumerate(group.slots):
-            if not slot.owners:  # a buffer that the module made its own
+            if not slot.owners:  # a buffer that the module replaced
                 continue
             weight = self.plain(group, index, slot)
             for module, name in slot.owners:
@@ -215,7 +215,7 @@ class Reference:
                 places[name] = weight
 
     def plain(self, group: WeightGroup, index: int, slot: ParameterSlot) -> torch.Tensor:
-        """Return a weight for the module to hold: a copy on the device, in the form in which it computes."""
+        """Return a weight for the module: a copy on the device, in the form in which it computes."""
         target = self.device.torch_device
         leaves = leaves_of(slot.held) if slot.is_buffer else read_master(group, index)
         with torch.inference_mode(False), torch.no_grad():
@@ -225,7 +225,7 @@ class Reference:
         return as_held(iter(here), slot)
 
     def take_away(self, number: int) -> None:
-        """Put one block back to rest. Blocks come after all else, and one at a time, so it is what was put last."""
+        """Unload one block. It was loaded last: blocks are loaded after all other weights, and one at a time."""
         first = self.first_held.pop(number, len(self.held))
         self.put_back(first)
         self.up.discard(number)
@@ -234,10 +234,10 @@ class Reference:
         while len(self.held) > first:
             places, name, before = self.held[-1]
             places[name] = before
-            self.held.pop()  # last: interrupted before, it is done again
+            self.held.pop()  # last, so an interrupt before it only repeats the step
 
     def leave(self) -> None:
-        """Put back what the module held. Idempotent; interrupted, it can be called again."""
+        """Put back what the module held. Idempotent; can be called again after an interrupt."""
         self.depth = 0
         self.put_back(0)
         self.up.clear()
@@ -246,7 +246,7 @@ class Reference:
 
 
 def find_engine_hooks(module: nn.Module) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return the parts' tables of hooks in which the engine has some beside its `ForwardHooks`, and what is in them."""
+    """Return the hook tables with engine hooks other than those of `ForwardHooks`, each with a copy of its contents."""
     tables = [hooks for part in module.modules() for hooks in (part._forward_pre_hooks, part._forward_hooks)]
     return [(hooks, dict(hooks)) for hooks in tables if any(map(is_engines, hooks.values()))]
 
@@ -264,7 +264,7 @@ def is_engines(hook: Any) -> bool:
 
 
 def read_master(group: WeightGroup, index: int) -> list[torch.Tensor]:
-    """Return the leaves of a weight as it rests, in host memory; reads it where it rests in its file."""
+    """Return the leaves of a weight at rest, in host memory. Reads a weight that rests in its file."""
     slot = group.slots[index]
     store = group.store
     if isinstance(store, FileStore):
@@ -289,13 +289,13 @@ def wide_bytes(group: WeightGroup, slot: ParameterSlot) -> int:
 
 
 def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
-    """Return the weights in host memory that are not what their file has, with the block of each.
+    """Return block and name of each weight in host memory that differs from its file.
 
-    Reads the whole of the component's files. Weights that are known to have been written to since are left out, and so
-    is what peft has merged.
+    Reads all of the component's files. Leaves out weights that other code is known to have written to, and weights into
+    which peft merged a LoRA.
 
     Raises:
-        InvalidInput: a file is not what it was.
+        InvalidInput: a file has changed.
     """
     source = managed.source
     if source is None:
@@ -321,7 +321,7 @@ def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
 
 
 def is_written(managed: ManagedComponent, group: WeightGroup) -> bool:
-    """Whether a program is known to have written to a group's weights since they were packed."""
+    """Whether other code is known to have written to a group's weights since they were packed."""
     packing = managed.packing
     by_name = any(slot.spec.name in packing.written for slot in group.slots)
     return by_name or packing.packed_versions.get(id(group), group.version) != group.version

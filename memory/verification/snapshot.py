@@ -1,7 +1,7 @@
-"""What a forward may change beside its result, and putting it back: random states, buffers, caches, attributes.
+"""Saves and restores what a forward may change beside its result: random states, buffers, caches, attributes.
 
-Caches are found where modules keep them: in their attributes, in containers there, and in plain objects there. What is
-behind a slot, a closure or in C is not seen.
+Finds caches in attributes of modules, and in containers and plain objects there. Does not find state in ``__slots__``,
+closures or C extensions.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .comparison import same_bits
 
 __all__ = ["RandomState", "Snapshot", "go_through"]
 
-# What torch keeps on every module; `training` is an attribute like any other.
+# The attributes that torch sets on every module; `training` is treated like other attributes.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
 CONTAINERS = (dict, list, set, deque)
 ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, torch.device, torch.dtype)
-# A container with more has a vocabulary, not a cache; it is put back as a whole and not looked into.
+# A larger container is a vocabulary, not a cache: it is restored as a whole, and its items are not searched.
 MAX_ITEMS = 4096
 MAX_OBJECTS = 50_000
 PACK = f"{__name__.rsplit('.', 3)[0]}."
 
 
 def go_through(step: Callable[[], None]) -> None:
-    """Take a step that may be taken twice; again, if an interrupt ends it in the middle."""
+    """Run a step that may run twice; run it again if an exception or interrupt ends it."""
     try:
         step()
     except BaseException:
@@ -43,7 +43,7 @@ def go_through(step: Callable[[], None]) -> None:
 
 
 class RandomState:
-    """The states of the generators of torch, on the CPU and on every accelerator, of Python and of numpy."""
+    """The states of torch's random generators (CPU and every accelerator), Python's and numpy's."""
 
     def __init__(self) -> None:
         self.cpu = torch.get_rng_state()
@@ -65,12 +65,12 @@ class RandomState:
 
 
 class Snapshot:
-    """The state of modules, and of objects beside them, at one time; costs a copy of their buffers and caches.
+    """The state of modules and other objects at one time. Costs a copy of their buffers and caches.
 
     Args:
-        entries: the managed weights; their buffers are put back where they rest by then.
-        objects: such as a pipeline, whose attributes and scheduler a call changes.
-        left_out: attributes of modules that a host keeps.
+        entries: the managed weights; their buffers are restored where they rest by then.
+        objects: other objects whose state a call changes, such as a pipeline with its scheduler.
+        left_out: attributes of modules that belong to a host and are not restored.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class Snapshot:
         self.left_out = TORCHS_OWN | left_out
         self.random = RandomState()
         self.seen: dict[int, Any] = {}
-        """By id: holding what was seen keeps its id from being reused."""
+        """The searched objects by id. Keeping them alive keeps their ids from being reused."""
         self.containers: list[tuple[Any, Any]] = []
         self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buffers: list[tuple[nn.Module, dict[str, list[torch.Tensor] | None]]] = []
         self.owners = [(entry, entry.owners, entry.held) for entry in entries if entry.is_buffer]
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        """The tables of forward hooks of each module: some libraries hook their modules in the first forward."""
+        """The hook tables of each module, because some libraries add hooks in the first forward."""
         waiting: list[Any] = []
         for module in modules:
             for part in module.modules():
@@ -106,7 +106,7 @@ class Snapshot:
             waiting += self.take(waiting.pop())
 
     def take(self, value: Any) -> list[Any]:
-        """Remember a value; returns what is inside it and to be remembered, too."""
+        """Save a value; returns the values inside it that are to be saved as well."""
         if isinstance(value, ATOMS) or id(value) in self.seen:
             return []
         self.seen[id(value)] = value
@@ -121,7 +121,7 @@ class Snapshot:
             if len(value) > MAX_ITEMS:
                 return []
             return list(value.values() if isinstance(value, dict) else value)
-        # What is a type by another name, such as list[int], shows the read-only attributes of the type.
+        # An alias of a type, such as list[int], has the read-only attributes of the type.
         if isinstance(value, nn.Module) or not isinstance(getattr(value, "__dict__", None), dict) or is_foreign(value):
             return []
         return self.take_attributes(vars(value), frozenset())
@@ -132,7 +132,7 @@ class Snapshot:
         return list(saved.values())
 
     def put_back(self) -> None:
-        """Make all that was seen what it was. May be called again, and after an interrupt of itself."""
+        """Restore everything that was saved. Can be called again, also after an interrupt."""
         self.random.put_back()
         for attributes, saved in self.attributes:
             for name in [name for name in attributes if name not in saved and name not in self.left_out]:
@@ -150,7 +150,7 @@ class Snapshot:
             else:
                 write(tensor, content)
         for entry, owners, held in self.owners:
-            if entry.owners != owners:  # the group gave the buffer up: the forward made it another shape
+            if entry.owners != owners:  # the group gave up the buffer, because the forward changed its shape
                 entry.set_owners(owners)
                 entry.hold(held)
         for module, saved_buffers in self.buffers:
@@ -161,12 +161,12 @@ class Snapshot:
 
 
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return where a module has its forward hooks. What torch notes of each beside these does nothing without it."""
+    """Return a module's tables of forward hooks. Torch's other tables have no effect without entries in these."""
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def put_back_hooks(table: dict[int, Any], before: dict[int, Any]) -> None:
-    """Remove the hooks that others have added, and add those that they have removed; ours come and go as we say."""
+    """Remove hooks that other code added, and add hooks that it removed. Leaves the engine's own hooks alone."""
     for number, hook in list(table.items()):
         if number not in before and not is_our_hook(hook):
             del table[number]
@@ -200,7 +200,7 @@ def copy_of(held: torch.Tensor | None) -> list[torch.Tensor] | None:
 
 
 def write(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Write a tensor's former content if it has changed; an unchanged one keeps its version counter."""
+    """Write a tensor's former content if it has changed; an unchanged tensor keeps its version counter."""
     if tensor.is_meta:
         return
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
@@ -220,7 +220,7 @@ def is_same(container: Any, items: Any) -> bool:
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether an object is the manager's own, or of a library whose objects hold no caches of a model."""
+    """Whether an object is the engine's, or of a library whose objects hold no model caches."""
     module = type(value).__module__
     top = module.partition(".")[0]
     return module.startswith(PACK) or top in ("torch", "numpy", "threading", "tokenizers")
