@@ -217,9 +217,10 @@ def markdown(rows: Mapping[str, list[Row]], comfyui: str) -> str:
     lines = [
         "# Blocks",
         "",
-        "What the engine streams: the blocks that it finds in each model at its real size, in bfloat16. The rest never",
-        "streams; where it is more than 5 % of a model, the last column says what it is. Made by",
-        "`python -m benchmarks.block_table`; sizes other than a class's defaults are in `benchmarks/model_sizes.json`.",
+        "The blocks that Highwater finds in each model at its real size, in bfloat16. Blocks can be streamed;",
+        "the weights outside of blocks always stay on the device. If these are more than 5 % of a model, the",
+        "last column lists them. `python -m benchmarks.block_table` makes these tables; the sizes that differ",
+        "from the defaults of a class are in `benchmarks/model_sizes.json`.",
         "",
         f"diffusers {version('diffusers')}, transformers {version('transformers')}, ComfyUI {comfyui}.",
     ]

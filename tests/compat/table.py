@@ -17,9 +17,9 @@ COLUMNS = ("name", *MODES)
 REFUSED = "Refused"
 # Whose limit a refusal is, by a part of its line. A refusal that none of them fits is a mistake of the tables.
 LIMITS = {
-    "is too small": "Highwater: a budget below the fewest bytes with which a component can run",
-    "a Control-LoRA reads its weights": "Highwater: eight bits in a model whose weights a Control-LoRA takes",
-    "is shared by parts on both devices": "Highwater: a split of parts that share a weight or a buffer",
+    "is too small": "Highwater: a budget below the minimum that a component needs",
+    "a Control-LoRA reads its weights": "Highwater: eight bits in a model whose weights a Control-LoRA reads",
+    "is shared by parts on both devices": "Highwater: a split between parts that share a weight or a buffer",
 }
 
 
@@ -80,9 +80,12 @@ def ending(text: str, limited: Mapping[str, str]) -> str:
     refused = refused_cells(text)
     lines = [f"## {REFUSED}", "", f"{len(refused)} cells of the tables above are refused{':' if refused else '.'}"]
     lines += ["", *(f"- {cell}" for cell in refused)] if refused else []
-    lines += ["", f"{len(limited)} pipelines have no row, since Highwater cannot do all of them:", ""]
+    lines += ["", f"{len(limited)} pipelines have no row, because Highwater does not support them completely:", ""]
     lines += [f"- {name}: {why}" for name, why in sorted(limited.items())]
-    lines += ["", "`tests/compat/not_built.py` names each other class of diffusers that has no row, with the reason."]
+    lines += [
+        "",
+        "`tests/compat/not_built.py` lists all other classes of diffusers without a row, each with the reason.",
+    ]
     return "\n".join(lines) + "\n"
 
 

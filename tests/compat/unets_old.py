@@ -26,9 +26,7 @@ from highwater.tests.compat.recipes import IMAGE, PROMPT, TO_LAYERS, ddim, recip
 from highwater.tests.compat.unets import SIZE, stable_diffusion, unet
 from highwater.tests.compat.unets_sd import PICTURE
 
-READS_WEIGHT = (
-    "it reads a weight of a component that has no `forward`, outside of every call: the weight rests on the CPU"
-)
+READS_WEIGHT = "it reads a weight of a component without `forward`, outside of any call, when the weight is on the CPU"
 
 
 @recipe("AltDiffusionPipeline", lora=TO_LAYERS, **SIZE, **IMAGE)

@@ -13,7 +13,7 @@ from highwater.tests.compat.recipes import IMAGE, ddim, recipe
 from highwater.tests.compat.unets import SIZE, unet, unet_sizes
 
 NO_TEXT = {"image": image, **SIZE, "num_inference_steps": 2, "output_type": "pt"}
-SWAPS = "it exchanges layers between its two UNets when it is called: refused in a line"
+SWAPS = "it exchanges layers between its two UNets during a call, which is refused with a message"
 
 
 def flat_unet() -> Any:
