@@ -25,7 +25,7 @@ NOTICEABLE = 256
 def learn_times(member: Member, capacity: LiveCapacity) -> None:
     """Take what was timed in a component's passes; it is planned again when all its blocks were timed."""
     for share in member.managed.shares:
-        seconds = share.take_times()
+        seconds = share.times.take()
         if seconds is not None:
             member.note_times(share.device.name, seconds)
         for is_pinned, speed in share.take_speeds().items():

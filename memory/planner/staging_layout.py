@@ -16,11 +16,10 @@ After a pass or two every further one takes the same time: that is what `pass_se
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Generic, TypeAlias, TypeVar
 
 __all__ = ["Occupancy", "Places", "Workload", "choose_places", "pass_seconds", "window_seconds"]
@@ -36,7 +35,6 @@ TIMED_PASSES = 2
 TRIED_PIECES = 2_000
 
 Owner = TypeVar("Owner")
-BEGIN = itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +71,28 @@ class Occupancy(Generic[Owner]):
 
     def __init__(self, num_bytes: int) -> None:
         self.pieces: list[tuple[int, int, Owner | None]] = [(0, num_bytes, None)] if num_bytes else []
-        """Begin, end and owner, in order, without gaps; neighbours have different owners."""
+        """Begin, end and owner, in order, without gaps; neighbours have different owners. A tuple of only an address is
+        less than the piece that begins there, by which pieces are found."""
 
     def within(self, begin: int, end: int) -> list[tuple[int, int, Owner | None]]:
         """Return what lies between two addresses, cut off there."""
         pieces = self.pieces
-        found = pieces[bisect_right(pieces, begin, key=BEGIN) - 1 : bisect_left(pieces, end, key=BEGIN)]
+        found = pieces[bisect_left(pieces, (begin + 1,)) - 1 : bisect_left(pieces, (end,))]
         found[0] = begin, found[0][1], found[0][2]
         found[-1] = found[-1][0], end, found[-1][2]
         return found
 
     def following(self, address: int, count: int) -> list[tuple[int, int, Owner | None]]:
         """Return the next so many pieces behind an address, the first of all after the last, each once."""
-        first = bisect_left(self.pieces, address, key=BEGIN)
+        first = bisect_left(self.pieces, (address,))
         turned = max(0, first + count - len(self.pieces))
         return self.pieces[first : first + count] + self.pieces[: min(first, turned)]
 
     def take(self, begin: int, end: int, owner: Owner) -> None:
         """Give these bytes another owner; an interrupt finds that done or not begun."""
         # With the neighbours, which may be the same owner's.
-        first = max(0, bisect_left(self.pieces, begin, key=BEGIN) - 1)
-        last = bisect_right(self.pieces, end, key=BEGIN)
+        first = max(0, bisect_left(self.pieces, (begin,)) - 1)
+        last = bisect_left(self.pieces, (end + 1,))
         before, after = self.pieces[first], self.pieces[last - 1]
         taken: list[tuple[int, int, Owner | None]] = []
         if before[0] < begin:

@@ -88,8 +88,12 @@ class Bundle:
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:
         """Give the module its weights in staging memory, or the resident copies; decodes what is encoded."""
-        if self.added is None and slab is not None:
-            self.own.compute_from(slab, scratch)
+        if self.added is None:
+            own = self.own
+            if slab is None:
+                assert own.copy is not None
+                slab = own.copy.slab
+            own.compute_from(slab, scratch)
             return
         parts = (
             self.parts(slab)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
 from ..errors import UnsafeState
 from ..planner.plan import DevicePlan
-from ..planner.staging_layout import Places
 from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.devices import Device
-from ..transfer.slabs import allocate_device
-from ..transfer.timing import Stopwatch
 from .bundle import Bundle
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
+from .pass_times import PassTimes
 from .prefetch import Streamer
-from .staging import StagingArea, StagingSlot
+from .staging import StagingSlot
 from .weight_group import BlockState, WeightGroup
+from .working_memory import WorkingMemory
 
 __all__ = ["DeviceShare"]
-
-TIMED_PASS = 2
-# After so many passes that left blocks out nothing is timed any more.
-MAX_PARTIAL = 8
 
 
 def ignore(num_bytes: int) -> None:
@@ -60,17 +55,8 @@ class DeviceShare:
         self.blocks = dict(blocks)
         self.ledger = ledger
         self.copies = None if device.is_cpu else CopyStream(device)
-        self.bounce = None if self.copies is None else BounceBuffers(self.copies)
-        self.passes = self.num_partial = 0
-        self.computes: Stopwatch[int] | None = None
-        self.bounce_bytes = 0
-        """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
-        self.locks_bounce = False
-        """Whether they are to be page-locked."""
-        self.scratch: torch.Tensor | None = None
-        self.streamer: Streamer | None = None
-        self.staging: tuple[int, Places] = (0, ())
-        """The bytes and places of the staging memory."""
+        self.memory = WorkingMemory(owner, device, self.copies, ledger)
+        self.times = PassTimes(device, self.blocks)
         self.computing: dict[int, StagingSlot | None] = {}
         self.entered: set[int] = set()
         """The blocks that have come here to compute, in any pass."""
@@ -80,7 +66,16 @@ class DeviceShare:
         """That of the last whole pass."""
         self.progress: Callable[[int], None] = ignore
         self.loaded_bytes = 0
-        self.past_streamed_bytes = 0
+
+    @property
+    def streamer(self) -> Streamer | None:
+        """What moves streamed blocks; None while none are."""
+        return self.memory.streamer
+
+    @property
+    def bounce(self) -> BounceBuffers | None:
+        """The buffers through which weights pass that rest in a file; None on the CPU."""
+        return self.memory.bounce
 
     @property
     def groups(self) -> list[WeightGroup]:
@@ -93,33 +88,7 @@ class DeviceShare:
     @property
     def bytes_moved(self) -> int:
         """Bytes of weights copied to the device so far."""
-        streamed = self.streamer.area.bytes_moved if self.streamer else 0
-        return self.loaded_bytes + self.past_streamed_bytes + streamed
-
-    # -- what it takes
-    #
-    # Timed once after each loading, in the first pass that is not the first: that one warms up.
-
-    def begin_timing(self) -> None:
-        """Time the pass that begins, if it is the one to time."""
-        self.passes += 1
-        if self.copies is not None and self.passes == TIMED_PASS:
-            self.computes = Stopwatch(self.device)
-
-    def take_times(self) -> dict[int, float] | None:
-        """Return the seconds of each block's computing, in the order in which they ran, once, when they are known."""
-        if self.computes is None or self.passes <= TIMED_PASS:
-            return None
-        computes = self.computes.read()
-        if computes is None:
-            return None
-        self.computes = None
-        if computes.keys() == self.blocks.keys():
-            return computes
-        if self.num_partial < MAX_PARTIAL:  # blocks were skipped: the next pass may be a whole one
-            self.num_partial += 1
-            self.passes = TIMED_PASS - 1
-        return None
+        return self.loaded_bytes + self.memory.bytes_streamed
 
     def take_speeds(self) -> dict[bool, float]:
         """Return bytes per second of copies, by whether they are from page-locked memory, each once it is known."""
@@ -150,13 +119,13 @@ class DeviceShare:
             if self.copies is None:
                 return 0
             if plan.staging_bytes or self.to_load(plan):
-                self.open_bounce()
+                self.memory.open_bounce()
             self.load_bundle(self.fixed)
             self.fit_staging(plan)
             for number in sorted(plan.resident):
                 self.load_bundle(self.blocks[number])
             if not plan.staging_bytes:
-                self.close_bounce()
+                self.memory.close_bounce()
             if self.loaded_bytes > before:
                 self.tag_copies()
         except BaseException:  # no memory, a file that has changed, or the loading was cancelled
@@ -200,84 +169,31 @@ class DeviceShare:
         self.ledger.settle(
             name, self.owner, Kind.WEIGHTS, sum(group.slab_bytes for group in self.groups if group.copy is not None)
         )
-        for kind, held in ((Kind.SCRATCH, self.held_scratch()), (Kind.STAGING, self.held_staging())):
-            self.ledger.settle(name, self.owner, kind, held.get(name, 0))
+        self.memory.settle()
 
     def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
         """Yield place, kind and bytes of all memory that is there now, as the tensors have it that hold it."""
         for group in self.groups:
             if group.copy is not None:
                 yield self.device.name, Kind.WEIGHTS, group.copy.slab.untyped_storage().nbytes()
-        if self.scratch is not None:
-            yield self.device.name, Kind.SCRATCH, self.scratch.untyped_storage().nbytes()
-        if self.streamer is not None:
-            yield self.device.name, Kind.STAGING, self.streamer.area.count_bytes()
-        if self.bounce is not None:
-            for tier, num_bytes in self.bounce.count_bytes().items():
-                yield tier, Kind.STAGING, num_bytes
-
-    def held_scratch(self) -> dict[str, int]:
-        return {self.device.name: self.scratch.numel()} if self.scratch is not None else {}
-
-    def held_staging(self) -> dict[str, int]:
-        return {self.device.name: self.streamer.area.num_bytes} if self.streamer is not None else {}
-
-    @contextmanager
-    def booked(self, kind: Kind, held: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-        """Enter in the ledger, or strike from it, by how much the bytes that are held have changed, however it ends.
-
-        Args:
-            held: returns them by place.
-        """
-        before = held()
-        # Less where an interrupt came before an entry: what was never entered cannot be struck.
-        booked = {
-            place: min(num_bytes, self.ledger.entry(place, self.owner, kind)) for place, num_bytes in before.items()
-        }
-        try:
-            yield
-        finally:
-            now = held()
-            for place in sorted(before.keys() | now.keys()):
-                self.ledger.change(place, self.owner, kind, now.get(place, 0) - booked.get(place, 0))
+        yield from self.memory.count_bytes()
 
     def weights_booked(self, group: WeightGroup) -> AbstractContextManager[None]:
-        return self.booked(Kind.WEIGHTS, lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {})
-
-    def open_bounce(self) -> None:
-        bounce = self.bounce
-        if bounce is not None and self.bounce_bytes and not bounce.buffers:
-            with self.booked(Kind.STAGING, lambda: bounce.host_bytes):
-                bounce.open(self.bounce_bytes, locks=self.locks_bounce)
-
-    def close_bounce(self) -> None:
-        bounce = self.bounce
-        if bounce is not None and bounce.buffers:
-            with self.booked(Kind.STAGING, lambda: bounce.host_bytes):
-                bounce.close()
+        held = lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {}  # noqa: E731
+        return self.ledger.booked(self.owner, Kind.WEIGHTS, held)
 
     def fit_scratch(self, num_bytes: int) -> None:
-        have = self.scratch.numel() if self.scratch is not None else 0
+        have = self.memory.held_scratch().get(self.device.name, 0)
         if have != num_bytes:
             self.free_scratch()
             if num_bytes:
-                with self.booked(Kind.SCRATCH, self.held_scratch):
-                    self.scratch = (
-                        self.copies.allocate(num_bytes) if self.copies else allocate_device(num_bytes, self.device)
-                    )
+                self.memory.allocate_scratch(num_bytes)
 
     def fit_staging(self, plan: DevicePlan) -> None:
-        wanted = plan.staging_bytes, plan.places
-        if self.streamer is not None and self.staging != wanted:
+        if not self.memory.has_staging(plan):
             self.free_staging()
-        if plan.staging_bytes and self.streamer is None:
-            assert self.copies is not None
-            streamed = {number: self.blocks[number] for number in plan.streamed}
-            sizes = {number: group.slab_bytes for number, group in streamed.items()}
-            with self.booked(Kind.STAGING, self.held_staging):
-                area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
-                order = [number for number in self.order if number in streamed]
-                self.staging, self.streamer = wanted, Streamer(streamed, area, order)
+            if plan.staging_bytes:
+                self.memory.allocate_staging(plan, self.blocks, self.order)
 
     # -- giving bytes back
 
@@ -306,7 +222,7 @@ class DeviceShare:
         self.free_staging()
         self.free_scratch()
         self.drop_bundle(self.fixed)
-        self.close_bounce()
+        self.memory.close_bounce()
         return before - self.held_bytes()
 
     def drop_blocks(self, numbers: Iterable[int]) -> None:
@@ -325,21 +241,14 @@ class DeviceShare:
             group.drop()
 
     def free_staging(self) -> None:
-        if self.streamer is not None:
-            assert self.copies is not None
-            self.copies.drain()
+        if self.memory.streamer is not None:
             self.forget_views()
-            self.past_streamed_bytes += self.streamer.area.bytes_moved
-            with self.booked(Kind.STAGING, self.held_staging):
-                self.streamer = None
+            self.memory.free_staging()
 
     def free_scratch(self) -> None:
-        if self.scratch is not None:
-            if self.copies is not None:
-                self.copies.drain()
+        if self.memory.scratch is not None:
             self.forget_views()
-            with self.booked(Kind.SCRATCH, self.held_scratch):
-                self.scratch = None
+            self.memory.free_scratch()
 
     def forget_views(self) -> None:
         for bundle in self.bundles:
@@ -352,7 +261,7 @@ class DeviceShare:
         self.recover()
         self.trace = []
         if is_timed:
-            self.begin_timing()
+            self.times.begin()
         if self.copies is not None:
             self.copies.begin_pass()
         if self.streamer is not None:
@@ -370,7 +279,7 @@ class DeviceShare:
     @property
     def is_wholly_resident(self) -> bool:
         """Whether every block computes from a copy that stays on this accelerator as it is."""
-        return self.copies is not None and self.streamer is None and self.scratch is None
+        return self.copies is not None and self.memory.streamer is None and self.memory.scratch is None
 
     @property
     def has_run_whole(self) -> bool:
@@ -398,26 +307,23 @@ class DeviceShare:
             )
         self.entered.add(number)
         self.trace.append(number)
-        if bundle.is_resident:
+        if bundle.own.copy is not None:
             self.computing[number] = None
-            self.start_watch(number)
-            bundle.compute_from(None, self.scratch)
+            if self.times.watch is not None and self.copies is not None:
+                self.times.start(number, self.copies.compute_stream)
+            bundle.compute_from(None, self.memory.scratch)
         elif self.copies is None:
             self.computing[number] = None
-            bundle.compute_in_place(self.scratch)
+            bundle.compute_in_place(self.memory.scratch)
         else:
-            assert self.streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
-            staging_slot = self.streamer.acquire(number)
+            streamer = self.memory.streamer
+            assert streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
+            staging_slot = streamer.acquire(number)
             self.computing[number] = staging_slot  # first: after an interrupt only what is noted here is given back
-            self.streamer.area.use(staging_slot)
-            if self.computes is not None:
-                self.start_watch(number)
-            bundle.compute_from(staging_slot.slab, self.scratch)
-
-    def start_watch(self, number: int) -> None:
-        """Time a block from here on, widening included: it waits for no copy any more."""
-        if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
-            self.computes.start(number, self.copies.compute_stream)
+            streamer.area.use(staging_slot)
+            if self.times.watch is not None:
+                self.times.start(number, staging_slot.stream)
+            bundle.compute_from(staging_slot.slab, self.memory.scratch)
 
     def leave(self, number: int, *, prefetches: bool = True) -> None:
         """The block has computed, or failed: its module holds what it rests on, its staging memory is free."""
@@ -425,20 +331,20 @@ class DeviceShare:
             return
         staging_slot = self.computing[number]
         bundle = self.blocks[number]
-        if self.computes is not None and self.copies is not None and self.passes == TIMED_PASS:
-            self.computes.stop(number, self.copies.compute_stream)
+        if self.times.watch is not None and self.copies is not None:
+            self.times.stop(number, self.copies.compute_stream)
         refused = None
         if bundle.state is BlockState.COMPUTING:
-            for group in bundle.groups:
+            for group in bundle.all:
                 if group.is_written() or (not self.host_replaces and not group.is_as_placed()):
                     refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
                 group.rest()
-        if staging_slot is not None:
-            assert self.streamer is not None
-            self.streamer.give_back(staging_slot)
+        streamer = self.memory.streamer
+        if staging_slot is not None and streamer is not None:
+            streamer.give_back(staging_slot)
         self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
-        if staging_slot is not None and prefetches and self.streamer is not None:
-            self.streamer.prefetch()
+        if staging_slot is not None and streamer is not None and prefetches:
+            streamer.prefetch()
         if refused is not None:
             raise UnsafeState(
                 f"{self.owner}: {refused} while {bundle.name} computed, which has been undone: "

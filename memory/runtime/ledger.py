@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from ..units import format_bytes
@@ -85,6 +86,23 @@ class Ledger:
         """Set an entry to the bytes that exist, whatever it was before."""
         if self.entry(place, component, kind) != num_bytes:
             self.write(place, component, kind, num_bytes)
+
+    @contextmanager
+    def booked(self, component: str, kind: Kind, held: Callable[[], Mapping[str, int]]) -> Iterator[None]:
+        """Enter, or strike, by how much the bytes that are held change in the body, however that ends.
+
+        Args:
+            held: returns them by place.
+        """
+        before = held()
+        # Less where an interrupt came before an entry: what was never entered cannot be struck.
+        booked = {place: min(num_bytes, self.entry(place, component, kind)) for place, num_bytes in before.items()}
+        try:
+            yield
+        finally:
+            now = held()
+            for place in sorted(before.keys() | now.keys()):
+                self.change(place, component, kind, now.get(place, 0) - booked.get(place, 0))
 
     def write(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         self.num_changes[place] += 1  # before and after the change: a summary read in between counts as outdated

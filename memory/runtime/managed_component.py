@@ -805,7 +805,7 @@ class ManagedComponent:
             self.module_caches.send_back(self.primary.torch_device)
         if queued:  # another form: its passes take other times
             for share in self.shares:
-                share.passes = share.num_partial = 0
+                share.times.start_over()
         self.plan, self.forwards.is_loaded, self.forwards.is_timed = plan, True, plan.streams
         return queued
 

@@ -283,8 +283,8 @@ class Packing:
             assert isinstance(group.store, FileStore)
             self.host_bytes["host"] += group.store.kept_bytes
         share.bounce.fill_from(self.source)
-        share.bounce_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
-        share.locks_bounce = bool(self.plan.pinned_bytes)
+        num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
+        share.memory.read_through(num_bytes, locks=bool(self.plan.pinned_bytes))
 
     def count_bytes(self) -> dict[str, int]:
         """Return what the weight stores take of host memory now, by tier, as they have it themselves.

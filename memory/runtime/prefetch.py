@@ -14,7 +14,7 @@ pass begins with does nothing wait behind it: that one is copied at the end of a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..errors import InvalidInput
 from .bundle import Bundle
@@ -107,9 +107,11 @@ class Streamer:
         ahead = self.ahead
         if self.reach > self.position + len(ahead):  # it skipped blocks that come again: they may be nearer by now
             self.look_again()
-        for step, block in self.steps():
+        order, num_blocks = self.order, len(self.order)
+        for step in range(self.reach, self.position + num_blocks):
+            block = order[step % num_blocks]
             version = self.versions[block]
-            staging_slot = self.area.find(block, self.pass_number + step // len(self.order), version)
+            staging_slot = self.area.find(block, self.pass_number + step // num_blocks, version)
             must_copy = not staging_slot.holds(version)
             if must_copy:
                 bundle = self.groups[block]
@@ -124,7 +126,8 @@ class Streamer:
                     return
                 if not is_there:
                     return
-            ahead.append(staging_slot)
+            if staging_slot not in ahead:  # else the block comes twice in the order
+                ahead.append(staging_slot)
             self.reach = step + 1
             if must_copy and blocks_host:
                 return
@@ -133,16 +136,6 @@ class Streamer:
         """Find out anew which of the next blocks are there."""
         self.ahead.clear()
         self.reach = self.position
-
-    def steps(self) -> Iterator[tuple[int, int]]:
-        """Yield the next blocks that are not known to be there, each once, and where in the order they come."""
-        order, num_blocks = self.order, len(self.order)
-        known = {staging_slot.block for staging_slot in self.ahead}
-        for step in range(self.reach, self.position + num_blocks):
-            block = order[step % num_blocks]
-            if block not in known:
-                known.add(block)
-                yield step, block
 
     def find_after(self, block: int) -> int:
         """Return the position behind the block's next place in the order; where we are if it has none."""

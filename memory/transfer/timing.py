@@ -11,9 +11,9 @@ import torch
 from ..units import MIB
 from .devices import Device
 
-__all__ = ["CopySpeeds", "Stopwatch"]
+__all__ = ["TELLING_BYTES", "CopySpeeds", "Stopwatch"]
 
-# The copy of fewer bytes says more of launching it than of the link.
+# The copy of fewer bytes says more of launching it than of the link: such copies are not timed.
 TELLING_BYTES = 2 * MIB
 # How many copies of equally many bytes are timed: the first may take longer.
 NUM_TIMED = 2
@@ -58,11 +58,8 @@ class CopySpeeds:
         self.watches: dict[bool, Stopwatch[tuple[int, int]]] = {
             is_pinned: Stopwatch[tuple[int, int]](device) for is_pinned in (True, False)
         }
-        """By whether the memory is page-locked; the stretches are numbered for each number of bytes."""
-
-    def wants(self, source: torch.Tensor) -> bool:
-        """Whether the time of a copy could tell something that is not known."""
-        return bool(self.watches) and source.nbytes >= TELLING_BYTES
+        """Those that run still, by whether the memory is page-locked; the stretches are numbered for each number of
+        bytes."""
 
     @contextmanager
     def timed(self, source: torch.Tensor, stream: torch.Stream) -> Iterator[None]:

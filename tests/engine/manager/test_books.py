@@ -76,10 +76,10 @@ def faults_of(managed: ManagedComponent) -> Iterator[Fault]:
         yield pinned_memory, "locked_arenas", {}
     for share in managed.shares:
         if share.streamer is not None:
-            yield share, "streamer", None
-        if share.scratch is not None:
-            yield share, "scratch", None
-        yield share, "scratch", torch.empty(MIB, dtype=torch.uint8, device=share.device.torch_device)
+            yield share.memory, "streamer", None
+        if share.memory.scratch is not None:
+            yield share.memory, "scratch", None
+        yield share.memory, "scratch", torch.empty(MIB, dtype=torch.uint8, device=share.device.torch_device)
         if share.bounce is not None:
             opened = [torch.empty(4096, dtype=torch.uint8)] * (0 if share.bounce.buffers else 2)
             yield share.bounce, "slabs", (opened, {"host": 8192} if opened else {})

@@ -43,7 +43,7 @@ def test_times_are_taken_once_and_cost_nothing_after(toys, machine, sim) -> None
             assert seconds is not None
             for _ in range(9):
                 net(torch.randn(2, 5, 64))
-                assert share.computes is None
+                assert share.times.watch is None
             assert managed.members[0].block_seconds is seconds
 
 

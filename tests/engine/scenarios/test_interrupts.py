@@ -21,6 +21,7 @@ from highwater.memory.runtime.forward_pass import Passes
 from highwater.memory.runtime.ledger import Ledger
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.packing import Packing
+from highwater.memory.runtime.pass_times import PassTimes
 from highwater.memory.runtime.prefetch import Streamer
 from highwater.memory.runtime.staging import StagingArea
 from highwater.memory.runtime.weight_group import WeightGroup
@@ -35,7 +36,7 @@ CASES = {
 STEPS = [
     (Leases, "acquire_locked"),
     (Leases, "enter"),
-    (DeviceShare, "take_times"),
+    (PassTimes, "take"),
     (Forwards, "finish_pass"),
     (Passes, "begin"),
     (Passes, "end"),
