@@ -12,10 +12,10 @@ from ..planner.plan import DevicePlan
 from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.devices import Device
+from ..transfer.timing import PassTimes
 from .bundle import Bundle
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
-from .pass_times import PassTimes
 from .prefetch import Streamer
 from .staging import StagingSlot
 from .weight_group import BlockState, WeightGroup

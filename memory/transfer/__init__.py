@@ -19,7 +19,7 @@ __all__, __getattr__ = lazy_names(
         "pinned_memory": ["ArenaLock", "HostSlab", "allocate_slab", "count_slabs", "pin_limit_bytes"],
         "link_speed": ["known_link", "link_bytes_per_s", "remember_links_in"],
         "slabs": ["Form", "SlabLayout", "allocate_device"],
-        "timing": ["Stopwatch"],
+        "timing": ["PassTimes"],
         "copy_stream": ["CopyStream"],
         "bounce_buffers": ["BounceBuffers", "allocate_slabs"],
     },

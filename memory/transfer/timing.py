@@ -1,8 +1,8 @@
-"""How long stretches of a stream and copies to a device take, by events."""
+"""How long blocks compute and copies to a device take, by events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -11,12 +11,16 @@ import torch
 from ..units import MIB
 from .devices import Device
 
-__all__ = ["TELLING_BYTES", "CopySpeeds", "Stopwatch"]
+__all__ = ["TELLING_BYTES", "CopySpeeds", "PassTimes", "Stopwatch"]
 
 # The copy of fewer bytes says more of launching it than of the link: such copies are not timed.
 TELLING_BYTES = 2 * MIB
 # How many copies of equally many bytes are timed: the first may take longer.
 NUM_TIMED = 2
+# The first pass that is not the first: that one warms up.
+TIMED_PASS = 2
+# After so many passes that left blocks out nothing is timed any more.
+MAX_PARTIAL = 8
 
 Key = TypeVar("Key")
 
@@ -46,6 +50,55 @@ class Stopwatch(Generic[Key]):
         if not all(event.query() for events in stopped.values() for event in events):
             return None
         return {key: start.elapsed_time(stop) / 1000 for key, (start, stop) in stopped.items()}
+
+
+class PassTimes:
+    """The seconds that each block of one device computes, taken in one pass after each loading.
+
+    Args:
+        blocks: those that the pass has to run.
+    """
+
+    def __init__(self, device: Device, blocks: Collection[int]) -> None:
+        self.device = device
+        self.blocks = frozenset(blocks)
+        self.passes = self.num_partial = 0
+        self.watch: Stopwatch[int] | None = None
+        """While a pass is timed, and until its times are taken."""
+
+    def start_over(self) -> None:
+        """Time a pass again: the component was loaded in another form."""
+        self.passes = self.num_partial = 0
+
+    def begin(self) -> None:
+        """Time the pass that begins, if it is the one to time."""
+        self.passes += 1
+        if self.passes == TIMED_PASS and not self.device.is_cpu:
+            self.watch = Stopwatch(self.device)
+
+    def start(self, block: int, stream: torch.Stream) -> None:
+        """Time a block from here on, widening included: it waits for no copy any more."""
+        if self.watch is not None and self.passes == TIMED_PASS:
+            self.watch.start(block, stream)
+
+    def stop(self, block: int, stream: torch.Stream) -> None:
+        if self.watch is not None and self.passes == TIMED_PASS:
+            self.watch.stop(block, stream)
+
+    def take(self) -> dict[int, float] | None:
+        """Return the seconds of each block, in the order in which they ran, once, when they are known."""
+        if self.watch is None or self.passes <= TIMED_PASS:
+            return None
+        seconds = self.watch.read()
+        if seconds is None:
+            return None
+        self.watch = None
+        if seconds.keys() == self.blocks:
+            return seconds
+        if self.num_partial < MAX_PARTIAL:  # blocks were skipped: the next pass may be a whole one
+            self.num_partial += 1
+            self.passes = TIMED_PASS - 1
+        return None
 
 
 class CopySpeeds:

@@ -21,12 +21,12 @@ from highwater.memory.runtime.forward_pass import Passes
 from highwater.memory.runtime.ledger import Ledger
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.packing import Packing
-from highwater.memory.runtime.pass_times import PassTimes
 from highwater.memory.runtime.prefetch import Streamer
 from highwater.memory.runtime.staging import StagingArea
 from highwater.memory.runtime.weight_group import WeightGroup
 from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.transfer.copy_stream import CopyStream
+from highwater.memory.transfer.timing import PassTimes
 
 CASES = {
     "streamed": ("0.45MiB", "gpu:0"),
