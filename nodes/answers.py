@@ -1,6 +1,6 @@
-"""What a user asks beside a workflow: profiles, devices, a plan, and whether the pack is in effect.
+"""Answers questions outside of a workflow: profiles, devices, a plan, and whether the pack works.
 
-The command line prints these, the host's server answers with them (`routes.py`).
+The command line prints these answers, and the host's server sends them (`routes.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def describe_profiles() -> dict[str, Any]:
 
 
 def describe_devices(manager: MemoryManager, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the devices with total and free bytes, which others each reads without the host, and what hides some."""
+    """Return the devices with total and free bytes, the peers of each, and the variables that hide devices."""
     from ..memory.transfer.devices import find_device, peers_of
 
     reports = manager.device_reports()
@@ -103,7 +103,7 @@ def find_model(named: str) -> Path:
 
 
 def make_tiny_pipelines() -> dict[str, Any]:
-    """Make what is missing of the tiny pipelines, in the host's folder of pipelines: about 10 s, 60 MB."""
+    """Make the missing tiny pipelines in the host's folder of pipelines: about 10 s, 60 MB."""
     import folder_paths
 
     from .pipelines.tiny_pipelines import ensure_pipelines
@@ -120,7 +120,7 @@ def start_environment() -> dict[str, str]:
 
 
 def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
-    """Examine the ComfyUI that this process is: what `highwater doctor` tells from outside."""
+    """Examine this process, a ComfyUI; `highwater doctor` does the same from outside."""
     import folder_paths
 
     return examine_comfyui(

@@ -35,7 +35,7 @@ log = logging.getLogger("highwater")
 
 
 def quietly(feature: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Keep errors of ours from the host: each is logged once, and `features` tells it."""
+    """Catch our errors so that the host goes on: each is logged once, and `features` reports it."""
 
     def wrap(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
@@ -110,7 +110,7 @@ class Boundaries:
 
     @quietly("node_boundaries")
     def node_ended(self, node_id: str) -> None:
-        """A node is done: also told of cached ones, and of those that other nodes have closed already."""
+        """A node is done. The host calls this also for cached nodes, and for nodes that are closed already."""
         if node_id == self.open_node:
             self.close_node()
 
@@ -124,7 +124,7 @@ class Boundaries:
                 self.open_node = self.shown_node = None
 
     def manage(self) -> MemoryManager:
-        """Return the manager that every workflow shares, listened to from now on."""
+        """Return the manager that every workflow shares, and subscribe to its messages."""
         if self.manager is None:
             self.manager = default_manager()
             self.manager.subscribe(self.publish)

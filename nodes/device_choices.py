@@ -1,4 +1,4 @@
-"""The devices that nodes offer, and what becomes of one that this machine lacks.
+"""The devices that nodes offer, and the fallback for a device that this machine lacks.
 
 A workflow may come from a machine with other devices. A well-formed value passes the host's check whatever device it
 names; the node that finds the device missing uses another and says so. Nonsense is refused before the run.

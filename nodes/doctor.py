@@ -1,4 +1,4 @@
-"""Is the pack in effect, and what stands in its way: looks at ComfyUI's files and at devices; changes nothing.
+"""Checks whether the pack works and what prevents it: looks at ComfyUI's files and at devices; changes nothing.
 
 Every check takes what it looks at and returns `Finding`s, so that it can be tried without a ComfyUI.
 """
@@ -166,7 +166,7 @@ def check_pack(custom_nodes: Path, flags: Sequence[str] | None = None) -> list[F
 
 
 def check_packs(custom_nodes: Path) -> list[Finding]:
-    """Name other packs that decide over memory; one that is switched off (``.disabled``) does not."""
+    """Name other packs that manage memory; a disabled pack (``.disabled``) is ignored."""
     findings = []
     for pack in list_packs(custom_nodes):
         name = re.sub(r"-(main|master)$", "", pack.name.lower().replace("_", "-"))
@@ -197,7 +197,7 @@ def flag_value(flags: Sequence[str] | None, name: str) -> str | None:
 
 
 def check_dynamic_vram(root: Path, flags: Sequence[str] | None) -> list[Finding]:
-    """Say whether core's own models are dynamic; ours are static ones beside them either way."""
+    """Say whether core's own models use dynamic VRAM; ours are static in both cases."""
     version = installed_version("comfy-aimdo", root)
     if version is None:
         return [Finding(check="dynamic VRAM", text="off: comfy-aimdo is not installed")]
@@ -274,7 +274,7 @@ def driver_devices() -> int:
 
 
 def check_pinning() -> list[Finding]:
-    """Say how much host memory there is to pin, and try to pin some where that is of use."""
+    """Say how much RAM can be pinned, and try to pin some if there is an accelerator."""
     import torch
 
     from ..memory.transfer.devices import HostMemory

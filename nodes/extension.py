@@ -73,7 +73,7 @@ class HighwaterExtension(ComfyExtension):
     has_joined = False
 
     async def on_load(self) -> None:
-        """Join the host's runs and its server. Without them the nodes still work; an error here would lose them all."""
+        """Join the host's runs and its server. The nodes work without them; an error here must not lose the nodes."""
         if self.has_joined:
             return
         self.has_joined = True

@@ -1,4 +1,4 @@
-"""Names of files that came from elsewhere: refused by their letters, before any path is made of them.
+"""Checks names of files from untrusted sources as text, before they become a path.
 
 Under Windows a look at a path is enough to do harm: one that begins with two backslashes is asked of that host, with
 this user's name. So a name is judged as text, the same on every system. Imports nothing but the standard library.
@@ -16,7 +16,7 @@ WINDOWS_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[0-9Â¹Â
 
 
 def name_problem(name: str) -> str | None:
-    """Return what keeps a text from being the name of one file or folder anywhere; None for a good one."""
+    """Return why a text cannot be the name of a file or folder on every system; None for a good name."""
     if not name or name in (".", ".."):
         return "is not a file name"
     if len(name) > MAX_LENGTH:
@@ -33,7 +33,7 @@ def name_problem(name: str) -> str | None:
 
 
 def path_problem(path: str) -> str | None:
-    """Return what keeps a text from being a path below a folder, its parts apart by a slash; None for a good one."""
+    """Return why a text cannot be a relative path with slashes; None for a good path."""
     return next(filter(None, map(name_problem, path.split("/"))), None)
 
 

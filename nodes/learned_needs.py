@@ -1,4 +1,4 @@
-"""What was learned of models' needs: how much it is, and how it is forgotten."""
+"""The memory that models needed beside their weights, as learned: listed and deleted."""
 
 from __future__ import annotations
 

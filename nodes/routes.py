@@ -1,4 +1,4 @@
-"""What the page asks about memory: the report, to free what is idle, and the commands that tell something.
+"""The addresses that the page uses: the report, freeing idle models, and the commands' answers.
 
 The same in ComfyUI and in our own server.
 """
@@ -55,7 +55,7 @@ def make_routes(
     from ..memory.errors import DoesNotFit, InvalidInput
 
     def telling(tell: Callable[[Mapping[str, str]], dict[str, Any]]) -> Callable[..., Awaitable[web.StreamResponse]]:
-        """Return a handler that answers with what a function returns for the words of the address, or why it cannot."""
+        """Return a handler that passes the query to a function, and sends its result or its error."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:

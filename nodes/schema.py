@@ -1,4 +1,4 @@
-"""Schemas in the words of the host that is here: an older one knows fewer fields, and refuses the others."""
+"""Node schemas with the fields that this host knows: an older host refuses newer fields."""
 
 from __future__ import annotations
 

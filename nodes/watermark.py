@@ -97,7 +97,7 @@ class HighwaterWatermark(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, low: str | None = None, high: str | None = None) -> bool | str:
-        """Check the marks against each other and against the largest device: which one is meant is not known here.
+        """Check the marks against each other and against the largest device, because the device is not known here.
 
         Not naming ``device`` leaves it to the host's check of combos. The host marks both marks whichever is wrong; the
         message says which one is meant.
@@ -140,7 +140,7 @@ def check_marks(low: str | None, high: str | None) -> None:
 
 
 def parse_mark(name: str, text: object) -> int:
-    """Return the bytes of one mark; a number without a unit is no size either. Raises `InvalidInput`."""
+    """Return the bytes of one mark. Raises `InvalidInput`, also for a number without a unit."""
     from ..memory.units import parse_bytes
 
     return parse_bytes(str(text), what=name)

@@ -1,4 +1,4 @@
-"""Draws the registry's banner, 21 to 9, from a report of `highwater demo`: its first device, and nothing made up.
+"""Draws the registry's banner, 21 to 9, from a report of `highwater demo`: its first device, no invented data.
 
 usage: python scripts/draw_banner.py out/demo/report.json banner.png
 """
@@ -22,7 +22,7 @@ PIPELINES = ("#2389ab", "#7aa394", "#f4b860")
 
 
 def draw_banner(report: dict[str, Any], path: Path) -> None:
-    """Draw who had how much of the first device, load by load and eviction by eviction, and what was kept free."""
+    """Draw each pipeline's memory on the first device, load by load and eviction by eviction, and the watermark."""
     device = next(device for device in report["devices"] if device["name"] != "cpu")
     samples = [sample for sample in report["samples"] if sample["device"] == device["name"]]
     pipelines = list(
@@ -47,10 +47,10 @@ def draw_banner(report: dict[str, Any], path: Path) -> None:
     panel.set_ylim(0, 1)
     panel.axis("off")
     figure.text(0.035, 0.84, "Highwater", color=INK, fontsize=38, weight="bold", va="center")
-    words = "where every part of a model lives,\nand who leaves when memory runs short"
+    words = "runs models larger than your VRAM,\nand shows where each part of them is"
     figure.text(0.965, 0.84, words, color=FOAM, fontsize=16, va="center", ha="right", linespacing=1.4)
     figure.text(0.035, 0.675, "VRAM watermark (keep free)", color=FOAM, fontsize=11, va="center")
-    note = f"{len(report['runs'])} runs of the demo, a simulated device: {', '.join(pipelines)}"
+    note = f"{len(report['runs'])} runs of the demo on a simulated device: {', '.join(pipelines)}"
     figure.text(0.965, 0.05, note, color=NIGHT, fontsize=10, va="center", ha="right")
     figure.savefig(path, dpi=DPI, facecolor=NIGHT)
 

@@ -1,4 +1,4 @@
-"""The demo: two pipelines that do not fit together, run after each other, and a picture of who had the memory."""
+"""The demo: two pipelines that do not fit together, run after each other, and a picture of their memory."""
 
 from __future__ import annotations
 

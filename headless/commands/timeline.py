@@ -1,4 +1,4 @@
-"""The memory timeline as a picture: who had how much of each device, run by run, and where the watermark stood.
+"""The memory timeline as a picture: the memory of each component on each device, run by run, and the watermark.
 
 Points are drawn in their order, equally far apart, one per change of any device: on a scale of seconds the
 moments at which memory changes hands would be slivers between long computes. Seconds stand at the runs' beginnings.

@@ -1,4 +1,4 @@
-"""Who may ask the server, and under what name: a local server trusts whatever reaches it.
+"""Decides which requests the server answers: a local server otherwise trusts every request.
 
 [Note: foreign pages] A page of another site can make this machine's browser ask us. It cannot choose three headers:
 ``Host`` is the name that the browser looked up, which under DNS rebinding is the foreign site's own; ``Origin`` says

@@ -72,7 +72,7 @@ def send_file(path: Path) -> web.StreamResponse:
 
 
 async def read_body(request: web.Request) -> bytes:
-    """Return the body of a request; one that comes drop by drop is not waited for.
+    """Return the body of a request; gives up on a body that takes too long.
 
     Raises:
         InvalidInput: it has not come in time, or is not packed as it says.

@@ -130,7 +130,7 @@ class RunRoutes:
         return web.json_response(self.queue.status())
 
     async def post_prompt(self, request: web.Request) -> web.StreamResponse:
-        """Check a prompt in full and queue it; what is wrong comes back on the node that it concerns."""
+        """Check a prompt in full and queue it; an error names the node that it concerns."""
         body = await read_object(request)
         num_bytes = weigh_json(await request.read())
         graph = body.get("prompt")

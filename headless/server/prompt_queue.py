@@ -135,7 +135,7 @@ class PromptQueue:
             return self.running
 
     def run(self, job: Job) -> None:
-        """Run a job to its end, whichever that is; the worker survives every error of a node."""
+        """Run a job to success, failure or cancellation; the worker survives every error of a node."""
         job.status, job.start_ms = JobStatus.IN_PROGRESS, now_ms()
         self.tell(job, "execution_start", {})
         try:

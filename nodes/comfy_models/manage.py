@@ -1,4 +1,4 @@
-"""The nodes that take a model which any other loader made and put it under the manager's care.
+"""The nodes that let Highwater manage a model of another loader.
 
 They are listed where ComfyUI is. The model that comes in stays as it is: what goes out is a clone of its patcher.
 """

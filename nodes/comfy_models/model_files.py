@@ -59,7 +59,7 @@ def find_model_file(folder: str, name: str) -> str:
 
 
 def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:
-    """Refuse what is no text encoder: core would make one of random weights and say so in its log only.
+    """Refuse a file that is not a text encoder: core would make one with random weights, and only log it.
 
     Reads the headers of safetensors files; of other formats nothing is known before they are loaded.
 

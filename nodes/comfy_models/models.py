@@ -1,4 +1,4 @@
-"""The nodes that load ComfyUI's own models under the manager's care; they are listed where ComfyUI is."""
+"""The nodes that load ComfyUI's own models, managed by Highwater; only ComfyUI lists them."""
 
 from __future__ import annotations
 

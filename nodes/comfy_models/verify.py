@@ -1,4 +1,4 @@
-"""The node that runs a managed model beside core's own load of it and says whether they give the same."""
+"""The node that compares a managed model with core's own load of the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What guides a diffusion model computes where that model computes, or the sampler says why it cannot.
+"""Makes ControlNets compute on the device of the model that they guide, or refuses them before sampling.
 
 Core sends a ControlNet to its default device. Where the model is elsewhere, core adds what it hears from the ControlNet
 in a ``try`` that catches everything: the picture comes out without it. So before each sampling run our diffusion models
@@ -135,7 +135,7 @@ def title_of(owner: Any) -> str:
 
 
 def check_inputs(module: torch.nn.Module, before: RemovableHandle | None) -> RemovableHandle:
-    """Make a ControlNet of ours refuse inputs from elsewhere, before anything else is done with them.
+    """Make a ControlNet of ours refuse inputs from another device, before it uses them.
 
     For models that are not ours: those do not look at what guides them.
     """
@@ -145,7 +145,7 @@ def check_inputs(module: torch.nn.Module, before: RemovableHandle | None) -> Rem
 
 
 def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """A forward pre-hook; a copy of the module, which is loaded by others, has it, too, and does not mind it."""
+    """A forward pre-hook. A copy of the module that core loads has it, too; it then does nothing."""
     hosted = hosted_of(module)
     if hosted is None or hosted.loaded_on is None:
         return

@@ -1,4 +1,4 @@
-"""What all of core's patchers of one model share: how it was asked for, and its component under the manager's care."""
+"""The state that all of core's patchers of one model share: the request, and the managed component."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class Hosted(HostedComponent):
         return token
 
     def end(self) -> None:
-        """The last patcher is gone: core's list has no entry of this model any more, then its memory goes."""
+        """The last patcher is gone: remove the model from core's list, then release its memory."""
         forget_dead_entries()
         self.release()
 
 
 def forget_dead_entries() -> None:
-    """Take what has no patcher any more off core's list, as core does itself once the model is gone."""
+    """Remove models without a patcher from core's list, as core does when a model is gone."""
     listed = comfy.model_management.current_loaded_models
     for index in reversed(range(len(listed))):
         slot = listed[index]

@@ -1,4 +1,4 @@
-"""Making ours what another loader made; what came in stays as it is."""
+"""Makes managed models from models of other loaders; the input models stay unchanged."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["manage_clip", "manage_model", "manage_vae", "read_again", "reload_ma
 def manage_model(model: ModelPatcher, request: Request) -> ModelPatcher:
     """Return a model of the same weights and patches under management; what came in stays as it is.
 
-    Core and the manager cannot both keep house in one model, so ours is read again from its file, or copied where its
-    loader does not say how to: that costs the model's bytes of RAM once more, and the node says so.
+    Core and the manager cannot both move one model. So ours is read again from its file, or copied if its loader does
+    not say how to read it: this needs the model's bytes in RAM once more, and the node says so.
     """
     return manage_patcher(model, kind="diffusion", request=request)
 

@@ -1,4 +1,4 @@
-"""ComfyUI's models beside themselves as core loads them: one step, one encoded text, one picture there and back.
+"""Compares managed models with core's own load of them: one step, one encoded text, one image encoded and decoded.
 
 The reference is core's own: the same file read again by core's loader, in core's own patcher with the same patches, on
 the same device. It costs the model's bytes of RAM once more while it runs.
@@ -85,7 +85,7 @@ def verify_vae(vae: Any, image: torch.Tensor | None, latent: dict[str, Any] | No
 
 
 def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verification:
-    """Run something with a managed model, recorded and unwatched, then with core's; all is put back.
+    """Run a function with a managed model, recorded and unrecorded, then with core's model; restore the state after.
 
     Raises:
         InvalidInput: the model is not managed.
@@ -168,7 +168,7 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
 
 
 def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> None:
-    """Give the twin the eight-bit weights of ours, widened; those that are patched have their patch in them."""
+    """Give the twin our eight-bit weights, widened; patched weights contain their patch already."""
     patched = []
     for key, weight in patcher.hosted.weights.items():
         if not weight.is_cast:

@@ -1,4 +1,4 @@
-"""The classes that a pipeline's folder may name: those of diffusers and transformers that are components.
+"""The classes that a pipeline's folder may name: the component classes of diffusers and transformers.
 
 A name in a downloaded file chooses among what these two libraries hold already. No module is imported because a file
 names it, and nothing else in a module is reached: a class has to be what a component is.

@@ -49,7 +49,7 @@ PANICS = "pyo3_runtime"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedPipeline:
-    """What travels between our nodes; dropping the last reference (a host's cached output) frees its memory.
+    """The value that our nodes pass on; dropping the last reference (a host's cached output) frees its memory.
 
     Has no slots: `weakref.finalize` needs a weak reference, and ``weakref_slot`` exists only since Python 3.11.
     """
@@ -260,7 +260,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return what an error says in one line of bearable length; the libraries like to write paragraphs."""
+    """Return an error's message as one short line; the libraries often write paragraphs."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
 

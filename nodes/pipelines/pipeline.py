@@ -1,4 +1,4 @@
-"""The nodes that load a pipeline under the manager's care and sample it."""
+"""The nodes that load a managed pipeline and sample it."""
 
 from __future__ import annotations
 

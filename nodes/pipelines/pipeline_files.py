@@ -1,4 +1,4 @@
-"""The files of a pipeline folder: which of them a library may be shown.
+"""Checks the files of a pipeline folder before a library reads them.
 
 [Note: downloaded folders] A folder of models is data. What makes it more is refused by name before a library looks at
 it: Python files and compiled ones, configs that name code (`check_config`), pickles where weights are expected, links
@@ -92,7 +92,7 @@ def describe(path: Path) -> FolderFile:
 
 
 def walk(folder: Path, homes: Sequence[Path], *, depth: int) -> Iterator[Path]:
-    """Give all that is below a folder and is no folder; links are followed as far as they lead home."""
+    """Yield all files below a folder; follows links only to allowed folders."""
     from ...memory.errors import InvalidInput
 
     if depth > MAX_DEPTH:

@@ -83,7 +83,7 @@ def pipeline_roots() -> list[Path]:
 
 
 def pipeline_folders() -> dict[str, Path]:
-    """Name to folder; a name is the path below its root, and the first root that has it wins."""
+    """Return folders by name; a name is the path below its root, and the first root with that name counts."""
     folders: dict[str, Path] = {}
     seen: set[str] = set()  # one root may lie below another
     for root in pipeline_roots():

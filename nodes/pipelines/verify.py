@@ -1,4 +1,4 @@
-"""The node that samples one step of a pipeline with the engine and without, and says whether they give the same."""
+"""The node that compares one step of a pipeline with Highwater and without."""
 
 from __future__ import annotations
 
