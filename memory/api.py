@@ -1,4 +1,4 @@
-"""`manage`: the public Python form. Takes a module, a dict of modules or a pipeline; returns a handle."""
+"""`manage`, the public Python function: takes a module, a dict of modules or a pipeline; returns a handle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from .manager.member import Member
 from .model_loading import source_of
 from .options.placement import AUTO, Placement, parse_placement
 from .options.precision import Precision, parse_precision
-from .options.profile import OffloadProfile, build_profile
+from .options.profile import OffloadProfile
+from .options.profile_arguments import build_profile
 from .pipeline_parts import Parts
 from .planner.plan import Plan
 from .runtime.other_offloaders import ExecutionMark
@@ -33,7 +34,7 @@ __all__ = ["Managed", "manage"]
 
 
 class Managed:
-    """Modules under management; `release` (or leaving the ``with`` block) gives them back as they were.
+    """Modules under management; `release`, or leaving the ``with`` block, restores them.
 
     Args:
         choices: what the user chose, as `read_choices` returns it.
@@ -48,7 +49,7 @@ class Managed:
         self.pipeline = pipeline
         self.choices = choices
         self.left_to_others: set[Member] = set()
-        """Components that this handle gave up and other handles keep."""
+        """Components that this handle released while other handles keep them."""
         self.parts = None if pipeline is None else Parts(pipeline, self.has_devices)
         self.mark_execution_device()
 
@@ -63,7 +64,7 @@ class Managed:
         return next(diffusion, self.members[0]).managed.primary.torch_device
 
     def has_devices(self) -> bool:
-        """Whether any component computes elsewhere than in host memory."""
+        """Whether any component computes on an accelerator."""
         return any(not member.managed.primary.is_cpu for member in self.members)
 
     def mark_execution_device(self) -> None:
@@ -105,7 +106,7 @@ class Managed:
         return self.manager.report()
 
     def keep(self, kept: bool = True) -> Managed:
-        """Keep these components on their devices until nothing else is left to evict; returns the handle."""
+        """Evict these components only when nothing else is left to evict; returns the handle."""
         for member in self.members:
             member.keep(kept)
         return self
@@ -118,11 +119,11 @@ class Managed:
         precision: str | None = None,
         **overrides: Any,
     ) -> Plan:
-        """Give the components another profile, placement or precision; they are off their devices until the next use.
+        """Give the components another profile, placement or precision; they leave their devices until the next use.
 
-        What is not named stays as it is. Without any argument the weights are packed again, with layers that were
-        added and without those that were removed. Takes what `manage` takes; overrides change the named profile, or
-        else the present one. Modules that replace others in a pipeline, or are new in it, are managed from then on.
+        What is not given stays as it is. Without any argument the weights are packed again, with layers that were
+        added and without those that were removed. Takes what `manage` takes; overrides change the given profile, or
+        else the current one. Modules that replaced others in a pipeline, or are new in it, are managed from then on.
 
         Raises:
             InvalidInput, DoesNotFit: nothing has changed.
@@ -178,7 +179,7 @@ class Managed:
         self.parts.known |= new
 
     def join(self, modules: Mapping[str, nn.Module], choices: dict[str, Any]) -> list[Member]:
-        """Manage more modules as if they had been part of the same call of `manage`."""
+        """Manage more modules as part of this handle's call of `manage`."""
         if not modules:
             return []
         sources = {name: source for name, module in modules.items() if (source := source_of(module)) is not None}
@@ -203,7 +204,7 @@ class Managed:
         return verify(self.manager, self.members, call, *rest, objects=objects, **kwargs)
 
     def choose_call(self, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """Return what to call, and the arguments of that."""
+        """Return what to call, and its arguments."""
         if args and callable(args[0]) and not isinstance(args[0], torch.Tensor):
             return args[0], args[1:]
         if callable(self.pipeline):
@@ -216,11 +217,11 @@ class Managed:
         return self.members[0].managed.module, args
 
     def is_others(self, member: Member) -> bool:
-        """Whether another handle manages a component, too, and keeps it when this one releases it."""
+        """Whether another handle manages a component, too, so that it stays when this one releases it."""
         return member in self.left_to_others or member.num_holders > 1
 
     def leave_to_others(self) -> None:
-        """Give up the components that other handles manage, too. Idempotent."""
+        """Leave to other handles the components that they manage, too. Idempotent."""
         for member in self.members:
             if member not in self.left_to_others and member.num_holders > 1:
                 self.left_to_others.add(member)
@@ -229,10 +230,10 @@ class Managed:
                     member.watch(None)
 
     def release(self) -> None:
-        """Leave every device and hook; the modules have their weights in plain memory. Idempotent.
+        """Remove the modules from devices and their hooks; their weights are in plain memory again. Idempotent.
 
         Weights that rested in RAM stay where they are, without a copy, as tensors with a storage of their own; a
-        dropped one gives its pages back, all but those that it shares with a neighbour ([Note: pieces] in
+        deleted one gives its pages back, except those that it shares with a neighbour ([Note: pieces] in
         `transfer/slab_memory.py`). ``resize_`` cannot enlarge such a storage. On Windows, and where the driver has no
         call to lock memory, they are copied. Weights that rested in eight bits come back widened. Those that rest in
         their file are read from it, except where the module came without memory and was not written to: it leaves
@@ -294,8 +295,8 @@ def manage(
 ) -> Managed:
     """Take modules under management; they move when they compute, and leave when others need the memory.
 
-    Packs every weight into host slabs, pinned where that helps; nothing goes to a device yet. The module objects,
-    and their parameter objects, stay the ones they were.
+    Packs every weight into host slabs, page-locked where that helps; nothing goes to a device yet. Modules and their
+    parameters stay the same objects.
 
     Args:
         target: a module, a dict or a list of modules, a diffusers pipeline, or an object that has any of these as
@@ -308,8 +309,8 @@ def manage(
         files: the safetensors files of components by name, one path or several; those may rest on disk, at tier
             ``disk`` or where RAM is short, and their modules may be on the meta device. What `load_model` built knows
             its own.
-        blocks: what moves together, by component, as a glob of module paths such as ``layers.*``, where the structure
-            does not tell.
+        blocks: the blocks of components, as a glob of module paths such as ``layers.*``, where the structure does not
+            show them.
         manager: the manager to join; by default the process-wide one.
         name: a prefix for the components' ids; ``node_id`` the node that loads them, for the report.
         overrides: fields of the profile: ``budgets``, ``pinned``, ``prefetch_blocks``, ``quantize``, ``on_demand``,
@@ -340,7 +341,7 @@ def manage(
 
 
 def read_patterns(blocks: Any) -> dict[str, str] | None:
-    """Return what moves together, by component. Raises `InvalidInput`."""
+    """Return the patterns of blocks by component. Raises `InvalidInput`."""
     if blocks is None:
         return None
     if not isinstance(blocks, Mapping) or not all(isinstance(text, str) for item in blocks.items() for text in item):
@@ -349,7 +350,7 @@ def read_patterns(blocks: Any) -> dict[str, str] | None:
 
 
 def read_files(files: Any) -> dict[str, WeightsSource]:
-    """Return where components have their weights, from the paths of their files. Raises `InvalidInput`."""
+    """Return the weight sources of components from the paths of their files. Raises `InvalidInput`."""
     if not isinstance(files, Mapping):
         raise InvalidInput(f"files {quoted(files)}: allowed is a dict of paths by component")
     sources = {}

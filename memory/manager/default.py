@@ -1,4 +1,4 @@
-"""The one manager that every workflow of a process shares. Loads torch when the manager is made, not before."""
+"""The manager that all workflows of a process share. Loads torch only when the manager is made."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ needs_folder: list[tuple[Path | None, str]] = []
 
 
 def remember_needs_in(folder: str | Path | None, *, host: str = "") -> None:
-    """Store what forwards need and links do in a folder, or in this process only; call it before the manager is made.
+    """Store learned needs and link speeds in a folder, or in this process only; call it before the manager is made.
 
     Args:
-        host: what of the host changes what forwards need, such as its version; learned needs hold for that only.
+        host: what of the host affects what forwards need, such as its version; learned needs hold for that only.
     """
     needs_folder[:] = [(None if folder is None else Path(folder), host)]
 
@@ -66,5 +66,5 @@ def default_manager() -> MemoryManager:
 
 
 def existing_manager() -> MemoryManager | None:
-    """Return the process-wide manager if something has asked for it; makes and loads nothing."""
+    """Return the process-wide manager if it was made; makes and loads nothing."""
     return made[0] if made else None

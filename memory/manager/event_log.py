@@ -1,4 +1,4 @@
-"""What happened and what it took: events, timeline samples, and the measurement of nodes and runs."""
+"""The event log: events, the timeline, and what nodes and runs took."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ENTRIES = 10_000
 
 @dataclass(slots=True)
 class OpenNode:
-    """A node that is executing; counters grow as its leases come and go."""
+    """A node that is executing; its counters grow with each lease."""
 
     node_id: str
     title: str
@@ -37,7 +37,7 @@ class OpenNode:
 
 @dataclass(slots=True)
 class Interval:
-    """What was allocated beside all managed weights as it began, and at most since then, by device."""
+    """What was allocated beside all managed weights at its begin, and the most since then, by device."""
 
     begin: dict[str, int]
     most: Counter[str] = field(default_factory=Counter)
@@ -46,9 +46,9 @@ class Interval:
 class EventLog:
     """Keeps the event log and the timeline, and measures peaks between their points.
 
-    Peaks come from the allocator, which keeps one per device: every look at a device reads it and starts it anew. So a
-    look counts for all that goes on: the open node, and every interval. A pass looks at the devices that it computes
-    on, runs and nodes look at all.
+    Peaks come from the allocator, which keeps one per device: every look at a device reads and resets it. So a look
+    counts for the open node and for every open interval. A pass looks at the devices on which it computes, runs and
+    nodes look at all.
     """
 
     def __init__(self, devices: Sequence[Device], ledger: Ledger, bytes_moved: Callable[[], int]) -> None:
@@ -106,7 +106,7 @@ class EventLog:
                 self.look(name, always=always)
 
     def look(self, name: str, *, always: bool = False) -> int:
-        """Take a device's peak for all that is measured, and start it anew; returns what is allocated there now.
+        """Take a device's peak for all that is measured, and reset it; returns what is allocated there now.
 
         Reads the allocator's numbers once.
         """
@@ -129,7 +129,7 @@ class EventLog:
     def begin_interval(self, key: object, devices: Iterable[str]) -> dict[str, int]:
         """Measure what is needed on devices beside the weights from now on; returns what is allocated there now.
 
-        Whatever else is measured meanwhile is not disturbed.
+        Other measurements go on.
         """
         allocated = {name: self.look(name) for name in devices if name in self.devices}
         self.intervals[key] = Interval({name: had - self.weights_before[name] for name, had in allocated.items()})
@@ -145,13 +145,13 @@ class EventLog:
         return {name: max(0, interval.most[name] - begin) for name, begin in interval.begin.items()}
 
     def used_by_node(self, component: str) -> None:
-        """Credit the open node with what a component that it uses has on devices."""
+        """Count a component's bytes on devices for the open node, which uses it."""
         if self.node is not None:
             for name in self.devices:
                 self.node.weights[name] = max(self.node.weights[name], self.ledger.held(component, name))
 
     def needed_by_node(self, device: str, activation_bytes: int) -> None:
-        """Credit the open node with what a forward needed beside everything that was there."""
+        """Count for the open node what a forward needed of a device beside what was there."""
         if self.node is not None:
             self.node.activations[device] = max(self.node.activations[device], activation_bytes)
 

@@ -33,12 +33,12 @@ def refuse_unsuitable(
     lent: Collection[tuple[nn.Module, str]] = (),
     borrowers: Collection[Member] = (),
 ) -> None:
-    """Refuse weights that are on a device, have no memory, or are managed already, before anything is changed.
+    """Refuse weights that are on a device, have no memory, or are managed already; changes nothing.
 
     Args:
         sharers: the managed components, of every manager, that may have weights of the module.
         members: those of this manager.
-        lent: the places of weights that other components own and lend.
+        lent: the places of weights that other components own and lend to this one.
         borrowers: the members to which this one lends.
     """
     name = component.name
@@ -80,7 +80,7 @@ def find_managed(
 
 
 def refuse_odd(name: str, module: nn.Module) -> None:
-    """Refuse modules whose weights cannot be given to them from outside, or cannot be packed as they are.
+    """Refuse modules whose weights cannot be replaced from outside, or cannot be packed as they are.
 
     Raises:
         InvalidInput: a TorchScript module, or a weight that is lazy, sparse, nested, without memory,
@@ -111,8 +111,8 @@ def refuse_odd(name: str, module: nn.Module) -> None:
         for attribute, tensor in vars(part).items():
             if isinstance(tensor, torch.Tensor) and attribute not in computed and address_of(tensor) in addresses:
                 raise InvalidInput(
-                    f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shows the memory of one, "
-                    "which will move; make it one"
+                    f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shares the memory "
+                    "of one, which will move; make it a parameter"
                 )
 
 
@@ -127,7 +127,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def refuse_shared_split(module: nn.Module, component: Component, plan: ComponentPlan) -> None:
-    """Refuse to split a module over devices whose blocks share weights or buffers: a tensor has one device."""
+    """Refuse to split a module whose blocks share weights or buffers over devices: a tensor is on one device."""
     if len(plan.shares) == 1:
         return
     share_of = {component.blocks[number].name: share.device for share in plan.shares for number in share.blocks}

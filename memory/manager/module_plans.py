@@ -1,4 +1,4 @@
-"""Modules as components with a plan, in blocks as small as their devices ask for."""
+"""Plans for modules: describes them as components, in blocks as small as their devices need, and plans these."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Draft:
     plan: Plan
 
     def holds(self, described: Sequence[Component], machine: Machine, profile: OffloadProfile) -> bool:
-        """Whether the same would come of it again."""
+        """Whether planning again would give the same."""
         return self.described == tuple(described) and all(
             fresh_plan_holds(component, self.plan[component.name], machine, profile) for component in self.components
         )
@@ -59,10 +59,10 @@ def plan_modules(
     shared: Mapping[str, Shared] | None = None,
     draft: Draft | None = None,
 ) -> Draft:
-    """Return the components that modules are and their plan; moves nothing.
+    """Return modules as components, and their plan; moves nothing.
 
-    Where two blocks, or one, are too large for their device the blocks inside them are planned with; parts that their
-    class declares to be one piece are cut only where nothing else fits. Raises as `plan_components`.
+    Where a device cannot hold two blocks they are cut into the blocks inside them; parts that their class declares to
+    be one piece are cut only where nothing else fits. Raises as `plan_components`.
 
     Args:
         kinds: component kinds by name, where they are known; names suggest the others.
@@ -70,7 +70,7 @@ def plan_modules(
         patterns: what a block is, by component, as in `find_blocks`; those are not cut.
         in_file: the components whose weights rest in their file, whatever is on a device now.
         shared: what components share, by name.
-        draft: what came of it before, for the same placement, profile and precision; stays where it holds.
+        draft: an earlier result for the same placement, profile and precision; returned again where it holds.
     """
     largest_bytes: int | None = None
     cuts_whole = False
@@ -118,8 +118,8 @@ def plan_modules(
         except (DoesNotFit, InvalidInput) as error:
             if found is not None:
                 return found
-            # Cutting leaves some of a block over for the rest: the least that is needed may be that of a coarser cut.
-            # Without its traceback: that would keep this call, its callers and their modules alive in a cycle.
+            # A cut block leaves weights to the rest, which never streams: coarser blocks may need fewer bytes at least.
+            # Without its traceback, which would keep this call, its callers and their modules alive in a cycle.
             refusals.append((sum(map(least_alone, components)), error.with_traceback(None)))
             if components == coarser and cuts_whole:
                 raise take_least(refusals) from None  # from a call: a local name for it would make a cycle
@@ -151,7 +151,7 @@ def least_alone(component: Component) -> int:
 
 
 def is_tight(plan: Plan) -> bool:
-    """Whether there is room for no whole block beside the one that computes: copies would wait for computes."""
+    """Whether staging memory holds no whole block beside the one that computes: copies would wait for computes."""
     shares = [share for part in plan.components for share in part.shares]
     return any(share.prefetch_blocks == 0 and len(share.streamed) > 1 for share in shares)
 

@@ -1,11 +1,11 @@
 """What forwards need of a device beside the weights: seen in passes, learned from failures, by size of the input.
 
-[Note: needs] After a pass that came through its peak is known, and the next plan keeps that free. After one that ran
-out of memory only this is known: it needs more than was free. So the next plan keeps everything free beside the least
-form that can compute, and if any plan fits, that one does. Its peak then is the need. Where the peak is less than what
-had been free at the failure (the allocator's memory was in pieces, or another program held some of it for a moment), a
-little more than that is kept, less from run to run. What failed beside the least form does not fit: keeping more than
-can be had would only evict others in vain, until more can be had.
+[Note: needs] A completed pass shows its peak, and the next plan keeps that free. A pass that ran out of memory shows
+only that it needs more than was free. So the next plan keeps everything free beside the least form that can compute:
+if any plan fits, that one does, and its peak then is the need. Where this peak is less than what had been free at the
+failure (the allocator's memory was in pieces, or another program held some of it for a moment), a little more than that
+is kept free, and less from run to run. A pass that failed beside the least form does not fit: keeping more free than
+the device can give would only evict others in vain, until it can give more.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Key", "Need", "Needs", "digest_component", "digest_device"]
 
 
 DIGEST_LENGTH = 32
-# What is kept beyond a peak after a failure, as a part of it: no two forwards allocate quite alike.
+# After a failure a 16th more than the peak is kept free: no two forwards allocate quite alike.
 SLACK = 16
-# What a run that needed less takes off, as a part of the difference; of what was free at a failure, as a part of that.
+# A run that needed less takes a quarter of the difference off, and a 32nd of what was free at a failure.
 DECAY = 4
 FAILURE_DECAY = 32
-# Failures of what is futile until it is tried again.
+# After so many failures what was futile is tried again.
 PATIENCE = 4
 MAX_SIZES = 256
 
@@ -58,25 +58,25 @@ def is_within(size: Size, other: Size) -> bool:
 
 @dataclass(slots=True)
 class Need:
-    """What the forwards of one component at one size need of one device; bytes beside its weights."""
+    """What forwards of one component with inputs of one size need of one device, in bytes beside its weights."""
 
     seen_bytes: int = 0
-    """The peak of those that came through."""
+    """The peak of completed forwards."""
     failed_bytes: int = 0
-    """What was free when one ran out of memory; 0 where none did."""
+    """What was free when a forward ran out of memory; 0 where none did."""
     guard_bytes: int = 0
-    """What is kept free after a failure since one came through with it; 0 where none did since."""
+    """What is kept free since a forward completed after a failure; 0 where none did."""
     futile_bytes: int = 0
-    """What was free when one ran out of memory beside the least form."""
+    """What was free when a forward ran out of memory beside the least form."""
     used_s: int = 0
-    """When it was last met, in seconds since 1970."""
+    """When it was used last, in seconds since 1970."""
     run_bytes: int = 0
     """The peak in this run; not remembered."""
     patience: int = PATIENCE
 
     @property
     def is_open(self) -> bool:
-        """Whether one failed and none came through since."""
+        """Whether a forward failed and none completed since."""
         return bool(self.failed_bytes) and not self.guard_bytes
 
     def kept(self) -> KeptFree:
@@ -86,7 +86,7 @@ class Need:
         return KeptFree(num_bytes=max(self.seen_bytes, self.guard_bytes), why="an earlier run needed it")
 
     def fail(self, free_bytes: int, *, is_least: bool) -> None:
-        """One ran out of memory with so much free beside the weights, in their least form or not."""
+        """Note that a forward ran out of memory with so much free beside the weights, in their least form or not."""
         self.failed_bytes, self.guard_bytes = max(1, self.failed_bytes, free_bytes), 0
         self.used_s = int(time.time())
         if is_least:
@@ -97,7 +97,7 @@ class Need:
                 self.futile_bytes, self.patience = 0, PATIENCE
 
     def succeed(self, peak_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        """One came through; returns whether that tells anything new.
+        """Note that a forward completed; returns whether that is worth writing down.
 
         Args:
             free_bytes: returns what was free beside the weights; called only where it matters.
@@ -116,7 +116,7 @@ class Need:
         return is_news
 
     def decay(self) -> bool:
-        """A run is over; returns whether less is kept now."""
+        """End a run; returns whether less is kept free from now on."""
         peak, self.run_bytes = self.run_bytes, 0
         if not peak or self.is_open:
             return False
@@ -141,11 +141,11 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Needs:
-    """The needs of all components that were met, by key and size, and which of them are not written down yet."""
+    """The needs of all components by key and input size, and which of them are not written to the file yet."""
 
     known: dict[Key, dict[Size, Need]] = field(default_factory=dict)
     last: dict[Key, Size] = field(default_factory=dict)
-    """The size that was met last."""
+    """The input size that was used last."""
     changed: set[tuple[Key, Size]] = field(default_factory=set)
 
     def get(self, key: Key, size: Size) -> Need:
@@ -162,10 +162,10 @@ class Needs:
         return found
 
     def kept(self, key: Key, size: Size | None = None, *, fears: bool = True) -> KeptFree | None:
-        """Return what to keep free for a size, None where nothing tells; of an unknown one, for that met last.
+        """Return what to keep free for an input size, for the last one if None; None where nothing is known.
 
         Args:
-            fears: whether a failure that none came through since counts; else only what was seen.
+            fears: whether a failure without a completed forward since counts; else only completed ones do.
         """
         sizes = self.known.get(key)
         if not sizes:
@@ -185,7 +185,7 @@ class Needs:
         return KeptFree(num_bytes=most.num_bytes, why=why, is_known=False)
 
     def bounded(self, sizes: Mapping[Size, Need], size: Size, need: Need) -> KeptFree:
-        """Return what to keep after a failure: no more than what a larger input came through with."""
+        """Return what to keep free after a failure: no more than a larger input needed that completed."""
         larger = [
             other.kept()
             for at, other in sizes.items()
@@ -194,24 +194,24 @@ class Needs:
         return min([*larger, need.kept()], key=lambda kept: kept.num_bytes)
 
     def change(self, key: Key, size: Size) -> None:
-        """Note that the need at a size is to be written down."""
+        """Note that the need at a size is to be written to the file."""
         self.changed.add((key, size))
 
     def decay(self, keys: Iterable[Key]) -> None:
-        """A run is over in which these computed."""
+        """End a run in which these components computed."""
         for key in keys:
             for size, need in self.known.get(key, {}).items():
                 if need.decay():
                     self.change(key, size)
 
     def take_changed(self) -> list[tuple[Key, Size, Need]]:
-        """Return what is to be written down, once."""
+        """Return what is to be written to the file, and count it as written."""
         changed = set(self.changed)
         self.changed -= changed  # another thread may add some meanwhile
         return [(key, size, replace(need)) for key, size, need in self.entries(changed)]
 
     def restore(self, entries: Iterable[tuple[Key, Size, Need]]) -> None:
-        """Take over what was written down earlier."""
+        """Take over what was read from the file."""
         for key, size, need in entries:
             self.known.setdefault(key, {})[size] = need
 

@@ -1,13 +1,13 @@
-"""The learned needs in one SQLite file, which all processes of a user share.
+"""The file of learned needs: one SQLite database, which all processes of a user share.
 
-It holds digests, sizes and byte counts: no name, path or prompt. An unusable file costs what was learned and nothing
-else: a damaged one in our own folder is replaced; one that is locked, read-only or on a full disk is left unchanged. A
-file that the user names may belong to another program: it is changed only if it is ours, and never removed.
+It holds digests, sizes and byte counts: no name, path or prompt. If it cannot be used, only what was learned is lost: a
+damaged file in our own folder is replaced; one that is locked, read-only or on a full disk is left unchanged. A file
+that the user names may belong to another program: it is changed only if it is ours, and never removed.
 
 [Note: version] A need holds for the code that computed: torch, diffusers, transformers, this engine, which attention
 kernels torch may choose, and what a host adds (its own version and attention). Rows of another version are ignored.
 What a program sets for one model, such as diffusers' attention backends or tiles, is not part of the version: if a
-forward needs more because of that, one run fails and the next has room; if it needs less, what is kept free decays.
+forward needs more because of that, one run fails and the next fits; if it needs less, what is kept free decays.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .needs import Key, Need
 __all__ = ["NeedsFile", "cache_path"]
 
 FILE_NAME = "needs.sqlite3"
-# Another table for another form of the same numbers, or another meaning.
+# The table gets another name when its columns or their meaning change.
 TABLE = "needs_2"
 FORMER_TABLES = ("needs_1",)
 TABLES_OF_OURS = re.compile(r"needs_\d+")
-# How long another process that writes is waited for.
+# How long to wait for another process that writes.
 BUSY_S = 0.1
 MAX_FILE_BYTES = 16 << 20
 MAX_ROWS = 5000
@@ -49,7 +49,7 @@ LARGEST_BYTES = 1 << 50
 MAGIC, NO_LOG = b"SQLite format 3\0", b"\1\1"
 DIGEST = re.compile(r"[0-9a-f]{32}")
 SIZE = re.compile(r"-?\d{1,4}(?:\.-?\d{1,4}){0,70}")
-# Of what SQLite calls operational errors, those that say nothing against the file.
+# Those of SQLite's operational errors that do not mean a damaged file.
 PASSING = re.compile(r"locked|busy|read.?only|full|unable to open|disk I/O|interrupted|not authorized", re.IGNORECASE)
 SCHEMA = f"""CREATE TABLE IF NOT EXISTS {TABLE} (
     component TEXT NOT NULL, device TEXT NOT NULL, size TEXT NOT NULL, version TEXT NOT NULL,
@@ -58,7 +58,7 @@ SCHEMA = f"""CREATE TABLE IF NOT EXISTS {TABLE} (
 
 
 class Damaged(Exception):
-    """The file is no database, or none of ours."""
+    """The file is not a database, or not one of ours."""
 
 
 def cache_path() -> Path | None:
@@ -151,7 +151,7 @@ class NeedsFile:
         return [entry for row in rows if (entry := read_row(row)) is not None]
 
     def write(self, entries: Iterable[tuple[Key, Size, Need]]) -> bool:
-        """Write needs down in one step, in place of what was there of the same; returns whether that was done."""
+        """Write needs in one step, replacing earlier ones of the same key; returns whether that succeeded."""
         rows = [
             (*key, size_text(size), self.version, *(min(LARGEST_BYTES, number) for number in numbers_of(need)))
             for key, size, need in entries
@@ -180,7 +180,7 @@ class NeedsFile:
         return False
 
     def reset(self) -> int:
-        """Forget all that is written there; returns how many needs those were.
+        """Delete all learned needs; returns how many there were.
 
         Raises:
             InvalidInput: the file cannot be changed, or the user named a file that is not ours.
@@ -228,11 +228,11 @@ class NeedsFile:
                 database.close()
 
     def refuse_unsafe(self, *, creates: bool) -> None:
-        """Refuse what is not a plain file of a sensible size; a link may lead to a file of another program.
+        """Refuse anything but a plain file of a sensible size; a link may lead to a file of another program.
 
         Raises:
             Damaged: too large to be ours, or named by the user and not a database that we could have made.
-            OSError: a link, a folder, or none where it is not to be made.
+            OSError: a link, a folder, or no file where none is to be created.
         """
         flags = os.O_RDWR | os.O_CREAT if creates else os.O_RDONLY
         opened = os.open(self.path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
@@ -267,7 +267,7 @@ def size_text(size: Size) -> str:
 
 
 def read_row(row: tuple[object, ...]) -> tuple[Key, Size, Need] | None:
-    """Return what a row says; None for one that we would not have written."""
+    """Return the need in a row; None for a row that this program does not write."""
     component, device, size, *numbers = row
     if not all(isinstance(text, str) for text in (component, device, size)):
         return None

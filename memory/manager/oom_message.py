@@ -1,4 +1,4 @@
-"""What an out-of-memory error says: which device, how many bytes were asked for, how many the driver had left."""
+"""Out-of-memory errors as numbers: which device, the bytes asked for, the bytes that the driver had left."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ FREE = (
     re.compile(rf"Free \(according to CUDA\)\s*:\s*{AMOUNT}"),
     re.compile(r"bytes: (\d{1,18})() free of"),
 )
-# What torch's allocator held then: live tensors, and what it cached.
+# What torch's allocator held at that time: live tensors, and its cache.
 HELD = re.compile(rf"Of the allocated memory {AMOUNT} is allocated by PyTorch, and {AMOUNT} is reserved")
 SIMULATED_HELD = re.compile(r", (\d{1,18}) in use")
 DEVICE = re.compile(r"GPU (\d{1,3}) has|on device (\d{1,3})|^\w+:(\d{1,3}) out of memory")
-# Those of host memory, and of libraries that tell no numbers.
+# Errors about host memory, and errors of libraries, which have no numbers.
 HOST = re.compile(r"pinned memory|cudaHostAlloc|host memory|CPUAllocator", re.IGNORECASE)
 LIBRARIES = re.compile(r"CUDA error: out of memory|HIP error: out of memory|CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED")
 MAX_CAUSES = 8
@@ -32,7 +32,7 @@ MAX_CAUSES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortage:
-    """One allocation that failed; None for what its error does not say."""
+    """One allocation that failed; a field is None where the error does not say it."""
 
     error: BaseException
     device_index: int | None
@@ -44,7 +44,7 @@ class Shortage:
 
 
 def read_shortage(error: BaseException | None) -> Shortage | None:
-    """Return what an exception, or one that it was raised from, says of a device's memory; None for any other."""
+    """Return the shortage that an exception, or its cause, reports of a device; None for all other exceptions."""
     for _ in range(MAX_CAUSES):
         if error is None:
             return None
@@ -87,9 +87,9 @@ def read_amount(pattern: re.Pattern[str], text: str) -> int | None:
 
 
 def add_line(error: BaseException, line: str) -> None:
-    """Add a line to the text that ``str`` returns of an exception on its way to the user.
+    """Add a line to the message of an exception on its way to the user.
 
-    Not a note: Python 3.10 has none, and a page that shows the message shows no notes.
+    Not a note: Python 3.10 has none, and a page that shows messages shows no notes.
     """
     if error.args and isinstance(error.args[0], str) and line not in error.args[0]:
         error.args = (f"{error.args[0]}\n{line}", *error.args[1:])

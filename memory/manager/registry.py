@@ -28,7 +28,7 @@ __all__ = ["Registry"]
 
 
 class Registry:
-    """Adds members and takes them out again. The caller holds the manager's lock."""
+    """Adds, replaces and removes members. The caller holds the manager's lock."""
 
     def __init__(self, capacity: LiveCapacity, leases: Leases) -> None:
         self.capacity = capacity
@@ -181,10 +181,10 @@ class Registry:
         profile: OffloadProfile,
         precision: Precision | None,
     ) -> Plan:
-        """Give components another profile, placement or precision, where they are; on failure they have the old ones.
+        """Give components another profile, placement or precision in place; on failure they keep the old ones.
 
-        They leave their devices and come back as they are used. Blocks whose precision and tier stay are not packed
-        anew. What rested in eight bits and is to no more was rounded: the bits that it lost stay lost.
+        They leave their devices and are loaded again when they are used. Blocks whose precision and tier stay are not
+        packed again. Weights that rested in eight bits were rounded: another precision does not restore them.
         """
         self.refuse_unready(members)
         members = sorted(members, key=lambda member: member.rank)
@@ -359,5 +359,5 @@ def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str,
 
 
 def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> tuple[object, ...]:
-    """Return what was chosen for a component, to compare it with the choices of another call."""
+    """Return the choices for a component, to compare them with those of another call."""
     return item.devices, item.tier, profile, precision

@@ -1,4 +1,4 @@
-"""The report: what the books say, in one versioned form for the command line, the web page and the tests."""
+"""The report: its versioned schema, for the command line, the web page and the tests."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One point of the timeline: who has what on a device, and the most that was allocated since the last point.
+    """One point of the timeline: each component's bytes on a device, and the peak since the last point.
 
-    There is one whenever that changes, and whenever more was allocated than the last one says.
+    There is a point whenever components' bytes change, and whenever more was allocated than the last point says.
     """
 
     t_s: float
     device: str
     component_bytes: dict[str, int]
-    """Neighbours that have the same share one."""
+    """Neighbouring points without a change share one dict."""
     allocated_bytes: int
     peak_bytes: int
 
@@ -76,10 +76,10 @@ class DeviceReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComponentReport:
-    """A component now; ``in_effect``: what is on its devices is what its plan says. The node loaded it.
+    """A component now; ``node_id`` is the node that loaded it.
 
-    ``num_compiles``: how many graphs its blocks were compiled into, and ``uncompiled_blocks``: how many of them run as
-    they are all the same, by the reason; None where they are not compiled.
+    ``in_effect``: its devices hold what its plan says. ``num_compiles``: into how many graphs its blocks were compiled;
+    ``uncompiled_blocks``: how many blocks run uncompiled nevertheless, by the reason; None where it is not compiled.
     """
 
     id: str
@@ -102,8 +102,8 @@ class ComponentReport:
 class NodeReport:
     """One execution of a node.
 
-    ``weights_bytes`` is the most that a component it used had on a device, ``activation_bytes`` the most that a
-    forward of one needed beside what was there already, and ``peak_bytes`` the most that was allocated by anyone.
+    ``weights_bytes`` is the most that a component which it used had on a device, ``activation_bytes`` the most that a
+    forward of one needed beside what was there, and ``peak_bytes`` the most that was allocated in all.
     ``tiers`` says where the components that this node loaded are now.
     """
 
@@ -144,7 +144,7 @@ class Report:
     version: int = field(default=REPORT_VERSION)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as dicts and lists; with those of the rows, which nothing else has."""
+        """Return the report as new dicts and lists."""
         return {
             "devices": [asdict(device) for device in self.devices],
             "components": list(map(fields_of, self.components)),
@@ -157,7 +157,7 @@ class Report:
 
 
 def fields_of(row: ComponentReport | RunReport | Event | Sample) -> dict[str, Any]:
-    """Return a row's fields as they are; `asdict` copies each value, which takes ten times as long."""
+    """Return a row's fields without copies; `asdict` copies each value, which takes ten times as long."""
     return {name: getattr(row, name) for name in row.__slots__}
 
 
@@ -195,7 +195,7 @@ def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: i
 
 
 class ComponentState:
-    """What of a component may change, as it is now: cheap to take while the manager is locked."""
+    """The changing state of a component, as it is now: cheap to copy while the manager is locked."""
 
     __slots__ = (
         "bytes_moved",

@@ -1,5 +1,4 @@
-"""Who had how much of each device over time. Of each point only what changed is kept, and only of points that tell
-something new."""
+"""The timeline: each component's bytes on each device over time, kept as changes."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ NO_CHANGES: Mapping[str, int] = {}
 
 
 class Timeline:
-    """The last so many points of all devices.
+    """The last points of all devices, up to a number.
 
-    A point is left out where the components have what they had at the last one, and no more was allocated since than
-    that one says; the next one has its peak.
+    A point is left out where components have as many bytes as at the last one, and no more was allocated since than
+    that point says; the next point takes over its peak.
     """
 
     def __init__(self, max_points: int) -> None:
         self.max_points = max_points
         self.points: deque[Point] = deque()
         self.before: dict[str, dict[str, int]] = {}
-        """What components had on each device before the first of the points."""
+        """The components' bytes on each device before the first point that is kept."""
         self.now: dict[str, Mapping[str, int]] = {}
-        """What they had at the last one."""
+        """Their bytes at the last point."""
         self.last_peaks: dict[str, int] = {}
         self.left_out_peaks: dict[str, int] = {}
         """The most that was allocated on a device since its last point, where later ones were left out."""
@@ -55,10 +54,10 @@ class Timeline:
         *,
         always: bool = False,
     ) -> None:
-        """Enter a point if it tells something new, or ``always``.
+        """Enter a point if anything changed, or ``always``.
 
         Args:
-            component_bytes: not changed by anyone from now on; the same object as before costs nothing.
+            component_bytes: must not change from now on; the same object as before costs nothing.
             peak_bytes: the most that was allocated since this was called last.
         """
         peak_bytes = max(peak_bytes, self.left_out_peaks.pop(device, 0))

@@ -21,7 +21,8 @@ __all__, __getattr__ = lazy_names(
             "parse_placement",
         ],
         "budget": ["BudgetItem", "exact_size"],
-        "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "build_profile", "covers", "parse_profile"],
+        "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "covers", "parse_profile"],
+        "profile_arguments": ["build_profile"],
         "precision": ["BY_PROFILE", "PRECISION_NAMES", "Precision", "parse_precision"],
     },
 )

@@ -1,4 +1,4 @@
-"""How many bytes of a device the weights may take, or have to leave.
+"""Budgets: how many bytes of a device the weights may take, or have to leave free.
 
 budget = bitem { "," bitem }
 bitem  = [ ( device | component | "*" ) "=" ] size
@@ -31,7 +31,7 @@ __all__ = [
     "read_target",
 ]
 
-# What each number of an item may be: of which types, in which range, and how that is said.
+# The types and the range of each number of an item, and both in words.
 NUMBERS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "limit_bytes": ((int,), lambda number: 0 <= number <= LARGEST_SIZE, "a whole number from 0 to 2**63 - 1"),
     "share": ((int, float), lambda number: 0 < number <= 1, "more than 0 to 1"),
@@ -45,8 +45,8 @@ SIZE = re.compile(r"(-?)\s*(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)", re.ASCII)
 class BudgetItem:
     """A limit for a device, a component or everything (``*``); at most one of the four numbers is set.
 
-    A component's limit, and that of ``*``, is for each component by itself. A device's is for the weights of all that
-    were managed together: idle ones leave it to the one that computes. Where both are set the smaller counts.
+    A component's limit, and that of ``*``, is for each component by itself. A device's limit is for all components
+    that were managed together: idle ones leave it to the one that computes. Where both are set the smaller one counts.
 
     ``limit_bytes`` caps the device bytes of the weights, ``share`` does so as a part of the device's total.
     ``leave_bytes`` and ``leave_share`` keep that much of the device free. All None means unlimited.
@@ -58,7 +58,7 @@ class BudgetItem:
     leave_bytes: int | None = None
     leave_share: float | None = None
     from_profile: bool = False
-    """A profile brought it, not the user: it rises to what a component needs at least."""
+    """It comes from a profile, not from the user: it is raised to the least that a component needs."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not self.target:
@@ -72,9 +72,9 @@ class BudgetItem:
                 raise InvalidInput(f"budget of {self.target!r}: {name} {quoted(number)}, allowed is {allowed}")
 
     def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
-        """Return the most bytes that weights may take on a device with these bytes in all and to have.
+        """Return the most bytes that weights may take of a device with so many total and available bytes.
 
-        What is kept free anyway counts towards what is to be left.
+        What the watermark keeps free counts towards what the budget leaves free.
         """
         most = self.most(total_bytes)
         if most is not None:
@@ -82,7 +82,7 @@ class BudgetItem:
         return max(0, available_bytes - max(0, self.left_free(total_bytes) - kept_free_bytes))
 
     def most(self, total_bytes: int) -> int | None:
-        """Return the cap on the weights' bytes, of a device with so many; None where the item sets none."""
+        """Return the cap on the weights' bytes, for a device of this size; None where the item sets none."""
         if self.share is not None:
             return int(total_bytes * self.share)
         return self.limit_bytes
@@ -131,7 +131,7 @@ def parse_budget_item(
 ) -> BudgetItem:
     """Consume ``6GiB``, ``gpu:0=80%`` or ``vae=unlimited``. Raises `InvalidInput` with the column.
 
-    ``others`` are words that are allowed there too, for the complaint.
+    ``others`` are further words that the error lists as allowed.
     """
     target = "*"
     begin = scanner.position
@@ -195,7 +195,7 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
 
 
 def add_item(scanner: Scanner, at: int, items: list[BudgetItem], item: BudgetItem, what: str) -> None:
-    """Append an item; two of one target are refused."""
+    """Append an item; refuse a second one of the same target."""
     if any(item.target == other.target for other in items):
         scanner.fail(f"{item.target!r} has two {what}", at=at)
     items.append(item)
@@ -207,7 +207,7 @@ def add_item(scanner: Scanner, at: int, items: list[BudgetItem], item: BudgetIte
 def read_mmgp_budgets(
     budgets: Any, *, devices: Collection[str], components: Sequence[str] = (), what: str = "budgets"
 ) -> tuple[BudgetItem, ...]:
-    """Return budgets that Python code wrote in mmgp's form, which this project takes in Python only.
+    """Return budgets that Python code gives in mmgp's form, which this project accepts in Python only.
 
     A number is in MB of 2**20 bytes, 0 is unlimited, ``"30%"`` is a part of the device's total; a dict has one of
     these per component, ``"*"`` for all others. A text may be anything that the budget grammar knows.
@@ -261,7 +261,7 @@ def read_mmgp_size(value: Any, target: str, what: str) -> BudgetItem:
 
 
 def as_left_free(item: BudgetItem) -> BudgetItem:
-    """Return the item's amount as one to leave free."""
+    """Return an item that leaves the same amount free."""
     return replace(
         item,
         limit_bytes=None,

@@ -7,7 +7,7 @@
     tier       = "device" | "pinned" | "host" | "disk" | device
     ratio      = number [ "%" ]       the device's share of the blocks' bytes; the others divide what is left
 
-One parser, everywhere. Every error names the column, the value and what is allowed; nothing is guessed.
+Every program reads placements with this parser. Each error names the column, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRatio:
-    """A device and the share of the blocks' bytes asked for it; None shares what the others leave."""
+    """A device and its share of the blocks' bytes; devices without a ratio divide what the others leave."""
 
     device: str
     ratio: float | None = None
@@ -70,7 +70,7 @@ class PlacementItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """All items of one placement text; `item_for` answers for a component."""
+    """All items of one placement text; `item_for` finds that of a component."""
 
     items: tuple[PlacementItem, ...]
 
@@ -91,7 +91,7 @@ AUTO_PLACEMENT = Placement(items=(PlacementItem(component="*"),))
 
 
 class Scanner:
-    """Reads one line of text from left to right and knows the column for every complaint (from 1)."""
+    """Reads one line of text from left to right and knows the column of each error, from 1."""
 
     def __init__(self, text: str, *, what: str) -> None:
         if not isinstance(text, str):
@@ -129,7 +129,7 @@ class Scanner:
         return match
 
     def items(self, *others: str) -> Iterator[int]:
-        """Yield where each item of a list with commas begins; who gets it consumes the item. ``others`` may follow one.
+        """Yield where each item of a list with commas begins; the caller consumes it. ``others`` may follow an item.
 
         Raises:
             InvalidInput: an item is followed by something else.
@@ -144,7 +144,7 @@ class Scanner:
                 self.fail(f"{self.text[self.position]!r} is unexpected; allowed: {allowed} or the end")
 
     def fail(self, problem: str, *, at: int | None = None) -> NoReturn:
-        """Raise the one line that says what is wrong, where."""
+        """Raise the one line that says what is wrong and at which column."""
         column = (self.position if at is None else at) + 1
         raise InvalidInput(f"{self.what} {self.text!r}, column {column}: {problem}")
 
@@ -186,7 +186,7 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
 def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int, *, others: Sequence[str] = ()) -> str:
     """Return the component name or kind that a word means: exact, alias, or an unambiguous prefix.
 
-    ``others`` are words that are allowed there too, for the complaint.
+    ``others`` are further words that the error lists as allowed.
     """
     if word == "*" or word in components:
         return word
@@ -222,7 +222,7 @@ def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[SplitRatio,
         if "cpu" in {share.device for share in shares}:
             scanner.fail("'cpu' cannot share a split with another device; use a tier such as ':host'", at=begin)
     if sum(share.ratio or 0.0 for share in shares) >= 1.0:
-        scanner.fail("the ratios of a split must leave something for its first device: their sum must be below 1")
+        scanner.fail("the ratios of a split must leave a part for its first device: their sum must be below 1")
     return tuple(shares)
 
 

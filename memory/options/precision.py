@@ -8,12 +8,12 @@ from ..errors import InvalidInput, allowed_values, require
 
 __all__ = ["BY_PROFILE", "PRECISION_NAMES", "Precision", "parse_precision"]
 
-# The word for no precision of one's own.
+# The word that leaves the choice to the profile.
 BY_PROFILE = "by profile"
 
 
 class Precision(enum.Enum):
-    """In which form the weights rest; they always compute in the form in which they were stored."""
+    """The form in which weights rest; they always compute in the dtype in which they were stored."""
 
     AS_STORED = "as stored"
     """Nothing is cast."""
@@ -25,7 +25,7 @@ PRECISION_NAMES = (*(precision.value for precision in Precision), BY_PROFILE)
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """Return the precision that a text names; None, for `BY_PROFILE` and for no text, is what the profile says.
+    """Return the precision that a text names; None, for `BY_PROFILE` and for no text, leaves it to the profile.
 
     Raises:
         InvalidInput: an unknown precision; lists the known ones.

@@ -1,4 +1,4 @@
-"""What the user chose: a frozen profile that says how much memory of which sort the weights may take.
+"""Offload profiles: how much memory of each kind the weights may take, and how they rest.
 
 profile = [ base ] { "," item }                  a base alone, items alone ("auto" is then the base), or both
 base    = "auto" | "1" to "5" | a profile's name, such as "LowRAM_LowVRAM"
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import InvalidInput, allowed_values, quoted, require
+from ..errors import InvalidInput, allowed_values, quoted
 from ..units import GIB, MIB
 from .budget import (
     BudgetItem,
@@ -26,8 +26,6 @@ from .budget import (
     parse_budget_item,
     parse_size,
     parse_target,
-    read_mmgp_budgets,
-    read_target,
 )
 from .placement import AUTO, WORD, Scanner, resolve_kind
 
@@ -37,7 +35,6 @@ __all__ = [
     "TITLES",
     "BudgetItem",
     "OffloadProfile",
-    "build_profile",
     "parse_profile",
 ]
 
@@ -48,9 +45,9 @@ TITLES = {
     "4": "LowRAM_LowVRAM",
     "5": "VerylowRAM_LowVRAM",
 }
-# The RAM and VRAM in GiB that mmgp made each of them for; they work on any machine.
+# The GiB of RAM and VRAM for which mmgp made each of them; they work on any machine.
 MADE_FOR = {"1": (48, 24), "2": (48, 12), "3": (32, 24), "4": (32, 12), "5": (24, 10)}
-EVERYTHING = ("*",)
+ALL_COMPONENTS = ("*",)
 # Among the text encoders, those that are language models (T5, Llama and their like); CLIP is not one.
 LANGUAGE = "language"
 LARGEST_PREFETCH = 4
@@ -71,16 +68,16 @@ class OffloadProfile:
 
     name: str = AUTO
     budgets: tuple[BudgetItem, ...] = ()
-    pinned: tuple[str, ...] = EVERYTHING
+    pinned: tuple[str, ...] = ALL_COMPONENTS
     """Whose weights are page-locked, as far as the machine allows."""
     prefetch_blocks: int | None = None
-    """How many blocks are copied ahead of the one that computes, 1 to 4; None is chosen by the schedule."""
+    """How many blocks are prefetched beside the one that computes, 1 to 4; None: the planner chooses."""
     quantize: tuple[str, ...] = ()
-    """What rests in eight bits where the caller set no precision; may name ``language``."""
+    """The components that rest in eight bits where no precision was chosen; may name ``language``."""
     on_demand: tuple[str, ...] = ()
-    """What is not kept in RAM, where it has a file to be read from."""
+    """The components that are not kept in RAM, where a file has their weights."""
     reserve: tuple[BudgetItem, ...] = ()
-    """Bytes of a device that stay free whatever the budgets say; what is kept free anyway counts towards them."""
+    """Bytes of a device that stay free whatever the budgets say; what the watermark keeps free counts towards them."""
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -109,9 +106,9 @@ class OffloadProfile:
         return TITLES.get(self.name, self.name)
 
     def budgets_for(self, device: str, component: str, kind: str) -> tuple[BudgetItem, ...]:
-        """Return the budgets that all count: the component's (by name, else kind, else ``*``) and the device's.
+        """Return the budgets that count: the component's (by name, else kind, else ``*``) and the device's.
 
-        Those of the user, or where none of them is meant, those that the profile brought.
+        The user's budgets, or where none of them applies, the profile's own.
         """
         own = find_items([item for item in self.budgets if not item.from_profile], device, component, kind)
         return own or find_items([item for item in self.budgets if item.from_profile], device, component, kind)
@@ -121,12 +118,12 @@ class OffloadProfile:
         return most_left_free(find_items(self.reserve, device, component, kind), total_bytes)
 
     def left_free(self, device: str, component: str, kind: str, total_bytes: int) -> int:
-        """Return the bytes of a device that have to stay free beside a component, by the reserve or by a budget."""
+        """Return the bytes of a device that stay free beside a component, by the reserve or by a budget."""
         by_budget = most_left_free(self.budgets_for(device, component, kind), total_bytes)
         return max(by_budget, self.reserve_for(device, component, kind, total_bytes))
 
     def to_json(self) -> dict[str, Any]:
-        """Return every value, and what it was made for."""
+        """Return every value, and the RAM and VRAM that the profile was made for."""
         ram, vram = MADE_FOR.get(self.name, (None, None))
         return {
             "name": self.name,
@@ -143,7 +140,7 @@ class OffloadProfile:
         }
 
     def __str__(self) -> str:
-        """The profile as text that `parse_profile` takes: its name, and what differs from it."""
+        """The profile as text that `parse_profile` reads: its name, and what differs from it."""
         base = PROFILES[self.name]
         own = [item for item in self.budgets if not item.from_profile]
         brought = [item for item in self.budgets if item.from_profile]
@@ -188,7 +185,7 @@ def refuse_wrong_items(items: Any, field: str) -> None:
 
 
 def covers(names: Collection[str], component: str, *kinds: str) -> bool:
-    """Whether the names mean this component, itself or by one of its kinds."""
+    """Whether names cover this component, by its name or by one of its kinds."""
     return any(name in names for name in ("*", component, *kinds))
 
 
@@ -197,7 +194,7 @@ def names_text(names: Sequence[str]) -> str:
 
 
 def brought(**megabytes: int) -> tuple[BudgetItem, ...]:
-    """Return a profile's budgets; ``others`` stands for all that are not named."""
+    """Return a profile's own budgets; ``others`` stands for all components that are not named."""
     return tuple(
         BudgetItem(target="*" if target == "others" else target, limit_bytes=number * MIB, from_profile=True)
         for target, number in megabytes.items()
@@ -327,78 +324,7 @@ def parse_names(scanner: Scanner, components: Sequence[str], *, with_language: b
         if match is None:
             scanner.fail("a component is missing; allowed: all, none, or components joined by '&'", at=begin)
         if not names and match[0] in ("all", "none", "*"):
-            return () if match[0] == "none" else EVERYTHING
+            return () if match[0] == "none" else ALL_COMPONENTS
         is_plain = match[0] == LANGUAGE and with_language
         names.append(match[0] if is_plain else resolve_kind(scanner, match[0], components, begin))
     return tuple(dict.fromkeys(names))
-
-
-# -- from Python
-
-
-def build_profile(
-    profile: str | int | OffloadProfile,
-    *,
-    devices: Collection[str],
-    components: Sequence[str] = (),
-    **overrides: Any,
-) -> OffloadProfile:
-    """Return the profile that Python code names, with its fields replaced by those overrides that are not None.
-
-    Args:
-        profile: a text, the number of a profile, or a profile.
-        overrides: any field, which is replaced as a whole: of ``budgets`` none of the profile's own are left.
-            ``budgets`` and ``reserve`` in mmgp's form (`read_mmgp_budgets`); ``pinned``, ``quantize`` and
-            ``on_demand`` as a bool, a component or a sequence of them.
-
-    Raises:
-        InvalidInput: naming the value and what is allowed.
-    """
-    if isinstance(profile, OffloadProfile):
-        profile = resolve_names(profile, devices=devices, components=components)
-    else:
-        require(profile, (str, int), what="profile", allowed="a text, a number 1 to 5 or an OffloadProfile")
-        text = profile if isinstance(profile, str) else quoted(profile)
-        profile = parse_profile(text, devices=devices, components=components)
-    allowed = [field.name for field in fields(OffloadProfile) if field.name != "name"]
-    changes: dict[str, Any] = {}
-    for name, value in overrides.items():
-        if name not in allowed:
-            raise InvalidInput(f"profile field {name!r} is unknown; {allowed_values(name, allowed)}")
-        if value is None:
-            continue
-        if name in ("budgets", "reserve"):
-            value = read_mmgp_budgets(value, devices=devices, components=components, what=name)
-            if name == "reserve":
-                value = tuple(as_left_free(item) for item in value)
-        elif name in NAMES:
-            value = read_names(value, components, name)
-        changes[name] = value
-    return replace(profile, **changes)
-
-
-def resolve_names(profile: OffloadProfile, *, devices: Collection[str], components: Sequence[str]) -> OffloadProfile:
-    """Return a profile with its names spelled as here. Raises `InvalidInput` for one that nothing here has."""
-    named: dict[str, Any] = {field: read_names(getattr(profile, field), components, field) for field in NAMES}
-    for field in ("budgets", "reserve"):
-        named[field] = tuple(
-            replace(item, target=read_target(item.target, devices=devices, components=components, what=field))
-            for item in getattr(profile, field)
-        )
-    return replace(profile, **named)
-
-
-def read_names(value: Any, components: Sequence[str], what: str) -> tuple[str, ...]:
-    """Return the components that a bool, a name or a sequence of names means."""
-    if isinstance(value, bool):
-        return EVERYTHING if value else ()
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise InvalidInput(f"{what} {quoted(value)}: allowed is True, False, a component, or a list of them")
-    if not names:
-        return ()
-    scanner = Scanner("&".join(names), what=what)
-    parsed = parse_names(scanner, components, with_language=what == "quantize")
-    if not scanner.at_end:
-        scanner.fail(f"{scanner.text[scanner.position]!r} is unexpected; allowed: names of components")
-    return parsed

@@ -37,7 +37,7 @@ brought_home: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
 
 
 class ModuleCaches:
-    """What forwards leave in one component's module while it is attached.
+    """The caches and computed weights that forwards leave in one component's module while it is managed.
 
     Args:
         others: the parts of the module that another component owns.
@@ -47,18 +47,18 @@ class ModuleCaches:
         self.module = module
         self.parts = [part for part in module.modules() if part not in others]
         self.early = {id(tensor) for part in self.parts for *_, tensor in caches_of(part) if is_away(tensor)}
-        """Caches that were on a device before."""
+        """Caches that were on a device before the component was managed."""
         self.to_send = [place for part in self.parts for place in brought_home.pop(part, [])]
 
     def hook(self, owner: str) -> Iterator[RemovableHandle]:
-        """Free computed weights after the forward that they were computed for."""
+        """Free computed weights after the forward for which they were computed."""
         for part in self.parts:
             for name, weight in computed_weights(part):
                 hook = OwnHook.on(part, forget_computed, name, weight, owner=owner)
                 yield part.register_forward_hook(hook, always_call=True)
 
     def send_back(self, device: torch.device) -> None:
-        """Bring back to a device what an earlier release took from there; once."""
+        """Bring back to a device, once, the caches that an earlier release took from it."""
         places, self.to_send = self.to_send, []
         for holder, key, tensor in places:
             if holds(holder, key, tensor):
@@ -71,10 +71,10 @@ class ModuleCaches:
         others: Collection[nn.Module] = (),
         lent: Collection[tuple[nn.Module, str]] = (),
     ) -> None:
-        """Bring what is left on devices to plain host memory, and what lies in the slabs of weights that are gone.
+        """Bring caches on devices to plain host memory, and tensors in the slabs of weights that are gone.
 
         Args:
-            others, lent: the parts and places that another component owns: they stay as they are.
+            others, lent: the parts and places that another component owns, which stay as they are.
         """
         storages = {slab.untyped_storage()._cdata for slab in slabs}
 
@@ -112,7 +112,7 @@ def at_home(tensor: torch.Tensor) -> Any:
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, of torch's own class where the tensor is of one of ours."""
+    """Return a copy in host memory; of torch's own class where the tensor is of one of ours."""
     if isinstance(tensor, AbsentWeight):
         tensor = tensor.present()
     if isinstance(tensor, EncodedWeight):

@@ -82,12 +82,12 @@ def find_blocks(
 
 
 def has_skips(path: str) -> bool:
-    """Whether the model computes with the outputs of such a block beside handing them on, as UNets do."""
+    """Whether the model also uses the outputs of such a block elsewhere than in the next one, as UNets do."""
     return STAGES_WITH_SKIPS.search(path) is not None
 
 
 class Finder:
-    """One search for blocks; the arguments are those of `find_blocks`."""
+    """One search for blocks, with the arguments of `find_blocks`."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Finder:
         return None
 
     def cut(self, path: str, names: list[str]) -> Parts | None:
-        """Return the parts inside a block that is too large; None if it is not, is whole, or has none to speak of."""
+        """Return the parts inside a block that is too large; None if it is not, is one piece, or has too few parts."""
         block_bytes = self.bytes_of(names)
         if block_bytes <= self.largest_bytes or (path in self.whole and not self.cuts_whole):
             return None
@@ -153,7 +153,7 @@ class Finder:
     def without_chains(self, parts: Parts) -> Parts:
         """Return the parts without the layers of a ``Sequential``: ``to_out.0`` alone, or ``net.0.proj`` and ``net.2``.
 
-        They are single layers; what stands between those has no weights, so that numbers are missing.
+        These are single layers; modules between them have no weights, so that numbers are missing.
         """
         siblings: defaultdict[str, list[str]] = defaultdict(list)
         for path in parts:
@@ -183,7 +183,7 @@ class Finder:
     # -- choosing ([Note: stacks])
 
     def choose(self, parts: Parts, chained: Collection[str]) -> Parts:
-        """Return the parts that are blocks: large stacks, then what else it takes for a small rest, no chained ones."""
+        """Return the parts that are blocks: large stacks, then as many others as it takes for a small rest."""
         stacks: defaultdict[str, list[str]] = defaultdict(list)
         for path in parts:
             if path not in chained:
@@ -212,7 +212,7 @@ class Finder:
         return {path: names for path, names in found.items() if path in chosen} if len(chosen) > 1 else {}
 
     def is_worth_a_block(self, path: str, names: list[str]) -> bool:
-        """Whether a part that occurs once is large enough, and no embedder or output layer."""
+        """Whether a part that occurs once is large enough, and neither an embedder nor an output layer."""
         is_numbered = path.rpartition(".")[2].isdigit() or path in self.worded
         is_large = self.bytes_of(names) >= SMALLEST_PART_SHARE * self.total_bytes
         return is_large and (is_numbered or not self.is_layer(names))
@@ -269,7 +269,7 @@ def collect(names: Iterable[str], path_of: Callable[[str], str | None]) -> Parts
 
 
 def prefixes(path: str) -> list[str]:
-    """Return a path and all that it is in, the outermost first, without the root."""
+    """Return a path and all paths that contain it, the outermost first, without the root."""
     words = path.split(".") if path else []
     return [".".join(words[: index + 1]) for index in range(len(words))]
 
@@ -307,7 +307,7 @@ def matching_path(name: str, pattern: str, callable_at: Callable_at) -> str | No
 
 
 def stack_of(path: str) -> str:
-    """Return what stands before the first number of a block's path: ``input_blocks`` of ``input_blocks.4.0``."""
+    """Return the part of a block's path before its first number: ``input_blocks`` of ``input_blocks.4.0``."""
     parts = path.split(".")
     return ".".join(parts[: next((index for index, part in enumerate(parts) if part[-1].isdigit()), len(parts))])
 

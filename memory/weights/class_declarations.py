@@ -1,4 +1,4 @@
-"""What the classes of a module declare about its parts: which are one piece, and which need more than eight bits.
+"""Declarations of a module's classes: which parts are one piece, and which weights need more than eight bits.
 
 diffusers and transformers classes list the classes of their blocks (``_no_split_modules``, ``_repeated_blocks``) and,
 as regular expressions on paths, what loses too much in few bits. Models inside of others declare for themselves.
@@ -27,7 +27,7 @@ class WidePattern:
     reason: str
 
     def matches(self, name: str) -> bool:
-        """Whether it is found in the path of the weight or of anything that the weight is in."""
+        """Whether the expression is found in the path of the weight or of a module that contains it."""
         if self.outer and not name.startswith(f"{self.outer}."):
             return False
         words = name[len(self.outer) + 1 :].split(".") if self.outer else name.split(".")
@@ -66,7 +66,7 @@ def wide_patterns(path: str, module: nn.Module) -> Iterator[WidePattern]:
 
 
 def words_of(module: nn.Module, attribute: str) -> list[str]:
-    """Return the texts that a class lists; what is no list of texts declares nothing."""
+    """Return the texts that a class lists; a value that is no list of texts declares nothing."""
     # Not from parametrized or wrapped modules' __getattr__: a declaration is an attribute of a class or an instance.
     value = vars(module).get(attribute, getattr(type(module), attribute, None))
     if not isinstance(value, Collection) or isinstance(value, str):

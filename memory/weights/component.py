@@ -1,4 +1,4 @@
-"""Components and their blocks in numbers; from a file's header, without reading its weights."""
+"""Components and their blocks in numbers, and how a file's header gives them without reading weights."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ BITS = DTYPE_BITS | {"C128": 128}
 class TensorSpec:
     """One weight in numbers.
 
-    ``castable``: it belongs to a layer whose weight may rest in fewer bits. ``kept_by``: which declaration keeps it out
-    of eight bits all the same. ``leaves``: the bytes of each plain tensor inside a quantized weight; dtype and shape
-    are then those of what it stands for.
+    ``castable``: it belongs to a layer whose weight may rest in fewer bits. ``kept_by``: the declaration that keeps it
+    out of eight bits nevertheless. ``leaves``: the bytes of each plain tensor inside a quantized weight; dtype and
+    shape are then those of the weight that it represents.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TensorSpec:
     kept_by: str = ""
     leaves: tuple[int, ...] = ()
     other_names: tuple[str, ...] = ()
-    """Those of a tied weight."""
+    """The other names of a tied weight."""
 
     @property
     def num_elements(self) -> int:
@@ -79,9 +79,9 @@ class Component:
     has_file: bool = False
     """Whether all weights can be read from files as they are."""
     shares: tuple[str, ...] = ()
-    """What other components own of its module, one line each for the plan."""
+    """How much of its module other components own, one line each for the plan."""
     from_header: bool = False
-    """Whether only a file is known of it, and nothing of what its class declares."""
+    """Whether only its file is known, and not what its class declares."""
 
     @property
     def weight_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Components by name, in whatever holds them: a module, a dict, a pipeline, an object of a user's own."""
+"""Discovers components by name: in a module, a dict, a list, a pipeline, or any other object."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CONTAINERS = (dict, list, tuple)
 def discover_components(target: Any) -> dict[str, nn.Module]:
     """Return the modules of a target by name.
 
-    Those are a module itself, called ``model``; a dict's or a list's; those of a pipeline's ``components``; or those in
-    the attributes of any other object, its slots included. Dicts, lists and pipelines are looked into wherever they
-    are, other objects are not. What lies in a list or a dict is called ``nets.0``, and so is what lies in a pipeline
-    where its own name is taken: ``pipe.vae``.
+    A target is a module, which is called ``model``; a dict or a list of modules; a pipeline with ``components``; or any
+    other object with modules in its attributes or slots. Dicts, lists and pipelines are searched at every depth, other
+    objects only at the top. A module in a list or a dict is called ``nets.0``; so is one in a pipeline where its own
+    name is taken: ``pipe.vae``.
 
-    A module under two names has the first of them, one outside of pipelines before one inside; one inside another that
-    is found goes with that one. Calls nothing but ``components``: what is behind a property is not seen.
+    A module with two names gets the first, one outside of pipelines before one inside; a module inside another one that
+    was found belongs to that one. Reads no property but ``components``.
 
     Raises:
         InvalidInput: the target holds no module, or two by one name.
@@ -71,7 +71,7 @@ def walk(parts: Mapping[Any, Any], path: str, seen: set[int]) -> Iterator[tuple[
 
 
 def parts_of(target: Any) -> Mapping[Any, Any]:
-    """Return what to look through, by name."""
+    """Return the parts to search, by name."""
     if isinstance(target, nn.Module | list | tuple):
         return {"model": target}
     if isinstance(target, dict):
@@ -93,7 +93,7 @@ def components_of(part: Any) -> dict[str, Any] | None:
 
 
 def attributes_of(target: Any) -> dict[str, Any]:
-    """Return what an object holds by itself, in its slots and, of modules, in its class."""
+    """Return an object's own attributes and slots, and the modules among its class attributes."""
     found = dict(getattr(target, "__dict__", {}))
     for kind in type(target).__mro__:
         for name, value in vars(kind).items():

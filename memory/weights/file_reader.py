@@ -1,4 +1,4 @@
-"""Weights from their file straight into memory that is there already: no copy in between, nothing read twice.
+"""Reads weights from their file straight into existing memory: no copy in between, nothing read twice.
 
 A mapping would be shorter. But its pages stay in RAM beside the slab they are copied to, they come in one by one as
 they are touched, and where the file was cut short the process dies. Here a read fills many tensors at once, wherever
@@ -24,7 +24,7 @@ from .safetensors_header import TORCH_NAMES, FileVersion, WeightsHeader
 
 __all__ = ["OpenFiles", "Target", "WeightsFile", "torch_dtype"]
 
-# Where in a file one read begins and the next ends. With two threads the fastest of 1 to 32 MiB where the system reads
+# Reads begin and end at multiples of this. With two threads the fastest of 1 to 32 MiB where the system reads
 # 8 MiB ahead (there more threads and longer reads run out of its window) and where it reads 128 KiB ahead.
 CHUNK_BYTES = 4 * MIB
 NUM_THREADS = 2
@@ -45,14 +45,14 @@ ChunkRead: TypeAlias = tuple[int, int]
 
 
 class OpenFiles:
-    """The files that are being read, and the threads that read them; all are there from their first use to the end."""
+    """The files that are being read, and the threads that read them: from their first use until `close`."""
 
     def __init__(self) -> None:
         self.files: dict[WeightsFile, FileIO] = {}
         self.pool: ThreadPoolExecutor | None = None
 
     def open(self, weights: WeightsFile) -> FileIO:
-        """Return a file as it was planned. Raises `InvalidInput` if it is another one by now."""
+        """Return the open file. Raises `InvalidInput` if it has changed since it was planned."""
         try:
             if weights not in self.files:
                 self.files[weights] = weights.open()
@@ -69,7 +69,7 @@ class OpenFiles:
     def read(
         self, read_chunk: Callable[[Chunk], ChunkRead], chunks: Sequence[Chunk]
     ) -> Generator[ChunkRead, None, None]:
-        """Yield what is returned for each chunk, in their order. Left early, it does not begin the reads to come."""
+        """Yield the result for each chunk, in their order. Closed early, it cancels the reads that have not begun."""
         if len(chunks) == 1:  # handing it to a thread takes longer than a short read
             yield read_chunk(chunks[0])
             return
@@ -106,7 +106,7 @@ class OpenFiles:
 
 
 class WeightsFile:
-    """A safetensors file as it was when its header was read: any other is refused. Holds no descriptor."""
+    """A safetensors file as it was when its header was read; a changed one is refused. Holds no descriptor."""
 
     def __init__(self, header: WeightsHeader) -> None:
         self.path = header.path
@@ -228,7 +228,7 @@ def cut_chunks(parts: Iterable[tuple[int, memoryview]]) -> list[Chunk]:
 
 
 def runs_of(chunks: Iterable[Chunk]) -> list[tuple[int, int]]:
-    """Return where the reads begin and end that follow each other without a gap."""
+    """Return the begin and end of each run of reads without a gap."""
     runs: list[tuple[int, int]] = []
     for begin, buffers in chunks:
         end = begin + sum(map(len, buffers))

@@ -1,4 +1,4 @@
-"""Storage forms in numbers: what a weight takes at rest, from which plans are made without torch."""
+"""Storage forms in numbers: how many bytes a weight takes at rest, for plans, which need no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE_DTYPES = frozenset({"F32", "F16", "BF16"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormNumbers:
-    """A storage form in numbers: one leaf of so many bits per element. A form of other leaves has a subclass.
+    """A storage form in numbers: one leaf of so many bits per element. A form with other leaves has a subclass.
 
     Args:
         name: that of the form in `known_forms`, which encodes and decodes.
@@ -42,5 +42,5 @@ NUMBERS = {Precision.FP8_SCALED: SCALED_FP8}
 """By the precision that a user names, the form in which weights of blocks rest."""
 
 Forms: TypeAlias = Mapping[str, FormNumbers]
-"""The forms of weights by their names; those of no other form rest as they came."""
+"""The encoded forms by weight name; all other weights rest as they came."""
 AS_THEY_CAME: Forms = MappingProxyType({})

@@ -12,5 +12,5 @@ FORMS: dict[str, type[EncodedForm]] = {form.numbers.name: form for form in (Scal
 
 
 def encoded_form(numbers: FormNumbers) -> type[EncodedForm]:
-    """Return what encodes and decodes the form that a plan knows in numbers."""
+    """Return the class that encodes and decodes a form that a plan has in numbers."""
     return FORMS[numbers.name]

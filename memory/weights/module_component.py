@@ -1,4 +1,4 @@
-"""A component's numbers read off a module, without moving it."""
+"""A component in numbers, read from a module without moving it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def component_from_module(
 ) -> Component:
     """Describe a module's parameters and buffers; weights tied across blocks count once, in the rest.
 
-    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. Borrowed tensors are left to their owner.
+    ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. Borrowed tensors are left out.
     """
     modules = dict(module.named_modules())
     declared = Declarations(module)
     specs, places = describe_parameters(module, modules, declared, shared)
     paths = dict(module.named_modules(remove_duplicate=False))
     kept_in_rest: set[str] = set()
-    while True:  # which weights are shared by two blocks shows only when the blocks are known, which are others then
+    while True:  # known blocks show which weights two of them share; without those the blocks may be others
         component = group_tensors(
             name,
             kind or guess_kind(name),
@@ -62,7 +62,7 @@ def component_from_module(
 def describe_parameters(
     module: nn.Module, modules: Mapping[str, nn.Module], declared: Declarations, shared: Shared
 ) -> tuple[list[TensorSpec], dict[str, tuple[frozenset[nn.Module], ...]]]:
-    """Return the parameters that are not borrowed, each once, and the places in borrowers of those that are lent."""
+    """Return the parameters that are not borrowed, each once; and where borrowers hold those that are lent."""
     names: dict[int, list[str]] = defaultdict(list)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for tensor_name, parameter in parameters.items():
@@ -118,7 +118,7 @@ def find_apart(
     paths: Mapping[str, nn.Module],
     places: Mapping[str, Sequence[frozenset[nn.Module]]],
 ) -> frozenset[str]:
-    """Return the weights of blocks that are used elsewhere too: one block may leave while another computes with them.
+    """Return the weights of blocks that are used elsewhere, too: a block may leave while another needs them.
 
     Args:
         paths: every module by each of its paths: a block that stands in two places is one block.
@@ -141,7 +141,7 @@ def find_apart(
 
 def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the bytes of each tensor inside a quantized weight; nothing for a plain one."""
-    if getattr(tensor, "rests_narrower", False):  # eight bits of ours, described as the plain weight
+    if getattr(tensor, "rests_narrower", False):  # our own eight bits count as the plain weight
         return ()
     leaves = leaves_of(tensor)
     return () if leaves[0] is tensor else tuple(leaf.numel() * leaf.element_size() for leaf in leaves)
@@ -164,9 +164,9 @@ def is_adapters(modules: Mapping[str, nn.Module], name: str) -> bool:
 
 
 def is_callable(module: nn.Module | None) -> bool:
-    """Whether calling the module may be what runs its weights: lists, dicts and bare modules have no forward to hook.
+    """Whether calling the module may run its weights: lists, dicts and plain ``nn.Module`` have no forward to hook.
 
-    Subclasses of ``Sequential`` are passed by, too: ComfyUI's UNet calls the children of its own from outside.
+    False for subclasses of ``Sequential``, too: ComfyUI's UNet calls the children of its own subclass from outside.
     """
     if isinstance(module, nn.Sequential) and type(module) is not nn.Sequential:
         return False

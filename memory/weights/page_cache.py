@@ -1,4 +1,4 @@
-"""Which pages of a file the system keeps in RAM because we read them, and giving back those alone.
+"""The system's page cache: which pages of a file are in it because we read them, and dropping only those.
 
 [Note: pages of others] Weights that are read for every pass would push all else out of the system's page cache, so what
 a read brought there is dropped behind it. But a file may be there because another program, or the user, keeps it warm.
@@ -35,7 +35,7 @@ STATES = bytes(THEIRS if answer & 1 else OURS for answer in range(256))
 
 
 class PageCache:
-    """What the system keeps of one file, as far as we have to know.
+    """The pages of one file in the system's cache, as far as they matter here.
 
     Args:
         data_begin: where the first tensor begins.
@@ -129,7 +129,7 @@ def resident_pages(file: FileIO, first: int, last: int) -> bytes:
 
 @cache
 def find_mincore() -> Any:
-    """Return the system's call; None where it says something else, or nothing, of files."""
+    """Return the system's call; None where there is none, or where it does not answer for files."""
     if sys.platform != "linux" or not hasattr(os, "posix_fadvise"):
         return None
     return getattr(ctypes.CDLL(None), "mincore", None)

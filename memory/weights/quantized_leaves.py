@@ -1,4 +1,4 @@
-"""Quantized weights as the plain tensors inside them.
+"""Quantized weights of other libraries as their leaves: the plain tensors inside them.
 
 A quantized weight is a wrapper around leaves: packed values, scales, zero points. The wrapper reports the size and
 the dtype of what it stands for, has no address, and may re-pack itself when it is moved. So no wrapper is ever
@@ -23,7 +23,7 @@ __all__ = ["Wrapper", "form_of", "leaves_of"]
 
 @dataclass(frozen=True, slots=True)
 class Wrapper(StorageForm):
-    """How a quantized weight is put together from its leaves; holds none of them."""
+    """How a quantized weight is assembled from its leaves; holds none of them."""
 
     kind: type
     inner: tuple[tuple[str, Wrapper | None], ...]

@@ -1,7 +1,7 @@
 """The headers of safetensors files, checked in full.
 
 The header is checked before any tensor is touched, because its numbers become the plan: a file that lies about its
-size would be half loaded before anyone noticed. Format: eight bytes little-endian header length, a JSON object, then
+size would fail only when half of it was loaded. Format: eight bytes little-endian header length, a JSON object, then
 the data (https://huggingface.co/docs/safetensors/index#format).
 """
 
@@ -83,7 +83,7 @@ class FileVersion:
         return cls(file_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
 
     def describe_change(self, now: FileVersion) -> str:
-        """Return in words what tells two versions apart."""
+        """Return in words how two versions differ."""
         if self.file_bytes != now.file_bytes:
             return f"was planned with {self.file_bytes} bytes, now has {now.file_bytes}"
         if self.inode != now.inode:
@@ -115,7 +115,7 @@ class WeightsHeader:
     tensors: tuple[TensorHeader, ...]
     metadata: dict[str, str]
     version: FileVersion
-    """Of the file that this is the header of; the path may name another one by now."""
+    """The version of the file that this header is from; the path may name another file by now."""
 
     @property
     def weight_bytes(self) -> int:
@@ -125,7 +125,7 @@ class WeightsHeader:
 def read_header(path: str | Path) -> WeightsHeader:
     """Read and check the header of a safetensors file; costs one small read, touches no tensor.
 
-    Of a file that was written just now, up to 10 ms are waited for its next change to show in its version.
+    Waits up to 10 ms for a file that was written just now, so that a later change shows in its version.
 
     Raises:
         InvalidInput: no such file, a pickle, or a header that is truncated, malformed, overlapping, has gaps,
@@ -189,9 +189,9 @@ def open_regular(path: Path, expected: str) -> BinaryIO:
 
 
 def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
-    """Return the object that a header is, each of whose names stands there once.
+    """Return the JSON object of a header; refuses names that stand there twice.
 
-    The cost is bounded by its length: nothing is made of a number that no tensor can have.
+    The cost is bounded by its length: numbers that no tensor can have are refused before they are converted.
     """
     if raw.count(b"[") + raw.count(b"{") + raw.count(b",") > MAX_HEADER_MARKS:
         raise InvalidInput(f"{path}: its header of {len(raw)} bytes is too involved for tensors; the file is damaged")
@@ -205,14 +205,14 @@ def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def parse_integer(digits: str) -> int:
-    """Return a number of JSON, if it has no more digits than a size may have: longer ones take quadratic time."""
+    """Return a number of JSON; refuses more digits than a size may have, which would take quadratic time."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits, at most {MAX_DIGITS} are allowed")
     return int(digits)
 
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON keeps the last of two equal names, and another reader the first: the plan would be of other tensors."""
+    """Refuse two equal names: some readers keep the first and some the last, so plan and tensors could differ."""
     content = dict(pairs)
     if len(content) != len(pairs):
         seen: set[str] = set()
@@ -222,7 +222,7 @@ def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def settled_version(descriptor: int) -> FileVersion:
-    """Return the version of an open file, once no later write can have the same time."""
+    """Return the version of an open file; waits until no later write can have the same time."""
     age_ns = time.time_ns() - FileVersion.of(descriptor).mtime_ns
     if 0 <= age_ns < CLOCK_TICK_NS:
         time.sleep((CLOCK_TICK_NS - age_ns) / 1e9)
@@ -284,7 +284,7 @@ def check_coverage(path: Path, tensors: list[TensorHeader], data_begin: int, fil
             )
         if tensor.begin > position:
             raise InvalidInput(
-                f"{path}: {tensor.begin - position} bytes before tensor {quoted(tensor.name)} belong to nothing"
+                f"{path}: {tensor.begin - position} bytes before tensor {quoted(tensor.name)} belong to no tensor"
             )
         position, previous = tensor.end, tensor.name
     if position > file_bytes:
@@ -292,4 +292,4 @@ def check_coverage(path: Path, tensors: list[TensorHeader], data_begin: int, fil
             f"{path}: truncated: header claims {position} bytes, the file has {file_bytes}; download it again"
         )
     if position < file_bytes:
-        raise InvalidInput(f"{path}: {file_bytes - position} bytes after the last tensor belong to nothing")
+        raise InvalidInput(f"{path}: {file_bytes - position} bytes after the last tensor belong to no tensor")

@@ -27,7 +27,7 @@ class Shared:
     borrowed: Mapping[int, str] = field(default_factory=dict)
     """The tensors that another component owns, with its name."""
     lent: Mapping[int, tuple[frozenset[nn.Module], ...]] = field(default_factory=dict)
-    """The tensors that others borrow: for each place in a borrower the modules that contain it."""
+    """The tensors that others borrow: for each place in a borrower, the modules that contain it."""
     samples: Mapping[str, str] = field(default_factory=dict)
     """By owner, the name of one borrowed weight, as an example for messages."""
     texts: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ def find_shared(modules: Mapping[str, nn.Module], same: Mapping[int, int] | None
     """Return what each of these components shares with the others; the first component that holds a weight owns it.
 
     Args:
-        same: for other tensors of a managed weight, such as its weight store, the id of the one that the module holds.
+        same: by the id of another tensor of a managed weight, such as its weight store, the id of what the module has.
     """
     same = same or {}
     owners: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""A component's weights in its files, found by the names that its module gives them."""
+"""The weights of a component in its files, found by the names that its module gives them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WeightsSource:
     """The safetensors files of one model, or the shards of one: reads weights from where they lie. Holds headers only.
 
     Args:
-        prefix: what the files' names have before those of the module.
+        prefix: what names in the files have before the module's names.
 
     Raises:
         InvalidInput: as `read_header`.
@@ -44,9 +44,9 @@ class WeightsSource:
         self.files.update({new: self.files[old] for old, new in names.items()})
 
     def alias_tied(self, component: Component) -> None:
-        """Find each tied weight by the name that its component gives it, whichever of its names the files have.
+        """Make each tied weight known by the name that its component gives it, whichever of its names the files have.
 
-        Who reads a component's weights, by those names, did this before.
+        To be called before weights are read by their component's names.
         """
         for spec in all_tensors(component):
             stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), spec.name)
@@ -83,7 +83,7 @@ class WeightsSource:
 
     @contextmanager
     def held(self) -> Iterator[OpenFiles]:
-        """Keep files, once they were read, and the threads that read them for all reads meanwhile."""
+        """Keep files and reading threads open for all reads within this context."""
         files = self.hold()
         try:
             yield files
@@ -91,7 +91,7 @@ class WeightsSource:
             self.let_go()
 
     def hold(self) -> OpenFiles:
-        """Begin what `held` does, until `let_go` is called as often. On Windows an open file cannot be replaced."""
+        """Do what `held` does, until `let_go` was called as often. On Windows an open file cannot be replaced."""
         if self.opened is None:
             self.opened = OpenFiles()
         self.num_holders += 1

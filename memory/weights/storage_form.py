@@ -1,4 +1,4 @@
-"""How a weight rests, and how what rests becomes what computes.
+"""Storage forms: how a weight rests, and how it is decoded to compute.
 
 A weight rests as leaves: plain tensors in the slab of its block. As stored it is its own only leaf, and computes as it
 is. A quantized weight is a wrapper around its leaves (`quantized_leaves.Wrapper`). A weight in an encoded form is
@@ -40,8 +40,8 @@ AS_STORED = StorageForm()
 class EncodedForm(StorageForm, ABC):
     """The form of one weight that is encoded, in another dtype or other tensors than those that compute.
 
-    Its numbers say what the leaves take. A form without state of its own has one instance for all
-    weights; one with a scale beside the leaves has one per weight, and another when the weight changes.
+    Its numbers say how many bytes the leaves take. A form without state of its own has one instance for all weights;
+    one with a scale has one instance per weight, and a new one when the weight changes.
     """
 
     __slots__ = ()
@@ -49,7 +49,7 @@ class EncodedForm(StorageForm, ABC):
 
     @property
     def factor(self) -> float | None:
-        """What the only leaf is to be multiplied by to have the weight; None where it takes more than that."""
+        """The factor by which the only leaf is multiplied to give the weight; None where decoding is not just that."""
         return None
 
     @classmethod
@@ -72,11 +72,11 @@ class EncodedForm(StorageForm, ABC):
 
     @abstractmethod
     def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight as it computes, by what defines it."""
+        """Return the weight as it computes: the definition of the form."""
 
     @abstractmethod
     def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-        """Write the weight, to the bit as `decode` gives it, over a tensor on the same device; no allocation."""
+        """Write the weight, bit-equal to `decode`, over a tensor on the same device; allocates nothing."""
 
     @classmethod
     def decode_all(

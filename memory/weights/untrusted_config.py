@@ -1,4 +1,4 @@
-"""Configs that came with a file: what in them would run or fetch code, and what of them reaches a class.
+"""Configs from files: refuses what would run or fetch code, and passes on only what a class declares.
 
 [Note: foreign configs] A config chooses sizes, never programs. The libraries read more than sizes from it: modules to
 import (``auto_map``), kernels to download (``attn_implementation``), checkpoints to unpickle (timm's arguments).
@@ -24,7 +24,7 @@ __all__ = ["check_config", "declared_items", "parse_config", "read_config_file",
 MAX_CONFIG_BYTES = 32 << 20
 MAX_CONFIG_DIGITS = 40
 
-# Whatever they hold, it names code that is not the library's own, or a model elsewhere whose config is not seen here.
+# Their values name code that is not the library's own, or a model elsewhere, whose config is not checked here.
 CODE_KEYS = (
     "auto_map",
     "custom_pipeline",
@@ -115,7 +115,7 @@ def check_quantization(config: Mapping[str, Any], where: str) -> None:
 
 
 def walk_items(value: Any) -> Iterator[tuple[str, Any]]:
-    """Give every key of every object in a config with its value, in no particular order."""
+    """Yield every key of every object in a config with its value, in no particular order."""
     left = [value]
     while left:
         inner = left.pop()

@@ -194,7 +194,7 @@ def load_model(place: Path, model_class: Any, dtype: str) -> Any:
     import torch
 
     from ...memory.errors import InvalidInput
-    from ...memory.model_loading import bounded_parameters
+    from ...memory.model_class import bounded_parameters
     from ...memory.weights.safetensors_header import read_header
 
     num_stored = sum(len(read_header(path).tensors) for path in place.glob("*.safetensors"))

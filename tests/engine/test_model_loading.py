@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from highwater.memory import InvalidInput, load_model, load_weights, manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.model_loading import bare_parameters
+from highwater.memory.model_class import parameters_on_meta
 
 TIGHT = "0.45MiB"
 TOKENS = torch.arange(1, 9).reshape(1, 8)
@@ -229,7 +229,7 @@ def test_a_parameter_that_was_tied_before_it_was_taken_stays_tied() -> None:
             module.weight = shared
         return modules
 
-    with bare_parameters():
+    with parameters_on_meta():
         first, second = build()
     assert first.weight is second.weight and first.weight.is_meta
 
@@ -545,7 +545,7 @@ def test_what_a_library_raises_for_its_config_is_one_line(tmp_path, make, change
 
 @pytest.mark.parametrize(("make", "name"), [(t5, "num_layers"), (flux, "num_single_layers")], ids=["t5", "flux"])
 def test_a_config_for_endless_layers_is_refused(tmp_path, monkeypatch, make, name: str) -> None:
-    monkeypatch.setattr("highwater.memory.model_loading.NUM_UNSTORED", 100)
+    monkeypatch.setattr("highwater.memory.model_class.NUM_UNSTORED", 100)
     model, config, _ = make()
     path = save(model, tmp_path / "m.safetensors")
     with pytest.raises(InvalidInput, match=r"more than \d+ weights, the files have \d+; they do not belong together"):

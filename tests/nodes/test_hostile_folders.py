@@ -444,7 +444,7 @@ def test_values_that_no_class_takes_are_one_line(hostile: Path, name: str, chang
 def test_a_config_for_endless_layers_is_refused(
     hostile: Path, name: str, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("highwater.memory.model_loading.NUM_UNSTORED", 100)
+    monkeypatch.setattr("highwater.memory.model_class.NUM_UNSTORED", 100)
     edit(hostile / name, **change)
     refuse(hostile, r"its config asks for a \w+ and more than \d+ weights, the files have", when="loaded")
 

@@ -14,7 +14,8 @@ from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.options.budget import BudgetItem, read_mmgp_budgets
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
-from highwater.memory.options.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, build_profile, parse_profile
+from highwater.memory.options.profile import LANGUAGE, PROFILES, TITLES, OffloadProfile, parse_profile
+from highwater.memory.options.profile_arguments import build_profile
 from highwater.memory.planner.plan import ComponentPlan, DeviceCapacity, Machine, Plan, plan_components
 from highwater.memory.units import GIB, MIB, format_bytes
 from highwater.memory.weights.component import Block, Component, TensorSpec

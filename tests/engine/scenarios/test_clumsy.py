@@ -17,7 +17,8 @@ from highwater.memory import Watermark
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import parse_precision
-from highwater.memory.options.profile import build_profile, parse_profile
+from highwater.memory.options.profile import parse_profile
+from highwater.memory.options.profile_arguments import build_profile
 from highwater.memory.units import parse_bytes
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]

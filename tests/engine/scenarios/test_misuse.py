@@ -411,7 +411,7 @@ def build_odd(kind: str, toys) -> torch.nn.Module:
         ("fake", "'table' is a FakeTensor without memory; allowed: a dense tensor"),
         ("mkldnn", "'table' is _mkldnn; allowed: dense, .to_dense()"),
         ("torch.ao", "'table' is torch.qint8, of torch.ao"),
-        ("flat", "flat, which is no parameter, shows the memory of one"),
+        ("flat", "flat, which is no parameter, shares the memory of one"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
