@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from itertools import permutations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..memory.options.placement import AUTO, AUTO_PLACEMENT
 
@@ -39,9 +40,7 @@ class Choices(list[str]):
     on every input that the function names. The host also copies options, by calling their class with the items.
     """
 
-    @staticmethod
-    def check(value: str) -> object:
-        raise NotImplementedError
+    check: ClassVar[Callable[[str], object]]
 
     def __contains__(self, value: object) -> bool:
         from ..memory.errors import InvalidInput
@@ -49,7 +48,7 @@ class Choices(list[str]):
         if not isinstance(value, str) or super().__contains__(value):
             return isinstance(value, str)
         try:
-            self.check(value)
+            type(self).check(value)
         except InvalidInput:
             return False
         return True

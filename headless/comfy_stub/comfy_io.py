@@ -6,6 +6,7 @@ reports for the same classes, so option names and their defaults follow it exact
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -221,22 +222,30 @@ class Schema:
         }
 
 
-class ComfyNode:
+class ComfyNode(ABC):
     """Base class of all nodes. ``validate_inputs`` and ``fingerprint_inputs`` exist where a node defines them."""
 
     hidden: ClassVar[HiddenHolder] = HiddenHolder()
 
     @classmethod
+    @abstractmethod
     def define_schema(cls) -> Schema:
-        raise NotImplementedError(f"{cls.__name__} defines no schema")
+        """Return what the node is called, takes and gives."""
 
     @classmethod
+    @abstractmethod
     def execute(cls, **inputs: Any) -> NodeOutput:
-        raise NotImplementedError(f"{cls.__name__} cannot be executed")
+        """Return the values of the outputs for those of the inputs."""
 
     @classmethod
     def GET_SCHEMA(cls) -> Schema:
-        """Return the schema with what the host adds: output nodes get the prompt and the PNG metadata."""
+        """Return the schema with what the host adds: output nodes get the prompt and the PNG metadata.
+
+        Raises:
+            TypeError: the class lacks what every node has, as in the host.
+        """
+        if lacking := sorted(cls.__abstractmethods__):
+            raise TypeError(f"{cls.__name__} has no {' and no '.join(lacking)}")
         schema = cls.define_schema()
         if schema.is_output_node:
             schema.hidden += [h for h in (Hidden.prompt, Hidden.extra_pnginfo) if h not in schema.hidden]

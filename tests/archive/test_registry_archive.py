@@ -159,6 +159,58 @@ def test_the_registrys_pictures_are_there_in_the_sizes_that_it_wants() -> None:
     assert width * 9 == height * 21
 
 
+# What a reader of the archive would look at twice, by the names that it goes by, and the one file that may use each.
+NEAR_A_FINDING = {
+    ("environ", "environb", "getenv", "putenv", "unsetenv"): "nodes/answers.py",
+    ("import_module", "runpy", "spec_from_file_location"): "memory/lazy_names.py",
+    ("ctypes", "cffi"): "memory/weights/page_cache.py",
+    ("sqlite3",): "memory/manager/needs_file.py",
+    ("platformdirs", "expanduser"): "memory/user_folders.py",
+    ("subprocess", "multiprocessing", "popen", "Popen", "fork", "startfile", "pty"): None,
+    ("socket", "ssl", "urllib", "httpx", "requests", "ftplib", "smtplib", "webbrowser", "ClientSession"): None,
+    ("eval(", "exec(", "compile(", "__import__(", "marshal", "pickle", "shelve", "base64"): None,
+}
+
+
+def names_in(text: str) -> set[str]:
+    """Return the modules, attributes and functions that a file uses; a builtin that is called ends with a bracket."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names} | set(
+                (node.module or "").split(".") if not node.level else ()
+            )
+        elif isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            names.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names.add(f"{node.func.id}(")
+    return names
+
+
+@pytest.mark.parametrize(("names", "place"), NEAR_A_FINDING.items(), ids=lambda value: str(value)[:20])
+def test_what_comes_near_a_finding_stands_in_one_place_that_is_documented(
+    names: tuple[str, ...], place: str | None
+) -> None:
+    """However it is imported: the scan reads lines, and may learn more of them."""
+    used = {
+        name
+        for name in archived_files()
+        if name.endswith(".py") and names_in((REPOSITORY / name).read_text(encoding="utf-8")) & set(names)
+    }
+    assert used == ({place} if place is not None else set())
+    assert place is None or f"`{place}`" in (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import os; os.environ", "from os import getenv", "import subprocess as s", "exec('1')", "psutil.x().environ()"],
+)
+def test_a_name_is_found_however_it_is_imported(line: str) -> None:
+    assert names_in(line) & {name for names in NEAR_A_FINDING for name in names}
+
+
 def find_client() -> str | None:
     return os.environ.get("COMFY_CLI") or shutil.which("comfy")
 

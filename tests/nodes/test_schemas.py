@@ -98,3 +98,15 @@ def test_listing_the_nodes_imports_no_torch(run_python: Callable[[str], None]) -
         "assert not {'torch', 'diffusers', 'transformers', 'PIL'} & set(sys.modules)\n"
     )
     run_python(script)
+
+
+def test_a_node_that_lacks_what_every_node_has_is_refused_when_it_is_listed() -> None:
+    from comfy_api.latest import io
+
+    class Unfinished(io.ComfyNode):
+        @classmethod
+        def define_schema(cls) -> io.Schema:
+            return io.Schema(node_id="Unfinished")
+
+    with pytest.raises(TypeError, match="Unfinished has no execute"):
+        comfy_api.object_info([Unfinished])

@@ -7,8 +7,10 @@ import random
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -254,13 +256,19 @@ def test_what_is_no_plain_file_is_left_alone(sim, file, tmp_path, what: str) -> 
     assert file.read() == [] and not file.write([(KEY, (1,), need())])
 
 
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may read; each pytest that starts closes its own to all others."""
+    with tempfile.TemporaryDirectory(prefix="highwater-needs-") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_a_read_only_one_is_read(file, tmp_path, run_python, what: str) -> None:
+def test_a_read_only_one_is_read(open_folder: Path, run_python, what: str) -> None:
+    file = NeedsFile(open_folder / "highwater" / "needs.sqlite3")
     file.write([(KEY, (1,), need())])
-    for folder in (tmp_path, *tmp_path.parents):  # another user has to get here, however deep a worker's folder is
-        if folder.stat().st_mode & 0o005 != 0o005:
-            folder.chmod(0o755)
     file.path.parent.chmod(0o555 if what == "folder" else 0o777)
     file.path.chmod(0o666 if what == "folder" else 0o444)
     run_python(f"""
