@@ -1,6 +1,6 @@
-"""The engine: decide, record, move. Never imports ComfyUI. Read `memory/README.md` first.
+"""The memory engine. Never imports ComfyUI. Read `memory/README.md` first.
 
-The public names load torch when they are first used: reading a header or an error class does not need it.
+Most public names import torch only when they are first used; error classes and headers of files do not need torch.
 """
 
 from __future__ import annotations

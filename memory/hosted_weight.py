@@ -1,4 +1,4 @@
-"""One weight of a hosted component, for a host that reads and writes weights one by one."""
+"""Access to single weights of a hosted component, for its host."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["HostedWeight", "Rescale"]
 
 @dataclass(frozen=True, slots=True)
 class HostedWeight:
-    """One weight under management, for a host that reads and writes weights one by one."""
+    """One managed weight, which the host can read and write."""
 
     group: WeightGroup
     slot: ParameterSlot
 
     @property
     def block(self) -> str:
-        """The name of its block; empty for weights beside the blocks."""
+        """The name of its block; empty for non-block weights."""
         return self.group.name
 
     @property
     def owner(self) -> nn.Module:
-        """The first module that holds it."""
+        """The first module that holds the weight."""
         return self.slot.owners[0][0]
 
     @property
@@ -45,28 +45,28 @@ class HostedWeight:
 
     @property
     def factor(self) -> float | None:
-        """What the only leaf of an encoded weight is to be multiplied by; None where that is not all."""
+        """The factor that decodes an encoded weight's only leaf by a product; None if there is no such factor."""
         return self.slot.encoding.factor if self.slot.encoding is not None else None
 
     def reader(self) -> tuple[torch.Tensor, Callable[..., torch.Tensor] | None]:
-        """Return the weight store's own tensor, and what makes of it what computes; None where that is the same.
+        """Return the tensor at rest, and a function that decodes it; None if it needs no decoding.
 
-        Neither refers to the module.
+        Neither references the module.
         """
         stored = self.group.resting[self.group.index_of(self.slot.spec.name)]
         return stored, None if self.factor is None else partial(multiply, self.factor)
 
     def wide(self, device: torch.device) -> torch.Tensor:
-        """Return a copy on a device in the form in which it computes."""
+        """Return a copy on a device, in the form in which the weight computes."""
         return self.group.wide(self.slot.spec.name, device)
 
     def overwrite(self, weight: torch.Tensor) -> None:
-        """Make a weight the new version, where it rests. The caller has settled the component."""
+        """Overwrite the weight at rest. The caller must have settled the component."""
         self.group.overwrite(self.slot.spec.name, weight)
 
     @contextmanager
     def held_on(self, device: torch.device) -> Iterator[None]:
-        """Give the host a wide copy on a device to write to; what it wrote is the new version."""
+        """In the body the module holds a wide copy on a device, which is written to the weight at rest afterwards."""
         resting = self.slot.held
         with torch.inference_mode(False):
             self.slot.hold(nn.Parameter(self.wide(device), requires_grad=False))
@@ -78,7 +78,7 @@ class HostedWeight:
         self.overwrite(written)
 
     def rescale(self) -> Rescale | None:
-        """Return what a host's layer calls with the weight that it reads outside of its block; None if nothing."""
+        """Return the function that a host's layer applies to the weight if it reads it outside its block, or None."""
         if self.factor is None:
             return None
         module, attribute = self.slot.owners[0]
@@ -86,7 +86,7 @@ class HostedWeight:
         return Rescale(module, attribute, self.factor, form.dtype)
 
     def read_stored(self) -> torch.Tensor:
-        """Return the weight as stored, in host memory and in the dtype in which it computes."""
+        """Return a copy of the weight at rest in host memory, in the dtype in which it computes."""
         name, encoding = self.slot.spec.name, self.slot.encoding
         leaves = [leaf.detach() for leaf in read_master(self.group, self.group.index_of(name))]
         if encoding is not None:
@@ -95,7 +95,7 @@ class HostedWeight:
         return leaf.clone()
 
     def is_same(self, read: torch.Tensor) -> bool:
-        """Whether it has the bytes that the host has read; true where the host keeps it in another form."""
+        """Whether the weight at rest equals the one that the host read; True if the host's has another form."""
         own = read_master(self.group, self.group.index_of(self.slot.spec.name))
         theirs = leaves_of(read)
         if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
@@ -108,14 +108,14 @@ def multiply(factor: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 class Rescale:
-    """Multiplies the scale back into an eight-bit weight at rest, where no block did; refers to its module weakly."""
+    """Multiplies an eight-bit weight by its scale if the module holds it at rest. References the module weakly."""
 
     def __init__(self, module: nn.Module, attribute: str, factor: float, dtype: torch.dtype) -> None:
         self.module = weakref.ref(module)
         self.attribute = attribute
         self.factor = factor
         self.dtype = dtype
-        """That of the weight at rest."""
+        """The dtype of the weight at rest."""
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         module = self.module()

@@ -1,6 +1,6 @@
-"""A room's public names, each imported from its file when it is first used: so a room costs no torch by itself.
+"""Imports a package's public names when they are first used, so importing the package does not import torch.
 
-The only file that imports what a variable names: files of this package, and two libraries of models.
+The only file that imports modules by variable names: files of this package, and two model libraries.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LIBRARIES = ("diffusers", "transformers")
 
 
 def lazy_names(package: str, names_of: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[[str], Any]]:
-    """Return ``__all__`` and ``__getattr__`` of a package, from the names that each of its files gives to others."""
+    """Return ``__all__`` and ``__getattr__`` for a package. ``names_of`` lists the public names of each file."""
     file_of = {name: file for file, names in names_of.items() for name in names}
 
     def get(name: str) -> Any:
@@ -31,6 +31,6 @@ def lazy_names(package: str, names_of: Mapping[str, Sequence[str]]) -> tuple[lis
 
 
 def import_library(name: str) -> ModuleType:
-    """Return a library that has classes of models; raises ModuleNotFoundError where it is not installed."""
+    """Import a model library. Raises ModuleNotFoundError if it is not installed."""
     assert name in LIBRARIES, name
     return import_module(name)

@@ -1,4 +1,4 @@
-"""Bytes are ints everywhere inside; units appear only where people read or write them."""
+"""Sizes in bytes as text, and alignments. The code counts in bytes; units appear only in texts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Tensors inside a slab begin at multiples of this, as an allocator would place them: kernels see no difference.
+# Tensors inside a slab begin at multiples of this, as torch's allocator places them, so kernels run the same.
 SLAB_ALIGNMENT = 256
 
 LOCK_LIMIT_BYTES = 2 * GIB
 PAGE_BYTES = mmap.PAGESIZE
 
 UNITS = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "MB": 10**6}
-# As people write them, in any case: a G is a GiB.
+# Spellings that users write, in any case: G means GiB.
 SPELLINGS = {name.lower(): num_bytes for name, num_bytes in UNITS.items()} | {"g": GIB, "m": MIB}
 ALLOWED_UNITS = (*UNITS, "G", "M")
 SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
-# What drivers and torch count in; a size has no more digits than this and its fraction.
+# The largest size that drivers and torch can count.
 LARGEST_SIZE = 2**63 - 1
 
 
 def parse_bytes(text: str, *, what: str = "size") -> int:
-    """Return the bytes of ``"1.5GiB"``, ``"800 mb"`` or ``"6G"``; only 0 needs no unit.
+    """Return the bytes of a size such as ``"1.5GiB"``, ``"800 mb"`` or ``"6G"``; only 0 needs no unit.
 
     Raises:
         InvalidInput: no number, no unit, a unit other than GiB, MiB, GB, MB, G, M, or more than 2**63 - 1 bytes.
@@ -43,19 +43,19 @@ def parse_bytes(text: str, *, what: str = "size") -> int:
         raise InvalidInput(f"{what} {text!r} {problem}; allowed: {', '.join(ALLOWED_UNITS)}")
     num_bytes = float(match["number"]) * SPELLINGS.get(match["unit"].lower(), 1)
     if num_bytes > LARGEST_SIZE:
-        raise InvalidInput(f"{what} {text!r} is more than any machine has; allowed: up to {LARGEST_SIZE >> 30}GiB")
+        raise InvalidInput(f"{what} {text!r} is too large; allowed: up to {LARGEST_SIZE >> 30}GiB")
     return int(num_bytes)
 
 
 def unit_problem(number: str, unit: str) -> str | None:
-    """Return what is wrong with the unit behind a number, None if nothing is; 0 needs none."""
+    """Return the problem of the unit after a number, None if it is valid; 0 needs no unit."""
     if unit.lower() in SPELLINGS or (not unit and not number.strip("0.")):
         return None
     return f"has the unknown unit {unit!r}" if unit else "has no unit"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Return bytes for people: three digits and a unit that `parse_bytes` takes, such as ``"31.5MiB"``."""
+    """Return bytes as text: three digits and a unit, such as ``"31.5MiB"``."""
     sign, size = ("-" if num_bytes < 0 else ""), abs(num_bytes)
     if size < 100 * KIB:
         return f"{sign}{size / KIB:.3g}KiB" if size >= KIB else f"{sign}{size}B"
@@ -70,7 +70,7 @@ def align_up(num_bytes: int, alignment: int) -> int:
 
 
 def slab_offsets(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return where tensors of these bytes begin in one flat slab, and the bytes of the slab."""
+    """Return the offsets of tensors of these sizes in a slab, and the size of the slab, in bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

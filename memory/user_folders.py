@@ -1,4 +1,4 @@
-"""Where this user's files lie: what can be made again, and what the user made."""
+"""The folders of the user's files: the cache, and data that the user made."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ APP_NAME = "highwater"
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of what can be made again; it need not exist. None where the user has no home.
+    """Return the folder of cached files, which may not exist yet. None if the user has no home folder.
 
-    ``$XDG_CACHE_HOME/highwater`` or ``~/.cache/highwater`` on Linux, the system's own place elsewhere. A relative
-    XDG_CACHE_HOME is ignored, as its specification says.
+    ``$XDG_CACHE_HOME/highwater`` or ``~/.cache/highwater`` on Linux, the usual folder on other systems. A relative
+    XDG_CACHE_HOME is ignored, as its specification requires.
     """
     return below_home("cache", Path(".cache"))
 
 
 def data_folder() -> Path | None:
-    """Return the folder of what the user made, such as saved workflows, with XDG_DATA_HOME likewise."""
+    """Return the folder of data that the user made, such as saved workflows. Uses XDG_DATA_HOME in the same way."""
     return below_home("data", Path(".local", "share"))
 
 
@@ -29,6 +29,7 @@ def below_home(kind: str, usual: Path) -> Path | None:
     find = {"cache": platformdirs.user_cache_path, "data": platformdirs.user_data_path}[kind]
     try:
         folder = find(APP_NAME, appauthor=False)
-        return folder if folder.is_absolute() else Path.home() / usual / APP_NAME  # some versions take a relative one
+        # Some versions of platformdirs accept a relative folder.
+        return folder if folder.is_absolute() else Path.home() / usual / APP_NAME
     except RuntimeError:
         return None

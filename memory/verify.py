@@ -1,9 +1,9 @@
-"""`verify`: one call managed beside one unmanaged, compared bit by bit, with the first part that differs by name.
+"""`verify`: runs one call managed and unmanaged, compares bit by bit, and names the first module that differs.
 
-[Note: verifying] The call is made three times with the same arguments, random states, buffers and caches. First managed
-and recorded part by part, with what is on the devices by then. Then managed and watched by nothing: reading outputs in
-the middle waits for the device, and so for a copy that comes late. Then without the engine, recorded as well ([Note:
-reference] in `verification/reference.py`). All is put back after each of them, whatever happens.
+[Note: verifying] The call runs three times with the same arguments, random states, buffers and caches. First managed,
+with a recording of every module's results. Then managed without a recording, because recording waits for the device
+after each module and so hides a copy that comes too late. Then without the engine, recorded as well ([Note: reference]
+in `verification/reference.py`). All state is restored after each run, also after errors.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def verify(
     objects: Sequence[Any] = (),
     **kwargs: Any,
 ) -> Verification:
-    """Make a call of managed components once with the engine and once without, and compare ([Note: verifying]).
+    """Run a call of managed components with and without the engine, and compare the results ([Note: verifying]).
 
-    Costs three runs of the call, the weights once on their device, and up to 4 GiB of host memory for outputs. Weights
-    that a file has are read from it and compared, too.
+    Costs three runs of the call, the bytes of the weights on their device, and up to 4 GiB of host memory for outputs.
+    Also compares weights in host memory with their files.
 
     Args:
-        call: what to call; it may be a module, a method, or a function that calls several modules.
-        objects: what else has state that the call changes, such as a pipeline and its scheduler.
+        call: a module, a method, or a function that calls several modules.
+        objects: other objects whose state the call changes, such as a pipeline and its scheduler.
 
     Raises:
-        InvalidInput: nothing is managed here, or a host decides where it is.
+        InvalidInput: no component is managed, or a host places it.
         UnsafeState, DoesNotFit, torch.OutOfMemoryError: the managed call was refused.
-        Exception: what the call raises in both ways.
+        Exception: raised by the call without the engine, too.
     """
     members = list(dict.fromkeys([*members, *(lender for member in members for lender in member.lenders)]))
     refuse_unfit(members)
@@ -74,7 +74,7 @@ def verify(
     references: list[Reference] = []
 
     def clean_up() -> None:
-        """Undo all once more: an interrupt that comes just where something is undone leaves it out."""
+        """Restore everything once more, because an interrupt may have skipped a restoring step."""
         for event_log in recorders:
             event_log.unhook()
         for one in references:
@@ -85,7 +85,7 @@ def verify(
         managed = run(recorders[0])
         unwatched = run(None)
         changed = [
-            f"{member.name}: {group.name or 'what is outside the blocks'}"
+            f"{member.name}: {group.name or 'weights outside the blocks'}"
             for member in members
             for group in written_since(manager, member, tags)
         ]
@@ -123,9 +123,11 @@ def refuse_unfit(members: Sequence[Member]) -> None:
         raise InvalidInput("nothing to verify: no component is managed")
     for member in members:
         if not member.managed.is_hooked:
-            raise InvalidInput(f"{member.name} is not managed any more: it was released, or is being verified")
+            raise InvalidInput(
+                f"{member.name} is no longer managed, or is being verified: manage it, or wait for the result"
+            )
         if member.managed.passes.here is not None and member.managed.passes.is_busy():
-            raise UnsafeState(f"{member.id} computes now, in this very thread: verify it after that")
+            raise UnsafeState(f"{member.id} computes now in this thread: verify it after its forward")
         if member.is_hosted:
             raise InvalidInput(f"{member.id} is ComfyUI's model: use the Verify node")
 
@@ -142,7 +144,7 @@ def find_places(members: Sequence[Member]) -> dict[nn.Module, str]:
 
 
 def checksum(group: WeightGroup) -> int:
-    """Return a sum over a group's weights in host memory, in one quick pass; 0 for those that rest elsewhere."""
+    """Return the checksum of a group's weights in host memory, in one fast pass; 0 for other groups."""
     if not isinstance(group.store, HostStore):
         return 0
     slab = group.store.slab
@@ -152,7 +154,7 @@ def checksum(group: WeightGroup) -> int:
 
 
 def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int]) -> list[WeightGroup]:
-    """Return the groups whose weight stores have become others, after what was written on a device is saved."""
+    """Save what was written on devices; returns the groups whose weight stores have changed since ``tags``."""
     managed_component = member.managed
     with managed_component.passes.held(), manager.exclusive():
         plan = managed_component.plan if managed_component.is_loaded else None
@@ -173,7 +175,7 @@ def find_lost_weights(members: Sequence[Member]) -> list[Difference]:
         Difference(
             place=f"{member.name}.{block or weight}" if len(members) > 1 else block or weight,
             what="weights",
-            text=f"{weight} in host memory is not what its file has; no fault if a program changed it on purpose",
+            text=f"{weight} in host memory differs from its file; this is no fault if a program changed it on purpose",
         )
         for member in members
         for block, weight in find_changed_masters(member.managed)
@@ -183,7 +185,7 @@ def find_lost_weights(members: Sequence[Member]) -> list[Difference]:
 def describe_reference(references: Sequence[Reference]) -> str:
     names: dict[str, list[str]] = {}
     for one in references:
-        how = "block by block, as all of it does not fit" if one.by_blocks else "all weights there at once"
+        how = "block by block, because not all weights fit at once" if one.by_blocks else "all weights loaded at once"
         names.setdefault(f"on {one.device.name}, {how}", []).append(one.member.name)
     parts = [f"{', '.join(found)} {how}" for how, found in names.items()]
     return "the same modules without the engine: " + "; ".join(parts)
@@ -193,16 +195,18 @@ def describe_notes(members: Sequence[Member], changed: Sequence[str]) -> list[st
     notes = []
     cast = [member.name for member in members if member.managed.plan.forms]
     if cast:
-        notes.append(f"{', '.join(cast)}: eight-bit weights, widened in the reference as they are stored")
+        notes.append(f"{', '.join(cast)}: eight-bit weights; the reference widens the stored values, too")
     compiled = [member.name for member in members if member.managed.compiles]
     if compiled:
         notes.append(f"{', '.join(compiled)}: compiled on both sides")
     if changed:
-        notes.append(f"written to on a device; the reference has what was written: {', '.join(changed)}")
+        notes.append(f"weights written during the managed run, which the reference uses: {', '.join(changed)}")
     unknown = [member.name for member in members if member.managed.source is None]
     if unknown:
-        notes.append(f"no file is known of {', '.join(unknown)}: the weights in host memory are taken as they are")
+        notes.append(f"no known file of {', '.join(unknown)}: the weights in host memory are not compared with a file")
     split = [member.name for member in members if len(member.managed.shares) > 1]
     if split:
-        notes.append(f"{', '.join(split)}: split over devices; the reference is on the first, so both must be alike")
+        notes.append(
+            f"{', '.join(split)}: split over devices; the reference runs on the first, so the devices must be equal"
+        )
     return notes

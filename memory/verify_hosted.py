@@ -1,4 +1,4 @@
-"""A hosted component's run beside a run of its host's own load: recorded, its changes put back, compared."""
+"""Compares runs of a hosted component with a run of the same model loaded by the host itself."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["Comparison"]
 
 
 class Comparison:
-    """Both sides of one comparison, and what was noted meanwhile. Keeps outputs in host memory.
+    """The runs of one comparison, and notes for its result. Keeps outputs in host memory.
 
     Args:
-        slots: the managed weights, whose buffers are put back where they rest by then.
-        left_out: attributes of modules that the host keeps, and a run may change.
+        slots: the managed weights; their buffers are restored where they rest by then.
+        left_out: attributes of modules that belong to the host; a run may change them.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Comparison:
         self.notes: list[str] = []
 
     def run_managed(self, run: Callable[[], Any]) -> None:
-        """Run the managed component twice, recorded and not; its caches and buffers are put back after each."""
+        """Run the managed component twice, with and without a recording. Restores caches and buffers after each run."""
         recording = Recording(places_of(self.module, self.component), room_bytes=self.room_bytes)
-        parts = list(self.module.children())  # what the host keeps on the model itself is the host's
+        parts = list(self.module.children())  # attributes of the model itself belong to the host
         snapshot = Snapshot(parts, self.slots, left_out=self.left_out)
         for one in (recording, None):
             try:
@@ -66,7 +66,7 @@ class Comparison:
                 go_through(snapshot.put_back)
 
     def run_reference(self, module: nn.Module, run: Callable[[], Any]) -> None:
-        """Run the host's own load of the same model, recorded, from the same random state."""
+        """Run the same model as loaded by the host, recorded, from the same random state."""
         self.put_back_random()
         recording = Recording(places_of(module, self.component), room_bytes=self.room_bytes)
         self.reference = run_side(run, recording, room_bytes=self.room_bytes)
@@ -75,23 +75,23 @@ class Comparison:
         self.random.put_back()
 
     def note_changed(self, block: str, key: str, text: str) -> None:
-        """Note a weight in host memory that is not what the host has."""
+        """Note a weight in host memory that differs from the host's."""
         self.changed.append(Difference(place=block or key, what="weights", text=text))
 
     def note_lacking(self, keys: Sequence[str]) -> None:
         """Note weights that the file lacks."""
         if keys:
             names = ", ".join(keys[:NUM_LISTED]) + (", ..." if len(keys) > NUM_LISTED else "")
-            self.notes.append(f"{len(keys)} weights that the file lacks are taken as they are: {names}")
+            self.notes.append(f"{len(keys)} weights are missing in the file; the reference uses the managed values: {names}")
 
     def result(self, how: str) -> Verification:
-        """Return what was found. Raises what the reference raised.
+        """Return the result of the comparison. Raises the reference's exception, if it has one.
 
         Args:
-            how: the reference was computed.
+            how: how the reference was computed.
         """
         if len(self.managed) != 2 or self.reference is None:
-            raise UnsafeState(f"{self.name}: both sides have to run before they are compared")
+            raise UnsafeState(f"{self.name}: run the managed component and the reference before the comparison")
         managed, unwatched = self.managed
         return compare_sides(
             self.name,

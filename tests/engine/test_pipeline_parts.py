@@ -36,7 +36,7 @@ class Pipeline:
 
 
 def refused(name: str, kind: str) -> Any:
-    line = rf"^{name} of the Pipeline is now a {kind} that is not managed: call the handle's reprofile\(\)"
+    line = rf"^{name} of the Pipeline is now a {kind} that is not managed: call reprofile\(\) of the handle"
     return pytest.raises(UnsafeState, match=line)
 
 

@@ -51,7 +51,7 @@ def test_a_tensor_on_the_cpu_is_told_as_that(sentence: str, devices: dict[str, s
 @pytest.mark.parametrize("rests", ["cpu", "meta"])
 def test_a_weight_that_streams_is_told_with_the_profile_that_helps(rests: str) -> None:
     said = RuntimeError(f"Tensor on device {rests} is not on the expected device cuda:0!")
-    assert f"a tensor on {rests} met" in (explain(said, ONE, streams=True) or "")
+    assert f"a tensor on {rests} was used" in (explain(said, ONE, streams=True) or "")
     assert "choose a profile with all blocks resident" in (explain(said, ONE, streams=True) or "")
     assert "a profile" not in (explain(said, ONE) or "")
 
@@ -69,7 +69,9 @@ def test_a_tensor_of_the_other_device_is_told_as_what_cannot_be_split(sentence: 
 
 def test_the_indices_of_another_device_are_not_taken_for_ones_on_the_cpu() -> None:
     said = RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cuda:0)")
-    assert (explain(said, TWO) or "").startswith("dit: cannot be split: in block blocks.3 tensors of gpu:0 and gpu:1 ")
+    assert (explain(said, TWO) or "").startswith(
+        "dit cannot be split: in block blocks.3 an operation got tensors on gpu:0 and gpu:1"
+    )
     assert (explain(said, ONE) or "").startswith("dit: a tensor on another device was used with weights on gpu:0 ")
 
 
