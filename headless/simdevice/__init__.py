@@ -1,10 +1,10 @@
-"""Simulated accelerators: torch devices with capacity, streams and time, and no GPU.
+"""Simulated accelerators: torch devices with capacity, streams and virtual time, without a GPU.
 
-`install` compiles and registers the backend; afterwards ``torch.device("sim:0")``, `torch.Stream`, `torch.Event`,
-`torch.accelerator` and ``pin_memory()`` work as on a real one. This module sets up the hardware (`cluster`,
-`configure`), reads its books (`stats`, `pinned`, `clock_s`, `races`) and breaks it on purpose (`fail_alloc`,
-`fail_copy`, `fail_registration`). Bytes are exact and seconds are virtual: no wall clock is read. How it works, and
-what it leaves out, stands in ``simdevice.cpp``.
+`install` compiles and registers the backend. Afterwards ``torch.device("sim:0")``, `torch.Stream`, `torch.Event`,
+`torch.accelerator` and ``pin_memory()`` work as on a real device. This module configures the hardware (`cluster`,
+`configure`), reads its counters (`stats`, `pinned`, `clock_s`, `races`) and injects faults (`fail_alloc`, `fail_copy`,
+`fail_registration`). Bytes are exact and seconds are virtual: no wall clock is read. ``simdevice.cpp`` explains how it
+works and what it leaves out.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ __all__ = [
     "strict",
 ]
 
-# How long bytes of a device may be in use after the body of a cluster, until they count as leaked.
+# Bytes of a device that are in use for longer than this after the body of a cluster count as leaked.
 LONGEST_FREEING_S = 1.0
-# What the copy engine moves at a time while it holds the lock of the accounts.
+# The bytes that the copy engine moves at a time, while it holds the lock of the counters.
 ENGINE_PIECE_BYTES = 4 << 20
 ENGINE_PAUSE_S = 0.0002
 UNLIMITED_BYTES = 1 << 60
@@ -60,17 +60,17 @@ UNLIMITED_BYTES = 1 << 60
 _ops = torch.ops.highwater_simdevice
 _name: str | None = None
 _specs: list[SimDeviceSpec] = []
-_unrestored: list[SimDeviceSpec] = []  # the hardware around a cluster on which bytes were left
+_unrestored: list[SimDeviceSpec] = []  # the hardware to restore when no device holds leftover bytes any more
 _strict = {"defer_copies": False, "check_races": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimDeviceSpec:
-    """One device: what it holds and how fast it is. Bytes, bytes per second, seconds.
+    """One device: its capacity and speed, in bytes, bytes per second and seconds.
 
-    A kernel takes the longer of its flops and its memory traffic, a copy ``latency_s`` and its bytes over the
-    link; launching either costs the host ``launch_s``. Every allocation is rounded up to ``round_to`` bytes.
-    ``reserve_bytes`` is gone from the start, as a driver's context is.
+    A kernel takes the longer of the times for its flops and its memory traffic. A copy takes ``latency_s`` plus its
+    bytes over the link. Launching either costs the host ``launch_s``. Every allocation is rounded up to ``round_to``
+    bytes. ``reserve_bytes`` are in use from the start, like a driver's context.
     """
 
     total_bytes: int
@@ -107,10 +107,10 @@ class SimDeviceSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceStats:
-    """One device's books. ``used_bytes`` is now, ``peak_bytes`` and the counts are since the last reset.
+    """One device's counters: ``used_bytes`` is the current number; peak and counts begin at the last reset.
 
-    ``num_allocs`` counts allocations that succeeded; ``num_syncs`` counts waits for the whole device, not for
-    a stream or an event. A copy between devices counts as ``peer`` on both.
+    ``num_allocs`` counts allocations that succeeded; ``num_syncs`` counts waits for the whole device, not for a stream
+    or an event. A copy between devices counts as ``peer`` on both.
     """
 
     used_bytes: int
@@ -130,8 +130,9 @@ class DeviceStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedStats:
-    """Pinned host memory: an allocation counts as the power of two that torch rounds it up to, a registered range
-    exactly. ``registered_bytes`` is the part of ``used_bytes`` in the ``num_registered`` ranges of ``cudart()``.
+    """Pinned host memory. Allocations count as the power of two to which torch rounds them, registered ranges exactly.
+
+    ``registered_bytes`` is the part of ``used_bytes`` in the ``num_registered`` ranges of ``cudart()``.
     """
 
     used_bytes: int
@@ -143,14 +144,14 @@ class PinnedStats:
 def install(name: str = "sim", num_devices: int = 4, build_directory: Path | str | None = None) -> None:
     """Compile (first use), load and register the backend as ``name``, with devices of 1 TiB each.
 
-    Once per process: torch cannot rename a backend, so another name later is a `RuntimeError`; the same name
-    is a no-op. Names that torch reserves (cuda, xpu, mps, ...) are refused by torch. Raises `CompilerMissing`.
-    From then on the process writes nothing that it learns to the user's cache.
+    Works once per process: torch cannot rename a backend, so a later call with another name raises `RuntimeError`, and
+    one with the same name does nothing. Torch refuses names that it reserves (cuda, xpu, mps, ...). Raises
+    `CompilerMissing`. From then on the process stores nothing that it learns in the user's cache.
     """
     global _name
     if _name is not None:
         if name != _name:
-            raise RuntimeError(f"the simulated devices are installed as {_name!r} and cannot become {name!r}")
+            raise RuntimeError(f"the simulated devices are installed as {_name!r} and cannot be renamed to {name!r}")
         return
     load_backend(None if build_directory is None else Path(build_directory))
     from ...memory.manager.default import keep_out_of_user_cache
@@ -171,7 +172,7 @@ def installed() -> bool:
 
 
 def name() -> str:
-    """The backend's name, as in ``torch.device(f"{name()}:0")``."""
+    """Return the backend's name, as in ``torch.device(f"{name()}:0")``."""
     if _name is None:
         raise RuntimeError("the simulated devices are not installed; call install() first")
     return _name
@@ -180,8 +181,9 @@ def name() -> str:
 def configure(specs: Sequence[SimDeviceSpec], pinned_bytes: int | None = None) -> None:
     """Set the number of devices, their sizes and rates, and the cap on pinned memory (None: no cap).
 
-    Resets peaks, counters and planned failures, not the clocks. Raises `RuntimeError` rather than drop a device
-    that still holds allocations. A device that holds more than its new size keeps it and can allocate nothing.
+    Resets peaks, counters and injected faults, not the clocks. Raises `RuntimeError` if it would drop a device that
+    still holds allocations. A device that holds more than its new size keeps its allocations and can allocate nothing
+    more.
     """
     name()
     _ops.configure(
@@ -202,12 +204,12 @@ def cluster(
     defer_copies: bool = True,
     check_races: bool = True,
 ) -> Iterator[None]:
-    """Hardware for the body of a ``with``: configured, clocks and counters at zero, strict.
+    """Configure hardware for the body of a ``with``: clocks and counters at zero, strict checks on.
 
-    When the body ends without an exception, raises `AssertionError` if a device or pinned memory still holds
-    bytes that the body allocated or registered, if the error of a refused registration was not read, or if there
-    were races. What was left before the body, by a test that failed and is still held by its traceback, is taken
-    off the books first, with a warning.
+    After a body without an exception, raises `AssertionError` if a device or pinned memory still holds bytes that the
+    body allocated or registered, if the error of a refused registration was not read, or if there were races. Bytes
+    that were in use before the body, such as those in the traceback of a failed test, are first removed from the
+    counters, with a warning.
     """
     _collect_garbage_that_holds_bytes()
     abandoned = _ops.abandon()
@@ -244,9 +246,9 @@ def _devices_in_use() -> list[int]:
 
 
 def _collect_garbage_that_holds_bytes() -> None:
-    """Finish all work; a full collection takes 0.2 s in a process like pytest's, so only if bytes are left.
+    """Finish all work, and run a full garbage collection (0.2 s in pytest's process) only if bytes are still in use.
 
-    Threads of autograd may free the last tensors of a backward pass a moment after it returned: waits for them.
+    Waits for autograd's threads, which may free the last tensors of a backward pass a moment after it returned.
     """
     _ops.finish_everything()
     if _devices_in_use() or pinned().used_bytes:
@@ -266,7 +268,7 @@ def _assert_clean() -> None:
         problems.append(f"{pinned().used_bytes} bytes are still pinned{registered}")
     error = _ops.take_last_error()
     if error:
-        problems.append(f"error {error} of a refused registration was never read: the next kernel would raise it")
+        problems.append(f"error {error} of a refused registration was not read: the next kernel would raise it")
     found = races()
     if found:
         problems.append(f"{len(found)} races, the first: {found[0]}")
@@ -275,41 +277,41 @@ def _assert_clean() -> None:
 
 
 def stats(index: int) -> DeviceStats:
-    """The books of one device."""
+    """Return the counters of one device."""
     return DeviceStats(**dict(zip(DeviceStats.__slots__, _ops.stats(index), strict=True)))
 
 
 def pinned() -> PinnedStats:
-    """The books of pinned host memory. Bytes of a copy in flight stay until it is done."""
+    """Return the counters of pinned host memory. Bytes of a copy in flight count until it is done."""
     used, peak = _ops.pinned()
     registered, num_registered = _ops.registered()
     return PinnedStats(used_bytes=used, peak_bytes=peak, registered_bytes=registered, num_registered=num_registered)
 
 
 def reset_stats() -> None:
-    """Set all counters to zero and all peaks to what is in use."""
+    """Set all counters to zero and all peaks to the bytes in use."""
     _ops.reset_stats()
 
 
 def reset_clock() -> None:
-    """Set all clocks to zero, after finishing all work. What was unordered before is unordered after."""
+    """Finish all work, then set all clocks to zero. Operations that were unordered stay unordered."""
     _ops.reset_clock()
 
 
 def clock_s() -> float:
-    """The host's virtual time in seconds."""
+    """Return the host's virtual time in seconds."""
     return _ops.host_time()
 
 
 def stream_time_s(stream: torch.Stream) -> float:
-    """When the stream's last operation so far ends, in virtual seconds."""
+    """Return the end of the stream's last queued operation, in virtual seconds."""
     return _ops.stream_time(stream.device_index, stream.stream_id)
 
 
 def advance(where: torch.device | str | torch.Stream, seconds: float) -> None:
-    """Run a pretend kernel of that length on a stream, or on a device's current stream; the host pays the launch.
+    """Run a simulated kernel of this length on a stream, or on a device's current stream. Costs the host a launch.
 
-    With the device "cpu" the host itself is busy for that long.
+    For the device "cpu" the host itself is busy for this time.
     """
     if isinstance(where, torch.Stream):
         _ops.advance(where.device_index, where.stream_id, seconds)
@@ -323,7 +325,7 @@ def advance(where: torch.device | str | torch.Stream, seconds: float) -> None:
 
 
 def strict(*, defer_copies: bool | None = None, check_races: bool | None = None) -> None:
-    """Switch the two adversaries on or off (None: as it is). They are explained at the top of ``simdevice.cpp``."""
+    """Switch late copies and race checks on or off (None: unchanged). ``simdevice.cpp`` explains both at its top."""
     if defer_copies is not None:
         _strict["defer_copies"] = defer_copies
     if check_races is not None:
@@ -333,8 +335,10 @@ def strict(*, defer_copies: bool | None = None, check_races: bool | None = None)
 
 @contextlib.contextmanager
 def copy_engine() -> Iterator[None]:
-    """Move asynchronous copies in a thread during the body, as a card does while its host goes on. For measuring real
-    seconds: see [Note: copy engine] in ``simdevice.cpp``."""
+    """In the body, move asynchronous copies in a thread, as a card does while its host continues.
+
+    For measurements of real seconds: see [Note: copy engine] in ``simdevice.cpp``.
+    """
     ended = threading.Event()
 
     def move() -> None:
@@ -354,17 +358,17 @@ def copy_engine() -> Iterator[None]:
 
 
 def copying_bytes() -> int:
-    """The bytes of asynchronous copies that have not been moved yet."""
+    """Return the bytes of asynchronous copies that have not been moved yet."""
     return _ops.move_deferred(0)
 
 
 def races() -> list[str]:
-    """The races found since the last call, oldest first, one sentence each (at most 1000)."""
+    """Return the races found since the last call, oldest first, one sentence each (at most 1000)."""
     return _ops.races()
 
 
 def occupy(index: int, num_bytes: int) -> None:
-    """Set the bytes of a device that another program holds, in place of its ``reserve_bytes``; `cluster` ends that."""
+    """Set the bytes of a device that another program holds. Replaces its ``reserve_bytes`` until `cluster` ends."""
     if num_bytes < 0:
         raise ValueError(f"num_bytes must not be negative, not {num_bytes}")
     _ops.occupy(index, num_bytes)

@@ -1,7 +1,7 @@
-"""The device module that torch finds as ``torch.<name>``: what `torch.cuda` is to CUDA, as far as it is asked for.
+"""The device module ``torch.<name>``, as `torch.cuda` is for CUDA; has only the functions that are used.
 
-Most of it is `torch.accelerator`. The rest is what torch's random numbers and autocast, ComfyUI and diffusers
-look up on a device module.
+Most functions are those of `torch.accelerator`. The others are used by torch's random numbers and autocast, by ComfyUI
+and by diffusers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _accelerator = torch.accelerator
 
 
 def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType:
-    """Return the module for a backend called ``name``; registers nothing.
+    """Return the module for a backend called ``name``. Registers nothing.
 
     Args:
-        describe: the hardware of a device in words. It is the device's ``uuid``: as configured, no other is equal.
+        describe: returns the configuration of a device as text, which is a part of the device's ``uuid``.
     """
 
     def index_of(device: Any = None) -> int:
@@ -58,7 +58,7 @@ def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType
     def get_device_name(device: Any = None) -> str:
         return f"simulated accelerator {index_of(device)}"
 
-    # The runtime's own calls, by the names that torch gives them on CUDA and ROCm alike.
+    # The runtime's functions, by the names that torch uses for CUDA and ROCm.
     cudart = types.SimpleNamespace(cudaHostRegister=_ops.host_register, cudaHostUnregister=_ops.host_unregister)
 
     module = types.ModuleType(f"torch.{name}", __doc__)
@@ -100,7 +100,7 @@ def create_module(name: str, describe: Callable[[int], str]) -> types.ModuleType
     ):
         function = getattr(_accelerator, per_device)
         functions[per_device] = lambda device=None, function=function: function(index_of(device))
-    # What `torch.cuda` and `torch.xpu` call so; `torch.accelerator` has it flattened only.
+    # A function of `torch.cuda` and `torch.xpu`; `torch.accelerator` has only the flattened form.
     read_stats = torch._C._accelerator_getDeviceStats
     functions["memory_stats_as_nested_dict"] = lambda device=None: read_stats(index_of(device))
     functions["mem_get_info"] = lambda device=None: _accelerator.get_memory_info(index_of(device))

@@ -1,8 +1,8 @@
-"""Who computes: leases on components, and loading what they compute with.
+"""Leases on components, and the loading of components for their passes.
 
-[Note: steady forwards] Most forwards find everything as the one before left it. So a pass first asks in one look
-whether anything was done to its module (`ManagedComponent.is_unchanged`) and whether anything else has changed what
-there is to share (`LiveCapacity.epoch`, the sizes that are settled). Only if so it looks closer, plans and loads.
+[Note: steady forwards] Most forwards find everything as the last one left it. So a pass first checks two things
+quickly: whether other code changed its module (`ManagedComponent.is_steady`), and whether the memory to plan with has
+changed (`LiveCapacity.epoch`, the settled input sizes). Only after a change it checks fully, plans and loads.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["Leases", "MemberLeases", "write_needs"]
 
 
 class Leases:
-    """Gives leases, each for a pass or for another use, and takes them back.
+    """Gives leases, each for a pass or another use, and takes them back.
 
     Args:
-        needs_file: where what forwards need is remembered; None: only here.
+        needs_file: the file of learned needs of forwards; None: they are kept in memory only.
     """
 
     def __init__(self, lock: DeferringLock, admission: Admission, needs_file: NeedsFile | None) -> None:
@@ -46,30 +46,30 @@ class Leases:
         self.needs_file = needs_file
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
-        """The members with leases."""
+        """The members with leases, by id."""
         self.watchers: list[Callable[[str, int, int], None]] = []
-        """Called with component, bytes done and bytes in all while one is packed or loaded."""
+        """Called with component, finished bytes and total bytes while a component is packed or loaded."""
 
     def acquire(self, member: Member, holder: object) -> None:
-        """Admit a component and hold a lease on it; loads what its plan wants and evicts for that.
+        """Admit a component and hold a lease on it. Loads it as planned, and evicts others for it.
 
-        Where a pass is under way that is not the holder, it stays as it is: blocks do not move under what computes. So
-        does a hosted component, whose host loads it.
+        While another pass of the component runs, nothing is loaded or moved, because it computes with the blocks. A
+        hosted component is never loaded here, because its host loads it.
 
         Args:
-            holder: for what; gives the lease back.
+            holder: the pass or other object for which the lease is; `give_back` needs it.
 
         Raises:
-            DoesNotFit, InvalidInput: no plan fits the device, or the budget; what was on devices stays there.
-            torch.OutOfMemoryError, or whatever ends the loading: nothing of the component is on a device.
-            UnsafeState: the dtype of the weights was changed; that is undone.
+            DoesNotFit, InvalidInput: no plan fits the device or the budget; devices keep what they hold.
+            torch.OutOfMemoryError, or another error while loading: the component was unloaded from all devices.
+            UnsafeState: the dtype of the weights was changed; the change was undone.
             In each case no lease is held.
         """
         with self.lock.exclusive():
             self.acquire_locked(member, holder)
 
     def acquire_locked(self, member: Member, holder: object) -> None:
-        """The same, for callers that hold the lock."""
+        """As `acquire`, for callers that hold the lock."""
         try:
             if self.leased.keys() - {member.id}:
                 self.recover_abandoned(member)
@@ -91,18 +91,18 @@ class Leases:
         member.last_use, member.last_use_s = next(self.uses), self.event_log.now_s
 
     def hold(self, member: Member, holder: object) -> None:
-        """Keep a component from being evicted or replaced, as it is."""
+        """Keep a component from being evicted or replaced. Loads nothing."""
         member.leases.add(holder)
         self.leased[member.id] = member
 
     def discard(self, member: Member, holder: object) -> None:
-        """End a lease; learns nothing. Idempotent."""
+        """End a lease without learning from it. Idempotent."""
         member.leases.discard(holder)
         if not member.leases:
             self.leased.pop(member.id, None)
 
     def is_at_rest(self, member: Member, holder: object) -> bool:
-        """Whether no pass of a component is under way but the holder; ends one that an interrupt left open."""
+        """Whether no pass of a component other than the holder runs; ends a pass that an interrupt left open."""
         passes = member.managed.passes
         if passes.open is None or passes.open is holder:
             return True
@@ -110,10 +110,10 @@ class Leases:
         return passes.open is None
 
     def load_for(self, member: Member, size: Size | None) -> None:
-        """Load what a component at rest will compute with, and keep free what it needs. Raises as `acquire`.
+        """Load a component at rest, and keep free the memory that its forward needs. Raises as `acquire`.
 
         Args:
-            size: that of its input, where it is known.
+            size: the size of the forward's inputs, if known.
         """
         managed, admission = member.managed, self.admission
         if member.look is not None:
@@ -133,9 +133,9 @@ class Leases:
         managed.begin_loans()
 
     def look_closely(self, member: Member) -> None:
-        """Take over what was done to a component's module, or refuse it with `UnsafeState`."""
+        """Take over changes that other code made to a component's module, or refuse them with `UnsafeState`."""
         member.managed.refuse_rivals()
-        for lender in member.lenders:  # first: layers that were added to shared parts belong to them
+        for lender in member.lenders:  # first, because layers that were added to shared modules belong to the lenders
             if self.members.get(lender.id) is lender and not lender.leases and lender.managed.take_changes():
                 self.capacity.outdate_plans()
         if member.managed.take_changes():
@@ -143,7 +143,7 @@ class Leases:
         member.managed.tell_undone()
 
     def enter(self, member: Member, asking: MemberLeases, current: Pass) -> bool:
-        """Acquire a component for a pass; False if another managed component has its module now, or none."""
+        """Acquire a component for a pass; False if its module is now another managed component's, or not managed."""
         with self.lock.exclusive():
             if self.members.get(member.id) is not member or member.managed.leases is not asking:
                 return False
@@ -153,29 +153,31 @@ class Leases:
             return True
 
     def acquire_lenders(self, member: Member, managed: ManagedComponent) -> None:
-        """Load the components that a pass of this one borrows from, after this one was loaded. Raises as `acquire`."""
+        """Load the components whose weights this one borrows, after this one was loaded. Raises as `acquire`."""
         for lender in member.lenders:
             if self.members.get(lender.id) is not lender:
-                raise UnsafeState(f"{member.id} has weights of {lender.id}, which was released: release it, too")
+                raise UnsafeState(
+                    f"{member.id} uses weights of {lender.id}, which was released: release {member.id}, too"
+                )
             forwards = lender.managed.forwards
             for guest in (guest for host, guest in managed.forwards.guests if host is forwards):
                 self.acquire_locked(lender, guest)
-                member.allocated_at_entry |= lender.allocated_at_entry  # the lender takes some of what was free
+                member.allocated_at_entry |= lender.allocated_at_entry  # the lender takes a part of the free memory
             if not lender.leases:
-                raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call it again")
+                raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call {member.id} again")
 
     def recover_abandoned(self, newcomer: Member | None) -> None:
-        """End passes that interrupts left open: their leases would keep memory that is no longer used."""
+        """End passes that interrupts left open, because their leases would keep unused memory."""
         for member in list(self.leased.values()):
             if member is not newcomer:
                 member.managed.passes.recover_abandoned()
 
     def give_back(self, member: Member, holder: object) -> None:
-        """Return the lease and learn what the forward needed beside the weights. Idempotent."""
+        """End a lease, and learn how much memory the forward needed beside the weights. Idempotent."""
         with self.lock.exclusive():
             if holder in member.leases:
                 self.learn_and_discard(member, holder)
-        # In a run at its end; but a process whose forward failed may end here.
+        # During a run this waits for its end, unless the forward failed: the process may exit then.
         if self.capacity.needs.changed:
             failed = isinstance(holder, Pass) and holder.error is not None
             if failed or not self.event_log.is_running:
@@ -197,7 +199,7 @@ class Leases:
 
     @contextmanager
     def lease(self, member: Member) -> Iterator[None]:
-        """Hold a component for a while, such as a whole sampling run, and loaded as `acquire` does it."""
+        """Hold a lease on a component in the body, for example for a whole sampling run. Loads as `acquire`."""
         holder = object()
         try:
             self.acquire(member, holder)
@@ -207,21 +209,21 @@ class Leases:
             self.give_back(member, holder)
 
     def load_now(self, member: Member) -> None:
-        """Load a component for a method that uses its weights, unless this thread has a pass open; keeps no lease.
+        """Load a component for a method that uses its weights, unless this thread runs a pass of it. Keeps no lease.
 
-        Raises as `acquire`; does nothing where it was released.
+        Raises as `acquire`. Does nothing if the component was released.
         """
         if self.members.get(member.id) is member and not member.managed.forwards.is_entered():
             with self.lease(member):
                 pass
 
     def admit(self, member: Member, ceilings: Mapping[str, int] | None = None, *, size: Size | None = None) -> None:
-        """Plan with what there is now, clear room, load ([Note: admission]).
+        """Plan with the current memory, evict for the plan, and load ([Note: admission]).
 
         Args:
-            ceilings: the most that the component should take of a device, where a host says so; it takes more only
-                if it could not compute otherwise.
-            size: that of the input that it comes for, where it is known.
+            ceilings: the most bytes per device that a host allows the component; it takes more only if it could not
+                compute otherwise.
+            size: the size of the inputs for which it is loaded, if known.
         """
         managed, admission = member.managed, self.admission
         plan = self.capacity.replan(member, computable(member, ceilings or {}), size=size)
@@ -251,18 +253,18 @@ class Leases:
             self.event_log.note("load", member.id, queued, where, reason)
 
     def note_refusal(self, member: Member) -> None:
-        """Note, once, that the driver would not lock as much memory as was planned."""
+        """Note, once, that the driver refused to lock as much memory as planned."""
         if member.managed.packing.tell_refusal():
-            reason = "the driver refused more page-locked memory: the rest is pageable, its copies block the host"
+            reason = "the driver refused to page-lock more memory: the rest is pageable, and its copies are synchronous"
             self.event_log.note("plan", member.id, 0, "host", reason)
 
     def note_read(self, owner: str, num_bytes: int) -> None:
-        """Note that a block which rested in its file takes RAM from now on."""
-        reason = "a block that rested in its file was read into RAM and stays there: other code uses its weights"
+        """Note that a block that rested in its file takes RAM from now on."""
+        reason = "a block was read from its file into RAM and stays there, because other code uses its weights"
         self.event_log.note("plan", owner, num_bytes, "host", reason)
 
     def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
-        """Return what is called with the bytes of each step, and tells the watchers."""
+        """Return a function that takes the bytes of each step and calls the watchers."""
         done = 0
 
         def show(num_bytes: int) -> None:
@@ -274,13 +276,13 @@ class Leases:
         return show
 
     def remember(self) -> None:
-        """Write down what was learned of the needs of forwards; where that is not possible now, the next time."""
+        """Write learned needs of forwards to their file. If that fails, they are written the next time."""
         if self.needs_file is not None and self.capacity.needs.changed:
             write_needs(self.capacity.needs, self.needs_file)
 
 
 class MemberLeases:
-    """What one managed component asks of the manager, as `runtime.forward_pass.Leases`."""
+    """The manager's interface for one managed component (`runtime.forward_pass.Leases`)."""
 
     def __init__(self, leases: Leases, member: Member) -> None:
         self.leases = leases
@@ -292,15 +294,15 @@ class MemberLeases:
         return self.leases.lock
 
     def acquire(self, current: Pass) -> bool:
-        """Load the component for a pass, and hold it; False if another has its module now. Raises as `Leases`."""
+        """Load the component for a pass and hold a lease; False if another has its module now. Raises as `Leases`."""
         return self.leases.enter(self.member, self, current)
 
     def give_back(self, current: Pass) -> None:
-        """The pass is over. Idempotent."""
+        """End the lease of a pass. Idempotent."""
         self.leases.give_back(self.member, current)
 
     def lenders(self) -> Sequence[ManagedComponent]:
-        """Return the components that own some of its weights, in an order that is the same for all borrowers."""
+        """Return the components whose weights this one borrows, in the same order for all borrowers."""
         member = self.member
         if not member.lenders:
             return ()
@@ -308,7 +310,7 @@ class MemberLeases:
         return [other.managed for other in member.lenders if members.get(other.id) is other]
 
     def note_read(self, num_bytes: int) -> None:
-        """A block of so many bytes was read into RAM for other code to use."""
+        """Note that a block of ``num_bytes`` was read into RAM because other code uses its weights."""
         self.leases.note_read(self.member.id, num_bytes)
 
 
@@ -318,7 +320,7 @@ def is_own_pass(holder: object) -> TypeGuard[Pass]:
 
 
 def write_needs(needs: Needs, file: NeedsFile) -> None:
-    """Write down what has changed; what cannot be written now stays to be written."""
+    """Write changed needs to their file. If that fails, they stay marked as changed."""
     changed = needs.take_changed()
     if changed and not file.write(changed):
         needs.changed |= {(key, size) for key, size, _ in changed}
