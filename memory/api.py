@@ -78,7 +78,7 @@ class Managed:
                     module._hf_hook = mark
                 member.watch(self.parts.refuse_new if self.parts is not None else None)
                 if member.managed.answers is not None:
-                    member.managed.answers.outside = self.device
+                    member.managed.answers.report_outside(self.device)
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""

@@ -9,7 +9,15 @@ from typing import Protocol
 from ..options.budget import BudgetItem
 from ..units import format_bytes
 
-__all__ = ["Candidate", "EvictionPolicy", "LeastRecentlyUsed", "Victim", "over_budget", "short_of_memory"]
+__all__ = [
+    "UNLOADED_BY_HOST",
+    "Candidate",
+    "EvictionPolicy",
+    "LeastRecentlyUsed",
+    "Victim",
+    "over_budget",
+    "short_of_memory",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +71,8 @@ class LeastRecentlyUsed:
 
 
 # -- why bytes have to be freed
+
+UNLOADED_BY_HOST = "its host took it off the device"
 
 
 def short_of_memory(newcomer: str | None, need_bytes: int, free_bytes: int, reserved_bytes: int) -> str:

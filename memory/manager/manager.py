@@ -21,7 +21,7 @@ from ..runtime.ledger import Entry, Ledger
 from ..transfer.devices import Device, list_devices
 from .admission import Admission
 from .event_log import EventLog
-from .eviction import EvictionPolicy, LeastRecentlyUsed
+from .eviction import UNLOADED_BY_HOST, EvictionPolicy, LeastRecentlyUsed
 from .leases import Leases, write_needs
 from .live_capacity import LiveCapacity
 from .member import Member, Members
@@ -209,7 +209,7 @@ class MemoryManager:
             if member.managed.unload():
                 for share in member.managed.shares:
                     name = share.device.name
-                    self.event_log.note("evict", member.id, held.get(name, 0), name, "its host took it off the device")
+                    self.event_log.note("evict", member.id, held.get(name, 0), name, UNLOADED_BY_HOST)
             self.capacity.outdate_plans()
             self.event_log.sample()
 

@@ -65,7 +65,7 @@ class DeviceAnswers:
         self.root = ref(root)
         self.is_inside = is_inside
         self.outside: torch.device | None = None
-        """The device to report outside of forwards, if another one: in a pipeline that of its diffusion model."""
+        """The device to report outside of forwards, if another one."""
         self.is_ended = False
         self.changed: list[tuple[nn.Module, type[nn.Module]]] = []
         for path, part in root.named_modules():
@@ -73,6 +73,10 @@ class DeviceAnswers:
                 vars(part)[KEY] = self, device_of(path)
                 self.changed.append((part, type(part)))
                 part.__class__ = answering(type(part))
+
+    def report_outside(self, device: torch.device) -> None:
+        """Report this device outside of forwards from now on: in a pipeline that of its diffusion model."""
+        self.outside = device
 
     def end(self) -> None:
         """Restore the classes of the modules. Idempotent."""

@@ -404,6 +404,26 @@ def test_an_owner_that_releases_as_the_interpreter_ends_does_not_raise_or_hang(s
     assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr
 
 
+def test_a_reprofile_that_fails_keeps_what_was_chosen(toys, machine) -> None:
+    """So the same choices find the component again, and those of the failed call do not."""
+
+    def cancel(*progress: object) -> None:
+        raise KeyboardInterrupt
+
+    with machine(4) as manager:
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            end = manager.watch_loading(cancel)
+            with pytest.raises(KeyboardInterrupt):
+                managed.reprofile(precision="fp8 scaled")
+            end()
+            with pytest.raises(InvalidInput, match="managed already, with other choices"):
+                manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager)
+            again = manage(net, placement="gpu:0", manager=manager)
+            assert again.members == managed.members
+            again.release()
+
+
 def test_what_a_reprofile_does_not_name_stays(toys, machine) -> None:
     """Without arguments it takes in what came and leaves out what went, and changes nothing of what was chosen."""
     chosen = {"profile": "0.6MiB,prefetch=1", "placement": "gpu:1:host", "precision": "fp8 scaled"}
