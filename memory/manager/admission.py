@@ -20,7 +20,7 @@ from ..options.budget import BudgetItem
 from ..runtime.input_size import Size
 from ..transfer.devices import Device
 from ..units import format_bytes
-from .eviction import EvictionPolicy, Victim, over_budget, short_of_memory
+from .eviction import EvictionPolicy, Victim, over_budget, short_beside_weights, short_of_memory
 from .live_capacity import LiveCapacity, computable
 from .member import Member
 
@@ -128,8 +128,8 @@ class Admission:
         for share in wanted.shares:
             missing = share.keeps_bytes - self.devices[share.device].free_bytes()
             if missing > 0 and share.device != "cpu":
-                reason = f"{member.id} needs more beside its weights, {format_bytes(share.keeps_bytes)}"
-                self.free_memory(share.device, missing, reason, exclude=[member], allow_unrunnable=False)
+                cause = short_beside_weights(member.id, share.keeps_bytes)
+                self.free_memory(share.device, missing, cause, exclude=[member], allow_unrunnable=False)
         held = {share.device: self.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
         try:
             plan = self.capacity.replan(member, computable(member, held), size=size, evicts=False)

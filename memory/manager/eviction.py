@@ -16,6 +16,7 @@ __all__ = [
     "LeastRecentlyUsed",
     "Victim",
     "over_budget",
+    "short_beside_weights",
     "short_of_memory",
 ]
 
@@ -79,6 +80,11 @@ def short_of_memory(newcomer: str | None, need_bytes: int, free_bytes: int, rese
     """Say that a device has too little free memory for a newcomer, or for a watermark that was raised."""
     need = f"{newcomer} needs {format_bytes(max(0, need_bytes))}" if newcomer else "the watermark was raised"
     return f"{need}; {format_bytes(free_bytes)} free, {format_bytes(reserved_bytes)} reserved"
+
+
+def short_beside_weights(component: str, keeps_bytes: int) -> str:
+    """Say that a component's forwards need more memory beside its weights than is free."""
+    return f"{component} needs more beside its weights, {format_bytes(keeps_bytes)}"
 
 
 def over_budget(newcomer: str, need_bytes: int, held_bytes: int, budget: BudgetItem) -> str:
