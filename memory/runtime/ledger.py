@@ -89,13 +89,13 @@ class Ledger:
 
     @contextmanager
     def booked(self, component: str, kind: Kind, held: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-        """Enter, or strike, by how much the bytes that are held change in the body, however that ends.
+        """Record the change of held bytes in the body, also after an exception.
 
         Args:
-            held: returns them by place.
+            held: returns the held bytes by place.
         """
         before = held()
-        # Less where an interrupt came before an entry: what was never entered cannot be struck.
+        # The entry is smaller if an interrupt came before bytes were entered.
         booked = {place: min(num_bytes, self.entry(place, component, kind)) for place, num_bytes in before.items()}
         try:
             yield

@@ -72,7 +72,7 @@ class MoveGuard:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is lent, was undone and not told, or waits to be taken over."""
+        """Whether no place is lent, every undone change is reported, and no window waits for `settle`."""
         has_news = self.undone is not None or self.gone is not None or bool(self.swaps.loans)
         return not has_news and not any(self.opened)
 
@@ -155,7 +155,7 @@ class MoveGuard:
             raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before you change that")
         if self.undone is not None:
             undone, self.undone = self.undone, None
-            raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before that")
+            raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")
 
 
 class Witness:

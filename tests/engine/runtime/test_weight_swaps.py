@@ -144,7 +144,7 @@ def test_what_cannot_be_taken_over_is_undone_and_told_once(toys, machine, way: s
         want = net(X).cpu()
         put(net, name, None if tensor is None else nn.Parameter(tensor, requires_grad=False))
         with pytest.raises(
-            UnsafeState, match=rf"^model: {words}[^\n]*; the change was undone: release it before that$"
+            UnsafeState, match=rf"^model: {words}[^\n]*; the change was undone: release it before such changes$"
         ):
             net(X)
         assert torch.equal(net(X).cpu(), want)

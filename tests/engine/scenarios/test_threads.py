@@ -346,6 +346,6 @@ def test_blocks_that_their_forward_calls_in_other_threads_are_refused(toys, mach
     with (
         machine(8) as manager,
         manage(net, placement="gpu:0", manager=manager),
-        pytest.raises(UnsafeState, match="computes in one thread; release it before that"),
+        pytest.raises(UnsafeState, match="computes in one thread only: release it first"),
     ):
         net(torch.randn(2, 64))
