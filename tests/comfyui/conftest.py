@@ -104,7 +104,7 @@ def old_host(models: Path) -> Iterator[HostProcess]:
     files = find_host("COMFYUI_OLD_DIR", default="~/comfy/ComfyUI-0.8.0")
     if files is None:
         pytest.skip(NO_OLD_HOST)
-    with HostProcess(files, models=models) as host:
+    with HostProcess(files, models=models, arguments=["--cache-classic"]) as host:  # its default
         yield host
 
 

@@ -40,6 +40,9 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 START_TIMEOUT_S = 180
 PROMPT_TIMEOUT_S = 120
 REQUEST_TIMEOUT_S = 60
+# By default a host that is short of RAM (a tenth of it) also forgets results of the prompt that runs: for a test that
+# would be another host whenever the machine is busy. In GiB that are free: never those, all others always.
+FORGETS_OTHERS = ("--cache-ram", "0", "1000000")
 
 
 class Patience:
@@ -142,7 +145,7 @@ class HostProcess:
             pack: the folder of the pack, if it is installed.
             total_bytes: the size of each simulated GPU; none means the CPU.
             strict: the simulated GPUs defer copies and look for races.
-            arguments: more for the host's command line.
+            arguments: more for the host's command line; by default its cache forgets what a prompt does not name.
         """
         self.files = files
         self.base = Path(tempfile.mkdtemp(prefix="highwater-comfyui-"))
@@ -165,6 +168,7 @@ class HostProcess:
             *("--database-url", f"sqlite:///{self.base}/comfyui.db"),
             *([] if total_bytes else ["--cpu"]),
             *(["--reserve-vram", "0"] if total_bytes else []),
+            *(FORGETS_OTHERS if not any(argument.startswith("--cache-") for argument in arguments) else []),
             *arguments,
         ]
         self.client_id = uuid.uuid4().hex
