@@ -96,8 +96,10 @@ class Tree:
                         tensor = tensor.plain()
                         places[name] = tensor  # type: ignore[assignment]
                     if slot is None:
-                        slot = ParameterSlot(describe(tensor), (), is_buffer, form=form_of(tensor))
-                        slot.is_inference = tensor.is_inference()
+                        is_inference = tensor.is_inference()
+                        slot = ParameterSlot(
+                            describe(tensor), (), is_buffer, form=form_of(tensor), is_inference=is_inference
+                        )
                         entry_of[id(tensor)] = slot
                         added[id(slot)] = home, slot
                     if (module, name) not in slot.owners and (module, name) not in lent:
@@ -107,7 +109,7 @@ class Tree:
                     self.names[id(slot)].append(f"{path}.{name}" if path else name)
         for home, slot in added.values():
             first, *others = self.names[id(slot)]
-            slot.spec = replace(slot.spec, name=first, other_names=tuple(others))
+            slot.describe(replace(slot.spec, name=first, other_names=tuple(others)))
             self.added.append((home, slot))
 
 

@@ -158,10 +158,10 @@ class DeviceShare:
         except torch.OutOfMemoryError:
             self.copies.wait()
             for copy in new:
-                copy.is_untagged = True
+                copy.go_untagged()
         else:
             for copy, (weights, buffers) in zip(new, tags, strict=True):
-                copy.tags = weights, buffers
+                copy.take_tags(weights, buffers)
 
     def settle(self) -> None:
         """Enter in the ledger what is there: an interrupt may have come between a step and its entry."""

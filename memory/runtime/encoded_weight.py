@@ -108,7 +108,7 @@ class EncodedLeaves:
                 leaf.copy_(encoded)
             if self.leaves[0]._version == before:  # called below the layer in which torch counts writes
                 increment_version(self.leaves[0])
-        self.slot.form = form
+        self.slot.rest_as(form)
 
     def settle(self) -> None:
         """Encode what was written to the window, and close it. Raises as `store`."""

@@ -26,6 +26,7 @@ from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
 from .forward_pass import CALL_OF_A_MODULE, Leases, NoLeases, Pass, Passes
+from .hooked_modules import HookedModules
 from .recomputing import in_backward
 from .shared_states import Stores, find_shared_states
 
@@ -97,9 +98,9 @@ class Forwards:
         """The home device: that of the non-block weights. Inputs are moved there and outputs returned there."""
         self.away = {share.device.torch_device for share in shares} - {self.home}
         self.share_of = {number: share for share in shares for number in share.blocks}
-        self.entries: frozenset[nn.Module] = frozenset()
-        self.inner: frozenset[nn.Module] = frozenset()
-        self.blocks: dict[nn.Module, int] = {}
+        self.entries: Collection[nn.Module] = frozenset()
+        self.inner: Collection[nn.Module] = frozenset()
+        self.blocks: Mapping[nn.Module, int] = {}
         self.parts: dict[nn.Module, int] = {}
         self.in_parts: set[int] = set()
         """The blocks that were loaded because other code called a part of them."""
@@ -111,6 +112,23 @@ class Forwards:
         self.watch_exits: Callable[[], None] = nothing
         self.quiet_thread = 0
         """The thread that runs a quiet pass, 0 if none does ([Note: quiet passes])."""
+
+    def take_modules(self, modules: HookedModules) -> None:
+        """Work with these modules of the tree from now on: it has changed, or hooks are about to be put on it."""
+        self.entries, self.inner, self.blocks = modules.entries, modules.inner, modules.blocks
+        self.parts = dict(modules.parts)
+
+    def describe(self, component: Component) -> None:
+        """Take other numbers for the same component: layers were added to its module."""
+        self.component = component
+
+    def note_loaded(self, *, is_timed: bool) -> None:
+        """The devices are as the plan says from now on; ``is_timed``: something is planned by the times of passes."""
+        self.is_loaded, self.is_timed = True, is_timed
+
+    def note_unloaded(self) -> None:
+        """The devices are not as the plan says, or will not be in a moment."""
+        self.is_loaded = False
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, and open a pass if none is open; False if another component has the module now."""

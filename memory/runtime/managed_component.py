@@ -21,7 +21,7 @@ from ..planner.plan import ComponentPlan
 from ..planner.sizes import fixed_tensors
 from ..transfer.devices import Device
 from ..weights.component import Component, TensorSpec
-from ..weights.module_component import SAFETENSORS_NAMES, is_callable
+from ..weights.module_component import SAFETENSORS_NAMES
 from ..weights.source import WeightsSource
 from .added_layers import Structure, Tree, bring_home, walk
 from .bundle import Bundle
@@ -33,6 +33,7 @@ from .encoded_weight import EncodedWeight
 from .forward_blocks import Forwards
 from .forward_hooks import ForwardHooks, remove_hooks_of
 from .forward_pass import Leases, NoLeases, Passes
+from .hooked_modules import HookedModules
 from .kept_blocks import Home, find_kept
 from .ledger import Kind, Ledger
 from .module_caches import ModuleCaches
@@ -119,7 +120,7 @@ class ManagedComponent:
         )
         # With a class of our own for some parameters torch.compile would compile each block twice.
         for group in self.groups:
-            group.notes_data = not compiles
+            group.note_data(not compiles)
         for share in self.shares if guards_state else ():
             answer = answer_of(self.forwards, share.device.torch_device)
             for group in share.groups:
@@ -202,7 +203,7 @@ class ManagedComponent:
         specs = [tensor for block in [*self.component.blocks, self.component.non_block] for tensor in block.tensors]
         slots = find_slots(self.module, [*specs, *self.component.buffers])
         for slot in [slot for bundle in kept.values() for group in bundle.groups for slot in group.slots]:
-            slot.spec, slot.lists = slots[slot.spec.name].spec, slots[slot.spec.name].lists
+            slot.become_as(slots[slot.spec.name])
         shares = []
         for index, part in enumerate(self.plan.shares):
             fixed = fixed_tensors(self.component, part.blocks, first=index == 0)
@@ -246,7 +247,7 @@ class ManagedComponent:
         try:
             self.packing.pack(progress)
             for group in self.groups:
-                group.bring = self.bring
+                group.let_read(self.bring)
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
                 pinned = {
                     group.name: group.slab_bytes
@@ -284,14 +285,14 @@ class ManagedComponent:
             return
         self.phase = Phase.ENDING
         for group in self.groups:
-            group.bring = None
+            group.let_read(None)
         attached.discard(self)
         self.passes.recover_for(None)
         if self.compiled is not None:
             self.compiled.release()
         if self.answers is not None:
             self.answers.end()
-        if self.moves is not None and ending is not Ending.DISCARDED:
+        if ending is not Ending.DISCARDED:
             self.follow_renamed()
         self.unload()
         if self.moves is not None:
@@ -329,10 +330,8 @@ class ManagedComponent:
         if self.guards_state and (self.plan.forms or self.plan.tier == "disk"):
             rests = next((numbers.rests for numbers in self.plan.forms.values()), "in its file")
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
-        blocks = self.find_blocks()
-        self.forwards.entries = frozenset(self.find_entry_modules())
-        self.forwards.inner = frozenset(self.find_inner_modules() if self.guards_state else ())
-        self.forwards.blocks, self.forwards.parts = blocks, self.find_parts(blocks)
+        modules = self.find_hooked_modules()
+        self.forwards.take_modules(modules if self.guards_state else replace(modules, inner=frozenset()))
         self.hooks.lead_to(self.forwards, owner=self.owner, root=self.module)
         if len(self.shares) > 1:
             for module in self.find_rest_modules():
@@ -345,31 +344,11 @@ class ManagedComponent:
                     module.register_forward_hook(after, always_call=True),
                 ]
 
-    def find_entry_modules(self) -> list[nn.Module]:
-        lent = self.find_lent_modules()
-        return [self.module, *(child for child in self.module.children() if is_callable(child) and child not in lent)]
-
-    def find_inner_modules(self) -> list[nn.Module]:
-        """Return modules outside of blocks that have weights or blocks: other code may call them directly."""
-        blocks = self.find_blocks()
-        taken = {part for block in blocks for part in block.modules()}.union(self.find_entry_modules())
+    def find_hooked_modules(self) -> HookedModules:
+        """Return which modules of the tree are what, as it is now. Raises `UnsafeState` where a block is gone."""
         slots = [slot for share in self.shares for group in share.fixed.groups for slot in group.slots]
-        holders = {module: None for slot in slots for module, _ in slot.owners}
-        found = dict(holders)
-        by_name = dict(self.module.named_modules())
-        for name in [name for name, module in by_name.items() if module in blocks]:
-            above = name.split(".")[:-1]
-            found.update((by_name[".".join(above[:depth])], None) for depth in range(1, len(above) + 1))
-        own, lent = set(by_name.values()) - taken, self.find_lent_modules() - holders.keys()
-        return [module for module in found if module in own and module not in lent and is_callable(module)]
-
-    def find_parts(self, blocks: Mapping[nn.Module, int]) -> dict[nn.Module, int]:
-        """Return the modules that are inside exactly one block, with its number."""
-        inside = [(part, number) for block, number in blocks.items() for part in block.modules() if part is not block]
-        num_blocks, lent = Counter(part for part, _ in inside), self.find_lent_modules()
-        return {
-            part: number for part, number in inside if num_blocks[part] == 1 and is_callable(part) and part not in lent
-        }
+        holders = {module for slot in slots for module, _ in slot.owners}
+        return HookedModules.find(self.module, self.find_blocks(), holders, self.find_lent_modules())
 
     def find_rest_modules(self) -> list[nn.Module]:
         """Return the modules that hold weights of the rest themselves, except the root."""
@@ -453,6 +432,7 @@ class ManagedComponent:
         self.look = None
         if self.moves is not None:
             self.moves.put_back()
+            self.follow_renamed()
 
     def has_other_layers(self) -> bool:
         """Whether layers were added to the module, or taken out of it, since it was looked at last."""
@@ -497,7 +477,7 @@ class ManagedComponent:
         self.rename(own, tree)
         self.describe_added()
         if has_changed:  # what is in place was planned for other sizes
-            self.forwards.is_loaded = False
+            self.forwards.note_unloaded()
             shares = tuple(replace(share, staging_bytes=0, places=()) for share in self.plan.shares)
             self.plan = replace(self.plan, shares=shares)
         for handle in self.handles:
@@ -595,15 +575,20 @@ class ManagedComponent:
                             places[name] = group.placed[index]  # type: ignore[assignment]
 
     def follow_renamed(self) -> None:
-        """Give weights back at the places to which other code moved them within the module, and not at the old ones.
+        """Update weights at the places to which other code moved them within the module, and not at the old ones.
 
-        ``prune`` and ``spectral_norm`` of `torch.nn.utils` give a weight another name.
+        ``prune`` and ``spectral_norm`` of `torch.nn.utils` give a weight another name. Forwards are refused until the
+        component is released, or planned anew with what such code has put into the module beside that.
         """
+        if self.moves is None:
+            return
         for group in self.groups:
             for index, slot in enumerate(group.slots):
                 for module, name in list(slot.owners):
                     if slot.tensors_of(module).get(name) is None:
                         group.disown(index, (module, name))
+                        if not slot.is_buffer:
+                            self.moves.note_gone(slot.spec.name)
         lent = self.find_lent_modules()
         self.own_places([part for part in self.module.modules() if part not in lent])
 
@@ -688,7 +673,7 @@ class ManagedComponent:
         had = bundle.added.slots if bundle.added is not None else []
         if [slot.owners for slot in had] == [slot.owners for slot in wanted]:
             for slot, found in zip(had, wanted, strict=True):
-                slot.spec = found.spec
+                slot.describe(found.spec)
             return False
         self.packing.add(share, bundle, wanted)
         return True
@@ -731,7 +716,7 @@ class ManagedComponent:
         }
         rest = [group for share in self.shares for group in share.fixed.groups]
         before = self.component.weight_bytes
-        self.component = self.packing.component = self.forwards.component = replace(
+        self.component = replace(
             self.component,
             blocks=tuple(replace(block, tensors=specs[block.name]) for block in self.component.blocks),
             non_block=replace(
@@ -740,6 +725,7 @@ class ManagedComponent:
             ),
             buffers=tuple(slot.spec for group in rest for slot in group.slots if slot.is_buffer),
         )
+        self.forwards.describe(self.component)
         added_bytes = self.component.weight_bytes - before
         self.plan = replace(self.plan, weight_bytes=self.plan.weight_bytes + added_bytes)
         if self.plan.tier != "disk":
@@ -793,7 +779,7 @@ class ManagedComponent:
         """
         queued = 0
         self.look = None
-        self.forwards.is_loaded = False
+        self.forwards.note_unloaded()
         self.settle_books()
         try:
             for share, part in zip(self.shares, plan.shares, strict=True):
@@ -806,13 +792,14 @@ class ManagedComponent:
         if queued:  # another form: its passes take other times
             for share in self.shares:
                 share.times.start_over()
-        self.plan, self.forwards.is_loaded, self.forwards.is_timed = plan, True, plan.streams
+        self.plan = plan
+        self.forwards.note_loaded(is_timed=plan.streams)
         return queued
 
     def shrink(self, device: str, num_bytes: int) -> int:
         """Give back at least so many bytes of one device if they are there; returns them."""
         self.put_back()
-        self.forwards.is_loaded = False
+        self.forwards.note_unloaded()
         freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
         return freed
 
@@ -820,7 +807,7 @@ class ManagedComponent:
         """Leave every device; returns the bytes freed."""
         self.put_back()
         self.move_added_to_host()
-        self.forwards.is_loaded = False
+        self.forwards.note_unloaded()
         return sum(share.unload() for share in self.shares)
 
 

@@ -66,6 +66,10 @@ class MoveGuard:
             self.undone, self.gone = after.undone, after.gone
             self.swaps.loans = [loan for loan in after.swaps.loans if loan.group in self.swaps.devices]
 
+    def note_gone(self, name: str) -> None:
+        """Refuse forwards from now on, because this weight is not where it came under management."""
+        self.gone = name
+
     def is_moved(self) -> bool:
         """Whether the module holds other weights than the groups gave it. For groups at rest."""
         return not all(group.is_as_placed() for group in self.groups) or any(w.is_moved() for w in self.witnesses)

@@ -145,7 +145,7 @@ class Packing:
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
         for group in self.groups:
-            group.charge_host = self.charge_host
+            group.charge_to(self.charge_host)
             if group.store is not None and not any(group in bundle.groups for bundle in self.kept):
                 self.packed_versions[id(group)] = group.version
 
@@ -228,8 +228,7 @@ class Packing:
         if not slots:
             return
         bring_home(slots)
-        group = WeightGroup(bundle.name, slots)
-        group.asked, group.notes_data = bundle.own.asked, bundle.own.notes_data
+        group = WeightGroup(bundle.name, slots, beside=bundle.own)
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in
             taken["host"] = group.slab_bytes
@@ -242,7 +241,7 @@ class Packing:
                 taken["host"] += 0 if slab.data.is_pinned() else group.slab_bytes
             taken["pinned"] += slabs.locked_bytes
             self.packed_versions[id(group)] = group.version
-        group.charge_host = self.charge_host
+        group.charge_to(self.charge_host)
         bundle.add(group)
         self.added_bytes[group] = taken
         for tier, num_bytes in taken.items():
@@ -322,7 +321,7 @@ class Packing:
         self.left += [bundle for bundle in staying if bundle not in self.left]
         with self.open_files():
             for group in self.groups:
-                group.charge_host = lambda num_bytes: None
+                group.charge_to(None)
                 if any(group in bundle.groups for bundle in staying):
                     group.forget_views()
                     continue

@@ -57,6 +57,22 @@ class ParameterSlot:
     places: list[Any] = field(default_factory=list)
     """What its group has worked out from the owners of its slots; cleared when these change."""
 
+    def describe(self, spec: TensorSpec) -> None:
+        """Take another name or other numbers."""
+        self.spec = spec
+
+    def become_as(self, found: ParameterSlot) -> None:
+        """Take the numbers of a slot that was found for the same weight in the module as it is now."""
+        self.spec, self.lists = found.spec, found.lists
+
+    def rest_as(self, form: StorageForm) -> None:
+        """Rest in another form from now on; its leaves are the caller's to write."""
+        self.form = form
+
+    def clear_with(self, places: list[Any]) -> None:
+        """Clear this list whenever the owners change: a group works it out from them."""
+        self.places = places
+
     def set_owners(self, owners: Iterable[tuple[nn.Module, str]]) -> None:
         """Have other places in the module tree from now on."""
         self.owners = tuple(owners)
@@ -64,12 +80,15 @@ class ParameterSlot:
 
     @property
     def held(self) -> torch.Tensor:
-        if not self.owners:  # a buffer that the module has replaced by one of its own
-            return EMPTY
-        module, name = self.owners[0]
-        tensor = (module._buffers if self.is_buffer else module._parameters)[name]
-        assert tensor is not None
-        return tensor
+        """What the module holds for it, at the first place that has anything.
+
+        Empty where none has: the module has replaced a buffer by one of its own, or other code took the weight out.
+        """
+        for module, name in self.owners:
+            tensor = (module._buffers if self.is_buffer else module._parameters).get(name)
+            if tensor is not None:
+                return tensor
+        return EMPTY
 
     def tensors_of(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return where a module has its weights of this kind."""

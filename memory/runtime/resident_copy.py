@@ -47,6 +47,14 @@ class DeviceCopy:
         self.is_untagged = False
         """Whether there was no memory to find the tags."""
 
+    def take_tags(self, weights: int, buffers: int) -> None:
+        """Remember what `find_tags` found when the contents had come."""
+        self.tags = weights, buffers
+
+    def go_untagged(self) -> None:
+        """Do without tags: there was no memory to find them."""
+        self.is_untagged = True
+
     @property
     def is_written(self) -> bool:
         """Whether weights were written to since it was loaded."""

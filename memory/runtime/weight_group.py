@@ -80,12 +80,19 @@ class WeightGroup:
 
     Args:
         forms: of the weights that rest in an encoded form.
+        beside: the group whose block these weights were added to.
         shows_wide: whether the module holds those as wide tensors at rest (`EncodedWeight`); a host that reads and
             writes single weights by itself gets the leaf, where a factor makes that the weight.
     """
 
     def __init__(
-        self, name: str, slots: Sequence[ParameterSlot], *, forms: Forms = AS_THEY_CAME, shows_wide: bool = False
+        self,
+        name: str,
+        slots: Sequence[ParameterSlot],
+        *,
+        forms: Forms = AS_THEY_CAME,
+        shows_wide: bool = False,
+        beside: WeightGroup | None = None,
     ) -> None:
         self.name = name
         self.slots = list(slots)
@@ -94,7 +101,7 @@ class WeightGroup:
         }
         """By the index of each weight that rests in an encoded form, which."""
         self.shows_wide = shows_wide
-        self.asked: Asked | None = None
+        self.asked: Asked | None = None if beside is None else beside.asked
         """The function that its weights at rest call when asked for their device."""
         self.opened: list[EncodedLeaves] = []
         """Encoded weights of which others got views, or that were to be converted."""
@@ -105,7 +112,7 @@ class WeightGroup:
         self.layout = self.lay_out()
         self.wide_layout = SlabLayout.of([Form.of(self.slots[index].held) for index in self.encoded])
         self.resting: list[torch.Tensor] = []
-        self.charge_host: Callable[[int], None] = lambda num_bytes: None
+        self.charge_host: Callable[[int], None] | None = None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
         self.bring: Callable[[WeightGroup], None] | None = None
         """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
@@ -131,7 +138,7 @@ class WeightGroup:
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
         """Those places, as the dicts of modules, with the number of the slot; empty until first used."""
         for slot in self.slots:
-            slot.places = self.places
+            slot.clear_with(self.places)
         self.has_buffers = any(slot.is_buffer for slot in self.slots)
         self.has_lists = any(slot.lists for slot in self.slots)
         self.counted: tuple[list[torch.Tensor], int, list[torch.Tensor]] = [], 0, []
@@ -142,12 +149,24 @@ class WeightGroup:
         """What the module holds to compute from slabs, by their ids."""
         self.decodings: dict[tuple[int, ...], list[Decoding]] = {}
         """What is decoded before that, by the same ids."""
-        self.notes_data = False
+        self.notes_data = False if beside is None else beside.notes_data
         """Whether accesses to ``.data`` in a forward are recorded, which costs a little in every call."""
         self.looked: list[ComputingWeight] = []
         """Weights whose ``.data`` was accessed while they computed."""
         self.origin: Origin | None = None
         """The memory it computes from, if writes to that would be lost; else None."""
+
+    def note_data(self, notes: bool) -> None:
+        """Record accesses to ``.data`` in forwards from now on, or no longer."""
+        self.notes_data = notes
+
+    def let_read(self, bring: Callable[[WeightGroup], None] | None) -> None:
+        """Ask this function to run `read_into_memory` while nothing computes; None: nothing is read any more."""
+        self.bring = bring
+
+    def charge_to(self, charge_host: Callable[[int], None] | None) -> None:
+        """Tell this function of host memory that the weights take beside what they were packed into."""
+        self.charge_host = charge_host
 
     def lay_out(self) -> SlabLayout:
         """Return the layout of a slab for what the module holds now."""
@@ -257,7 +276,7 @@ class WeightGroup:
         for index, form in self.encoded.items():
             slot = self.slots[index]
             if not slot.held.is_meta:
-                slot.form = form.measure(slot.held, name=slot.spec.name)
+                slot.rest_as(form.measure(slot.held, name=slot.spec.name))
 
     def pack(
         self, slab: HostSlab, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
@@ -277,7 +296,7 @@ class WeightGroup:
             copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
             if weight.is_meta and form is not None:
                 (weight,) = read_weights([slot], source, progress=add_up(progress))
-                slot.form = form.measure(weight, name=slot.spec.name)
+                slot.rest_as(form.measure(weight, name=slot.spec.name))
             if weight.is_meta:
                 to_read.append((slot.spec.name, views[0]))
             else:
@@ -410,7 +429,8 @@ class WeightGroup:
             views = self.resting_views(slab.data)
             self.store = HostStore(slab)
             self.resting = [watch(view, self.asked, aliases=self.aliases) for view in views]
-        self.charge_host(self.slab_bytes - kept_bytes)
+        if self.charge_host is not None:
+            self.charge_host(self.slab_bytes - kept_bytes)
 
     def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
         """Return the views into a slab that make each weight."""
@@ -443,7 +463,7 @@ class WeightGroup:
         assert slab is not None
         with torch.no_grad():
             if index in self.encoded:
-                slot.form = self.encoded[index].measure(weight, name=name)
+                slot.rest_as(self.encoded[index].measure(weight, name=name))
             store_weight(slot, self.leaf_views(slab)[index], weight)
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
@@ -461,7 +481,7 @@ class WeightGroup:
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
         for slot in self.slots:
-            slot.spec = replace(slot.spec, name=names.get(slot.spec.name, slot.spec.name))
+            slot.describe(replace(slot.spec, name=names.get(slot.spec.name, slot.spec.name)))
         self.wide_dtypes = {names.get(name, name): dtype for name, dtype in self.wide_dtypes.items()}
         self.on_meta = {names.get(name, name): held for name, held in self.on_meta.items()}
         self.originals = {names.get(name, name): held for name, held in self.originals.items()}
@@ -519,7 +539,7 @@ class WeightGroup:
         self.move_kept_to_host(source)
         self.forget_resting()
         for index in self.encoded:  # only now: interrupted before, all of it is done again
-            self.slots[index].form = AS_STORED
+            self.slots[index].rest_as(AS_STORED)
 
     def own_leaves(self, index: int) -> list[torch.Tensor]:
         """Return what makes a weight in memory of its own: where it lies, if that can be, else a copy."""
@@ -569,7 +589,7 @@ class WeightGroup:
         """Drop the weight stores, and let the module hold shapes without memory: it is no longer used. Reads
         nothing."""
         for slot in self.slots:
-            slot.form = AS_STORED
+            slot.rest_as(AS_STORED)
             unwatch(slot.held)
             repoint(slot, [torch.empty(slot.held.shape, dtype=slot.held.dtype, device="meta")])
         self.forget_resting()

@@ -136,8 +136,8 @@ class Reference:
         for number, block in enumerate(blocks):
             for part in block.modules():
                 part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
-        entries = [*self.managed.find_entry_modules(), *self.managed.find_inner_modules()]
-        for module in dict.fromkeys([*entries, *blocks]):  # prepended later, so these run before the hooks of parts
+        modules = self.managed.find_hooked_modules()
+        for module in {*modules.entries, *modules.inner, *blocks}:  # prepended later, so these run before the hooks of parts
             module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.after_entry, always_call=True)
 

@@ -174,7 +174,7 @@ def test_the_books_say_what_is_there(
 JOINING = [
     (ManagedComponent, "attach"),
     (ManagedComponent, "hook"),
-    (ManagedComponent, "find_parts"),
+    (ManagedComponent, "find_hooked_modules"),
     (Ledger, "charge"),
     (Packing, "measure"),
     (Packing, "pack"),
