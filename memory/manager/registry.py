@@ -188,6 +188,8 @@ class Registry:
         """
         self.refuse_unready(members)
         members = sorted(members, key=lambda member: member.rank)
+        for member in members:
+            member.managed.describe_anew()
         ids = {member.name: member.id for member in members}
         modules = {member.name: member.managed.module for member in members}
         hosted = any(member.is_hosted for member in members)
@@ -248,13 +250,13 @@ class Registry:
         self.detach(member, Ending.HANDED_OVER)
         member.take_profile(profile, choices)
         try:
-            former = managed.component, managed.plan, managed.source
+            former = managed.describe_left(), managed.plan, managed.source
             self.prepare(member, managed.module, *former, self.sharing.find_near([member]), after=member.managed)
             # Watchers are not told: one that cancelled the other form would cancel this one, too.
             self.attach(member, self.sharing.find_near([member]), tells=False)
         except BaseException:
             managed.hooks.remove()
-            managed.packing.unpack_left()
+            managed.packing.restore_left()
             raise
 
     def prepare(

@@ -36,7 +36,7 @@ from .forward_pass import Leases, NoLeases, Passes
 from .hooked_modules import HookedModules
 from .kept_blocks import Home, find_kept
 from .ledger import Kind, Ledger
-from .module_caches import ModuleCaches
+from .module_caches import ModuleCaches, at_home
 from .move_guard import MoveGuard
 from .other_offloaders import find_rival
 from .packing import Ending, Packing
@@ -44,8 +44,8 @@ from .parameter_slots import ParameterSlot, find_slots
 from .recomputing import in_backward
 from .state_dict_guard import StateGuard
 from .steady_look import SteadyLook
-from .watched_data import Asked
-from .weight_group import WeightGroup
+from .watched_data import AbsentWeight, Asked
+from .weight_group import ReadOnUse, WeightGroup
 from .weight_store import FileStore
 
 __all__ = ["ManagedComponent", "Phase", "refuse_managed"]
@@ -199,7 +199,7 @@ class ManagedComponent:
         kept: dict[Home, Bundle] = {}
         if after is not None:
             kept = after.find_kept(self.component, self.plan, devices, source=self.source)
-            after.packing.unpack_left(list(kept.values()))
+            after.packing.unpack_left(list(kept.values()), reads=not self.component.has_file)
         specs = [tensor for block in [*self.component.blocks, self.component.non_block] for tensor in block.tensors]
         slots = find_slots(self.module, [*specs, *self.component.buffers])
         for slot in [slot for bundle in kept.values() for group in bundle.groups for slot in group.slots]:
@@ -296,7 +296,7 @@ class ManagedComponent:
             self.follow_renamed()
         self.unload()
         if self.moves is not None:
-            self.packing.written |= self.moves.swaps.names
+            self.packing.note_written(self.moves.swaps.names)
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
         self.structure, self.tree, self.look, self.came_with = None, None, None, frozenset()
         error: InvalidInput | None = None
@@ -432,7 +432,8 @@ class ManagedComponent:
         self.look = None
         if self.moves is not None:
             self.moves.put_back()
-            self.follow_renamed()
+            if self.moves.gone is not None:
+                self.follow_renamed()
 
     def has_other_layers(self) -> bool:
         """Whether layers were added to the module, or taken out of it, since it was looked at last."""
@@ -559,7 +560,20 @@ class ManagedComponent:
 
     def own_places(self, parts: Iterable[nn.Module]) -> None:
         """Update our weights, from now on, at all places of these modules that hold one of them, and nowhere else."""
-        known = {id(tensor): (group, index) for group in self.groups for index, tensor in group.known_tensors()}
+        known: dict[int, tuple[WeightGroup, int]] = {}
+        for group in self.groups:
+            known.update((id(tensor), (group, index)) for index, tensor in group.own_tensors())
+        for group in self.groups:  # objects that came another way, where they are no other weight's
+            for index, slot in enumerate(group.slots):
+                if slot.owners:
+                    known.setdefault(id(slot.held), (group, index))
+        homes = {
+            owner: (group, index)
+            for group in self.groups
+            for index, slot in enumerate(group.slots)
+            for owner in slot.owners
+        }
+        lent = {loan.owner for loan in self.moves.swaps.loans} if self.moves is not None else ()
         slots = {id(slot): (group, index) for group in self.groups for index, slot in enumerate(group.slots)}
         for part in parts:
             for is_buffer, places in ((False, part._parameters), (True, part._buffers)):
@@ -567,9 +581,14 @@ class ManagedComponent:
                     group, index = known.get(id(tensor), (None, 0))
                     if isinstance(tensor, EncodedWeight):
                         group, index = slots.get(id(tensor.encoded.slot), (None, 0))
+                    elif isinstance(tensor, AbsentWeight) and isinstance(tensor.bring, ReadOnUse) and group is None:
+                        group, index = (None, 0) if tensor.is_data else slots.get(id(tensor.bring.slot), (None, 0))
                     if group is None or group.slots[index].is_buffer != is_buffer:
                         continue
-                    if (part, name) not in group.slots[index].owners:
+                    home = homes.get((part, name))
+                    if home != (group, index) and (part, name) not in lent:
+                        if home is not None:  # other code put one of our weights in place of another
+                            home[0].disown(home[1], (part, name))
                         group.own(index, (part, name))
                         if group.placed:
                             places[name] = group.placed[index]  # type: ignore[assignment]
@@ -591,6 +610,29 @@ class ManagedComponent:
                             self.moves.note_gone(slot.spec.name)
         lent = self.find_lent_modules()
         self.own_places([part for part in self.module.modules() if part not in lent])
+
+    def describe_left(self) -> Component:
+        """Return the component without the weights that its module has no place for any more."""
+        lost = {slot.spec.name for group in self.groups for slot in group.slots if not slot.owners}
+        blocks = [*self.component.blocks, self.component.non_block]
+        *blocks, rest = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
+        return replace(self.component, blocks=tuple(blocks), non_block=rest)
+
+    def describe_anew(self) -> None:
+        """Call weights what the module calls them now, and note which others hold in their stead, before a new plan."""
+        if self.moves is None:
+            return
+        self.follow_renamed()
+        own = [slot for share in self.shares for bundle in share.bundles for slot in bundle.own.slots]
+        tree = Tree(self.module, own, {}, self.came_with, lent=self.lent_places())
+        self.rename(own, tree)
+        self.describe_added()
+        for _, slot in tree.added:
+            if isinstance(slot.held, AbsentWeight):  # made of one of ours
+                slot.hold(at_home(slot.held))
+        if self.source is not None:
+            others = [slot.spec for _, slot in tree.added]
+            self.packing.note_written(spec.name for spec in others if self.source.holds(spec))
 
     def take_back_from(self, module: nn.Module) -> None:
         """Stop updating another component's module: it keeps our weight stores, as the same objects. Idempotent."""

@@ -25,7 +25,7 @@ from .encoded_weight import EncodedWeight
 from .parameter_slots import OWN_DICTS
 from .watched_data import AbsentWeight, WatchedTensor, plainly, unwatch
 
-__all__ = ["ModuleCaches", "address_of", "computed_weights"]
+__all__ = ["ModuleCaches", "address_of", "at_home", "computed_weights"]
 
 COMPUTED_FROM = ("_orig", "_g")
 

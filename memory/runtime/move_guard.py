@@ -22,9 +22,9 @@ from ..errors import UnsafeState
 from ..weights.quantized_leaves import Wrapper, leaves_of
 from ..weights.storage_form import AS_STORED
 from .encoded_weight import EncodedWeight
-from .parameter_slots import as_held, repoint
-from .watched_data import plainly, watch
-from .weight_group import BlockState, WeightGroup
+from .parameter_slots import ParameterSlot, as_held, repoint
+from .watched_data import AbsentWeight, plainly, watch
+from .weight_group import BlockState, ReadOnUse, WeightGroup
 from .weight_store import FileStore
 from .weight_swaps import Swaps, foreign_tensors
 
@@ -322,7 +322,7 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
         if given.shape == group.placed[index].shape and given.dtype not in (leaves[0].dtype, group.wide_dtypes[name]):
             return f"its weights were changed to {given.dtype}"
         return f"{name!r}{resting_form(group, index)} was replaced by a {given.dtype} {list(given.shape)}"
-    if all(leaf.is_meta for leaf in (*leaves, *theirs)):
+    if all(leaf.is_meta for leaf in (*leaves, *theirs)) and not is_of_another(given, slot):
         return None
     if any(leaf.is_meta for leaf in (*leaves, *theirs)):
         return f"{name!r}{resting_form(group, index)} was replaced"
@@ -339,6 +339,11 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
         for leaf, own in zip(moved, leaves, strict=True):
             own.copy_(leaf)
     return None
+
+
+def is_of_another(given: torch.Tensor, slot: ParameterSlot) -> bool:
+    """Whether a tensor without memory stands for another weight that rests in its file."""
+    return isinstance(given, AbsentWeight) and isinstance(given.bring, ReadOnUse) and given.bring.slot is not slot
 
 
 def bits_of(leaf: torch.Tensor) -> torch.Tensor:

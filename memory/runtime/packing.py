@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ..errors import InvalidInput
@@ -186,11 +186,22 @@ class Packing:
                 wait()
             lock.waits[:] = waits[number]
 
-    def unpack_left(self, kept: Collection[Bundle] = ()) -> None:
-        """Unpack the blocks that no managed component goes on with; what rests in its file stays there."""
+    def unpack_left(self, kept: Collection[Bundle] = (), *, reads: bool = False) -> None:
+        """Unpack the blocks that no managed component goes on with.
+
+        Args:
+            reads: also what rests in its file, which stays there otherwise.
+        """
         for bundle in [bundle for bundle in self.left if bundle not in kept]:
             for group in bundle.groups:
-                group.unpack(group.names_in_file)
+                group.unpack(() if reads else group.names_in_file)
+            self.left.remove(bundle)
+
+    def restore_left(self) -> None:
+        """Give the module the weights of blocks that no managed component goes on with, as `Ending.RESTORED` says."""
+        for bundle in list(self.left):
+            for group in bundle.groups:
+                self.end_unit(group, Ending.RESTORED)
             self.left.remove(bundle)
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
@@ -261,6 +272,10 @@ class Packing:
         for tier, num_bytes in self.added_bytes.pop(group, Counter()).items():
             self.host_bytes[tier] -= num_bytes
             self.charge(tier, -num_bytes)
+
+    def note_written(self, names: Iterable[str]) -> None:
+        """Weights of these names are not what their file has any more."""
+        self.written |= frozenset(names)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""

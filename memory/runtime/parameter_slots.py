@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UnsafeState
 from ..weights.component import TensorSpec
 from ..weights.quantized_leaves import Wrapper, form_of
 from ..weights.source import WeightsSource
@@ -117,7 +118,11 @@ class ParameterSlot:
 
 
 def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, ParameterSlot]:
-    """Return an entry per described weight of a module, by name."""
+    """Return an entry per described weight of a module, by name.
+
+    Raises:
+        UnsafeState: the module has no weight of a name.
+    """
     by_identity: dict[int, list[str]] = {}
     tensors: dict[str, tuple[torch.Tensor, bool]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -130,6 +135,8 @@ def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, Para
     parts = dict(module.named_modules(remove_duplicate=False))
     slots = {}
     for spec in specs:
+        if spec.name not in tensors:
+            raise UnsafeState(f"{spec.name!r} is gone from its module: it is released; manage it again")
         tensor, is_buffer = tensors[spec.name]
         places = [name.rpartition(".") for name in by_identity[id(tensor)]]
         owners = tuple((parts[path], attribute) for path, _, attribute in places)

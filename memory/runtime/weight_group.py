@@ -40,7 +40,7 @@ from .resident_copy import DeviceCopy, Known
 from .watched_data import Asked, device_of, plainly, unwatch, watch
 from .weight_store import FileStore, HostStore
 
-__all__ = ["BlockState", "WeightGroup"]
+__all__ = ["BlockState", "ReadOnUse", "WeightGroup"]
 
 VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
@@ -149,7 +149,7 @@ class WeightGroup:
         """What the module holds to compute from slabs, by their ids."""
         self.decodings: dict[tuple[int, ...], list[Decoding]] = {}
         """What is decoded before that, by the same ids."""
-        self.notes_data = False if beside is None else beside.notes_data
+        self.notes_data: bool = beside is not None and beside.notes_data
         """Whether accesses to ``.data`` in a forward are recorded, which costs a little in every call."""
         self.looked: list[ComputingWeight] = []
         """Weights whose ``.data`` was accessed while they computed."""
@@ -813,10 +813,14 @@ class WeightGroup:
 
     def known_tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield all that the module holds, or may hold, at rest, by the index of its entry."""
-        held = [slot.held if slot.owners else None for slot in self.slots]
+        yield from ((index, slot.held) for index, slot in enumerate(self.slots) if slot.owners)
+        yield from self.own_tensors()
+
+    def own_tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what the group has given the module, or may give it, at rest, by the index of the weight."""
         views = self.copy.views if self.copy is not None else ()
-        for tensors in (held, self.resting, self.placed, views):
-            yield from ((index, tensor) for index, tensor in enumerate(tensors) if tensor is not None)
+        for tensors in (self.resting, self.placed, views):
+            yield from enumerate(tensors)
 
     def take_replaced(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""

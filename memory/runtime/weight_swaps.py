@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .parameter_slots import ParameterSlot, in_list
+from .watched_data import AbsentWeight
 from .weight_group import WeightGroup
 
 __all__ = ["Swaps"]
@@ -93,7 +94,8 @@ class Swaps:
         """At the begin of a pass: move the lent tensors to the devices of their blocks. Costs their bytes there."""
         for loan in self.loans:
             if loan.given.device != loan.device:
-                loan.computing = loan.given.to(loan.device)
+                given, device = loan.given, loan.device
+                loan.computing = given.copy_on(device) if isinstance(given, AbsentWeight) else given.to(device)
                 loan.slot.tensors_of(loan.owner[0])[loan.owner[1]] = loan.computing
 
     def end(self) -> None:
