@@ -20,7 +20,7 @@ from torch import nn
 from .errors import InvalidInput, quoted, require
 from .model_class import bounded_parameters, build_on_meta, find_class, read_config
 from .name_matching import StoredWeight, match_names
-from .runtime.managed_component import refuse_managed
+from .runtime.holders import refuse_managed
 from .weights.quantized_leaves import Wrapper
 from .weights.source import WeightsSource
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .errors import InvalidInput, UnsafeState
-from .runtime.managed_component import attached
+from .runtime.holders import attached
 from .weights.discovery import discover_components
 
 __all__ = ["Parts"]
@@ -51,7 +51,7 @@ class Parts:
         changed = {name for name, before in self.known.items() if attributes.get(name) is not before}
         if not changed:
             return {}
-        managed = {part for managed_component in list(attached) for part in managed_component.module.modules()}
+        managed = {part for places in list(attached) for part in places.module.modules()}
         try:
             found = discover_components({name: attributes[name] for name in changed if name in attributes})
         except InvalidInput:  # none of the values has modules

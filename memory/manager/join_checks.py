@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
-from ..runtime.managed_component import ManagedComponent
 from ..runtime.module_caches import address_of, computed_weights
 from ..runtime.other_offloaders import find_rival, is_scripted
 from ..runtime.parameter_slots import split_owner
+from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .member import Member
@@ -26,7 +26,7 @@ __all__ = ["refuse_odd", "refuse_shared_split", "refuse_unsuitable"]
 def refuse_unsuitable(
     module: nn.Module,
     component: Component,
-    sharers: Iterable[ManagedComponent],
+    sharers: Iterable[WeightPlaces],
     members: Mapping[str, Member],
     source: WeightsSource | None,
     *,
@@ -65,17 +65,17 @@ def refuse_unsuitable(
 
 
 def find_managed(
-    sharers: Iterable[ManagedComponent], members: Mapping[str, Member], borrowers: Collection[Member]
+    sharers: Iterable[WeightPlaces], members: Mapping[str, Member], borrowers: Collection[Member]
 ) -> dict[int, str]:
     """Return by what each parameter is managed, by id, except by borrowers."""
-    lent_to = {id(other.managed) for other in borrowers}
+    lent_to = {other.managed.places for other in borrowers}
     found: dict[int, str] = {}
-    for managed in sharers:
-        member = members.get(managed.owner)
-        is_ours = member is not None and member.managed is managed
-        by = f"by {managed.owner!r}" if is_ours else f"as {managed.owner!r} of another MemoryManager"
-        if id(managed) not in lent_to:
-            found.update((id(parameter), by) for parameter in managed.module.parameters())
+    for places in sharers:
+        member = members.get(places.owner)
+        is_ours = member is not None and member.managed.places is places
+        by = f"by {places.owner!r}" if is_ours else f"as {places.owner!r} of another MemoryManager"
+        if places not in lent_to:
+            found.update((id(parameter), by) for parameter in places.module.parameters())
     return found
 
 

@@ -12,8 +12,10 @@ from ..options.placement import Placement, PlacementItem
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
-from ..runtime.managed_component import ManagedComponent, Phase, find_sharers
+from ..runtime.holders import find_sharers
+from ..runtime.managed_component import ManagedComponent, Phase
 from ..runtime.packing import Ending
+from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component, guess_kind
 from ..weights.sharing import NOTHING_SHARED
 from ..weights.source import WeightsSource
@@ -133,7 +135,7 @@ class Registry:
     def join(
         self,
         newcomers: Sequence[tuple[Member, nn.Module, Component, ComponentPlan, WeightsSource | None]],
-        sharers: Sequence[ManagedComponent],
+        sharers: Sequence[WeightPlaces],
     ) -> None:
         """Prepare and attach new components, lenders before their borrowers: all of them or none.
 
@@ -148,7 +150,7 @@ class Registry:
                 prepared.append((member, module))
             for member, _ in prepared:
                 self.attach(member, near)
-                near.append(member.managed)
+                near.append(member.managed.places)
         except BaseException:
             for member, module in reversed(prepared):
                 self.detach(member, Ending.TAKEN_BACK)
@@ -266,7 +268,7 @@ class Registry:
         component: Component,
         plan: ComponentPlan,
         source: WeightsSource | None,
-        sharers: Iterable[ManagedComponent],
+        sharers: Iterable[WeightPlaces],
         *,
         after: ManagedComponent | None = None,
     ) -> None:
@@ -290,9 +292,9 @@ class Registry:
         )
         try:
             for lender in member.lenders:
-                lender.managed.lend_to(module)
+                lender.managed.places.lend_to(module)
             for other in self.members.borrowers(member):
-                managed.lend_to(other.managed.module)
+                managed.places.lend_to(other.managed.module)
             if not member.is_hosted:
                 self.refuse_unsuitable(member, module, component, source, sharers)
         except BaseException:
@@ -307,14 +309,14 @@ class Registry:
         module: nn.Module,
         component: Component,
         source: WeightsSource | None,
-        sharers: Iterable[ManagedComponent],
+        sharers: Iterable[WeightPlaces],
     ) -> None:
         groups = [group for lender in member.lenders for group in lender.managed.groups]
         lent = {place for group in groups for slot in group.slots for place in slot.owners}
         borrowers = self.members.borrowers(member)
         refuse_unsuitable(module, component, sharers, self.members, source, lent=lent, borrowers=borrowers)
 
-    def attach(self, member: Member, sharers: Iterable[ManagedComponent], *, tells: bool = True) -> None:
+    def attach(self, member: Member, sharers: Iterable[WeightPlaces], *, tells: bool = True) -> None:
         """Pack and hook a component that was prepared; ``tells``: the watchers of loading hear of it."""
         managed, plan = member.managed, member.managed.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights

@@ -9,7 +9,9 @@ from torch import nn
 from ..errors import InvalidInput, UnsafeState
 from ..options.placement import Placement, PlacementItem, SplitRatio
 from ..planner.plan import ComponentPlan
-from ..runtime.managed_component import ManagedComponent, find_holders
+from ..runtime.holders import find_holders
+from ..runtime.managed_component import ManagedComponent
+from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component
 from ..weights.sharing import Shared, find_shared, named_tensors
 from .member import Member, Members
@@ -23,19 +25,19 @@ class SharedWeights:
     def __init__(self, members: Members) -> None:
         self.members = members
 
-    def find_near(self, members: Iterable[Member]) -> list[ManagedComponent]:
+    def find_near(self, members: Iterable[Member]) -> list[WeightPlaces]:
         """Return what may share weights with components, themselves included while they are managed."""
-        ids = {id(weight) for member in members for weight in member.managed.known_weights()}
+        ids = {id(weight) for member in members for weight in member.managed.places.known_weights()}
         ids |= {id(weight) for member in members for _, weight in named_tensors(member.managed.module)}
         return find_holders(ids)
 
-    def find(self, new: Mapping[str, nn.Module], sharers: Iterable[ManagedComponent]) -> dict[str, Shared]:
+    def find(self, new: Mapping[str, nn.Module], sharers: Iterable[WeightPlaces]) -> dict[str, Shared]:
         """Return what present and new components share, by id; a present one owns what a new one shares with it.
 
         Args:
             sharers: those that may share something with a new one, or with one another.
         """
-        near = [m for one in sharers if (m := self.members.get(one.owner)) is not None and m.managed is one]
+        near = [m for one in sharers if (m := self.members.get(one.owner)) is not None and m.managed.places is one]
         known = sorted((member for member in near if not member.is_hosted), key=lambda member: member.rank)
         same = {
             id(tensor): id(slot.held)
@@ -113,7 +115,7 @@ class SharedWeights:
         """Stop updating a borrower's module: it keeps the shared weights at rest."""
         for lender in member.lenders:
             if self.members.get(lender.id) is lender:
-                lender.managed.take_back_from(module)
+                lender.managed.places.take_back_from(module)
 
 
 def refuse_use_elsewhere(name: str, managed: ManagedComponent, common: Shared) -> None:

@@ -22,13 +22,8 @@ __all__, __getattr__ = lazy_names(
         "forward_pass": ["Guest", "Hold", "Pass"],
         "module_caches": ["address_of", "computed_weights"],
         "execution_order": ["in_execution_order"],
-        "managed_component": [
-            "ManagedComponent",
-            "Phase",
-            "attached",
-            "find_holders",
-            "find_sharers",
-            "refuse_managed",
-        ],
+        "weight_places": ["WeightPlaces"],
+        "holders": ["attached", "find_holders", "find_sharers", "refuse_managed"],
+        "managed_component": ["ManagedComponent", "Phase"],
     },
 )

@@ -40,6 +40,7 @@ class MoveGuard:
 
     Args:
         groups: each group, with its weight store in place, and the device on which it computes.
+        swaps: the places that hold tensors of others.
         wait: waits for the copies that are under way.
         after: the guard of the groups before some of them were replaced.
     """
@@ -48,6 +49,7 @@ class MoveGuard:
         self,
         owner: str,
         groups: Sequence[tuple[WeightGroup, torch.device]],
+        swaps: Swaps,
         *,
         wait: Callable[[], None],
         after: MoveGuard | None = None,
@@ -56,7 +58,8 @@ class MoveGuard:
         self.wait = wait
         self.groups = [group for group, _ in groups]
         self.witnesses = [Witness(group) for group in self.groups]
-        self.swaps = Swaps(groups)
+        self.swaps = swaps
+        swaps.watch(groups)
         self.opened = [group.opened for group in self.groups]
         self.undone: str | None = None
         """The change of weights that was undone and has not been reported yet."""
@@ -64,7 +67,6 @@ class MoveGuard:
         """The name of a weight whose place was removed from the module."""
         if after is not None:
             self.undone, self.gone = after.undone, after.gone
-            self.swaps.loans = [loan for loan in after.swaps.loans if loan.group in self.swaps.devices]
 
     def note_gone(self, name: str) -> None:
         """Refuse forwards from now on, because this weight is not where it came under management."""

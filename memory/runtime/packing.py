@@ -14,7 +14,7 @@ from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
 from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import PAGE_BYTES
-from ..weights.component import Component
+from ..weights.component import Component, TensorSpec
 from ..weights.source import WeightsSource
 from .added_layers import bring_home
 from .bundle import Bundle
@@ -276,6 +276,11 @@ class Packing:
     def note_written(self, names: Iterable[str]) -> None:
         """Weights of these names are not what their file has any more."""
         self.written |= frozenset(names)
+
+    def note_replaced(self, specs: Iterable[TensorSpec]) -> None:
+        """The module holds weights of its own for these: what the files have of them is not what they are."""
+        if self.source is not None:
+            self.note_written(spec.name for spec in specs if self.source.holds(spec))
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""

@@ -10,7 +10,7 @@ there, the module computes with it, moved to the block's device, and the weight 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,14 @@ class Swaps:
         groups: each group with the device on which it computes.
     """
 
-    def __init__(self, groups: Sequence[tuple[WeightGroup, torch.device]]) -> None:
+    def __init__(self, groups: Iterable[tuple[WeightGroup, torch.device]] = ()) -> None:
         self.devices = dict(groups)
         self.loans: list[Loan] = []
+
+    def watch(self, groups: Iterable[tuple[WeightGroup, torch.device]]) -> None:
+        """Tell apart the weights of these groups from now on; the loans of others are over."""
+        self.devices = dict(groups)
+        self.loans = [loan for loan in self.loans if loan.group in self.devices]
 
     def take_back(self) -> list[tuple[WeightGroup, int, torch.Tensor]]:
         """End the loans of places that no longer hold the other code's tensor.

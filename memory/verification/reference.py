@@ -137,7 +137,8 @@ class Reference:
             for part in block.modules():
                 part.register_forward_pre_hook(partial(self.before_part, number), prepend=True)
         modules = self.managed.find_hooked_modules()
-        for module in {*modules.entries, *modules.inner, *blocks}:  # prepended later, so these run before the hooks of parts
+        # Prepended later, so these run before the hooks of parts.
+        for module in {*modules.entries, *modules.inner, *blocks}:
             module.register_forward_pre_hook(self.before_entry, with_kwargs=True, prepend=True)
             module.register_forward_hook(self.after_entry, always_call=True)
 

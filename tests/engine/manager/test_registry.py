@@ -13,7 +13,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.runtime.managed_component import attached, find_sharers
+from highwater.memory.runtime.holders import attached, find_sharers
 
 X = torch.ones(1, 64)
 

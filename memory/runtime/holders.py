@@ -1,0 +1,65 @@
+"""Which components, of every manager, hold a module or a weight: found by its identity."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from weakref import WeakSet
+
+from torch import nn
+
+from ..errors import UnsafeState
+from .added_layers import Structure
+from .weight_places import WeightPlaces
+
+__all__ = ["attached", "find_holders", "find_sharers", "refuse_managed"]
+
+attached: WeakSet[WeightPlaces] = WeakSet()
+"""Those of all components that have hooks in place, of every manager."""
+
+
+def find_sharers(modules: Iterable[nn.Module]) -> list[WeightPlaces]:
+    """Return all that have hooks in place, of every manager, and may have weights of these modules.
+
+    What hangs in a managed module without having joined it yet is not found: `JoinedLayers.join` looks.
+    """
+    roots = list(modules)
+    trees = [Structure(root) for root in roots]
+    if not has_other_holders(trees):
+        return []
+    ids = {id(tensor) for tree in trees for tensor in tree.tensors() if tensor is not None} | set(map(id, roots))
+    return find_holders(ids)
+
+
+def find_holders(ids: AbstractSet[int]) -> list[WeightPlaces]:
+    """Return all that have hooks in place, of every manager, and any of these objects. Looks at each of them."""
+    return [places for places in list(attached) if places.has_any(ids)]
+
+
+def has_other_holders(trees: Iterable[Structure]) -> bool:
+    """Whether anything but these module trees refers to a weight in them, as a component that manages it does.
+
+    Counts references, so that it takes no longer where there are many components. One that comes from elsewhere counts,
+    too, such as a list of weights.
+    """
+    held = [tensor for tree in trees for tensor in tree.tensors() if tensor is not None]
+    num_places = Counter(map(id, held))
+    weights: list[object] = list(dict(zip(map(id, held), held, strict=True)).values())
+    held.clear()
+    weights.append(object())  # to which nothing refers but the list
+    *counts, least = map(sys.getrefcount, weights)
+    return any(count - least != num_places[id(weight)] for count, weight in zip(counts, weights, strict=False))
+
+
+def refuse_managed(module: nn.Module) -> None:
+    """Refuse to touch the weights of a module where they are: those of a managed one move, and may rest in eight bits.
+
+    Raises:
+        UnsafeState: any of them is managed.
+    """
+    weights = {id(parameter) for parameter in module.parameters()}
+    for places in list(attached):
+        if any(id(parameter) in weights for parameter in places.module.parameters()):
+            raise UnsafeState(f"{places.owner} is managed: release it before loading other weights into it")
