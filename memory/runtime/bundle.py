@@ -70,7 +70,9 @@ class Bundle:
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        return self.own.blocks_host or (self.added is not None and self.added.blocks_host)
+        own = self.own.store
+        assert own is not None
+        return own.blocks_host or (self.added is not None and self.added.blocks_host)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue the copy of a part of the weight stores, one behind the other, to as many bytes on a device."""

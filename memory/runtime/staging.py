@@ -106,7 +106,7 @@ class StagingArea:
         if preferred.holds(version):
             return preferred
         for staging_slot in staging_slots:
-            if staging_slot.holds(version):
+            if staging_slot is not preferred and staging_slot.holds(version):
                 return staging_slot
         return preferred
 
@@ -146,9 +146,8 @@ class StagingArea:
         """Give bytes to the next copy, which overwrites them after their last use; their owner has them no more."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
-            if owner.last_use > self.last_awaited:
-                self.copies.await_free(owner.ready, owner.free)
-                self.last_awaited = owner.last_use
+            self.copies.await_free(owner.ready, owner.free)
+            self.last_awaited = max(self.last_awaited, owner.last_use)
             if owner is not staging_slot:
                 owner.missing_bytes += end - begin
         self.occupancy.take(begin, end, staging_slot)

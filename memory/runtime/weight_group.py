@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,7 @@ from .weight_store import FileStore, HostStore
 __all__ = ["BlockState", "ReadOnUse", "WeightGroup"]
 
 VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+FORM = attrgetter("form")
 
 
 Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
@@ -232,17 +234,18 @@ class WeightGroup:
         objects."""
         assert self.store is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
+        resting, number, counted = self.counted
         with plainly():
-            own: int = sum(map(VERSION, self.find_counted()))
+            if resting is not self.resting or number != len(resting):
+                counted = self.find_counted()
+            own: int = sum(map(VERSION, counted))
             others: int = sum(map(VERSION, self.aliases)) if self.aliases else 0
         return self.store.version + own + others + self.past_writes
 
     def find_counted(self) -> list[torch.Tensor]:
-        """Return the weights at rest that have a counter; needs `plainly`."""
-        resting, number, counted = self.counted
-        if resting is not self.resting or number != len(resting):
-            counted = [weight for weight in self.resting if not weight.is_inference()]
-            self.counted = self.resting, len(self.resting), counted
+        """Find the weights at rest that have a counter; needs `plainly`."""
+        counted = [weight for weight in self.resting if not weight.is_inference()]
+        self.counted = self.resting, len(self.resting), counted
         return counted
 
     def renew(self, resting: Sequence[torch.Tensor]) -> None:
@@ -724,9 +727,11 @@ class WeightGroup:
     def cached_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return what the module holds to compute from a slab without encoded weights, the same objects every time."""
         # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
-        if (id(slab),) not in self.view_cache:
-            self.view_cache[(id(slab),)] = self.noted(self.resting_views(slab))
-        return self.view_cache[(id(slab),)]
+        key = (id(slab),)
+        views = self.view_cache.get(key)
+        if views is None:
+            views = self.view_cache[key] = self.noted(self.resting_views(slab))
+        return views
 
     def decoded(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
         """Decode the encoded weights of a slab into the scratch; returns what the module then computes from."""
@@ -735,7 +740,7 @@ class WeightGroup:
             self.view_cache[key] = self.computing_views(slab, scratch)
             self.decodings[key] = self.find_decodings(slab, scratch)
         for kind, slots, wide, leaves in self.decodings[key]:
-            kind.decode_all([slot.form for slot in slots], wide, leaves)  # type: ignore[misc]
+            kind.decode_all(list(map(FORM, slots)), wide, leaves)
         return self.view_cache[key]
 
     def find_decodings(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[Decoding]:

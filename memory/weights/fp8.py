@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 
 import torch
 
@@ -21,6 +23,7 @@ __all__ = ["ScaledFp8", "find_scale", "quantize_fp8", "upcast_into"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+SCALE = attrgetter("scale")
 # The inverse of a smaller scale overflows float32: weights that small become zeros rather than NaN.
 LEAST_SCALE = 2.0**-126
 
@@ -60,8 +63,8 @@ class ScaledFp8(EncodedForm):
             for form, target, (stored,) in zip(forms, wide, leaves, strict=True):
                 upcast_into(target, stored, form.scale)
         else:  # two kernels for the whole block, launched at the price of one weight's
-            torch._foreach_copy_(wide, [stored for (stored,) in leaves])
-            torch._foreach_mul_(wide, [form.scale for form in forms])
+            torch._foreach_copy_(wide, list(chain.from_iterable(leaves)))
+            torch._foreach_mul_(wide, list(map(SCALE, forms)))
 
 
 @torch.no_grad()
