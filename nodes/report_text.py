@@ -28,7 +28,12 @@ class Section:
 def describe_now(report: Mapping[str, Any]) -> list[Section]:
     """Return where everything is, what the nodes of the last run took, and the last events."""
     last = [run["run_id"] for run in report["runs"][-1:]]
-    sections = [devices_section(report), components_section(report), nodes_section(report, last), last_events(report)]
+    sections = [
+        devices_section(report),
+        components_section(report),
+        nodes_section(report, last, names_runs=False),
+        last_events(report),
+    ]
     return [section for section in sections if section.lines]
 
 
@@ -71,8 +76,8 @@ def components_section(report: Mapping[str, Any]) -> Section:
     return Section(title="Components", lines=align_columns(rows))
 
 
-def nodes_section(report: Mapping[str, Any], run_ids: Iterable[str]) -> Section:
-    """Return the amounts of the nodes of some runs; less than a KiB is shown as nothing."""
+def nodes_section(report: Mapping[str, Any], run_ids: Iterable[str], *, names_runs: bool = True) -> Section:
+    """Return the amounts of the nodes of some runs, with the runs' names or without; less than a KiB shows as "-"."""
     from ..memory.units import KIB, format_bytes
 
     names = {run["run_id"]: run["name"] for run in report["runs"] if run["run_id"] in {*run_ids}}
@@ -88,9 +93,10 @@ def nodes_section(report: Mapping[str, Any], run_ids: Iterable[str]) -> Section:
         name = "" if node["run_id"] == last else names[node["run_id"]]
         rows.append([name, f"{node['node_id']} {node['title']}", f"{node['seconds']:.2f}", *cells])
         last = node["run_id"]
+    lines = [above, heads, *rows] if rows else []
     return Section(
         title="Memory per node and device: the weights it used, its activations, and the peak of the device",
-        lines=align_columns([above, heads, *rows], num_left=2) if rows else [],
+        lines=align_columns([line[0 if names_runs else 1 :] for line in lines], num_left=2 if names_runs else 1),
     )
 
 
