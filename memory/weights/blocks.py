@@ -1,14 +1,14 @@
 """Finding blocks by structure: which weights of a model move together, and in which order they run.
 
 The outermost numbered parts of the weights' names (``layers.0``, ``blocks.block1``) are the repeated layers of every
-transformer that we know. A numbered part that is too large to move as one, such as a stage of a UNet, gives way to
-the numbered parts inside it; what lies between those stays with the rest. A part that the model's class declares as
-one piece is not cut unless nothing else fits. What belongs to no block is the *rest*: embedders, norms, output layers.
-It stays where the component computes.
+transformer that we know. A numbered part that is too large to move as one, such as a stage of a UNet, is cut into the
+numbered parts inside it; what lies between those stays with the rest. A part that the model's class declares as one
+piece is not cut unless nothing else fits. What belongs to no block is the *rest*: embedders, norms, output layers. It
+stays where the component computes.
 
-[Note: stacks] Parts whose paths begin alike, up to the first number, are a stack. A stack with enough of the bytes
-streams; smaller ones, parts that occur once, and large parts without a number follow, the largest first, until the
-rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless they are
+[Note: stacks] Parts with the same path up to the first number are a stack. A stack with enough of the bytes streams.
+Then smaller stacks, parts that occur once, and large parts without a number become blocks, too, the largest first, until
+the rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless they are
 numbered in a row, or each of several numbered parts has one, as the levels of a VAE have.
 """
 

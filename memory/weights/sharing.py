@@ -1,9 +1,9 @@
 """Weights that several components share: one of them owns such a weight, the others borrow it.
 
 [Note: sharing] A weight rests in one place and is on one device at a time, so of the components that hold it one owns
-it and the others borrow it. The owner's groups move it and the ledger counts it for the owner. A pass of a borrower
-opens a pass of the owner, too, for as long as it runs. A part that is in two components has the owner's hooks only. A
-weight that is also used outside of its block stays beside the blocks. No shared weight is quantized to eight bits.
+it and the others borrow it. The owner moves it, and the ledger counts it for the owner. While a borrower computes, a
+pass of the owner is open, too. A part that is in two components has the owner's hooks only. A weight that is also used
+outside of its block is in no block. No shared weight is quantized to eight bits.
 """
 
 from __future__ import annotations
