@@ -130,7 +130,7 @@ class Member:
     # -- its managed component, and what is decided for it
 
     def use(self, managed: ManagedComponent) -> None:
-        """Let this managed component stand for it from now on."""
+        """Take another managed component as its own."""
         self.managed = managed
 
     def take_profile(self, profile: OffloadProfile, choices: tuple[object, ...]) -> None:

@@ -7,9 +7,9 @@ piece is not cut unless nothing else fits. What belongs to no block is the *rest
 stays where the component computes.
 
 [Note: stacks] Parts with the same path up to the first number are a stack. A stack with enough of the bytes streams.
-Then smaller stacks, parts that occur once, and large parts without a number become blocks, too, the largest first, until
-the rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless they are
-numbered in a row, or each of several numbered parts has one, as the levels of a VAE have.
+Then smaller stacks, parts that occur once, and large parts without a number become blocks, too, the largest first,
+until the rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless
+they are numbered in a row, or each of several numbered parts has one, as the levels of a VAE have.
 """
 
 from __future__ import annotations
