@@ -15,19 +15,17 @@ from typing import Any
 
 from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, format_bytes
-from ..weights.component import Component
-from .capacity import DeviceCapacity, Machine
+from .capacity import Machine
 from .device_limit import find_kept, find_limit, refuse_small_limit
 from .prefetch_schedule import (
-    BLOCKING_COPIES,
     Schedule,
-    balanced_workload,
     choose_prefetch,
     choose_schedule,
     place_streamed,
 )
 from .sizes import Sizes
-from .staging_layout import Places, Workload, pass_seconds
+from .staging_layout import Places, pass_seconds
+from .workload import Workload, find_blocking, find_speeds, find_workload, in_order
 
 __all__ = ["DevicePlan", "plan_share", "share_holds"]
 
@@ -283,55 +281,6 @@ def find_allowed(
         least_bytes=least,
         limit_bytes=limit,
         source=source,
-    )
-
-
-def in_order(blocks: tuple[int, ...], block_seconds: Mapping[int, float] | None) -> list[int]:
-    """Return blocks in the order in which they ran, as far as that was seen."""
-    ours = frozenset(blocks)
-    return [number for number in block_seconds or blocks if number in ours]
-
-
-def find_blocking(component: Component, blocks: tuple[int, ...], pinned: frozenset[str] | None) -> frozenset[int]:
-    """Return the blocks whose copies are synchronous, because they do not rest in page-locked memory."""
-    if pinned is None:
-        return frozenset()
-    return frozenset(number for number in blocks if component.blocks[number].name not in pinned)
-
-
-def find_speeds(
-    capacity: DeviceCapacity, sizes: Mapping[int, int], blocking: frozenset[int]
-) -> dict[int, float] | None:
-    """Return the bytes per second at which each block is copied, by how it rests; None if no speed was measured.
-
-    Where only one of the two speeds was measured, the other is estimated from it.
-    """
-    pinned, pageable = capacity.link_bytes_per_s, capacity.pageable_bytes_per_s
-    pinned = pinned or pageable
-    if pinned is None:
-        return None
-    pageable = pageable or pinned / BLOCKING_COPIES
-    return {number: pageable if number in blocking else pinned for number in sizes}
-
-
-def find_workload(
-    sizes: Mapping[int, int],
-    speeds: Mapping[int, float] | None,
-    left_bytes: int,
-    blocking: frozenset[int],
-    block_seconds: Mapping[int, float] | None,
-) -> Workload:
-    """Return the workload of a pass, in seconds if all of them are known."""
-    positions = frozenset(position for position, number in enumerate(sizes) if number in blocking)
-    if block_seconds is None or speeds is None:
-        return balanced_workload(list(sizes.values()), left_bytes, blocking=positions)
-    compute_s = tuple(block_seconds[number] for number in sizes)
-    return Workload(
-        sizes=tuple(sizes.values()),
-        compute_s=compute_s,
-        copy_s=tuple(size / speeds[number] for number, size in sizes.items()),
-        idle_s=max(0.0, sum(block_seconds.values()) - sum(compute_s)),
-        blocking=positions,
     )
 
 

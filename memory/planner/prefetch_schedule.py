@@ -11,12 +11,11 @@ from functools import lru_cache
 from itertools import islice
 from random import Random
 
-from .staging_layout import Places, Workload, choose_places, pass_seconds, window_seconds
+from .staging_layout import Places, choose_places, pass_seconds, window_seconds
+from .workload import Workload
 
 __all__ = [
-    "BLOCKING_COPIES",
     "Schedule",
-    "balanced_workload",
     "choose_prefetch",
     "choose_schedule",
     "place_streamed",
@@ -47,8 +46,6 @@ TRIED_BLOCKS = 10_000
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
 SLACK = 0.01
-# By how much a synchronous copy is assumed to be slower if that was not measured: about as pageable memory is.
-BLOCKING_COPIES = 2.0
 
 
 def spread_residents(sizes: Sequence[int], budget_bytes: int) -> set[int]:
@@ -85,18 +82,6 @@ def choose_prefetch(asked: int | None, *, times_are_known: bool) -> int | None:
     Staging memory costs residents: only measured times tell how much of it is worth that.
     """
     return asked or (None if times_are_known else USUAL_PREFETCH)
-
-
-def balanced_workload(sizes: Sequence[int], room_bytes: int, *, blocking: frozenset[int] = frozenset()) -> Workload:
-    """Return an assumed workload, for where speeds are not known.
-
-    It assumes compute times in proportion to bytes, and in sum as long as all copies: where one of the two is far
-    longer any order will do; where they are equal the order matters most.
-    """
-    streamed_share = 1 - min(1.0, max(0, room_bytes - 2 * max(sizes)) / sum(sizes))
-    compute_s = tuple(size * streamed_share for size in sizes)
-    copy_s = tuple(size * (BLOCKING_COPIES if position in blocking else 1.0) for position, size in enumerate(sizes))
-    return Workload(tuple(sizes), compute_s, copy_s, blocking=blocking)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
-__all__ = ["Occupancy", "Places", "Workload", "choose_places", "pass_seconds", "window_seconds"]
+from .workload import Workload
+
+__all__ = ["Occupancy", "Places", "choose_places", "pass_seconds", "window_seconds"]
 
 Places: TypeAlias = tuple[dict[int, int], ...]
 """Rounds: where each streamed block begins in the staging memory, by its number."""
@@ -35,32 +37,6 @@ TIMED_PASSES = 2
 TRIED_PIECES = 2_000
 
 Owner = TypeVar("Owner")
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What one pass does on a device: bytes, seconds of computing and of copying, per block as they run."""
-
-    sizes: tuple[int, ...]
-    compute_s: tuple[float, ...]
-    copy_s: tuple[float, ...]
-    idle_s: float = 0.0
-    """The time between two passes, in which this device computes nothing."""
-    blocking: frozenset[int] = frozenset()
-    """The blocks whose copies are synchronous: rather these are resident, where all else is equal."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def least_s(self) -> float:
-        """What a pass takes if all copies hide behind computes."""
-        return sum(self.compute_s) + self.idle_s
-
-    def streamed_sizes(self, resident: Collection[int]) -> list[int]:
-        """Return the bytes of the blocks that stream beside these residents."""
-        return [size for position, size in enumerate(self.sizes) if position not in resident]
 
 
 class Occupancy(Generic[Owner]):

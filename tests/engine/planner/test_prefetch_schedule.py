@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from highwater.memory.planner import prefetch_schedule, staging_layout
 from highwater.memory.planner.prefetch_schedule import (
-    balanced_workload,
     choose_schedule,
     place_streamed,
     spread_residents,
 )
-from highwater.memory.planner.staging_layout import Workload, pass_seconds
+from highwater.memory.planner.staging_layout import pass_seconds
+from highwater.memory.planner.workload import Workload, balanced_workload
 from highwater.memory.units import MIB
 
 sizes_of_blocks = st.lists(st.integers(1, 4000).map(lambda n: n * 512), min_size=1, max_size=60)

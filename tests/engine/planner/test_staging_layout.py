@@ -13,11 +13,11 @@ from highwater.memory.planner import staging_layout as places
 from highwater.memory.planner.staging_layout import (
     Occupancy,
     Places,
-    Workload,
     choose_places,
     pass_seconds,
     window_seconds,
 )
+from highwater.memory.planner.workload import Workload
 
 ranges = st.tuples(st.integers(0, 19), st.integers(1, 20)).map(lambda pair: (pair[0], min(20, sum(pair))))
 
