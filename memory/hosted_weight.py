@@ -15,7 +15,7 @@ from torch import nn
 from .runtime.parameter_slots import ParameterSlot
 from .runtime.weight_group import WeightGroup
 from .verification.comparison import same_bits
-from .verification.reference import read_master
+from .verification.reference import read_at_rest
 from .weights.quantized_leaves import leaves_of
 
 __all__ = ["HostedWeight", "Rescale"]
@@ -88,7 +88,7 @@ class HostedWeight:
     def read_stored(self) -> torch.Tensor:
         """Return a copy of the weight at rest in host memory, in the dtype in which it computes."""
         name, encoding = self.slot.spec.name, self.slot.encoding
-        leaves = [leaf.detach() for leaf in read_master(self.group, self.group.index_of(name))]
+        leaves = [leaf.detach() for leaf in read_at_rest(self.group, self.group.index_of(name))]
         if encoding is not None:
             return encoding.decode(leaves, self.group.wide_dtypes[name])
         (leaf,) = leaves
@@ -96,7 +96,7 @@ class HostedWeight:
 
     def is_same(self, read: torch.Tensor) -> bool:
         """Whether the weight at rest equals the one that the host read; True if the host's has another form."""
-        own = read_master(self.group, self.group.index_of(self.slot.spec.name))
+        own = read_at_rest(self.group, self.group.index_of(self.slot.spec.name))
         theirs = leaves_of(read)
         if [(leaf.dtype, leaf.shape) for leaf in own] != [(leaf.dtype, leaf.shape) for leaf in theirs]:
             return True

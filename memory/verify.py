@@ -24,7 +24,7 @@ from .verification.argument_copies import copy_arguments
 from .verification.comparison import leaves_in, show
 from .verification.findings import Difference, Side, Verification, compare_sides, kept_bytes, run_side
 from .verification.recording import Recording, places_of
-from .verification.reference import Reference, find_changed_masters
+from .verification.reference import Reference, find_changed_weights
 from .verification.snapshot import Snapshot, go_through
 
 __all__ = ["verify"]
@@ -178,7 +178,7 @@ def find_lost_weights(members: Sequence[Member]) -> list[Difference]:
             text=f"{weight} in host memory differs from its file; this is no fault if a program changed it on purpose",
         )
         for member in members
-        for block, weight in find_changed_masters(member.managed)
+        for block, weight in find_changed_weights(member.managed)
     ]
 
 

@@ -214,7 +214,7 @@ class Device:
             self.module.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:
-        """Return to the driver what torch's allocator keeps for later; nothing for the CPU."""
+        """Give the cached bytes of torch's allocator back to the driver. Does nothing for the CPU."""
         if not self.is_cpu:
             self.module.empty_cache()
 
@@ -248,7 +248,7 @@ def find_device(name: str) -> Device:
 
 
 def peers_of(device: Device) -> list[str]:
-    """Return the devices whose memory this one reads without the host; none for the CPU, or if torch cannot tell."""
+    """Return the devices whose memory this one can read directly; none for the CPU, or if torch cannot tell."""
     can_access = getattr(device.module, "can_device_access_peer", None)
     if device.is_cpu or can_access is None:
         return []

@@ -11,7 +11,7 @@ __all__, __getattr__ = lazy_names(
         "snapshot": ["RandomState", "Snapshot", "go_through"],
         "argument_copies": ["copy_arguments"],
         "recording": ["Recording", "places_of"],
-        "reference": ["Reference", "find_changed_masters", "read_master"],
+        "reference": ["Reference", "find_changed_weights", "read_at_rest"],
         "findings": ["Difference", "NUM_LISTED", "Side", "Verification", "compare_sides", "kept_bytes", "run_side"],
     },
 )

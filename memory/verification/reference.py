@@ -8,7 +8,7 @@ outermost call's arguments to one device and back (`DeviceHops.visit`), so that 
 uses its own `DeviceHops` object, without copies made by a split.
 
 Eight-bit weights are widened from their stored values, so their reference is exact, too. Weight stores of weights that
-a file has are compared with the file separately (`find_changed_masters`).
+a file has are compared with the file separately (`find_changed_weights`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .comparison import same_bits
 from .recording import remove_hooks_of
 from .snapshot import go_through
 
-__all__ = ["Reference", "find_changed_masters", "read_master"]
+__all__ = ["Reference", "find_changed_weights", "read_at_rest"]
 
 
 class Reference:
@@ -218,7 +218,7 @@ class Reference:
     def plain(self, group: WeightGroup, index: int, slot: ParameterSlot) -> torch.Tensor:
         """Return a weight for the module: a copy on the device, in the form in which it computes."""
         target = self.device.torch_device
-        leaves = leaves_of(slot.held) if slot.is_buffer else read_master(group, index)
+        leaves = leaves_of(slot.held) if slot.is_buffer else read_at_rest(group, index)
         with torch.inference_mode(False), torch.no_grad():
             here = [leaf.detach().to(target, copy=True) for leaf in leaves]
             if slot.encoding is not None:
@@ -264,7 +264,7 @@ def is_engines(hook: Any) -> bool:
     )
 
 
-def read_master(group: WeightGroup, index: int) -> list[torch.Tensor]:
+def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
     """Return the leaves of a weight at rest, in host memory. Reads a weight that rests in its file."""
     slot = group.slots[index]
     store = group.store
@@ -289,7 +289,7 @@ def wide_bytes(group: WeightGroup, slot: ParameterSlot) -> int:
     return slot.spec.weight_bytes
 
 
-def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
+def find_changed_weights(managed: ManagedComponent) -> list[tuple[str, str]]:
     """Return block and name of each weight in host memory that differs from its file.
 
     Reads all of the component's files. Leaves out weights that other code is known to have written to, and weights into
@@ -315,7 +315,7 @@ def find_changed_masters(managed: ManagedComponent) -> list[tuple[str, str]]:
                     stored = torch.empty(slot.spec.shape, dtype=group.wide_dtypes[slot.spec.name])
                 source.read_into([(slot.spec.name, stored)], drop_pages=True)
                 with torch.no_grad(), torch.inference_mode(False):
-                    pairs = zip(read_master(group, index), slot.form.encode(stored), strict=True)
+                    pairs = zip(read_at_rest(group, index), slot.form.encode(stored), strict=True)
                     if not all(same_bits(own.detach().cpu(), read) for own, read in pairs):
                         changed.append((group.name, slot.spec.name))
     return changed

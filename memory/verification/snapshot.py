@@ -68,7 +68,7 @@ class Snapshot:
     """The state of modules and other objects at one time. Costs a copy of their buffers and caches.
 
     Args:
-        entries: the managed weights; their buffers are restored where they rest by then.
+        slots: the managed weights; their buffers are restored where they rest by then.
         objects: other objects whose state a call changes, such as a pipeline with its scheduler.
         left_out: attributes of modules that belong to a host and are not restored.
     """
@@ -76,7 +76,7 @@ class Snapshot:
     def __init__(
         self,
         modules: Iterable[nn.Module],
-        entries: Iterable[ParameterSlot],
+        slots: Iterable[ParameterSlot],
         objects: Iterable[Any] = (),
         *,
         left_out: frozenset[str] = frozenset(),
@@ -89,7 +89,7 @@ class Snapshot:
         self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buffers: list[tuple[nn.Module, dict[str, list[torch.Tensor] | None]]] = []
-        self.owners = [(entry, entry.owners, entry.held) for entry in entries if entry.is_buffer]
+        self.owners = [(slot, slot.owners, slot.held) for slot in slots if slot.is_buffer]
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         """The hook tables of each module, because some libraries add hooks in the first forward."""
         waiting: list[Any] = []
@@ -149,10 +149,10 @@ class Snapshot:
                 tensor.data = content.clone()
             else:
                 write(tensor, content)
-        for entry, owners, held in self.owners:
-            if entry.owners != owners:  # the group gave up the buffer, because the forward changed its shape
-                entry.set_owners(owners)
-                entry.hold(held)
+        for slot, owners, held in self.owners:
+            if slot.owners != owners:  # the group gave up the buffer, because the forward changed its shape
+                slot.set_owners(owners)
+                slot.hold(held)
         for module, saved_buffers in self.buffers:
             for name in [name for name in module._buffers if name not in saved_buffers]:
                 del module._buffers[name]
