@@ -170,7 +170,7 @@ def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int
 
 
 def find_lost_weights(members: Sequence[Member]) -> list[Difference]:
-    """Return a difference for each weight in host memory that is not what its file has."""
+    """Return a difference for each weight in host memory that differs from its file."""
     return [
         Difference(
             place=f"{member.name}.{block or weight}" if len(members) > 1 else block or weight,
@@ -200,13 +200,13 @@ def describe_notes(members: Sequence[Member], changed: Sequence[str]) -> list[st
     if compiled:
         notes.append(f"{', '.join(compiled)}: compiled on both sides")
     if changed:
-        notes.append(f"weights written during the managed run, which the reference uses: {', '.join(changed)}")
+        notes.append(f"the managed run wrote weights, and the reference uses the written values: {', '.join(changed)}")
     unknown = [member.name for member in members if member.managed.source is None]
     if unknown:
-        notes.append(f"no known file of {', '.join(unknown)}: the weights in host memory are not compared with a file")
+        notes.append(f"{', '.join(unknown)}: no file is known, so the weights in host memory are not compared with one")
     split = [member.name for member in members if len(member.managed.shares) > 1]
     if split:
         notes.append(
-            f"{', '.join(split)}: split over devices; the reference runs on the first, so the devices must be equal"
+            f"{', '.join(split)}: split over devices; the reference runs on the first, so equal bits need equal devices"
         )
     return notes

@@ -290,7 +290,7 @@ class MemberLeases:
 
     @property
     def lock(self) -> DeferringLock:
-        """The manager's."""
+        """The manager's lock."""
         return self.leases.lock
 
     def acquire(self, current: Pass) -> bool:

@@ -41,7 +41,7 @@ class Leases(Protocol):
 
     @property
     def lock(self) -> DeferringLock:
-        """The manager's."""
+        """The manager's lock."""
         ...
 
     def acquire(self, current: Pass) -> bool:
