@@ -123,9 +123,7 @@ def refuse_unfit(members: Sequence[Member]) -> None:
         raise InvalidInput("nothing to verify: no component is managed")
     for member in members:
         if not member.managed.is_hooked:
-            raise InvalidInput(
-                f"{member.name} is no longer managed, or is being verified: manage it, or wait for the result"
-            )
+            raise InvalidInput(f"{member.name} cannot be verified: it was released, or is being verified already")
         if member.managed.passes.here is not None and member.managed.passes.is_busy():
             raise UnsafeState(f"{member.id} computes now in this thread: verify it after its forward")
         if member.is_hosted:

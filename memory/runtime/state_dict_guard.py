@@ -85,4 +85,4 @@ class StateGuard:
         """Refuse to load weights that rest encoded or in their file. Others, such as a LoRA's, are loaded."""
         if not any(prefix + name in state for name in names):
             return
-        raise UnsafeState(f"{self.owner} rests {self.rests}: release it before you load other weights into it")
+        raise UnsafeState(f"{self.owner} rests {self.rests}: release it before loading other weights into it")

@@ -375,7 +375,7 @@ def test_a_weight_that_is_flipped_on_the_device_counts_as_written_and_is_named(t
         group = next(group for group in managed.members[0].managed.groups if group.name == "doubles.1")
         flip(group.copy.slab.data)
         found = managed.verify(x)
-        assert found.is_equal and "written to on a device" in found.notes[0] and "doubles.1" in found.notes[0]
+        assert found.is_equal and "the managed run wrote weights" in found.notes[0] and "doubles.1" in found.notes[0]
         managed.release()
 
 
