@@ -133,7 +133,7 @@ class Console:
                 table = self.table("component", "device", "input size", "needed", "kept free next", numbers=2)
                 for need in needs:
                     kept = need["kept_bytes"]
-                    amount = "as much as possible" if kept is None else format_bytes(kept)
+                    amount = "maximum" if kept is None else format_bytes(kept)
                     size = need["size"]
                     size = size if len(size) <= SIZE_WIDTH else f"{size[: SIZE_WIDTH - 3]}..."
                     row = need["component"], need["device"], size, format_bytes(need["seen_bytes"]), amount

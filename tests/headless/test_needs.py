@@ -32,8 +32,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NeedsFile:
 def test_needs_are_listed(file, capsys) -> None:
     assert main(["needs"]) == 0
     printed = capsys.readouterr().out
-    assert f"{file.path}: 2 needs" in printed
-    assert "3.00GiB" in printed and "as much as possible" in printed and COMPONENT[:8] in printed
+    assert f"{file.path}: 2 learned needs" in printed
+    assert "3.00GiB" in printed and "maximum" in printed and COMPONENT[:8] in printed
 
 
 @pytest.mark.parametrize("num_parts", [2, 30, 60])
@@ -58,7 +58,7 @@ def test_needs_are_listed_as_json_and_forgotten(file, capsys) -> None:
     assert json.loads(capsys.readouterr().out) == {"files": [{"path": str(file.path), "num_forgotten": 2}]}
     assert file.read() == []
     assert main(["needs", "--reset", "--file", str(file.path)]) == 0
-    assert capsys.readouterr().out == f"{file.path}: 0 needs forgotten\n"
+    assert capsys.readouterr().out == f"{file.path}: 0 learned needs deleted\n"
 
 
 def test_those_of_comfyui_are_found(file, tmp_path, capsys) -> None:
@@ -126,7 +126,7 @@ def test_an_empty_file_that_is_named_stays_empty(tmp_path, capsys) -> None:
     path.touch()
     for options in ([], ["--reset"]):
         assert main(["needs", *options, "--file", str(path)]) == 0
-        assert "0 needs" in capsys.readouterr().out and path.read_bytes() == b""
+        assert "0 learned needs" in capsys.readouterr().out and path.read_bytes() == b""
 
 
 def test_a_named_file_that_cannot_be_read_is_one_line(tmp_path, capsys) -> None:
@@ -137,7 +137,7 @@ def test_a_named_file_that_cannot_be_read_is_one_line(tmp_path, capsys) -> None:
 
 def test_listing_removes_no_damaged_file_and_reset_begins_our_own_anew(file, capsys) -> None:
     file.path.write_text("no database" * 500)
-    assert main(["needs"]) == 0 and "0 needs" in capsys.readouterr().out
+    assert main(["needs"]) == 0 and "0 learned needs" in capsys.readouterr().out
     assert file.path.read_text() == "no database" * 500
-    assert main(["needs", "--reset"]) == 0 and "0 needs forgotten" in capsys.readouterr().out
+    assert main(["needs", "--reset"]) == 0 and "0 learned needs deleted" in capsys.readouterr().out
     assert not file.path.exists()
