@@ -260,7 +260,7 @@ class Leases:
 
     def note_read(self, owner: str, num_bytes: int) -> None:
         """Note that a block that rested in its file takes RAM from now on."""
-        reason = "a block was read from its file into RAM and stays there, because other code uses its weights"
+        reason = "a block was read into RAM from its file and stays there, because other code uses its weights"
         self.event_log.note("plan", owner, num_bytes, "host", reason)
 
     def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
