@@ -1,4 +1,4 @@
-"""Pipelines of the diffusers library: loaded and called.
+"""Pipelines of the diffusers library: loaded from their folders.
 
 Works in both hosts; diffusers and torch are imported when a pipeline is opened, never before.
 """
@@ -11,79 +11,23 @@ import logging
 import re
 import sys
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .pipeline_folders import MODEL_CONFIG, MODEL_INDEX, check_pipeline, component_origins, read_json, weights_files
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...memory import Managed
     from ...memory.weights.source import WeightsSource
-    from ..watermark import DeviceWatermark
 
-__all__ = [
-    "LoadedPipeline",
-    "Sampling",
-    "find_sources",
-    "import_diffusers",
-    "load_pipeline",
-    "quiet_libraries",
-    "sample_images",
-]
+__all__ = ["find_sources", "import_diffusers", "load_pipeline", "quiet_libraries"]
 
 # Older ones import what a folder names, and run Python files in it. The floor of the optional requirements, too.
 OLDEST_DIFFUSERS = (0, 42)
 TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' transformers accelerate"
-# Pixels per latent (8) times latents per patch (2): what every supported pipeline can cut.
-PIXEL_STEP = 16
-FRAME_STEP = 4
 MAX_REASON = 300  # characters
 # Where the tokenizers of transformers, in Rust, have the error that they end with; it is no `Exception`.
 PANICS = "pyo3_runtime"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoadedPipeline:
-    """The value that our nodes pass on; dropping the last reference (a host's cached output) frees its memory.
-
-    Has no slots: `weakref.finalize` needs a weak reference, and ``weakref_slot`` exists only since Python 3.11.
-    """
-
-    pipe: Any
-    managed: Managed
-    watermark: DeviceWatermark | None = None
-
-    def __post_init__(self) -> None:
-        # A host has no call for "this output was dropped". At interpreter exit the process frees everything.
-        weakref.finalize(self, self.managed.discard).atexit = False
-
-    def sample(self, sampling: Sampling, *, on_step: Callable[[int, int], None]) -> torch.Tensor:
-        """Make images as `sample_images` does, under the watermark of this pipeline's own workflow.
-
-        The watermark is set again because another workflow may have set its own since this one was loaded.
-        """
-        if self.watermark is not None:
-            self.watermark.apply()
-        return sample_images(self.pipe, sampling, on_step=on_step)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """What one call of a pipeline is asked for; sizes in pixels."""
-
-    prompt: str
-    negative_prompt: str
-    width: int
-    height: int
-    frames: int
-    steps: int
-    guidance: float
-    seed: int
 
 
 def load_pipeline(folder: Path) -> Any:
@@ -263,70 +207,3 @@ def one_line(error: BaseException | str) -> str:
     """Return an error's message as one short line; the libraries often write paragraphs."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
-
-
-def sample_images(pipe: Any, sampling: Sampling, *, on_step: Callable[[int, int], None]) -> torch.Tensor:
-    """Run a pipeline; return its images or frames as [B, H, W, C] float32 from 0 to 1 on the CPU.
-
-    The noise is drawn on the CPU, so that a seed gives the same image on every device. ``on_step`` is called
-    with the steps done and asked for; what it raises (an interrupt) ends the call.
-
-    Raises:
-        InvalidInput: a size or a number of frames that the pipeline cannot make.
-    """
-    import torch
-
-    accepted = inspect.signature(pipe.__call__).parameters
-    check_sampling(pipe, sampling, makes_frames="num_frames" in accepted)
-    wanted = {
-        "prompt": sampling.prompt,
-        "negative_prompt": sampling.negative_prompt,
-        "width": sampling.width,
-        "height": sampling.height,
-        "num_frames": sampling.frames,
-        "num_inference_steps": sampling.steps,
-        "guidance_scale": sampling.guidance,
-        "generator": torch.Generator("cpu").manual_seed(sampling.seed),
-        "callback_on_step_end": report_steps(sampling.steps, on_step),
-        "output_type": "np",
-        "return_dict": False,
-    }
-    if "max_sequence_length" in accepted:
-        wanted["max_sequence_length"] = min(accepted["max_sequence_length"].default, longest_prompt(pipe))
-    arguments = {name: value for name, value in wanted.items() if name in accepted}
-    with quiet_libraries():
-        images = pipe(**arguments)[0]
-    # Videos come as [batch, frames, H, W, C].
-    return torch.from_numpy(images).reshape(-1, *images.shape[-3:]).float().clamp(0.0, 1.0)
-
-
-def longest_prompt(pipe: Any) -> int:
-    """Return how many tokens the pipeline's tokenizers allow at most; padding beyond that only costs memory."""
-    tokenizers = [part for part in pipe.components.values() if hasattr(part, "model_max_length")]
-    return max((tokenizer.model_max_length for tokenizer in tokenizers), default=sys.maxsize)
-
-
-def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None:
-    """Refuse what the library would round or quietly ignore."""
-    from ...memory.errors import InvalidInput
-
-    for name in ("width", "height"):
-        pixels = getattr(sampling, name)
-        if pixels % PIXEL_STEP:
-            raise InvalidInput(f"{name} {pixels} is not allowed; allowed: multiples of {PIXEL_STEP}")
-    if sampling.frames > 1 and not makes_frames:
-        raise InvalidInput(
-            f"frames {sampling.frames} is not allowed; allowed: 1, as {type(pipe).__name__} makes single images"
-        )
-    if sampling.frames % FRAME_STEP != 1:
-        raise InvalidInput(f"frames {sampling.frames} is not allowed; allowed: 1, 5, 9, 13, ... (4n + 1)")
-
-
-def report_steps(steps: int, on_step: Callable[[int, int], None]) -> Callable[..., dict[str, Any]]:
-    """Return the callback that the pipeline calls after every step."""
-
-    def step_ended(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        on_step(step + 1, steps)
-        return tensors
-
-    return step_ended

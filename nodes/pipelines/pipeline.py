@@ -12,7 +12,7 @@ from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import precision_input, profile_input, read_placement, read_profile, seed_input
 
 if TYPE_CHECKING:
-    from .diffusers_pipelines import LoadedPipeline
+    from .sampling import LoadedPipeline
 
 __all__ = ["HighwaterLoadPipeline", "HighwaterSamplePipeline", "PipelineType"]
 
@@ -92,8 +92,9 @@ class HighwaterLoadPipeline(io.ComfyNode):
     ) -> io.NodeOutput:
         from ...memory import manage
         from ..progress import showing_loadings
-        from .diffusers_pipelines import LoadedPipeline, find_sources, load_pipeline
+        from .diffusers_pipelines import find_sources, load_pipeline
         from .pipeline_folders import check_pipeline, find_pipeline
+        from .sampling import LoadedPipeline
 
         folder = find_pipeline(pipeline)
         components = tuple(check_pipeline(folder))
@@ -159,7 +160,7 @@ class HighwaterSamplePipeline(io.ComfyNode):
         seed: int,
     ) -> io.NodeOutput:
         from ..progress import report_progress, showing_loadings
-        from .diffusers_pipelines import Sampling
+        from .sampling import Sampling
 
         sampling = Sampling(
             prompt=prompt,

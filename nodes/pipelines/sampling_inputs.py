@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import io
 
-from .diffusers_pipelines import FRAME_STEP, PIXEL_STEP
+from .sampling import FRAME_STEP, PIXEL_STEP
 
 __all__ = ["guidance_input", "size_inputs"]
 

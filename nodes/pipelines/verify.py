@@ -11,7 +11,7 @@ from ..widget_values import seed_input
 from .pipeline import PipelineType
 
 if TYPE_CHECKING:
-    from .diffusers_pipelines import LoadedPipeline
+    from .sampling import LoadedPipeline
 
 __all__ = ["HighwaterVerifyPipeline"]
 
@@ -50,7 +50,7 @@ class HighwaterVerifyPipeline(io.ComfyNode):
         cls, pipeline: LoadedPipeline, prompt: str, width: int, height: int, frames: int, guidance: float, seed: int
     ) -> io.NodeOutput:
         from ..progress import showing_loadings
-        from .diffusers_pipelines import Sampling
+        from .sampling import Sampling
 
         sampling = Sampling(
             prompt=prompt,
