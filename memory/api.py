@@ -242,7 +242,8 @@ class Managed:
         Raises:
             InvalidInput: weights rest in a file that has changed: they stay without memory, all else is released.
                 Call it again when the file is restored to read them.
-            UnsafeState: one of them computes.
+            UnsafeState: one of them computes; or, when all are released, weights were changed meanwhile to what the
+                engine cannot take over (another dtype or shape): these are as they were before.
         """
         if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
             return
@@ -254,6 +255,8 @@ class Managed:
             self.unmark_execution_device()
             for member in leaving:
                 self.manager.remove(member)
+        for member in leaving:  # now: they are removed when the lock is free
+            member.managed.tell_undone_at_release()
 
     def discard(self) -> None:
         """Release modules that are no longer used: they keep no weights, so nothing is copied or read from files.

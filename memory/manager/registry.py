@@ -244,6 +244,8 @@ class Registry:
         busy = [member.id for member in members if member.leases]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
+        for member in members:
+            member.managed.refuse_changes()
 
     def put_back(
         self, member: Member, managed: ManagedComponent, profile: OffloadProfile, choices: tuple[object, ...]

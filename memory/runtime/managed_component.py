@@ -130,6 +130,8 @@ class ManagedComponent:
         """Set while attached, unless a host does that itself."""
         self.moves: MoveGuard | None = None
         """Set while attached, unless a host moves single weights itself."""
+        self.undone: str | None = None
+        """The change of weights that `detach` undid."""
         self.look: SteadyLook | None = None
         """What the module held when a close look found nothing; None until then."""
         self.layers: JoinedLayers | None = None
@@ -289,6 +291,8 @@ class ManagedComponent:
         self.unload()
         if self.moves is not None:
             self.packing.note_written(self.swaps.names)
+            if find_rival(self.marked_by_others) is None:  # else that was told, with the advice to release it
+                self.undone = self.moves.take_undone()
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
         self.layers = self.look = None
         error: InvalidInput | None = None
@@ -434,6 +438,19 @@ class ManagedComponent:
         """The pass is over: the module holds the others' own tensors again."""
         if self.swaps.loans:
             self.swaps.end()
+
+    def refuse_changes(self) -> None:
+        """Undo changes that cannot be taken over, such as another dtype, and raise `UnsafeState` for them."""
+        self.put_back()
+        undone = self.moves.take_undone() if self.moves is not None else None
+        if undone is not None:
+            raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")
+
+    def tell_undone_at_release(self) -> None:
+        """Raise `UnsafeState`, once, for a change that was made before the release and that this undid."""
+        undone, self.undone = self.undone, None
+        if undone is not None:
+            raise UnsafeState(f"{self.owner}: {undone}; its release undid that: do it again, now that it is released")
 
     def put_back(self) -> None:
         """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""

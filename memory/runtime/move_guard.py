@@ -159,9 +159,14 @@ class MoveGuard:
         """Report a change that was undone, once; a removed weight, each time. Raises `UnsafeState` for both."""
         if self.gone is not None:
             raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before you change that")
-        if self.undone is not None:
-            undone, self.undone = self.undone, None
+        undone = self.take_undone()
+        if undone is not None:
             raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")
+
+    def take_undone(self) -> str | None:
+        """Return the change that was undone, once; None if there is none."""
+        undone, self.undone = self.undone, None
+        return undone
 
 
 class Witness:

@@ -122,9 +122,39 @@ def test_another_dtype_is_refused_and_taken_back(
             for _ in range(2):
                 assert torch.equal(net(X).cpu(), want)
             change(net)
+            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: release it before"):
+                managed.reprofile()
+            managed.reprofile()
+            assert torch.equal(net(X).cpu(), want)
+            if state == "at rest":
+                managed.members[0].managed.unload()
+            change(net)
+            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: do it again"):
+                managed.release()
+            managed.release()
         assert {tensor.dtype for tensor in (*net.parameters(), *net.buffers())} == {torch.float32}
         change(net)
         assert net.out.weight.dtype is not torch.float32
+
+
+@pytest.mark.parametrize("state", ["resident", "at rest"])
+def test_a_weight_of_another_shape_is_refused_by_reprofile_and_release(toys, machine, state: str) -> None:
+    with machine(8) as manager, torch.no_grad():
+        nets = [toys.build_net(), toys.build_net(seed=1)]
+        wants = [net.to("sim:0")(X.to("sim:0")).cpu() for net in nets]
+        first, second = (net.to("cpu") for net in nets)
+        managed = manage({"first": first, "second": second}, placement="gpu:0", manager=manager)
+        for then, match in ((managed.reprofile, "release it before"), (managed.release, "do it again")):
+            assert torch.equal(first(X).cpu(), wants[0])
+            if state == "at rest":
+                managed.members[0].managed.unload()
+            first.singles[1].up.weight = torch.nn.Parameter(torch.ones(7, 64), requires_grad=False)
+            with pytest.raises(UnsafeState, match=r"^first: 'singles.1.up.weight' was replaced by [^\n]*" + match):
+                then()
+        for net, want in zip((first, second), wants, strict=True):  # released, all of it
+            assert not net._forward_hooks
+            assert torch.equal(net.to("sim:0")(X.to("sim:0")).cpu(), want)
+            net.to("cpu")
 
 
 @pytest.mark.parametrize("state", ["resident", "at rest"])
