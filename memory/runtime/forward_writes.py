@@ -48,13 +48,13 @@ def take_looked(group: WeightGroup) -> tuple[bool, str | None]:
     Keeps no reference to the weights, because the caller counts references to them next.
     """
     is_written, refused = False, None
-    for weight in group.looked:
+    for weight in group.views.looked:
         is_written |= weight.alias is not None and weight.alias._version > 0
         weight.alias = None
         if is_pointed_elsewhere(group, weight):
             refused = take_data(group, weight) or refused
             is_written = True
-    group.looked.clear()
+    group.views.looked.clear()
     return is_written, refused
 
 
@@ -94,8 +94,8 @@ def own_memory(group: WeightGroup, index: int) -> torch.Tensor:
     slab, _, scratch, _ = group.origin
     slot = group.slots[index]
     if slot.encoding is None or scratch is None:
-        return group.leaf_views(slab)[index][0]
-    return group.wide_layout.views(scratch)[list(group.encoded).index(index)]
+        return group.layout.leaf_views(slab)[index][0]
+    return group.layout.wide.views(scratch)[list(group.encoded).index(index)]
 
 
 def is_pointed_elsewhere(group: WeightGroup, weight: ComputingWeight) -> bool:
@@ -122,7 +122,7 @@ def save_wide(group: WeightGroup) -> str | None:
     for index in group.encoded:
         slot = group.slots[index]
         assert slot.encoding is not None
-        wide, leaves = own_memory(group, index), group.leaf_views(slab)[index]
+        wide, leaves = own_memory(group, index), group.layout.leaf_views(slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
             before = torch.empty_like(wide)
             slot.encoding.decode_into(before, [leaf.to(wide.device) for leaf in leaves])

@@ -117,7 +117,7 @@ class ManagedComponent:
         self.places = WeightPlaces(owner, module, self.shares, self.swaps, leases)
         # With a class of our own for some parameters torch.compile would compile each block twice.
         for group in self.groups:
-            group.note_data(not compiles)
+            group.views.note_data(not compiles)
         for share in self.shares if guards_state else ():
             answer = answer_of(self.forwards, share.device.torch_device)
             for group in share.groups:

@@ -23,8 +23,9 @@ from ..weights.quantized_leaves import Wrapper, leaves_of
 from ..weights.storage_form import AS_STORED
 from .encoded_weight import EncodedWeight
 from .parameter_slots import ParameterSlot, as_held, repoint
+from .read_on_use import ReadOnUse
 from .watched_data import AbsentWeight, plainly, watch
-from .weight_group import BlockState, ReadOnUse, WeightGroup
+from .weight_group import BlockState, WeightGroup
 from .weight_store import FileStore
 from .weight_swaps import Swaps, foreign_tensors
 
@@ -98,9 +99,9 @@ class MoveGuard:
         is_laid_out_anew = was_settled = False
         for group, index, held in self.swaps.take_back():
             self.wait()
-            layout = group.layout
+            layout = group.layout.at_rest
             self.undone = why_not_adopted(group, index, held) or self.undone
-            is_laid_out_anew = is_laid_out_anew or group.layout is not layout
+            is_laid_out_anew = is_laid_out_anew or group.layout.at_rest is not layout
         for group in self.groups:
             if group.opened:
                 was_settled = True
@@ -185,9 +186,9 @@ class Witness:
             if slot.held.numel()
         )
         self.slot = group.slots[order[0][-1]] if order else None
-        self.leaf = sum(group.num_leaves[: order[0][-1]]) if order else 0
+        self.leaf = group.layout.first_leaf(order[0][-1]) if order else 0
         self.plain = [
-            (number, sum(group.num_leaves[:number]))
+            (number, group.layout.first_leaf(number))
             for number, slot in enumerate(group.slots)
             if not slot.is_buffer and not slot.is_quantized and slot.owners and slot.held.numel()
         ]
@@ -203,26 +204,20 @@ class Witness:
             return held.device.type != "cpu"
         slab = group.resting_slab
         if slab is not None:
-            address = slab.data_ptr() + group.layout.offsets[self.leaf]
+            address = slab.data_ptr() + group.layout.at_rest.offsets[self.leaf]
         else:
             assert isinstance(group.store, FileStore)
             address = group.store.address_of(self.leaf)
         leaf = leaves_of(held)[0]
-        is_moved = leaf.data_ptr() != address or leaf.dtype is not group.layout.forms[self.leaf].dtype
+        is_moved = leaf.data_ptr() != address or leaf.dtype is not group.layout.at_rest.forms[self.leaf].dtype
         return is_moved or self.is_replaced()
 
     def is_replaced(self) -> bool:
         """Whether any plain parameter of the group lies at another address. For a group at rest."""
         group = self.group
-        placed, (own, addresses) = group.copy.known if group.copy is not None else group.known
-        if placed is not group.placed:
-            own, addresses = [group.placed[number] for number, _ in self.plain], self.addresses()
-            if group.copy is not None:
-                group.copy.known = group.placed, (own, addresses)  # freed with the copy, whose memory they keep
-            else:
-                group.known = group.placed, (own, addresses)
+        own = [group.placed[number] for number, _ in self.plain]
         with plainly():
-            return [*map(ADDRESS, own), *map(STRIDE, own)] != addresses
+            return [*map(ADDRESS, own), *map(STRIDE, own)] != self.addresses()
 
     def addresses(self) -> list[Any]:
         """Return the addresses of the plain parameters (0 for encoded ones, shown wide), then their strides."""
@@ -231,7 +226,7 @@ class Witness:
     def places(self) -> list[int]:
         group, slab = self.group, self.group.resting_slab
         if slab is not None:
-            begin, offsets = slab.data_ptr(), group.layout.offsets
+            begin, offsets = slab.data_ptr(), group.layout.at_rest.offsets
             return [0 if group.shows(group.slots[number]) else begin + offsets[leaf] for number, leaf in self.plain]
         assert isinstance(group.store, FileStore)
         return [group.store.address_of(leaf) for _, leaf in self.plain]
@@ -260,11 +255,10 @@ class Witness:
         if group.copy is not None:
             views = zip(group.slots, group.copy.views, group.resting_views(group.copy.slab), strict=True)
             before = group.copy.views
-            group.copy.views = [old if slot.is_plain_buffer else new for slot, old, new in views]
+            group.copy.take_views([old if slot.is_plain_buffer else new for slot, old, new in views])
             group.note_given(before, group.copy.views)
         group.forget_views()
         group.rest()
-        group.known = None, ([], [])  # the known objects may lie elsewhere now
         return undone
 
     def changed_dtype(self) -> torch.dtype | None:
@@ -272,7 +266,7 @@ class Witness:
         group = self.group
         if not self.plain:
             leaf = leaves_of(self.slot.held)[0] if self.slot is not None and self.slot.owners else None
-            return None if leaf is None or leaf.dtype is group.layout.forms[self.leaf].dtype else leaf.dtype
+            return None if leaf is None or leaf.dtype is group.layout.at_rest.forms[self.leaf].dtype else leaf.dtype
         for number, _ in self.plain:
             slot, placed = group.slots[number], group.placed[number]
             if slot.owners and placed.dtype is not group.held_form(number).dtype:
@@ -293,7 +287,7 @@ class Witness:
         slab = group.resting_slab
         if slab is None:
             return
-        for index, (slot, leaves) in enumerate(zip(group.slots, group.leaf_views(slab), strict=True)):
+        for index, (slot, leaves) in enumerate(zip(group.slots, group.layout.leaf_views(slab), strict=True)):
             held = slot.held
             is_plain = slot.form is AS_STORED and not slot.is_buffer
             if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
@@ -303,7 +297,7 @@ class Witness:
                         if given.stride() == leaves[0].stride():
                             continue
                         given = given.clone()
-                    own = group.leaf_views(slab)[index][0] if group.take_strides(index, given) else leaves[0]
+                    own = group.layout.leaf_views(slab)[index][0] if group.take_strides(index, given) else leaves[0]
                     if not torch.equal(given, own):
                         own.copy_(given)
 
@@ -318,11 +312,11 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
         given = given.plain()
     is_wide = given.dtype is group.wide_dtypes[name] and given.shape == group.placed[index].shape and not given.is_meta
     if slab is not None and group.shows(slot) and is_wide and Wrapper.of(given) is None:
-        ours = group.show(slot, group.leaf_views(slab)[index])
+        ours = group.show(slot, group.layout.leaf_views(slab)[index])
         ours.data = given
         ours.encoded.settle()
         return None
-    leaves = group.leaf_views(slab)[index] if slab is not None else leaves_of(group.placed[index])
+    leaves = group.layout.leaf_views(slab)[index] if slab is not None else leaves_of(group.placed[index])
     theirs = leaves_of(given)
     is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in leaves]
     if not is_alike or (Wrapper.of(given) is not None) != slot.is_quantized:
@@ -336,7 +330,7 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
     with torch.no_grad():
         moved = [leaf.detach().to(own.device) for leaf, own in zip(theirs, leaves, strict=True)]
         if slab is not None and group.take_strides(index, moved[0]):
-            leaves = group.leaf_views(slab)[index]
+            leaves = group.layout.leaf_views(slab)[index]
             with plainly():
                 DATA.__set__(group.placed[index], leaves[0])
         if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, leaves, strict=True)):
@@ -367,12 +361,12 @@ def resting_form(group: WeightGroup, index: int) -> str:
 def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
     """Return the tensors at rest, showing the weight store again; the same objects where torch allows it."""
     if group.host_slab is not None:
-        leaves = iter(group.layout.views(group.host_slab))
+        leaves = iter(group.layout.at_rest.views(group.host_slab))
     else:
         assert isinstance(group.store, FileStore)
         leaves = iter(group.store.resting_leaves())
     resting = []
-    for slot, store, count in zip(group.slots, group.resting, group.num_leaves, strict=True):
+    for slot, store, count in zip(group.slots, group.resting, group.layout.num_leaves, strict=True):
         own = list(itertools.islice(leaves, count))
         if slot.is_plain_buffer:
             resting.append(store)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import torch
 
 from .parameter_slots import ParameterSlot
 
-__all__ = ["DeviceCopy", "Known", "content_tag"]
-
-Known: TypeAlias = tuple[list[torch.Tensor], list[Any]]
-"""Plain parameters and their addresses."""
+__all__ = ["DeviceCopy", "content_tag"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: the golden ratio of 64 bits
 
@@ -40,12 +36,14 @@ class DeviceCopy:
         self.buffers = [view for slot, view in zip(slots, self.views, strict=True) if slot.is_plain_buffer]
         self.buffers_begin = buffers_begin
         self.loaded_version = slab._version
-        self.known: tuple[object, Known] = None, ([], [])
-        """Of what the module holds, for who looks whether it still does."""
         self.tags: tuple[int, int] | None = None
         """Those of the contents when they had come, of the weights and of the buffers behind them; None until then."""
         self.is_untagged = False
         """Whether there was no memory to find the tags."""
+
+    def take_views(self, views: Sequence[torch.Tensor]) -> None:
+        """Give the module other objects for the same memory from now on; those of buffers stay."""
+        self.views = list(views)
 
     def take_tags(self, weights: int, buffers: int) -> None:
         """Remember what `find_tags` found when the contents had come."""

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -18,13 +17,13 @@ from ..errors import InvalidInput, UnsafeState
 from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.pinned_memory import HostSlab, allocate_slab
-from ..transfer.slabs import Form, SlabLayout
+from ..transfer.slabs import Form
 from ..weights.form_numbers import AS_THEY_CAME, Forms
 from ..weights.known_forms import encoded_form
 from ..weights.quantized_leaves import leaves_of
 from ..weights.source import WeightsSource
-from ..weights.storage_form import AS_STORED, EncodedForm
-from .computing_parameter import ComputingWeight, note_data
+from ..weights.storage_form import AS_STORED
+from .computing_views import ComputingViews
 from .encoded_weight import EncodedLeaves, EncodedWeight
 from .parameter_slots import (
     ParameterSlot,
@@ -37,22 +36,19 @@ from .parameter_slots import (
     repoint,
     store_weight,
 )
-from .resident_copy import DeviceCopy, Known
+from .read_on_use import ReadOnUse
+from .resident_copy import DeviceCopy
 from .watched_data import Asked, device_of, plainly, unwatch, watch
+from .weight_layout import WeightLayout
 from .weight_store import FileStore, HostStore
 
-__all__ = ["BlockState", "ReadOnUse", "WeightGroup"]
+__all__ = ["BlockState", "WeightGroup"]
 
 VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-FORM = attrgetter("form")
 
 
 Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
 """The slab and the scratch from which a group computes, each with its version at the start of the forward."""
-
-
-Decoding: TypeAlias = tuple[type[EncodedForm], list[ParameterSlot], list[torch.Tensor], list[list[torch.Tensor]]]
-"""Weights that rest in one encoded form: each one's place in the scratch, and its leaves."""
 
 
 class BlockState(enum.Enum):
@@ -110,9 +106,7 @@ class WeightGroup:
         self.originals: dict[str, torch.Tensor] = {}
         """The module's own objects for weights that are shown wide."""
         self.wide_dtypes = {slot.spec.name: slot.held.dtype for slot in slots}
-        self.num_leaves = [len(self.leaf_forms(index)) for index in range(len(self.slots))]
-        self.layout = self.lay_out()
-        self.wide_layout = SlabLayout.of([Form.of(self.slots[index].held) for index in self.encoded])
+        self.layout = WeightLayout(self.slots, self.encoded)
         self.resting: list[torch.Tensor] = []
         self.charge_host: Callable[[int], None] | None = None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
@@ -145,22 +139,11 @@ class WeightGroup:
         self.has_lists = any(slot.lists for slot in self.slots)
         self.counted: tuple[list[torch.Tensor], int, list[torch.Tensor]] = [], 0, []
         """The tensors at rest and how many there were, and those of them that count the writes to them."""
-        self.known: tuple[object, Known] = None, ([], [])
-        """Of what the module holds while that is the weight stores, for who looks where they lie."""
-        self.view_cache: dict[tuple[int, ...], list[torch.Tensor]] = {}
-        """What the module holds to compute from slabs, by their ids."""
-        self.decodings: dict[tuple[int, ...], list[Decoding]] = {}
-        """What is decoded before that, by the same ids."""
-        self.notes_data: bool = beside is not None and beside.notes_data
-        """Whether accesses to ``.data`` in a forward are recorded, which costs a little in every call."""
-        self.looked: list[ComputingWeight] = []
-        """Weights whose ``.data`` was accessed while they computed."""
+        notes_data = beside is not None and beside.views.notes_data
+        self.views: ComputingViews = ComputingViews(self.slots, self.encoded, self.layout, notes_data=notes_data)
+        """What the module holds in the state `BlockState.COMPUTING`."""
         self.origin: Origin | None = None
         """The memory it computes from, if writes to that would be lost; else None."""
-
-    def note_data(self, notes: bool) -> None:
-        """Record accesses to ``.data`` in forwards from now on, or no longer."""
-        self.notes_data = notes
 
     def let_read(self, bring: Callable[[WeightGroup], None] | None) -> None:
         """Ask this function to run `read_into_memory` while nothing computes; None: nothing is read any more."""
@@ -170,52 +153,26 @@ class WeightGroup:
         """Tell this function of host memory that the weights take beside what they were packed into."""
         self.charge_host = charge_host
 
-    def lay_out(self) -> SlabLayout:
-        """Return the layout of a slab for what the module holds now."""
-        return SlabLayout.of([form for index in range(len(self.slots)) for form in self.leaf_forms(index)])
-
-    def leaf_forms(self, index: int) -> list[Form]:
-        held = self.slots[index].held
-        if index in self.encoded:
-            form = Form.of(held)
-            weight = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
-            leaves = self.encoded[index].empty_leaves(weight)
-            return [Form(leaf.shape, leaf.dtype, leaf.stride()) for leaf in leaves]
-        return [Form.of(leaf) for leaf in leaves_of(held)]
-
     def take_strides(self, index: int, given: torch.Tensor) -> bool:
         """Lay a plain weight out as a tensor that takes its place; returns whether that has other strides.
 
         The bytes are as many and begin where they did. The caller renews what the module holds and the cached views.
         Encoded weights and those in files keep their strides.
         """
-        slot, place = self.slots[index], sum(self.num_leaves[:index])
-        form = Form.of(given)
+        slot, form = self.slots[index], Form.of(given)
         if self.host_slab is None or slot.form is not AS_STORED or slot.is_buffer:
             return False
-        if form.strides == self.layout.forms[place].strides or form.shape != self.layout.forms[place].shape:
+        own = self.layout.leaf_form(index)
+        if form.strides == own.strides or form.shape != own.shape:
             return False
         slabs = [self.host_slab, *([self.copy.slab] if self.copy is not None else [])]
         with torch.inference_mode(False), torch.no_grad():
-            before = [self.layout.views(slab)[place].clone() for slab in slabs]
-            forms = list(self.layout.forms)
-            forms[place] = replace(forms[place], strides=form.strides)
-            self.layout = replace(self.layout, forms=tuple(forms))
-            for slab, values in zip(slabs, before, strict=True):
-                self.layout.views(slab)[place].copy_(values)
+            self.layout.take_strides(index, form.strides, slabs)
         return True
 
     @property
     def slab_bytes(self) -> int:
-        return self.layout.slab_bytes
-
-    @property
-    def buffers_begin(self) -> int:
-        """Where the slab has no more weights, but plain buffers, which come last."""
-        num_leaves = sum(
-            count for slot, count in zip(self.slots, self.num_leaves, strict=True) if not slot.is_plain_buffer
-        )
-        return self.layout.offsets[num_leaves] if num_leaves < len(self.layout.offsets) else self.slab_bytes
+        return self.layout.at_rest.slab_bytes
 
     @property
     def host_slab(self) -> torch.Tensor | None:
@@ -294,7 +251,7 @@ class WeightGroup:
         to_read = []
         copied_bytes = 0
         self.remember_on_meta()
-        for index, (slot, views) in enumerate(zip(self.slots, self.leaf_views(slab.data), strict=True)):
+        for index, (slot, views) in enumerate(zip(self.slots, self.layout.leaf_views(slab.data), strict=True)):
             weight, form = slot.held, self.encoded.get(index)
             copied_bytes += 0 if weight.is_meta else slot.spec.weight_bytes
             if weight.is_meta and form is not None:
@@ -331,21 +288,17 @@ class WeightGroup:
 
     def show(self, slot: ParameterSlot, leaves: Sequence[torch.Tensor]) -> EncodedWeight:
         """Return what the module holds at rest for the leaves of an encoded weight."""
-        encoded = EncodedLeaves(leaves, slot, self.wide_form(slot), self.opened)
+        encoded = EncodedLeaves(leaves, slot, self.layout.wide_form(self.place_of(slot)), self.opened)
         self.shown.add(encoded)
         weight = EncodedWeight(encoded)
         weight._is_param = True
         vars(weight)["asked"] = self.asked
         return weight
 
-    def wide_form(self, slot: ParameterSlot) -> Form:
-        """Return what an encoded weight is when it computes."""
-        return self.wide_layout.forms[next(place for place, at in enumerate(self.encoded) if self.slots[at] is slot)]
-
     def held_form(self, index: int) -> Form:
         """Return what the module holds at rest for a weight of one leaf, or of an encoded form."""
         slot = self.slots[index]
-        return self.wide_form(slot) if self.shows(slot) else self.layout.forms[sum(self.num_leaves[:index])]
+        return self.layout.wide_form(index) if self.shows(slot) else self.layout.leaf_form(index)
 
     def settle(self) -> torch.dtype | None:
         """Take over what was written to encoded weights through views; returns what one was to be converted to."""
@@ -387,8 +340,8 @@ class WeightGroup:
                     kept[len(names)] = leaf.detach()
                     names.append(None)
             self.resting.append(self.watch(slot, slot.held))
-        self.layout = self.lay_out()  # files have contiguous weights
-        self.store = FileStore(self.layout, names, kept, source, bounce)
+        self.layout.renew()  # files have contiguous weights
+        self.store = FileStore(self.layout.at_rest, names, kept, source, bounce)
         self.placed, self.state = list(self.resting), BlockState.IN_FILE
 
     def watch(self, slot: ParameterSlot, store: torch.Tensor) -> torch.Tensor:
@@ -435,11 +388,6 @@ class WeightGroup:
         if self.charge_host is not None:
             self.charge_host(self.slab_bytes - kept_bytes)
 
-    def leaf_views(self, slab: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Return the views into a slab that make each weight."""
-        views = iter(self.layout.views(slab))
-        return [list(itertools.islice(views, count)) for count in self.num_leaves]
-
     @property
     def newest_slab(self) -> torch.Tensor:
         """The slab that has the last word: the one on the device if it was written to there."""
@@ -467,19 +415,51 @@ class WeightGroup:
         with torch.no_grad():
             if index in self.encoded:
                 slot.rest_as(self.encoded[index].measure(weight, name=name))
-            store_weight(slot, self.leaf_views(slab)[index], weight)
+            store_weight(slot, self.layout.leaf_views(slab)[index], weight)
 
     def wide(self, name: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a weight on a device in the form in which it computes."""
         self.settle()
         index = self.index_of(name)
-        slot, leaves = self.slots[index], self.leaf_views(self.newest_slab)[index]
+        slot, leaves = self.slots[index], self.layout.leaf_views(self.newest_slab)[index]
         with torch.no_grad(), torch.inference_mode(False):
             if slot.encoding is None:
                 return slot.form.assemble(iter([leaf.to(device, copy=True) for leaf in leaves]))
-            copy = self.wide_form(slot).allocate(device)
+            copy = self.layout.wide_form(index).allocate(device)
             slot.encoding.decode_into(copy, [leaf.to(device) for leaf in leaves])
             return copy
+
+    def place_of(self, slot: ParameterSlot) -> int:
+        return next(index for index, own in enumerate(self.slots) if own is slot)
+
+    # -- weights that rest in their file, used by other code (`ReadOnUse`)
+
+    def bring_weight(self, slot: ParameterSlot) -> torch.Tensor:
+        """Read the group into host memory, and return what the module then holds for a weight.
+
+        Raises:
+            UnsafeState: it computes now, or is no longer attached.
+            InvalidInput: the file has changed.
+        """
+        if self.placed:
+            index = self.place_of(slot)
+            if self.placed[index].is_meta and self.bring is not None:
+                self.bring(self)
+            if not self.placed[index].is_meta:
+                return self.placed[index]
+        raise UnsafeState(f"{slot.spec.name!r} rests in its file and has no memory")
+
+    def read_copy(self, slot: ParameterSlot, device: torch.device) -> torch.Tensor | None:
+        """Return a copy on a device of a weight that rests in its file, None if it does not.
+
+        Raises `InvalidInput` if the file has changed.
+        """
+        if not isinstance(self.store, FileStore) or not slot.held.is_meta:
+            return None
+        (weight,) = read_weights([slot], self.store.source, drop_pages=True)
+        return weight.to(device)
+
+    # -- names
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
@@ -536,7 +516,7 @@ class WeightGroup:
                 if own:
                     repoint(slot, own, lasting=True)
         store = None
-        self.resting, self.placed, self.known, self.opened = [], [], (None, ([], [])), []
+        self.resting, self.placed, self.opened = [], [], []
         self.counted = [], 0, []
         self.forget_views()
         self.move_kept_to_host(source)
@@ -547,9 +527,9 @@ class WeightGroup:
     def own_leaves(self, index: int) -> list[torch.Tensor]:
         """Return what makes a weight in memory of its own: where it lies, if that can be, else a copy."""
         assert isinstance(self.store, HostStore)
-        first = sum(self.num_leaves[:index])
+        layout, first = self.layout.at_rest, self.layout.first_leaf(index)
         if self.slots[index].encoding is None:
-            leaves = [self.store.own_leaf(self.layout, first + number) for number in range(self.num_leaves[index])]
+            leaves = [self.store.own_leaf(layout, first + number) for number in range(self.layout.num_leaves[index])]
             if all(leaf is not None for leaf in leaves):
                 return [leaf for leaf in leaves if leaf is not None]
         return leaves_of(self.wide(self.slots[index].spec.name, torch.device("cpu")))
@@ -582,7 +562,7 @@ class WeightGroup:
         kept = [(slot, tensor) for slot, known in self.given if (tensor := known()) is not None]
         for bring in list(self.readers_on_use):
             if bring.home is None:
-                bring.home = find_home(bring.slot, bring.form)
+                bring.settle_in(find_home(bring.slot, bring.form))
         self.given = []  # what has a weak reference cannot be swapped
         for slot, tensor in kept:
             if not slot.owners or tensor is not slot.held:
@@ -601,7 +581,7 @@ class WeightGroup:
         self.resting, self.store, self.placed, self.originals = [], None, [], {}
         self.state = BlockState.IN_PLACE
         self.forget_views()
-        self.known, self.opened, self.aliases, self.counted = (None, ([], [])), [], [], ([], 0, [])
+        self.opened, self.aliases, self.counted = [], [], ([], 0, [])
 
     # -- the copy on a device
 
@@ -616,7 +596,7 @@ class WeightGroup:
         slab = copies.allocate(self.slab_bytes)
         try:
             self.store.copy_to(slab, 0, copies)
-            self.copy = DeviceCopy(slab, self.slots, self.resting_views(slab), buffers_begin=self.buffers_begin)
+            self.copy = DeviceCopy(slab, self.slots, self.resting_views(slab), buffers_begin=self.layout.buffers_begin)
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
@@ -647,7 +627,7 @@ class WeightGroup:
             if self.host_slab is not None:
                 self.host_slab.copy_(copy.slab)
             elif isinstance(self.store, FileStore) and not (is_written and self.leave_file(self.store, copy)):
-                views = self.layout.views(copy.slab)
+                views = self.layout.at_rest.views(copy.slab)
                 for place, leaf in self.store.kept.items():
                     with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
                         leaf.copy_(views[place])
@@ -673,9 +653,10 @@ class WeightGroup:
         is_resident = self.copy is not None and slab is self.copy.slab
         if self.encoded:
             assert scratch is not None
-            views = self.decoded(slab, scratch)
+            resident = self.copy.views if self.copy is not None and is_resident else None
+            views = self.views.decoded(slab, scratch, resident)
         else:
-            views = self.copy.views if self.copy is not None and is_resident else self.cached_views(slab)
+            views = self.copy.views if self.copy is not None and is_resident else self.views.of(slab)
         self.put(views, BlockState.COMPUTING)
         if self.encoded and scratch is not None:
             self.origin = slab, slab._version, scratch, scratch._version
@@ -688,7 +669,7 @@ class WeightGroup:
             slab, before, scratch, scratch_before = self.origin
             if slab._version != before or (scratch is not None and scratch._version != scratch_before):
                 return True
-        return bool(self.looked)
+        return bool(self.views.looked)
 
     def save_slab(self, slab: torch.Tensor) -> None:
         """Make the content of staging memory the new version of the weights. The caller has waited for copies."""
@@ -721,58 +702,11 @@ class WeightGroup:
 
     def forget_views(self) -> None:
         """Drop the cached views into staging memory and scratch: they would keep freed slabs alive."""
-        self.view_cache.clear()
-        self.decodings.clear()
-
-    def cached_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the module holds to compute from a slab without encoded weights, the same objects every time."""
-        # Building a block's parameters costs microseconds per tensor; every step it lies at the same places.
-        key = (id(slab),)
-        views = self.view_cache.get(key)
-        if views is None:
-            views = self.view_cache[key] = self.noted(self.resting_views(slab))
-        return views
-
-    def decoded(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """Decode the encoded weights of a slab into the scratch; returns what the module then computes from."""
-        key = id(slab), id(scratch)
-        if key not in self.view_cache:
-            self.view_cache[key] = self.computing_views(slab, scratch)
-            self.decodings[key] = self.find_decodings(slab, scratch)
-        for kind, slots, wide, leaves in self.decodings[key]:
-            kind.decode_all(list(map(FORM, slots)), wide, leaves)
-        return self.view_cache[key]
-
-    def find_decodings(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[Decoding]:
-        targets, leaves = self.wide_layout.views(scratch), self.leaf_views(slab)
-        decodings: dict[type[EncodedForm], Decoding] = {}
-        for (index, kind), target in zip(self.encoded.items(), targets, strict=True):
-            _, slots, wide, stored = decodings.setdefault(kind, (kind, [], [], []))
-            slots.append(self.slots[index])
-            wide.append(target)
-            stored.append(leaves[index])
-        return list(decodings.values())
-
-    def computing_views(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """Return what the module holds to compute: encoded weights in the scratch, of the others what is in the
-        slab."""
-        wide = dict(zip(self.encoded, self.wide_layout.views(scratch), strict=True))
-        resident = self.copy.views if self.copy is not None and slab is self.copy.slab else None
-        views = []
-        for index, leaves in enumerate(self.leaf_views(slab)):
-            if resident is not None and index not in wide:
-                views.append(resident[index])
-            else:
-                own = iter([wide[index]] if index in wide else leaves)
-                views += self.noted([as_held(own, self.slots[index])])
-        return views
-
-    def noted(self, views: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [note_data(view, self.looked) for view in views] if self.notes_data else views
+        self.views.forget()
 
     def resting_views(self, slab: torch.Tensor) -> list[torch.Tensor]:
         """Return what the module holds at rest for what is in a slab."""
-        views = zip(self.slots, self.leaf_views(slab), strict=True)
+        views = zip(self.slots, self.layout.leaf_views(slab), strict=True)
         return [self.show(slot, own) if self.shows(slot) else as_held(iter(own), slot) for slot, own in views]
 
     def put(self, tensors: Sequence[torch.Tensor], state: BlockState) -> None:
@@ -827,6 +761,13 @@ class WeightGroup:
         for tensors in (self.resting, self.placed, views):
             yield from enumerate(tensors)
 
+    def count_references(self, tensor: torch.Tensor) -> int:
+        """Return in how many places of its own lists the group has a tensor that the module holds, or held."""
+        own = [self.resting, self.placed, self.counted[-1], *self.views.cache.values()]
+        own += [self.copy.views, self.copy.buffers] if self.copy is not None else []
+        lists = {id(tensors): tensors for tensors in own}.values()  # some are the same
+        return sum(each is tensor for tensors in lists for each in tensors)
+
     def take_replaced(self, slot: ParameterSlot, tensor: torch.Tensor) -> None:
         """Take over a buffer that a forward replaced by another tensor; one of another shape is the module's own."""
         replaced = slot.held
@@ -835,39 +776,3 @@ class WeightGroup:
                 tensor.copy_(replaced)
         else:
             slot.set_owners(())
-
-
-class ReadOnUse:
-    """Brings a weight that rests in its file into host memory, for code that uses more than its form."""
-
-    def __init__(self, group: WeightGroup, slot: ParameterSlot, form: torch.Tensor) -> None:
-        self.group = weakref.ref(group)
-        self.slot = slot
-        self.form = torch.empty(form.shape, dtype=form.dtype, device="meta")
-        self.home: torch.Tensor | None = None
-        """The weight in plain memory, when its group has ended."""
-
-    def __call__(self) -> torch.Tensor:
-        if self.home is not None:
-            return self.home
-        group, slot = self.group(), self.slot
-        index = next((i for i, own in enumerate(group.slots) if own is slot), None) if group is not None else None
-        if group is None or index is None or not group.placed:
-            raise UnsafeState(f"{slot.spec.name!r} rests in its file and has no memory")
-        if group.placed[index].is_meta and group.bring is not None:
-            group.bring(group)
-        held = group.placed[index]
-        if held.is_meta:
-            raise UnsafeState(f"{slot.spec.name!r} rests in its file and has no memory")
-        return held
-
-    def read_on(self, device: torch.device) -> torch.Tensor:
-        """Return a copy on a device; raises `InvalidInput` if the file has changed."""
-        group, slot = self.group(), self.slot
-        if group is None or not isinstance(group.store, FileStore) or not slot.held.is_meta:
-            return self().detach().to(device, copy=True)
-        (weight,) = read_weights([slot], group.store.source, drop_pages=True)
-        return weight.to(device)
-
-    def __deepcopy__(self, memo: object) -> ReadOnUse:
-        return self

@@ -13,8 +13,9 @@ from .device_share import DeviceShare
 from .encoded_weight import EncodedWeight
 from .forward_pass import Leases, NoLeases
 from .parameter_slots import ParameterSlot
+from .read_on_use import ReadOnUse
 from .watched_data import AbsentWeight
-from .weight_group import ReadOnUse, WeightGroup
+from .weight_group import WeightGroup
 from .weight_swaps import Swaps
 
 __all__ = ["WeightPlaces"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -114,12 +113,7 @@ class Swaps:
     def is_kept_by_others(self, group: WeightGroup, index: int, ours: torch.Tensor) -> bool:
         """Whether code other than the engine references the tensor that the group gave the module for a weight."""
         slot = group.slots[index]
-        own: list[Any] = [group.resting, group.placed, group.known[0], group.known[1][0], *group.view_cache.values()]
-        own.append(group.counted[-1])
-        if group.copy is not None:
-            own += [group.copy.views, group.copy.buffers, group.copy.known[0], group.copy.known[1][0]]
-        lists = {id(tensors): tensors for tensors in own if tensors is not None}.values()  # some are the same
-        num_own = sum(tensor is ours for tensors in lists for tensor in tensors)
+        num_own = group.count_references(ours)
         num_own += sum(in_list(place)[1] is ours for place in slot.lists)
         num_own += sum(loan.ours is ours for loan in self.loans)
         num_own += sum(slot.tensors_of(module).get(name) is ours for module, name in slot.owners)

@@ -269,17 +269,17 @@ def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
     slot = group.slots[index]
     store = group.store
     if isinstance(store, FileStore):
-        first = sum(group.num_leaves[:index])
+        first = group.layout.first_leaf(index)
         name = store.names[first]
         if name is not None:
             with torch.inference_mode(False):
                 weight = torch.empty(slot.held.shape, dtype=slot.held.dtype)
             store.source.read_into([(name, weight)], drop_pages=True)
             return [weight]
-        return [store.kept[place] for place in range(first, first + group.num_leaves[index])]
+        return [store.kept[place] for place in range(first, first + group.layout.num_leaves[index])]
     if group.host_slab is None:
         return leaves_of(slot.held)
-    return group.leaf_views(group.host_slab)[index]
+    return group.layout.leaf_views(group.host_slab)[index]
 
 
 def wide_bytes(group: WeightGroup, slot: ParameterSlot) -> int:

@@ -359,7 +359,7 @@ def test_a_weight_that_is_flipped_in_host_memory_is_found_by_its_file(mode: str,
     with machine(8, 8) as manager:
         managed = managed_net(toys, manager, mode, file_of)
         group = next(group for group in managed.members[0].managed.groups if group.name == "singles.2")
-        flip(group.host_slab.data[group.layout.offsets[group.index_of("singles.2.up.weight")] :])
+        flip(group.host_slab.data[group.layout.at_rest.offsets[group.index_of("singles.2.up.weight")] :])
         found = managed.verify(torch.randn(2, 5, 64))
         assert first_place(found) == "singles.2"
         assert found.first.what == "weights" and "singles.2.up.weight" in found.first.text

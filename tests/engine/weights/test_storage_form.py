@@ -203,7 +203,7 @@ def test_a_forward_computes_with_what_the_form_decodes(toys, machine, form, mode
         groups = {group.name: group for group in managed.managed.groups}
         for block in component.blocks:
             assert block_bytes(block, plan.forms) == groups[block.name].slab_bytes
-            assert wide_bytes(block, plan.forms) == groups[block.name].wide_layout.slab_bytes
+            assert wide_bytes(block, plan.forms) == groups[block.name].layout.wide.slab_bytes
         managed.managed.unload()
         if not is_hosted:
             assert torch.equal(net(x).cpu(), plain(x))
