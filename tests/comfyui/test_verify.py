@@ -139,6 +139,7 @@ def test_a_flipped_weight_is_found_and_its_block_named(gpu_host: HostProcess, pr
 
 
 def test_the_parts_of_a_checkpoint(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
     graph = Graph()
     model, clip, vae = Loaders().checkpoint(graph)
     positive, negative = (graph.add("CLIPTextEncode", text=text, clip=clip) for text in ("high water", ""))
