@@ -441,6 +441,7 @@ class ManagedComponent:
 
     def refuse_changes(self) -> None:
         """Undo changes that cannot be taken over, such as another dtype, and raise `UnsafeState` for them."""
+        self.follow_renamed()
         self.put_back()
         undone = self.moves.take_undone() if self.moves is not None else None
         if undone is not None:

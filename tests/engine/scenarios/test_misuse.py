@@ -190,7 +190,7 @@ def test_an_eight_bit_module_saves_wide_weights_and_refuses_to_load(toys, machin
         with manage(net, placement="gpu:0", precision="fp8 scaled", manager=manager) as managed:
             net(X)
             saved = {name: tensor.cpu().clone() for name, tensor in net.state_dict().items()}
-            with pytest.raises(UnsafeState, match="release it before you load other weights"):
+            with pytest.raises(UnsafeState, match="release it before loading"):
                 net.load_state_dict(saved)
             managed.release()
         assert all(torch.equal(tensor, saved[name]) for name, tensor in net.state_dict().items())
