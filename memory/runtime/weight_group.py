@@ -104,17 +104,18 @@ class WeightGroup:
         self.opened: list[EncodedLeaves] = []
         """Encoded weights of which others got views, or that were to be converted."""
         self.originals: dict[str, torch.Tensor] = {}
-        """The module's own objects for weights that are shown wide."""
+        """The module's own objects for weights that are shown wide; it has them again in `BlockState.IN_PLACE`."""
         self.wide_dtypes = {slot.spec.name: slot.held.dtype for slot in slots}
         self.layout = WeightLayout(self.slots, self.encoded)
         self.resting: list[torch.Tensor] = []
+        """What the module holds in the states `BlockState.HOST` and `BlockState.IN_FILE`; empty in `IN_PLACE`."""
         self.charge_host: Callable[[int], None] | None = None
         """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
         self.bring: Callable[[WeightGroup], None] | None = None
         """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
         self.store: HostStore | FileStore | None = None
         self.copy: DeviceCopy | None = None
-        """While it is resident."""
+        """What it has in the state `BlockState.RESIDENT`, and between its computing; else None."""
         self.aliases: list[torch.Tensor] = []
         """For each weight store whose ``.data`` was read, the tensor that shares a counter with all that was
         returned."""
@@ -125,12 +126,12 @@ class WeightGroup:
         self.readers_on_use: weakref.WeakSet[ReadOnUse] = weakref.WeakSet()
         """What weights without memory, and their ``.data``, call to be read."""
         self.given: list[tuple[ParameterSlot, weakref.ref[torch.Tensor]]] = []
-        """What the module held for a weight before, and other code keeps."""
+        """What the module held in an earlier state, and other code keeps; plain tensors when the group ends."""
         self.on_meta: dict[str, torch.Tensor] = {}
-        """What the module held for weights that came without memory."""
+        """What the module held in `BlockState.IN_PLACE` for weights that came without memory; for taking them back."""
         self.state = BlockState.IN_PLACE
         self.placed: Sequence[torch.Tensor] = []
-        """What the module was given last, which it holds at the places of the slots."""
+        """What the module was given last, in any state: one of `resting`, `copy.views` and those of `views`."""
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
         """Those places, as the dicts of modules, with the number of the slot; empty until first used."""
         for slot in self.slots:
@@ -275,7 +276,7 @@ class WeightGroup:
         self.placed, self.state = list(self.resting), BlockState.HOST
 
     def answer_with(self, asked: Asked) -> None:
-        """Let the weights at rest call this function when they are asked for their device."""
+        """Make the weights at rest call this function when they are asked for their device."""
         self.asked = asked
         for weight in self.resting:
             if "asked" in vars(weight):
@@ -487,7 +488,7 @@ class WeightGroup:
         Weights that rest in their file are read from it, in one go.
 
         Args:
-            bare: the weights that the module gets without memory.
+            on_meta: the weights that the module gets without memory.
 
         Raises:
             InvalidInput: a file is not what it was.
@@ -751,7 +752,7 @@ class WeightGroup:
         slot.set_owners(place for place in slot.owners if place != owner)
 
     def known_tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield all that the module holds, or may hold, at rest, by the index of its entry."""
+        """Yield all that the module holds, or may hold, at rest, by the index of its weight."""
         yield from ((index, slot.held) for index, slot in enumerate(self.slots) if slot.owners)
         yield from self.own_tensors()
 
