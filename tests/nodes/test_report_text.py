@@ -63,9 +63,9 @@ def test_every_amount_of_every_node_stands_below_its_device(drawn: list[tuple[in
         *WHAT * len(used),
     ]
     for one, row in zip(nodes, rows, strict=True):
-        cells = row.rpartition(f"{one.seconds:.2f}")[2].split()
         found = [amounts.get(name, 0) for name in used for amounts in (one.weights_bytes, {}, one.peak_bytes)]
-        assert cells == [format_bytes(number) if number >= KIB else "-" for number in found]
+        cells = [f"{one.seconds:.2f}", *(format_bytes(number) if number >= KIB else "-" for number in found)]
+        assert row.split()[-len(cells) :] == cells
         assert row[: len(row) - len(row.lstrip())] or row.startswith("run")
     assert len({len(line) for line in (heads, *rows)}) == 1  # the last column is on the right
 
