@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import UnsafeState
 from ..weights.component import Component
 from .backward import SavedWeights
 from .compiled_blocks import untraced
@@ -25,7 +26,7 @@ from .device_hops import DeviceHops, Visit
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
-from .forward_pass import CALL_OF_A_MODULE, Leases, NoLeases, Pass, Passes
+from .forward_pass import CALL_OF_A_MODULE, Guest, Leases, NoLeases, Pass, Passes
 from .hooked_modules import HookedModules
 from .recomputing import in_backward
 from .shared_states import Stores, find_shared_states
@@ -132,6 +133,9 @@ class Forwards:
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, and open a pass if none is open; False if another component has the module now."""
+        current = self.passes.here
+        if current is not None and any(share.streamer is not None for share in self.shares):
+            self.refuse_recursion(module, current)
         self.passes.recover_for(module)
         if self.passes.outermost is not None:
             self.passes.enter(module)
@@ -156,6 +160,15 @@ class Forwards:
         if self.is_loaded and self.passes.open is not None:
             self.passes.open.is_under_way = True
         return True
+
+    def refuse_recursion(self, module: nn.Module, current: Pass) -> None:
+        """Raise `UnsafeState` if a block that computes calls the whole module: both need the staging memory."""
+        is_guest = isinstance(current, Guest)  # this component lends to one that computes
+        if module is self.passes.root and not is_guest and current.is_called_in(module):
+            raise UnsafeState(
+                f"{self.owner} is called inside its own forward, and its blocks are streamed: choose a budget with "
+                "which all blocks stay on the device, or release it"
+            )
 
     @property
     def is_quiet(self) -> bool:
@@ -220,19 +233,15 @@ class Forwards:
         current = self.passes.open
         return current is not None and current.thread_id == get_ident()
 
-    def is_outermost(self, module: nn.Module) -> bool:
-        """Whether this thread entered its pass through this module."""
-        return self.passes.outermost is module
-
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.passes.depth > 1 or not self.is_loaded or not self.places_inputs:
             return None
         return self.go(module, (args, kwargs), self.home, source=None, target=None)
 
-    def after_entry(self, module: nn.Module, output: Any) -> Any:
+    def after_entry(self, module: nn.Module, output: Any, current: Pass) -> Any:
         if not self.passes.leave(module):
             return None
-        failed = self.has_failed(output)
+        failed = has_failed(output, current)
         try:
             if failed:
                 self.explain_failure()
@@ -244,11 +253,6 @@ class Forwards:
             raise
         finally:
             self.passes.end(completed=not failed)
-
-    def has_failed(self, output: Any) -> bool:
-        """Whether an always-called hook is called because of an exception; there is no output then."""
-        current = self.passes.here
-        return output is None and current is not None and sys.exc_info()[1] is not current.handled
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
         current.is_under_way = False
@@ -376,7 +380,7 @@ class Forwards:
 
     # -- blocks
 
-    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any, current: Pass) -> Any:
         if not self.is_loaded:
             return None  # a hosted component that is not loaded computes with the weights that its host left
         share = self.share_of[number]
@@ -389,24 +393,23 @@ class Forwards:
             self.ran.setdefault(number)
         if torch.is_grad_enabled():
             self.watch_saving(number, module)
-        is_entry = self.places_inputs and self.passes.outermost is module
+        is_entry = self.places_inputs and current.outermost is module
         device, here = share.device.torch_device, self.here
         if device == here and not is_entry:
             return None
         source, target = None if is_entry else here, here if here != device else None
         return self.go(module, (args, kwargs), device, source=source, target=target)
 
-    def after_block(self, number: int, module: nn.Module, output: Any) -> Any:
-        failed = self.has_failed(output)
+    def after_block(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
+        failed = has_failed(output, current)
         if self.saving:
             self.stop_saving(module)
         self.share_of[number].leave(number, prefetches=not failed)
         if failed:
             self.failed_block = number
-        output = self.come_back(module, output, failed=failed)
-        if self.passes.outermost is module:
-            return self.after_entry(module, output)
-        return output
+        if self.calls:
+            output = self.come_back(module, output, failed=failed)
+        return self.after_entry(module, output, current) if current.outermost is module else output
 
     # -- weights that a backward pass will read
 
@@ -449,12 +452,12 @@ class Forwards:
             return None
         return self.go(module, (args, kwargs), device, source=self.here, target=self.here)
 
-    def after_part(self, number: int, module: nn.Module, output: Any) -> Any:
+    def after_part(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
         if number not in self.in_parts:
             return None
         if self.saving:
             self.stop_saving(module)
-        return self.come_back(module, output, failed=self.has_failed(output))
+        return self.come_back(module, output, failed=has_failed(output, current))
 
     # -- non-block modules, which blocks on other devices may call
 
@@ -468,7 +471,7 @@ class Forwards:
 
     @untraced
     def after_rest(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.come_back(module, output, failed=self.has_failed(output))
+        return self.come_back(module, output, failed=has_failed(output, self.passes.here))
 
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
@@ -478,6 +481,11 @@ class Forwards:
     def end(self) -> None:
         """Stop finishing passes: the groups are no longer managed."""
         self.passes.finish = lambda current, completed: None
+
+
+def has_failed(output: Any, current: Pass | None) -> bool:
+    """Whether an always-called hook is called because of an exception; there is no output then."""
+    return output is None and current is not None and sys.exc_info()[1] is not current.handled
 
 
 def nothing() -> None:

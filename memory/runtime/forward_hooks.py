@@ -31,6 +31,7 @@ from ..errors import UnsafeState
 from .compiled_blocks import untraced
 from .deep_copies import OwnHook
 from .forward_blocks import Forwards
+from .forward_pass import Pass
 
 __all__ = ["ForwardHooks", "remove_hooks_of"]
 
@@ -138,12 +139,12 @@ class ForwardHooks:
     def before_inside(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         """Hook before calls of all modules but the root; returns at once in a quiet pass (`Forwards.quiet_thread`)."""
         target = self.target
-        if target is not None:
+        if target is not None and kwargs is not None and self.gate is None:
             if target.quiet_thread == get_ident():
                 return None
-            number = target.blocks.get(module)
-            if number is not None and kwargs is not None and target.is_entered() and self.gate is None:
-                return self.before_block(target, number, module, args, kwargs)
+            number, current = target.blocks.get(module), target.passes.here
+            if number is not None and current is not None:
+                return self.before_block(target, number, module, args, kwargs, current)
         return self.before(module, args, kwargs)
 
     @untraced
@@ -172,12 +173,16 @@ class ForwardHooks:
                 return None
         if module not in target.blocks:
             return target.before_entry(module, args, kwargs)
-        return self.before_block(target, target.blocks[module], module, args, kwargs)
+        current = target.passes.here
+        assert current is not None
+        return self.before_block(target, target.blocks[module], module, args, kwargs, current)
 
-    def before_block(self, target: Forwards, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before_block(
+        self, target: Forwards, number: int, module: nn.Module, args: Any, kwargs: Any, current: Pass
+    ) -> Any:
         if peek_interpreter_stack() is not None:
             refuse_transforms()
-        given = target.before_block(number, module, args, kwargs)
+        given = target.before_block(number, module, args, kwargs, current)
         if target.done_parts:  # a block that is compiled now must have no hooks inside
             self.remove_from(target.take_done_parts())
         return given
@@ -198,16 +203,18 @@ class ForwardHooks:
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         target = self.target
-        if target is None or not target.is_entered():
+        current = target.passes.here if target is not None else None
+        if target is None or current is None:
             return None
-        if module in target.blocks:
-            result = target.after_block(target.blocks[module], module, output)
-        elif module in target.inner and not target.is_outermost(module):
+        number = target.blocks.get(module)
+        if number is not None:
+            result = target.after_block(number, module, output, current)
+        elif module in target.inner and current.outermost is not module:
             return None
-        elif module in target.parts and not target.is_outermost(module):
-            return target.after_part(target.parts[module], module, output)
+        elif module in target.parts and current.outermost is not module:
+            return target.after_part(target.parts[module], module, output, current)
         else:
-            result = target.after_entry(module, output)
+            result = target.after_entry(module, output, current)
         if target.done_parts:
             self.remove_from(target.take_done_parts())
         return result

@@ -120,14 +120,21 @@ class Pass:
 
     def is_on_stack(self) -> bool:
         """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
-        running = self.running
+        return any(called is self.running for called in self.calls_under_way())
+
+    def is_called_in(self, module: nn.Module) -> bool:
+        """Whether this thread's newest call, of this module, is inside the call that keeps the pass open."""
+        num_calls = sum(called is self.running for called in self.calls_under_way())
+        return num_calls > (self.running is module)
+
+    def calls_under_way(self) -> Iterator[nn.Module]:
+        """Yield the modules whose calls are under way in its thread, the innermost first."""
         frame = sys._current_frames().get(self.thread_id)
         while frame is not None:
             # Reading a frame's variables keeps them alive, so only those of module calls are read.
-            if frame.f_code is CALL_OF_A_MODULE and frame.f_locals.get("self") is running:
-                return True
+            if frame.f_code is CALL_OF_A_MODULE and "self" in frame.f_locals:
+                yield frame.f_locals["self"]
             frame = frame.f_back
-        return False
 
 
 class Guest(Pass):

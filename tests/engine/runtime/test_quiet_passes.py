@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory import manage
+from highwater.memory.errors import UnsafeState
 
 OPS = (
     "forward",
@@ -118,3 +119,29 @@ def test_quiet_passes_have_no_hook_on_the_end_of_blocks(toys, machine) -> None:
                 net(x)
             assert block._forward_hooks
         assert not block._forward_hooks and not block._forward_pre_hooks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1"])
+@pytest.mark.parametrize("profile", ["auto", "0.45MiB"])
+def test_a_model_that_is_called_inside_its_own_block_is_right_or_refused(toys, machine, profile, placement) -> None:
+    with machine(8, 8) as manager:
+        net, x = toys.build_net(), torch.randn(2, 5, 64)
+        want = net(x)
+        x = x.to("sim:0")
+        with manage(net, profile, placement=placement, manager=manager):
+            for _ in range(3):
+                hooks = net.singles[1]._forward_pre_hooks
+
+                def call_again(module, args, hooks=hooks, given=x) -> None:
+                    hooks.popitem()
+                    net(given)
+
+                net.singles[1].register_forward_pre_hook(call_again)
+                if profile == "auto":
+                    assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+                else:
+                    with pytest.raises(UnsafeState, match=r"^model is called inside its own forward[^\n]*release it$"):
+                        net(x)
+                assert torch.allclose(net(x).cpu(), want, atol=1e-5)
+        del x, call_again
