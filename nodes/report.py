@@ -37,7 +37,7 @@ class HighwaterMemoryReport(io.ComfyNode):
     @classmethod
     def execute(cls, after: object = None) -> io.NodeOutput:
         from ..memory import default_manager
-        from .report_text import describe_now
+        from .report_text import NUM_NODES, describe_now
 
-        text = "\n\n".join(map(str, describe_now(default_manager().report())))
+        text = "\n\n".join(map(str, describe_now(default_manager().recent_report(NUM_NODES + 1))))
         return io.NodeOutput(text, ui=ui.PreviewText(text))

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Section", "describe_all_runs", "describe_now"]
+__all__ = ["NUM_NODES", "Section", "describe_all_runs", "describe_now"]
 
 NUM_EVENTS = 10
+# Of the last run, in the text of a node: a workflow may hold a report behind each of a thousand nodes.
+NUM_NODES = 50
 # What stands of a node for each device that it used, and its field in the report.
 AMOUNTS = {"weights": "weights_bytes", "activations": "activation_bytes", "peak": "peak_bytes"}
 DONE = {"evict": "evicted", "load": "loaded", "release": "released"}
@@ -26,12 +28,12 @@ class Section:
 
 
 def describe_now(report: Mapping[str, Any]) -> list[Section]:
-    """Return where everything is, what the nodes of the last run took, and the last events."""
+    """Return where everything is, what the last nodes of the last run took, and the last events."""
     last = [run["run_id"] for run in report["runs"][-1:]]
     sections = [
         devices_section(report),
         components_section(report),
-        nodes_section(report, last, names_runs=False),
+        nodes_section(report, last, names_runs=False, most=NUM_NODES),
         last_events(report),
     ]
     return [section for section in sections if section.lines]
@@ -76,12 +78,19 @@ def components_section(report: Mapping[str, Any]) -> Section:
     return Section(title="Components", lines=align_columns(rows))
 
 
-def nodes_section(report: Mapping[str, Any], run_ids: Iterable[str], *, names_runs: bool = True) -> Section:
-    """Return the amounts of the nodes of some runs, with the runs' names or without; less than a KiB shows as "-"."""
+def nodes_section(
+    report: Mapping[str, Any], run_ids: Iterable[str], *, names_runs: bool = True, most: int | None = None
+) -> Section:
+    """Return the amounts of the nodes of some runs, with the runs' names or without; less than a KiB shows as "-".
+
+    Args:
+        most: show only so many of the last nodes, and say so.
+    """
     from ..memory.units import KIB, format_bytes
 
     names = {run["run_id"]: run["name"] for run in report["runs"] if run["run_id"] in {*run_ids}}
-    nodes = [node for node in report["nodes"] if node["run_id"] in names]
+    all_nodes = [node for node in report["nodes"] if node["run_id"] in names]
+    nodes = all_nodes if most is None else all_nodes[-most:]
     used = {name for node in nodes for name, peak in node["peak_bytes"].items() if peak}
     devices = [device["name"] for device in report["devices"] if device["name"] in used]
     above = ["", "", "", *(device for device in devices for _ in AMOUNTS)]
@@ -94,9 +103,12 @@ def nodes_section(report: Mapping[str, Any], run_ids: Iterable[str], *, names_ru
         rows.append([name, f"{node['node_id']} {node['title']}", f"{node['seconds']:.2f}", *cells])
         last = node["run_id"]
     lines = [above, heads, *rows] if rows else []
+    aligned = align_columns([line[0 if names_runs else 1 :] for line in lines], num_left=2 if names_runs else 1)
+    if len(nodes) < len(all_nodes):
+        aligned.append(f"only the last {len(nodes)} nodes of this run")
     return Section(
         title="Memory per node and device: the weights it used, its activations, and the peak of the device",
-        lines=align_columns([line[0 if names_runs else 1 :] for line in lines], num_left=2 if names_runs else 1),
+        lines=aligned,
     )
 
 

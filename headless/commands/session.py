@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["make_runner", "run_workflow"]
 
+MAX_BARS = 40
+"""Bars of nodes that are drawn anew with each step; when there are more, those of ended nodes are printed for good."""
+
 
 def make_runner(models: Path, out: Path) -> WorkflowRunner:
     """Return a runner on the process-wide manager; the output folder is made when something is written."""
@@ -78,6 +81,8 @@ class Bars:
 
     def begin_node(self, title: str) -> None:
         self.finish()
+        if len(self.progress.tasks) >= MAX_BARS:
+            self.print_ended()
         self.node = self.progress.add_task(title, total=1)
 
     def step(self, value: float, maximum: float) -> None:
@@ -103,6 +108,13 @@ class Bars:
         self.end_loading()
         for task in self.progress.tasks:
             self.progress.update(task.id, completed=task.total)
+
+    def print_ended(self) -> None:
+        """Print the bars, all of which have ended, above those to come: drawing takes as long as there are bars."""
+        ended = self.progress.tasks
+        self.console.out.print(self.progress.make_tasks_table(ended))
+        for task in ended:
+            self.progress.remove_task(task.id)
 
 
 @contextmanager

@@ -159,22 +159,23 @@ class Run:
         begin_s = time.perf_counter()
         cache, order = self.runner.cache, self.workflow.order
         signatures = self.sign_nodes()
+        needed = frozenset(signatures.values())
         self.tell("cached", [id for id in order if cache.find(signatures[id]) is not None])
         found: dict[str, CacheEntry] = {}
-        executed: list[str] = []
+        executed: dict[str, None] = {}
         outputs: dict[str, Mapping[str, list[Any]]] = {}
         for id in order:
             entry = cache.find(signatures[id])
             if entry is None:
-                cache.trim(signatures.values())
+                cache.trim(needed)
                 entry = self.execute_node(self.workflow.nodes[id], found)
                 cache.store(signatures[id], entry)
-                executed.append(id)
+                executed[id] = None
             found[id] = entry
             if entry.ui:
                 outputs[id] = entry.ui
                 self.tell("executed", id, entry.ui)
-        cache.trim(signatures.values())
+        cache.trim(needed)
         return RunResult(
             run_id=self.run_id,
             outputs=outputs,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,16 @@ from .live_capacity import LiveCapacity
 from .member import Member, Members
 from .needs_file import NeedsFile
 from .registry import Registry
-from .report import ComponentState, DeviceReport, Report, component_report, device_report
+from .report import (
+    ComponentState,
+    DeviceReport,
+    Event,
+    NodeReport,
+    Report,
+    RunReport,
+    component_report,
+    device_report,
+)
 from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
@@ -304,17 +314,40 @@ class MemoryManager:
     def report(self) -> dict[str, Any]:
         """Return the versioned report of everything so far, JSON-able. The lock is held only while that is copied."""
         with self.exclusive():
-            states = [ComponentState(member) for member in self.members.values()]
-            books, devices, log = self.ledger.copy(), self.device_reports(), self.event_log
-            nodes, runs, events, timeline = list(log.nodes), list(log.runs), list(log.events), log.timeline.copy()
-        return Report(
-            devices=devices,
-            components=[component_report(state, books) for state in states],
-            nodes=nodes,
-            runs=runs,
-            events=events,
-            samples=timeline.samples(),
-        ).to_json()
+            log = self.event_log
+            now, timeline = self.report_now(log.nodes, log.runs, log.events), log.timeline.copy()
+        return replace(now(), samples=timeline.samples()).to_json()
+
+    def recent_report(self, number: int) -> dict[str, Any]:
+        """Return the report with only so many of the last nodes, runs and events, and without the timeline.
+
+        Costs the same after one node as after ten thousand.
+        """
+        with self.exclusive():
+            log = self.event_log
+            now = self.report_now(*(newest(entries, number) for entries in (log.nodes, log.runs, log.events)))
+        return now().to_json()
+
+    def report_now(
+        self, nodes: Iterable[NodeReport], runs: Iterable[RunReport], events: Iterable[Event]
+    ) -> Callable[[], Report]:
+        """Copy what changes, and return what makes the report of it without the lock. The caller holds the lock."""
+        states = [ComponentState(member) for member in self.members.values()]
+        ledger, devices = self.ledger.copy(), self.device_reports()
+        copied = {"nodes": list(nodes), "runs": list(runs), "events": list(events)}
+
+        def report() -> Report:
+            components = [component_report(state, ledger) for state in states]
+            return Report(devices=devices, components=components, samples=[], **copied)  # type: ignore[arg-type]
+
+        return report
+
+
+def newest(entries: deque[Any], number: int) -> list[Any]:
+    """Return so many of the last entries, the oldest first."""
+    found = list(islice(reversed(entries), number))
+    found.reverse()
+    return found
 
 
 def discard(listeners: list[Any], listener: object) -> None:

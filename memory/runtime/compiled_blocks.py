@@ -38,7 +38,8 @@ def untraced(function: Function) -> Function:
     set_code_exec_strategy(marked.__code__, LEFT_ALONE)
     marked._torchdynamo_disable = marked._torchdynamo_disable_recursive = True
     marked._torchdynamo_disable_msg = (
-        "Highwater moves weights here: use a profile with compile=True, or call torch.compile without fullgraph=True"
+        "Highwater moves weights here: to export the module, release it first; to compile it, use a profile with "
+        "compile=True, or call torch.compile without fullgraph=True"
     )
     return function
 

@@ -20,17 +20,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-from ..errors import InvalidInput
+from ..errors import InvalidInput, UnsafeState
 from ..transfer.slabs import Form
 from .deep_copies import Copied
 from .parameter_slots import ParameterSlot
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
 from .watched_data import LEFT_ALONE, answer_device, device_in_backward, device_of
 
-__all__ = ["EncodedLeaves", "EncodedWeight"]
+__all__ = ["NOT_TRACED", "EncodedLeaves", "EncodedWeight"]
+
+NOT_TRACED = "a managed module cannot be exported or traced: release it first"
 
 DATA: Any = torch.Tensor.data  # the descriptor
 LEAF = "leaf"
@@ -191,6 +194,8 @@ class EncodedWeight(RestingWeight, torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> torch.Tensor:
+        if any(isinstance(leaf, FakeTensor) for leaf in inner.values()):  # `torch.export`, before it calls the module
+            raise UnsafeState(NOT_TRACED)
         return inner[f"{LEAF}0"]
 
     def __getattr__(self, name: str) -> torch.Tensor:

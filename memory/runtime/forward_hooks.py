@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsafeState
 from .compiled_blocks import untraced
 from .deep_copies import OwnHook
+from .encoded_weight import NOT_TRACED
 from .forward_blocks import Forwards
 from .forward_pass import Pass
 
@@ -266,4 +267,4 @@ def refuse_tracing(args: Any, kwargs: Any) -> None:
     if not makes_graph and fx._is_fx_tracing_flag:  # perhaps set by another thread
         makes_graph = any(isinstance(given, torch.fx.Proxy) for given in (*args, *kwargs.values()))
     if makes_graph:
-        raise UnsafeState("a managed module cannot be exported or traced: release it first")
+        raise UnsafeState(NOT_TRACED)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from highwater.headless.commands.console import Console
-from highwater.headless.commands.session import run_workflow
+from highwater.headless.commands.session import make_runner, run_workflow
+from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory.units import MIB
 
 WORKFLOW = Path(__file__).parents[2] / "headless" / "workflows" / "demo_flux.json"
@@ -92,3 +95,35 @@ def test_ctrl_c_ends_a_loading_after_its_block(sim, tmp_path: Path, where: str) 
     assert done.stderr == "highwater: interrupted\n"
     told = json.loads(done.stdout.splitlines()[-1])
     assert told == {"code": 130, "blocks": 3, "used": 0}
+
+
+def calls_of_reports(count: int, tmp_path: Path) -> int:
+    """Return how many calls a run of so many Memory Report nodes in a chain makes, what it prints included."""
+    graph: dict[str, Any] = {
+        str(number): {
+            "class_type": "HighwaterMemoryReport",
+            "inputs": {"after": [str(number - 1), 0]} if number else {},
+            "_meta": {"title": f"Report {number}"},
+        }
+        for number in range(count)
+    }
+    runner = make_runner(tmp_path, tmp_path)
+    workflow = parse_workflow(graph)
+    printed = io.StringIO()
+    console = Console()
+    console.out = RichConsole(file=printed, width=120)
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        run_workflow(runner, "reports", workflow, console)
+    finally:
+        sys.setprofile(None)
+    bars = re.findall(r"Report (\d+)\b.*1/1", printed.getvalue())
+    assert bars == [str(number) for number in range(count)], "each node has one bar, in order"
+    return calls["call"] + calls["c_call"]
+
+
+def test_twice_as_many_reports_take_twice_as_many_calls(tmp_path: Path) -> None:
+    calls_of_reports(2, tmp_path)  # what is imported and learned once
+    few, many = (calls_of_reports(count, tmp_path) for count in (100, 300))
+    assert many < 3.6 * few

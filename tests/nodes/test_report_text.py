@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from highwater.memory.manager.report import Event, NodeReport, Report, RunReport, empty_report
 from highwater.memory.units import KIB, format_bytes
-from highwater.nodes.report_text import Section, describe_all_runs, describe_now
+from highwater.nodes.report_text import NUM_NODES, Section, describe_all_runs, describe_now
 
 MOST = 1 << 40
 WHAT = ("weights", "activations", "peak")
@@ -81,6 +81,15 @@ def test_the_node_tells_of_the_last_run_what_the_command_line_tells(drawn: list[
         lines, in_full = told[0].lines, only(describe_all_runs(report), "Memory per node").lines
         assert all(full.endswith(line) for line, full in zip(lines, in_full, strict=True))
         assert lines[1].startswith("node") and in_full[1].startswith("run")  # one run needs no name
+
+
+@given(st.integers(1, 3 * NUM_NODES))
+def test_the_node_shows_the_last_nodes_of_a_long_run_and_says_so(count: int) -> None:
+    nodes = [node(number, 0, {"gpu:0": MOST}, {}, "n") for number in range(count)]
+    lines = only(describe_now(make_report(nodes, [], 1)), "Memory per node").lines
+    shown = [line.split()[0] for line in lines[2 : 2 + NUM_NODES]]
+    assert shown == [str(number) for number in range(count)][-NUM_NODES:]
+    assert lines[2 + NUM_NODES :] == (["only the last 50 nodes of this run"] if count > NUM_NODES else [])
 
 
 def test_an_eviction_is_the_same_sentence_in_both() -> None:

@@ -189,3 +189,22 @@ def test_measuring_leaves_no_garbage(toys, machine) -> None:
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 100])
+def test_a_recent_report_is_the_end_of_the_whole_one(toys, machine, number: int) -> None:
+    net = toys.build_net()
+    with machine(8, 8) as manager, manage(net, manager=manager):
+        for run in range(3):
+            manager.begin_run(str(run), "run")
+            for node in range(3):
+                manager.begin_node(str(node), "node")
+                net(torch.randn(2, 3, 64))
+                manager.end_node()
+            manager.end_run()
+        whole, recent = manager.report(), manager.recent_report(number)
+        for part in ("nodes", "runs", "events"):
+            assert recent[part] == whole[part][len(whole[part]) - min(number, len(whole[part])) :]
+        assert recent["samples"] == [] and whole["samples"]
+        assert recent.keys() == whole.keys() and recent["devices"] == whole["devices"]
+        assert json.dumps(recent["components"]) == json.dumps(whole["components"])
