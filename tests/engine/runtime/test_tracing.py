@@ -85,7 +85,7 @@ def test_a_strict_export_is_refused_by_torch_with_the_remedy(toys, machine, way:
     """Its tracer may not look into the hook, so torch words the refusal."""
     net = toys.build_net()
     with machine(8, 8) as manager, manage(net, manager=manager, **WAYS[way]):
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="Highwater moves weights here: .* release it first"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Highwater moves weights here: .* release it first"):
             torch.export.export(net, (X,), strict=True)
         assert not torch.compiler.is_compiling()
         net(X)
