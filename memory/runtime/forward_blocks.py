@@ -22,28 +22,16 @@ from ..errors import UnsafeState
 from ..weights.component import Component
 from .backward import SavedWeights
 from .compiled_blocks import untraced
-from .device_hops import DeviceHops, Visit
+from .device_calls import DeviceCalls
+from .device_hops import DeviceHops
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
 from .forward_pass import CALL_OF_A_MODULE, Guest, Leases, NoLeases, Pass, Passes
 from .hooked_modules import HookedModules
 from .recomputing import in_backward
-from .shared_states import Stores, find_shared_states
 
 __all__ = ["Forwards"]
-
-
-class Call:
-    """A call that computes on another device than its caller: of an entry, a block, a part of one or another module.
-
-    ``previous`` is the index of the accelerator that was current before the call; None if the call does not change it.
-    """
-
-    def __init__(self, module: nn.Module, visit: Visit, previous: int | None) -> None:
-        self.module = module
-        self.visit = visit
-        self.previous = previous
 
 
 class Forwards:
@@ -79,14 +67,9 @@ class Forwards:
         self.passes = Passes(module, self.finish_pass, leases.lock)
         self.places_inputs = places_inputs
         self.hops = DeviceHops()
-        self.calls: list[Call] = []
-        """The open calls that compute on another device than their callers, the outermost first."""
+        self.calls = DeviceCalls(self.hops)
         self.saving: list[tuple[nn.Module, SavedWeights]] = []
         """The open calls whose weights' memory is reused, with what autograd saves in them; the outermost first."""
-        self.shared_states: Mapping[nn.Module, list[Any]] = {}
-        """By block, the objects of other libraries' hooks and attention processors that the block shares with others.
-        """
-        self.stores: Stores | None = None
         self.ran: dict[int, None] = {}
         """The blocks that ran in this pass, in the order of their first runs; only for a split."""
         self.last_block: int | None = None
@@ -190,20 +173,12 @@ class Forwards:
         self.last_block = self.failed_block = None
         self.ran.clear()
         if len(self.shares) > 1:
-            self.find_shared_states()
+            home = self.shares[0]
+            away = [block for block, number in self.blocks.items() if self.share_of[number] is not home]
+            self.calls.find_states(self.blocks, away)
         if self.is_loaded:
             for share in self.shares:
                 share.begin_pass(is_timed=is_timed)
-
-    def find_shared_states(self) -> None:
-        """Find the objects that blocks share with one another or with the caller of the module."""
-        if self.stores is None:
-            home = self.shares[0]
-            self.stores = Stores(block for block, number in self.blocks.items() if self.share_of[number] is not home)
-        states = find_shared_states(self.blocks)
-        for block, processor in self.stores.find():
-            states[block].append(processor)
-        self.shared_states = states
 
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
         self.guests = guests  # `finish_pass` ends them, even if this raises
@@ -236,7 +211,7 @@ class Forwards:
     def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.passes.depth > 1 or not self.is_loaded or not self.places_inputs:
             return None
-        return self.go(module, (args, kwargs), self.home, source=None, target=None)
+        return self.calls.enter(module, (args, kwargs), self.home, source=None, target=None)
 
     def after_entry(self, module: nn.Module, output: Any, current: Pass) -> Any:
         if not self.passes.leave(module):
@@ -247,7 +222,7 @@ class Forwards:
                 self.explain_failure()
             elif self.away and self.is_loaded:
                 output = self.hops.bring_home(output, self.home, self.away)
-            return self.come_back(module, output, failed=failed)
+            return self.calls.leave(module, output, failed=failed)
         except BaseException:
             failed = True
             raise
@@ -269,8 +244,7 @@ class Forwards:
         finally:
             self.stop_saving()
             self.host = None
-            self.leave_devices(current)
-            self.hops.forget()
+            self.calls.recover(is_here=current.is_here())
             try:
                 self.leases.give_back(current)
             finally:
@@ -287,58 +261,11 @@ class Forwards:
             for part in done:
                 self.parts.pop(part, None)
 
-    # -- calls on other devices
-
-    def go(
-        self,
-        module: nn.Module,
-        given: tuple[Any, Any],
-        device: torch.device,
-        *,
-        source: torch.device | None,
-        target: torch.device | None,
-    ) -> Any:
-        """Enter a call that computes on another device; returns its arguments there, None if they need no copy.
-
-        Args:
-            source, target: as in `DeviceHops.visit`.
-        """
-        shared = self.shared_states.get(module, ()) if target is not None else ()
-        visit = self.hops.visit(given, device, source=source, target=target, shared=shared)
-        if visit is None:
-            return None
-        call = Call(module, visit, None if target is None else torch.accelerator.current_device_index())
-        self.calls.append(call)
-        if call.previous is not None:  # other libraries launch kernels on the current device
-            torch.accelerator.set_device_index(device.index)
-        return visit.lent.value
-
-    def come_back(self, module: nn.Module, output: Any, *, failed: bool) -> Any:
-        """Leave a call; returns its output for the caller."""
-        if not self.calls or self.calls[-1].module is not module:
-            return output
-        call = self.calls.pop()
-        if call.previous is not None:
-            torch.accelerator.set_device_index(call.previous)
-        if not failed:
-            return call.visit.end(output)
-        call.visit.give_back_states()
-        return None
-
-    def leave_devices(self, current: Pass) -> None:
-        """Undo and forget the calls that an interrupt left open."""
-        before = [call.previous for call in self.calls if call.previous is not None]
-        for call in self.calls:
-            call.visit.give_back_states()
-        self.calls.clear()
-        if before and current.is_here():
-            torch.accelerator.set_device_index(before[0])
-
     @property
     def here(self) -> torch.device:
         """The device on which the innermost open call computes."""
-        if self.calls:
-            return self.calls[-1].visit.device
+        if self.calls.open:
+            return self.calls.open[-1].visit.device
         return self.home if self.host is None else self.host.here
 
     def flows_on(self) -> torch.device | None:
@@ -398,7 +325,7 @@ class Forwards:
         if device == here and not is_entry:
             return None
         source, target = None if is_entry else here, here if here != device else None
-        return self.go(module, (args, kwargs), device, source=source, target=target)
+        return self.calls.enter(module, (args, kwargs), device, source=source, target=target)
 
     def after_block(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
         failed = has_failed(output, current)
@@ -407,8 +334,8 @@ class Forwards:
         self.share_of[number].leave(number, prefetches=not failed)
         if failed:
             self.failed_block = number
-        if self.calls:
-            output = self.come_back(module, output, failed=failed)
+        if self.calls.open:
+            output = self.calls.leave(module, output, failed=failed)
         return self.after_entry(module, output, current) if current.outermost is module else output
 
     # -- weights that a backward pass will read
@@ -450,14 +377,14 @@ class Forwards:
         device = share.device.torch_device
         if self.here == device:
             return None
-        return self.go(module, (args, kwargs), device, source=self.here, target=self.here)
+        return self.calls.enter(module, (args, kwargs), device, source=self.here, target=self.here)
 
     def after_part(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
         if number not in self.in_parts:
             return None
         if self.saving:
             self.stop_saving(module)
-        return self.come_back(module, output, failed=has_failed(output, current))
+        return self.calls.leave(module, output, failed=has_failed(output, current))
 
     # -- non-block modules, which blocks on other devices may call
 
@@ -465,13 +392,13 @@ class Forwards:
     def before_rest(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.is_loaded or self.here == self.home:
             return None
-        moved = self.go(module, (args, kwargs or {}), self.home, source=self.here, target=self.here)
+        moved = self.calls.enter(module, (args, kwargs or {}), self.home, source=self.here, target=self.here)
         # kwargs is None if torch copied the hook to a module that it made in place of ours (quantization).
         return moved[0] if moved is not None and kwargs is None else moved
 
     @untraced
     def after_rest(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.come_back(module, output, failed=has_failed(output, self.passes.here))
+        return self.calls.leave(module, output, failed=has_failed(output, self.passes.here))
 
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
