@@ -8,7 +8,17 @@ from collections.abc import Iterable
 
 from .errors import InvalidInput, quoted
 
-__all__ = ["ALLOWED_UNITS", "GIB", "KIB", "MIB", "align_up", "format_bytes", "parse_bytes", "slab_offsets"]
+__all__ = [
+    "ALLOWED_UNITS",
+    "GIB",
+    "KIB",
+    "MIB",
+    "align_up",
+    "format_bytes",
+    "format_seconds",
+    "parse_bytes",
+    "slab_offsets",
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -62,6 +72,12 @@ def format_bytes(num_bytes: int) -> str:
     unit, name = (GIB, "GiB") if size >= 1000 * MIB else (MIB, "MiB")
     amount = size / unit
     return f"{sign}{amount:.{0 if amount >= 100 else 1 if amount >= 10 else 2}f}{name}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration as text: two digits in s, or in ms if it is less than 0.1 s."""
+    amount, unit = (seconds, "s") if seconds >= 0.1 else (seconds * 1e3, "ms")
+    return f"{float(f'{amount:.2g}'):g} {unit}"
 
 
 def align_up(num_bytes: int, alignment: int) -> int:

@@ -29,13 +29,13 @@ def find_limit(
     available = available_bytes(component, capacity, profile)
     budget = smallest_budget(component, capacity, profile)
     if budget is None:
-        return available, f"{capacity.name} can give {format_bytes(available)}", []
+        return available, f"{format_bytes(available)} available on {capacity.name}", []
     limit = min(limit_by(budget, capacity), available)
     needed = min(align_up(overlapping_bytes, MIB), whole_bytes, available)
     if not budget.from_profile or limit >= needed:
         return limit, f"budget {budget}", []
-    raised = f"raised to {format_bytes(needed)}"
-    reason = f"profile {profile.name}'s budget {budget} is too small for {component.name}: {raised}"
+    raised = format_bytes(needed)
+    reason = f"profile {profile.name}'s budget {budget} is too small for {component.name}: raised to {raised}"
     return needed, f"budget {raised}", [reason]
 
 
@@ -54,7 +54,7 @@ def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, 
         return kept
     if kept.num_bytes >= capacity.unlearned_bytes:
         return kept
-    why = "what its forwards need beside the weights is not known yet"
+    why = "their size is not known yet"
     return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
 
 
@@ -103,27 +103,32 @@ def refuse_small_limit(
         InvalidInput: the user's budget or reserve is the reason.
         DoesNotFit: the device is.
     """
+    least_bytes = fixed_bytes + largest_bytes + scratch_bytes
+    widens = f", {format_bytes(scratch_bytes)} to widen quantized weights" if scratch_bytes else ""
     form = (
-        f"at least {format_bytes(fixed_bytes + largest_bytes + scratch_bytes)} ({format_bytes(fixed_bytes)} fixed, "
-        f"{format_bytes(largest_bytes)} for the largest block, {format_bytes(scratch_bytes)} scratch)"
+        f"at least {format_bytes(least_bytes)} ({format_bytes(fixed_bytes)} outside of blocks, "
+        f"{format_bytes(largest_bytes)} for the largest block{widens})"
     )
     budget = smallest_budget(component, capacity, profile)
     available = available_bytes(component, capacity, profile)
     if budget is not None and not budget.from_profile and limit < available:
-        held = f"; components that compute hold {format_bytes(capacity.sibling_bytes)} of it"
-        is_shared = budget.target == capacity.name and capacity.sibling_bytes
+        shared_bytes = capacity.sibling_bytes if budget.target == capacity.name else 0
+        held = f"; components that compute hold {format_bytes(shared_bytes)} of it" if shared_bytes else ""
+        enough = f"; allowed: {align_up(least_bytes + shared_bytes, MIB) // MIB}MiB or more"
         raise InvalidInput(
-            f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}"
-            f"{held if is_shared else ''}"
+            f"budget {str(budget)!r} is too small: {component.name} needs {form} on {capacity.name}{held}"
+            f"{enough if least_bytes <= available else ''}"
         )
     reserve = profile.reserve_for(capacity.name, component.name, component.kind, capacity.total_bytes)
     if reserve > capacity.kept_free_bytes:
+        most = capacity.available_bytes + capacity.kept_free_bytes - least_bytes
+        enough = f"; allowed: {most // MIB}MiB or less" if capacity.available_bytes >= least_bytes else ""
         raise InvalidInput(
             f"a reserve of {format_bytes(reserve)} leaves {format_bytes(available)} of {capacity.name}: "
-            f"{component.name} needs {form}"
+            f"{component.name} needs {form}{enough}"
         )
     raise DoesNotFit(
-        f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} can be had of "
-        f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} kept free; "
+        f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} available of "
+        f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} reserved; "
         "lower the watermark, choose 'fp8 scaled', or place it on another device"
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..options.profile import OffloadProfile
-from ..units import GIB, MIB, SLAB_ALIGNMENT, format_bytes
+from ..units import GIB, MIB, SLAB_ALIGNMENT, format_bytes, format_seconds
 from .capacity import Machine
 from .device_limit import find_kept, find_limit, refuse_small_limit
 from .prefetch_schedule import (
@@ -75,7 +75,7 @@ class DevicePlan:
     def why_kept(self) -> str:
         """Why bytes stay free for the forwards, in words."""
         return next(
-            (reason for reason in self.reasons if reason.startswith(KEEPS)), "needs more memory beside its weights"
+            (reason for reason in self.reasons if reason.startswith(KEEPS)), "needs more memory for activations"
         )
 
     @property
@@ -84,15 +84,15 @@ class DevicePlan:
 
     def text(self) -> str:
         """Return the device's bytes in one line for people."""
-        parts = [f"{format_bytes(self.fixed_bytes)} fixed"]
+        parts = [f"{format_bytes(self.fixed_bytes)} outside of blocks"]
         if self.blocks:
             parts.append(
-                f"{len(self.resident)} of {len(self.blocks)} blocks resident {format_bytes(self.resident_bytes)}"
+                f"{len(self.resident)} of {len(self.blocks)} blocks resident ({format_bytes(self.resident_bytes)})"
             )
         if self.staging_bytes:
-            parts.append(f"{len(self.streamed)} streamed through {format_bytes(self.staging_bytes)}")
+            parts.append(f"{len(self.streamed)} streamed through {format_bytes(self.staging_bytes)} of staging memory")
         if self.scratch_bytes:
-            parts.append(f"{format_bytes(self.scratch_bytes)} scratch")
+            parts.append(f"{format_bytes(self.scratch_bytes)} to widen quantized weights")
         return f"{self.device}: {format_bytes(self.device_bytes)} = {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
@@ -269,9 +269,9 @@ def find_allowed(
             keeps_bytes = max(0, min(kept.num_bytes, most - least))
             whole = replace(whole, keeps_bytes=keeps_bytes)
             if most - keeps_bytes < limit:
-                limit, source = most - keeps_bytes, f"{capacity.name} can give {format_bytes(most - keeps_bytes)}"
+                limit, source = most - keeps_bytes, f"{format_bytes(most - keeps_bytes)} available on {capacity.name}"
             if kept.is_known or whole.device_bytes > limit:
-                reasons.append(f"{KEEPS} {format_bytes(keeps_bytes)} free: {kept.why}")
+                reasons.append(f"{KEEPS} {format_bytes(keeps_bytes)} free for activations: {kept.why}")
     if limit >= GIB and whole.device_bytes > limit >= least:
         limit = max(least, limit // MIB * MIB)  # whole MiB: people read the text that gives the same plan again
     return Allowed(
@@ -339,7 +339,7 @@ def explain_streaming(
     speed = ""
     if speeds is not None:
         copies_s = sum(allowed.sizes[number] / speeds[number] for number in share.streamed)
-        speed = f", at least {copies_s:.2g} s at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
+        speed = f", at least {format_seconds(copies_s)} at {streamed_bytes / copies_s / 1e9:.3g} GB/s"
     reason = (
         f"{allowed.source}: {len(share.streamed)} of {len(share.blocks)} blocks stream, "
         f"{format_bytes(streamed_bytes)} per pass{speed}"
@@ -351,15 +351,16 @@ def explain_staging(share: DevicePlan, profile: OffloadProfile, are_known: bool)
     ahead = share.prefetch_blocks
     if profile.prefetch_blocks is not None:
         if ahead < min(profile.prefetch_blocks, len(share.streamed) - 1):
-            return [f"prefetch {profile.prefetch_blocks} was asked for, staging memory holds {ahead}"]
+            return [f"prefetch {profile.prefetch_blocks} requested; staging memory is enough for prefetch {ahead}"]
         return []
     if ahead == 0 and len(share.streamed) > 1:
         if are_known:
             part = share.staging_bytes / share.streamed_block_bytes
             return [
-                f"staging memory for {part:.2f} blocks: more residents save more time, as measured, than a second block"
+                f"staging memory for {part:.2f} blocks: as measured, more resident blocks save more time than "
+                "staging memory for a second block"
             ]
-        return ["staging memory for less than two blocks: copies wait for computes; a larger budget would overlap them"]
+        return ["staging memory for less than two blocks: copies wait for computing; with a larger budget they overlap"]
     if ahead > 1:
-        return [f"{ahead} blocks are prefetched: the times of their copies and computes differ"]
+        return [f"prefetches {ahead} blocks: copy and compute times differ between blocks"]
     return []

@@ -122,20 +122,20 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
         part = decided[index]
         reason = ""
         if part.tier is None and covers(profile.on_demand, part.component.name, part.component.kind):
-            reason = "on demand: rests on disk until it is used"
+            reason = "profile sets disk: kept in its file until it is used"
         elif part.tier is None and part.ram_bytes > left + part.bounce_bytes:
             have = format_bytes(max(0, left + part.bounce_bytes))
-            reason = f"rests on disk: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available"
+            reason = f"kept in its file: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available"
         if reason:
             part = replace(part, tier="disk", reasons=(reason,))
         if part.tier != "disk":
             left -= part.ram_bytes - part.bounce_bytes
         elif part.forms:
-            reason = f"stays as stored: profile {profile.name}'s eight bits are possible in RAM only"
+            reason = f"stays as stored: profile {profile.name} quantizes only weights that are kept in RAM"
             part = replace(part, sizes=part.sizes.as_they_came, reasons=(*part.reasons, reason))
         decided[index] = part
     return [
-        replace(part, reasons=("on demand: has no file to be read from, stays in RAM",))
+        replace(part, reasons=(f"tier disk is not available: {why_unavailable(part)}; stays in RAM",))
         if not part.can_rest_on_disk and covers(profile.on_demand, part.component.name, part.component.kind)
         else part
         for part in decided
@@ -148,19 +148,19 @@ def asked_tier(part: StoreSpec) -> str | None:
         allowed.append("disk")
     if part.item.tier is not None and part.item.tier not in allowed:
         raise InvalidInput(
-            f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}, "
+            f"placement {str(part.item)!r}: tier {part.item.tier!r} is not available for {part.component.name}: "
             f"{why_unavailable(part)}; {allowed_values(part.item.tier, allowed)}"
         )
     return part.item.tier
 
 
 def why_unavailable(part: StoreSpec) -> str:
-    """Return why a component cannot rest in the tier that was asked for."""
+    """Return why a component cannot be kept in the tier that was requested."""
     if part.on_cpu:
-        return "which computes on the CPU"
+        return "it computes on the CPU"
     if not part.has_file:
-        return "whose files are not known (files=) or do not hold its weights as they are"
-    return "which was asked for in eight bits, which no file holds"
+        return "its files are not known (files=) or do not hold its weights as they are"
+    return "eight bits were requested, and files are used only as stored"
 
 
 def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
@@ -222,26 +222,26 @@ def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, 
     if part.on_cpu or pinned_bytes == part.ram_bytes:
         return []
     if not may_be_pinned(part, profile):
-        return [f"rests in pageable RAM: profile {profile.name} page-locks other components; {NOT_AHEAD}"]
+        return [f"kept in pageable RAM: profile {profile.name} page-locks only other components; {NOT_AHEAD}"]
     reasons = []
     if part.oversize_bytes:
         reasons.append(
-            f"{format_bytes(part.oversize_bytes)} in pieces of 2 GiB or more rest in pageable RAM, "
+            f"{format_bytes(part.oversize_bytes)} in pieces of 2 GiB or more are kept in pageable RAM: "
             f"page-locked slabs are smaller; {NOT_AHEAD}"
         )
     if pinned_bytes + part.oversize_bytes == part.ram_bytes:
         return reasons
     if not pinned:
         reasons.append(
-            f"rests in pageable RAM: it needs {format_bytes(part.ram_bytes)}, "
-            f"{format_bytes(machine.pinned_bytes)} may be page-locked by all components; {NOT_AHEAD}"
+            f"kept in pageable RAM: it needs {format_bytes(part.ram_bytes)}, {all_may_lock(machine)}; {NOT_AHEAD}"
         )
         return reasons
     streamed = [name for name, _, streams in part.lockable_parts() if streams]
-    first = f", {len(pinned.keys() & set(streamed))} of {len(streamed)} streamed blocks first" if streamed else ""
+    num_locked = len(pinned.keys() & set(streamed))
+    blocks = f" with {num_locked} of {len(streamed)} streamed blocks" if streamed else ""
     reasons.append(
-        f"{format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)} page-locked{first}: "
-        f"{format_bytes(machine.pinned_bytes)} may be by all components; {NOT_AHEAD}"
+        f"page-locks {format_bytes(pinned_bytes)} of {format_bytes(part.ram_bytes)}{blocks}: "
+        f"{all_may_lock(machine)}; {NOT_AHEAD}"
     )
     return reasons
 
@@ -250,5 +250,9 @@ def explain(part: StoreSpec, machine: Machine, profile: OffloadProfile) -> str:
     """Return why the buffers through which a file is read are pageable."""
     buffers = f"is read through pageable buffers of {format_bytes(part.bounce_bytes)}"
     if not may_be_pinned(part, profile):
-        return f"{buffers}: profile {profile.name} page-locks other components"
-    return f"{buffers}: {format_bytes(machine.pinned_bytes)} may be page-locked by all components"
+        return f"{buffers}: profile {profile.name} page-locks only other components"
+    return f"{buffers}: {all_may_lock(machine)}"
+
+
+def all_may_lock(machine: Machine) -> str:
+    return f"the limit of page-locked memory for all components is {format_bytes(machine.pinned_bytes)}"

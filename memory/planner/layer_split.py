@@ -44,9 +44,9 @@ def split_blocks(
         if any(need > limit for need, limit in zip(needs, limits, strict=True)):
             fitting = nearest_fitting(sizes, runs, limits) or runs
     for share, run, ratio in zip(devices, fitting, ratios, strict=True):
-        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device}, {ratio:.0%} asked")
+        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device} (target {ratio:.0%})")
     if fitting != runs:
-        reasons.append("split: not cut as asked, but where the largest block of each device fits")
+        reasons.append("split: cut moved so that the largest block of each device fits")
     return fitting
 
 

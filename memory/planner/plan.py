@@ -34,6 +34,7 @@ __all__ = [
     "replan",
 ]
 
+KEPT_IN = {"device": "on the device", "pinned": "in pinned RAM", "host": "in pageable RAM", "disk": "in its file"}
 # A smaller rest is not worth a line.
 LEAST_REST_BYTES = 256 << 20
 # T5, Llama and their like, by their names or by those of their layers; mmgp looks for the same in module paths.
@@ -81,11 +82,10 @@ class ComponentPlan:
 
     def text(self) -> str:
         """Return the decision as lines for people, the reasons last."""
-        rests = "on disk" if self.tier == "disk" else f"in {self.tier}"
-        form = f"{format_bytes(self.weight_bytes)} {self.precision.value}, rests {rests}"
+        kept = KEPT_IN[self.tier]
         if self.tier == "pinned" and self.pinned_bytes < self.host_bytes:
-            form += f" ({format_bytes(self.pinned_bytes)} of it)"
-        lines = [f"{self.component}: {form}"]
+            kept = f"in RAM, {format_bytes(self.pinned_bytes)} of it pinned"
+        lines = [f"{self.component}: {format_bytes(self.weight_bytes)} {self.precision.value}, kept {kept}"]
         lines += [f"  {share.text()}" for share in self.shares]
         lines += [f"  - {reason}" for reason in self.reasons]
         return "\n".join(lines)
@@ -151,17 +151,17 @@ class Plan:
         if self.profile.name != "auto" or not self.like:
             return ()
         streaming = [plan.component for plan in self.components if plan.streams]
-        verb = "streams" if len(streaming) == 1 else "stream"
-        form = f"{', '.join(streaming)} {verb}" if streaming else "everything is resident while it computes"
+        verb = "is" if len(streaming) == 1 else "are"
+        form = f"{', '.join(streaming)} {verb} streamed" if streaming else "everything is resident while it computes"
         host_bytes, pinned_bytes = (
             sum(getattr(plan, name) for plan in self.components) for name in ("host_bytes", "pinned_bytes")
         )
         on_disk = [plan.component for plan in self.components if plan.tier == "disk"]
-        rest = f", {', '.join(on_disk)} on disk" if on_disk else ""
+        rest = f"; kept on disk: {', '.join(on_disk)}" if on_disk else ""
         return (
-            f"like profile {self.like} ({TITLES[self.like]}), but nothing is quantized: {form}, "
-            f"{format_bytes(pinned_bytes)} of {format_bytes(host_bytes)} in RAM page-locked{rest}",
-            f"the same as text: {self.explicit_profile}",
+            f"like profile {self.like} ({TITLES[self.like]}) without quantization: {form}; "
+            f"{format_bytes(pinned_bytes)} of the {format_bytes(host_bytes)} in RAM are page-locked{rest}",
+            f"equivalent profile: {self.explicit_profile}",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def plan_components(
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
             rests = next(iter(part.forms.values())).rests
-            reasons.append(f"rests {rests}: profile {profile.name} chooses so, no precision was asked for")
+            reasons.append(f"kept {rests}: profile {profile.name}, no precision set")
         plans.append(
             ComponentPlan(
                 component=part.component.name,
@@ -291,12 +291,14 @@ def only_for_blocks(
     used = devices[: max(1, len(component.blocks))]
     if len(used) < len(devices):
         names = " & ".join(share.device for share in used)
-        reasons.append(f"split: it has {len(component.blocks)} blocks, so it computes on {names} alone")
+        blocks = {0: "no blocks", 1: "1 block"}.get(len(component.blocks), f"{len(component.blocks)} blocks")
+        split = "not split" if len(used) == 1 else f"split over {len(used)} of {len(devices)} devices"
+        reasons.append(f"{split}: it has {blocks}; computes on {names}")
     return used
 
 
 def wants_eight_bits(component: Component, profile: OffloadProfile) -> bool:
-    """Whether the profile says that a component rests in eight bits."""
+    """Whether the profile quantizes a component to eight bits."""
     kinds = [component.kind]
     if component.kind == "text" and is_language_model(component):
         kinds.append(LANGUAGE)
@@ -358,16 +360,16 @@ def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequ
     if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
             f"{sizes.component.name} at tier 'device' needs {format_bytes(sizes.all_resident_bytes)}, "
-            f"which its budget does not hold; allow a tier of pinned or host, or choose 'fp8 scaled'"
+            "which its budget does not hold; choose tier 'pinned' or 'host', or precision 'fp8 scaled'"
         )
 
 
 def choose_device(machine: Machine, reasons: list[str]) -> tuple[SplitRatio, ...]:
     """Return where ``auto`` computes: the accelerator with most available memory, of equals the fastest link."""
     if not machine.accelerators:
-        reasons.append("auto: no accelerator here, computes on the CPU")
+        reasons.append("auto: no accelerator found; computes on the CPU")
         return (SplitRatio(device="cpu"),)
     best = max(machine.accelerators, key=lambda device: (device.available_bytes, device.link_bytes_per_s or 0.0))
     if len(machine.accelerators) > 1:
-        reasons.append(f"auto: {best.name} has most memory available, {format_bytes(best.available_bytes)}")
+        reasons.append(f"auto: {best.name} has the most memory available, {format_bytes(best.available_bytes)}")
     return (SplitRatio(device=best.name),)

@@ -180,5 +180,5 @@ def explain_rest(component: Component) -> str:
     sizes = [f"{layer} {format_bytes(layers[layer])}" for layer in named[:NUM_NAMED]]
     if len(layers) > len(sizes):
         sizes.append("smaller layers")
-    share = f"{rest_bytes / total_bytes:.0%} of it, {format_bytes(rest_bytes)}"
-    return f"{share}, is in no block and never streams: {', '.join(sizes)}"
+    share = f"{format_bytes(rest_bytes)} ({rest_bytes / total_bytes:.0%})"
+    return f"{share} are outside of blocks and never streamed: {', '.join(sizes)}"

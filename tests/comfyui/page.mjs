@@ -81,7 +81,7 @@ await eventually("others hold the device", isOccupied, Boolean);
 await widgets(LOADER, { profile: "auto" });
 await run();
 await page.getByText("Does not fit in memory").first().waitFor();
-await page.getByText(/tiny_flux needs at least .* can be had of .* kept free; /).first().waitFor();
+await page.getByText(/tiny_flux needs at least .* available of .* reserved; /).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("comfyui_does_not_fit");
 assert.deepEqual(errors.filter((text) => !/DoesNotFit|InvalidInput|PromptExecutionError/.test(text)), [], "errors in the page");

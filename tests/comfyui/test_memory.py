@@ -256,6 +256,6 @@ def test_what_ran_out_of_memory_fits_the_next_time_and_so_it_stays(start_gpu_hos
             assert torch.equal(greedy(need).kept()["value.samples"], expected)
         (plan,) = (slot["plan"] for slot in host.part("components") if "gpu:0" in slot["tiers"])
         assert plan["shares"][0]["streamed_blocks"]
-        assert "free: an earlier run needed it" in " ".join(plan["reasons"])
+        assert "free for activations: an earlier run needed it" in " ".join(plan["reasons"])
         assert (host.base / "user" / "__highwater" / "needs.sqlite3").is_file()
         assert not (host.base / "cache" / "highwater" / "needs.sqlite3").exists()

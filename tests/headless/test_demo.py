@@ -112,7 +112,7 @@ def test_the_watermark_holds_whenever_nothing_computes(demo) -> None:
 
 def test_prints_plan_table_evictions_and_runs(demo) -> None:
     for words in (
-        "rests in pinned",
+        "kept in pinned RAM",
         "blocks resident",
         "Memory per node",
         "evicted",

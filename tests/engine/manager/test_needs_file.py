@@ -70,7 +70,7 @@ def test_a_failure_and_what_came_through_later_outlive_the_process(sim, file) ->
     run(sim, file, True)
     assert "keeps" in run(sim, file, False) and not next(entry for *_, entry in file.read()).is_open
     for _ in range(3):
-        assert "free: an earlier run needed it" in run(sim, file, False)
+        assert "free for activations: an earlier run needed it" in run(sim, file, False)
     (found,) = [entry for *_, entry in file.read()]
     assert 3 << 20 <= found.seen_bytes < found.guard_bytes < 4 << 20
 

@@ -147,7 +147,7 @@ def test_auto_says_which_profile_the_machine_is_like(vram: int, ram: int, row: s
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_the_text_that_auto_prints_gives_the_same_plan_again(pipeline: str, vram: int, ram: int) -> None:
     first = plan(PIPELINES[pipeline], machine(vram, ram))
-    assert f"the same as text: {first.explicit_profile}" in first.text()
+    assert f"equivalent profile: {first.explicit_profile}" in first.text()
     assert "." not in first.explicit_profile  # whole MiB
     again = plan(PIPELINES[pipeline], machine(vram, ram), first.explicit_profile)
     for one, other in zip(first.components, again.components, strict=True):
@@ -168,7 +168,7 @@ def test_a_piece_that_no_page_locked_slab_holds_is_pageable_by_itself_and_the_pl
     whole, lockable = encoder.host_bytes, encoder.host_bytes - oversize * MIB
     told = [reason for reason in encoder.reasons if "pageable copies" in reason]
     assert told[0] == (
-        f"{format_bytes(oversize * MIB)} in pieces of 2 GiB or more rest in pageable RAM, "
+        f"{format_bytes(oversize * MIB)} in pieces of 2 GiB or more are kept in pageable RAM: "
         "page-locked slabs are smaller; pageable copies are synchronous and cannot be prefetched"
     )
     if ram == 256 or lockable < 8 * GIB:
@@ -176,7 +176,7 @@ def test_a_piece_that_no_page_locked_slab_holds_is_pageable_by_itself_and_the_pl
         assert decided.like == "1"
     else:
         assert 7 * GIB < encoder.pinned_bytes < lockable
-        assert told[1].startswith(f"{format_bytes(encoder.pinned_bytes)} of {format_bytes(whole)} page-locked")
+        assert told[1].startswith(f"page-locks {format_bytes(encoder.pinned_bytes)} of {format_bytes(whole)}")
         assert decided.like == "3"
 
 
@@ -234,7 +234,7 @@ def test_a_profile_quantizes_the_diffusion_model_and_language_models_but_not_cli
     decided = plan(PIPELINES["flux"], machine(24, 64), profile)
     assert {p.component for p in decided.components if p.precision is Precision.FP8_SCALED} == cast
     for p in decided.components:
-        assert any("rests in eight bits: profile" in reason for reason in p.reasons) == (p.component in cast)
+        assert any("kept in eight bits: profile" in reason for reason in p.reasons) == (p.component in cast)
 
 
 @pytest.mark.parametrize("precision", list(Precision))

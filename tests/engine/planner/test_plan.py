@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -208,7 +209,7 @@ def test_a_profiles_budget_rises_to_whole_mebibytes_that_hold_two_blocks() -> No
 def test_prefetch_takes_what_there_is_room_for_and_says_so() -> None:
     decided = plan(component([MIB] * 20), profile="3.5MiB,prefetch=4")["transformer"]
     assert decided.shares[0].prefetch_blocks == 2
-    assert "prefetch 4 was asked for, staging memory holds 2" in decided.reasons
+    assert "prefetch 4 requested; staging memory is enough for prefetch 2" in decided.reasons
 
 
 def test_measured_times_choose_the_depth() -> None:
@@ -306,6 +307,18 @@ def test_a_budget_below_the_largest_block_is_the_users_error() -> None:
         plan(component([MIB, 2 * MIB]), profile="1.5MiB")
 
 
+@pytest.mark.parametrize("setting", ["{}MiB", "reserve={}MiB"])
+def test_what_a_refusal_of_a_budget_or_reserve_allows_is_planned(setting: str) -> None:
+    part, tried = component([MIB, 2 * MIB, 5 * MIB + 77]), setting.format(1 if setting[0] == "{" else 100)
+    with pytest.raises(InvalidInput, match="; allowed: ") as refused:
+        plan(part, profile=tried)
+    (allowed,) = re.findall(r"allowed: (\d+)MiB or", str(refused.value))
+    assert plan(part, profile=setting.format(allowed))["transformer"].streams
+    worse = int(allowed) + (-1 if setting[0] == "{" else 1)
+    with pytest.raises(InvalidInput, match=f"allowed: {allowed}MiB or"):
+        plan(part, profile=setting.format(worse))
+
+
 def test_a_device_below_the_least_form_does_not_fit_and_names_the_remedy() -> None:
     with pytest.raises(DoesNotFit, match=r"2\.00MiB for the largest block.*lower the watermark"):
         plan(component([MIB, 2 * MIB]), on=machine(first=MIB))
@@ -360,7 +373,7 @@ def test_streamed_blocks_are_page_locked_first_within_the_limit(sizes: list[int]
         assert decided.pinned == set(groups)
     elif decided.pinned:
         (reason,) = [reason for reason in decided.reasons if "page-locked" in reason]
-        assert ("streamed blocks first" in reason) == bool(streamed)
+        assert (" streamed blocks: " in reason) == bool(streamed)
 
 
 def test_components_share_what_may_be_page_locked() -> None:
@@ -385,7 +398,7 @@ def test_what_does_not_fit_into_ram_rests_on_disk_if_it_has_a_file() -> None:
     on_disk = plan(from_file(part), on=here)["transformer"]
     assert on_disk.tier == "disk" and not on_disk.pinned
     assert on_disk.host_bytes == 2 * on_disk.shares[0].streamed_block_bytes
-    assert any("rests on disk: it needs 401MiB of RAM" in reason for reason in on_disk.reasons)
+    assert any("kept in its file: it needs 401MiB of RAM" in reason for reason in on_disk.reasons)
     assert str(on_disk.placement) == "transformer=gpu:0:disk"
     assert plan(part, on=here)["transformer"].tier == "pinned"  # it is in RAM already
     assert plan(from_file(part), on=machine())["transformer"].tier == "pinned"
@@ -422,8 +435,8 @@ def test_two_buffers_as_wide_as_the_largest_unit_but_64_mib_at_most_are_read_thr
     here = machine(first=200 * MIB, pinned=2 * width)
     decided = plan(from_file(component(sizes, rest)), on=here, placement="gpu:0:disk")["transformer"]
     assert decided.host_bytes == decided.pinned_bytes == 2 * width
-    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks other components"),
-                                  ("auto", 2 * width - 1, "may be page-locked by all components")):  # fmt: skip
+    for profile, limit, words in (("auto,pinned=none", 2 * width, "auto page-locks only other components"),
+                                  ("auto", 2 * width - 1, "page-locked memory for all components is")):  # fmt: skip
         part = from_file(component(sizes, rest))
         on_disk = plan(part, on=machine(first=200 * MIB, pinned=limit), placement="gpu:0:disk", profile=profile)
         assert on_disk["transformer"].host_bytes == 2 * width
@@ -455,7 +468,7 @@ def test_on_demand_rests_on_disk_where_there_is_a_file_and_says_so_where_not() -
     assert plan(from_file(part), profile="auto,disk=text")["transformer"].tier == "pinned"
     kept = plan(part, profile="auto,disk=diffusion")["transformer"]
     assert kept.tier == "pinned"
-    assert "on demand: has no file to be read from, stays in RAM" in kept.reasons
+    assert any(reason.startswith("tier disk is not available: its files are not known") for reason in kept.reasons)
 
 
 def test_tier_disk_can_be_asked_for_where_there_is_a_file() -> None:
@@ -471,7 +484,7 @@ def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> No
     part, here = from_file(component([MIB] * 300)), with_ram(machine(), 140 * MIB)
     by_profile = plan(part, on=here, profile="1")["transformer"]
     assert (by_profile.tier, by_profile.precision) == ("disk", Precision.AS_STORED)
-    assert "stays as stored: profile 1's eight bits are possible in RAM only" in by_profile.reasons
+    assert "stays as stored: profile 1 quantizes only weights that are kept in RAM" in by_profile.reasons
     by_user = plan(part, on=here, precision=Precision.FP8_SCALED)["transformer"]
     assert (by_user.tier, by_user.precision) == ("pinned", Precision.FP8_SCALED)
 

@@ -154,7 +154,7 @@ def test_what_was_learned_is_said_by_plan_and_event(sim, machine) -> None:
         assert "the next run keeps" in event["reason"] and event["component"] == "model"
         for _ in range(2):
             managed.members[0].managed.module(x)
-        assert "free: an earlier run needed it" in managed.members[0].managed.plan.text()
+        assert "free for activations: an earlier run needed it" in managed.members[0].managed.plan.text()
 
 
 # -- any shape
@@ -587,7 +587,7 @@ def test_diffusion_models_and_vaes_leave_it_free_unless_the_user_says_what_is(
             manage({name: module}, manager=manager, **choices) as managed,
         ):
             text = managed.plan.text()
-            assert ("keeps 3.00MiB free: what its forwards need" in text) is False  # it fits, nothing streams
+            assert ("keeps 3.00MiB free for activations: " in text) is False  # it fits, nothing streams
             other(x)
             module(x)
             free = manager.devices["gpu:0"].free_bytes()
