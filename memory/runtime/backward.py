@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ..errors import UnsafeState
 from ..weights.quantized_leaves import leaves_of
@@ -23,7 +24,7 @@ from .parameter_slots import read_weights
 from .weight_group import WeightGroup
 from .weight_store import FileStore
 
-__all__ = ["SavedWeights"]
+__all__ = ["SavedWeights", "SavingCalls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,27 @@ class SavedWeights:
         begin, end = bytes_of(leaf)
         found = self.places.get(storage_of(leaf), ())
         return next(((group, index) for first, last, group, index in found if first <= begin and end <= last), None)
+
+
+class SavingCalls:
+    """The open calls whose weights' memory is reused, with what autograd saves in them; the outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[nn.Module, SavedWeights]] = []
+
+    def begin(self, module: nn.Module, saved: SavedWeights) -> None:
+        """Replace the weights that autograd saves in a module's call from now on."""
+        self.open.append((module, saved))  # before `begin`, because an interrupt may come in between
+        saved.begin()
+
+    def end(self, module: nn.Module | None = None) -> None:
+        """End a module's call and the calls inside it; without a module, all calls."""
+        if module is None or any(module is called for called, _ in self.open):
+            while self.open:
+                called, saved = self.open.pop()
+                saved.end()
+                if called is module:
+                    break
 
 
 def locate_weights(groups: Iterable[WeightGroup]) -> dict[int, list[Place]]:

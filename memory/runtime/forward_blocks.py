@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import UnsafeState
 from ..weights.component import Component
-from .backward import SavedWeights
+from .backward import SavedWeights, SavingCalls
 from .compiled_blocks import untraced
 from .device_calls import DeviceCalls
 from .device_hops import DeviceHops
@@ -68,8 +68,7 @@ class Forwards:
         self.places_inputs = places_inputs
         self.hops = DeviceHops()
         self.calls = DeviceCalls(self.hops)
-        self.saving: list[tuple[nn.Module, SavedWeights]] = []
-        """The open calls whose weights' memory is reused, with what autograd saves in them; the outermost first."""
+        self.saving = SavingCalls()
         self.ran: dict[int, None] = {}
         """The blocks that ran in this pass, in the order of their first runs; only for a split."""
         self.last_block: int | None = None
@@ -242,7 +241,7 @@ class Forwards:
             if completed and self.ran.keys() == self.share_of.keys():
                 remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
         finally:
-            self.stop_saving()
+            self.saving.end()
             self.host = None
             self.calls.recover(is_here=current.is_here())
             try:
@@ -329,8 +328,8 @@ class Forwards:
 
     def after_block(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
         failed = has_failed(output, current)
-        if self.saving:
-            self.stop_saving(module)
+        if self.saving.open:
+            self.saving.end(module)
         self.share_of[number].leave(number, prefetches=not failed)
         if failed:
             self.failed_block = number
@@ -346,17 +345,7 @@ class Forwards:
         if share.changes_hands(number):
             bundle = share.blocks[number]
             watch = SavedWeights(f"{self.owner}: block {bundle.name}", bundle.groups, share.device.torch_device)
-            self.saving.append((module, watch))  # before `begin`, because an interrupt may come in between
-            watch.begin()
-
-    def stop_saving(self, module: nn.Module | None = None) -> None:
-        """End the watches of a module's call and of the calls inside it; without a module, all watches."""
-        if module is None or any(module is watched for watched, _ in self.saving):
-            while self.saving:
-                watched, watch = self.saving.pop()
-                watch.end()
-                if watched is module:
-                    break
+            self.saving.begin(module, watch)
 
     # -- blocks that run without a call of their forward
     #
@@ -382,8 +371,8 @@ class Forwards:
     def after_part(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
         if number not in self.in_parts:
             return None
-        if self.saving:
-            self.stop_saving(module)
+        if self.saving.open:
+            self.saving.end(module)
         return self.calls.leave(module, output, failed=has_failed(output, current))
 
     # -- non-block modules, which blocks on other devices may call
