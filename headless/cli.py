@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import DoesNotFit, InvalidInput, one_line
 from .arguments import build_parser, join_values
+from .commands.output import OUTPUT, drop_output, json_line, open_output, print_json
 
 if TYPE_CHECKING:
     from .commands.hardware import Hardware
@@ -25,9 +25,12 @@ NOT_USABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISD
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    open_output()
     try:
         options = build_parser().parse_args(join_values(sys.argv[1:] if arguments is None else arguments))
-        return COMMANDS[options.command](options)
+        code = COMMANDS[options.command](options)
+        sys.stdout.flush()
+        return code
     except InvalidInput as error:
         print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 2
@@ -39,9 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # of `highwater profiles | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 1
     except OSError as error:
+        if error.filename == OUTPUT:
+            drop_output()
         print(f"highwater: {one_line(describe(error))}", file=sys.stderr)
         return 2 if error.errno in NOT_USABLE else 1
     except KeyboardInterrupt:
@@ -100,7 +105,7 @@ def run_verify(options: argparse.Namespace) -> int:
     simulate(options)
     found = verify_workflow(options.workflow, models=models_directory(options))
     if options.json:
-        print(json.dumps(found.to_json()))
+        print_json(found.to_json())
     else:
         Console().say(found.text())
     return 0 if found.is_equal else 1
@@ -111,7 +116,7 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
     from ..memory import default_manager
 
     if options.json:
-        print(json.dumps(report))
+        print_json(report)
     default_manager().release_all()
 
 
@@ -135,7 +140,7 @@ def run_plan(options: argparse.Namespace) -> int:
         if path.suffix == ".json":
             plans |= plan_workflow(path, hardware, models_directory(options))
     if options.json:
-        print(json.dumps({name: plan.to_json() for name, plan in plans.items()}))
+        print_json({name: plan.to_json() for name, plan in plans.items()})
         return 0
     print(plans_text(plans))
     return 0
@@ -147,7 +152,7 @@ def run_profiles(options: argparse.Namespace) -> int:
 
     answer = describe_profiles()
     if options.json:
-        print(json.dumps(answer))
+        print_json(answer)
     else:
         Console().show_profiles(answer["profiles"])
     return 0
@@ -162,7 +167,7 @@ def run_devices(options: argparse.Namespace) -> int:
 
     answer = describe_devices(MemoryManager(), os.environ)
     if options.json:
-        print(json.dumps(answer))
+        print_json(answer)
     else:
         Console().show_devices(answer["devices"], answer["hidden_by"])
     return 0
@@ -177,7 +182,7 @@ def run_needs(options: argparse.Namespace) -> int:
     is_named = options.file is not None
     files = (forget_needs if options.reset else describe_needs)(paths, are_named=is_named)
     if options.json:
-        print(json.dumps({"files": files}))
+        print_json({"files": files})
     else:
         Console().show_needs(files)
     return 0
@@ -189,7 +194,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
     answer = examine(options.comfyui, os.environ)
     if options.json:
-        print(json.dumps(answer))
+        print_json(answer)
     else:
         Console().show_findings(answer)
     return 0
@@ -200,7 +205,7 @@ def run_serve(options: argparse.Namespace) -> int:
     from .server.app import serve
 
     simulate(options)
-    announce = (lambda url: print(json.dumps({"url": url}), flush=True)) if options.json else None
+    announce = (lambda url: print(json_line({"url": url}), flush=True)) if options.json else None
     runner = make_runner(models_directory(options), output_directory(options))
     serve(runner, host=options.host, port=options.port, allowed_hosts=options.allow_host, announce=announce)
     return 0

@@ -6,9 +6,20 @@ this user's name. So a name is judged as text, the same on every system. Imports
 
 from __future__ import annotations
 
+import posixpath
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["check_file_name", "check_relative_path", "name_problem", "path_problem", "shown"]
+__all__ = [
+    "check_file_name",
+    "check_relative_path",
+    "name_problem",
+    "naming_path",
+    "path_problem",
+    "prefix_problem",
+    "shown",
+]
 
 MAX_LENGTH = 255
 # Raised digits count there, too.
@@ -35,6 +46,17 @@ def name_problem(name: str) -> str | None:
 def path_problem(path: str) -> str | None:
     """Return why a text cannot be a relative path with slashes; None for a good path."""
     return next(filter(None, map(name_problem, path.split("/"))), None)
+
+
+def prefix_problem(prefix: str) -> str | None:
+    """Return why a text cannot begin the names of files below a folder; None for a good prefix.
+
+    Text such as ``%year%``, which the host replaces, counts as it stands; a number follows the prefix.
+    """
+    path = posixpath.normpath(prefix)
+    if path.rpartition("/")[2] in ("", ".", ".."):
+        return "is not a file name"
+    return path_problem(f"{path}_")
 
 
 def check_file_name(name: object, where: str) -> str:
@@ -65,6 +87,17 @@ def check_relative_path(path: object, where: str) -> str:
         raise InvalidInput(f"{where}{shown(path)} {problem}; allowed: a relative path such as folder/name")
     assert isinstance(path, str)
     return path
+
+
+@contextmanager
+def naming_path(path: object) -> Iterator[None]:
+    """Give an `OSError` this path if it names none: a full disk is reported without a file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def shown(name: object) -> str:

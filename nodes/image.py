@@ -35,5 +35,16 @@ class HighwaterSaveImage(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
+        """Check the prefix before anything is sampled; a linked one is not known yet."""
+        from .file_names import prefix_problem, shown
+
+        problem = prefix_problem(filename_prefix) if filename_prefix is not None else None
+        if problem is None:
+            return True
+        allowed = "allowed: a name such as Highwater, or folder/name"
+        return f"filename_prefix {shown(filename_prefix)} {problem}; {allowed}"
+
+    @classmethod
     def execute(cls, images: torch.Tensor, filename_prefix: str) -> io.NodeOutput:
         return io.NodeOutput(ui=ui.ImageSaveHelper.get_save_images_ui(images, filename_prefix=filename_prefix, cls=cls))

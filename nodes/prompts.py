@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["names_our_node", "title_of", "workflow_id_of"]
+__all__ = ["half_character", "names_our_node", "title_of", "workflow_id_of"]
 
 OUR_PREFIX = "Highwater"
+HALF = re.compile("[\ud800-\udfff]")
 
 
 def names_our_node(graph: Any) -> bool:
@@ -22,6 +24,12 @@ def workflow_id_of(extra_data: Any) -> str | None:
     for key in ("extra_pnginfo", "workflow", "id"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, str) else None
+
+
+def half_character(text: str) -> str | None:
+    """Return where a text holds half of a character, which no file and no tokenizer takes; None for a good text."""
+    half = HALF.search(text)
+    return f"holds half of a character ({ascii(half[0])[1:-1]}) at position {half.start()}" if half else None
 
 
 def title_of(node: Mapping[str, Any], default: str | None = None) -> str:

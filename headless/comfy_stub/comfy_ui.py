@@ -59,6 +59,8 @@ class ImageSaveHelper:
         from PIL import Image
         from PIL.PngImagePlugin import PngInfo
 
+        from ...nodes.file_names import naming_path
+
         height, width = images.shape[1:3]
         folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
             filename_prefix, folder_paths.get_output_directory(), width, height
@@ -73,6 +75,8 @@ class ImageSaveHelper:
         for number, image in enumerate(images, start=counter):
             pixels = (image.cpu().clamp(0, 1) * 255).byte().numpy()
             filename = f"{name}_{number:05}_.png"
-            Image.fromarray(pixels).save(Path(folder) / filename, pnginfo=metadata, compress_level=compress_level)
+            path = Path(folder) / filename
+            with naming_path(path):
+                Image.fromarray(pixels).save(path, pnginfo=metadata, compress_level=compress_level)
             results.append(SavedResult(filename, subfolder, "output"))
         return SavedImages(results)

@@ -78,7 +78,7 @@ def get_save_image_path(
         InvalidInput: the prefix leads out of the output folder.
     """
     from ...memory.errors import InvalidInput  # here, as the engine imports torch and listing nodes must not
-    from ...nodes.file_names import path_problem, shown
+    from ...nodes.file_names import prefix_problem, shown
 
     now = time.localtime()
     marks = {"width": image_width, "height": image_height, "year": f"{now.tm_year}"}
@@ -89,8 +89,8 @@ def get_save_image_path(
         filename_prefix = filename_prefix.replace(f"%{mark}%", str(text))
     prefix = posixpath.normpath(filename_prefix)
     subfolder, _, filename = prefix.rpartition("/")
-    is_name = path_problem(f"{prefix}_") is None and filename not in ("", ".", "..")  # a number follows
-    folder = Path(output_dir, subfolder).resolve() if is_name else None
+    problem = prefix_problem(filename_prefix)
+    folder = Path(output_dir, subfolder).resolve() if problem is None else None
     if folder is None or not folder.is_relative_to(Path(output_dir).resolve()):  # by a link
         raise InvalidInput(
             f"filename_prefix {shown(filename_prefix)} is not a file name below {output_dir}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextCol
 from rich.table import Table
 from rich.text import Text
 
+from ...memory.errors import one_line
 from ...memory.options.budget import exact_size
 from ...memory.units import format_bytes
 from ...nodes.report_text import describe_all_runs
@@ -45,6 +47,13 @@ class Console:
 
     def say(self, text: str) -> None:
         self.out.print(text, markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Print a line that must be read: beside a JSON document it goes to standard error."""
+        if self.out.quiet:
+            print(one_line(text), file=sys.stderr)
+        else:
+            self.say(one_line(text))
 
     def title(self, text: str) -> None:
         self.out.print()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +16,11 @@ from .console import Console
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from ..runner.workflow import Workflow
+    from ..runner.workflow import Workflow, WorkflowNode
 
 __all__ = ["make_runner", "run_workflow"]
 
+REPORT = "HighwaterMemoryReport"
 MAX_BARS = 40
 """Bars of nodes that are drawn anew with each step; when there are more, those of ended nodes are printed for good."""
 
@@ -51,6 +52,8 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
         def show(event: str, *details: Any) -> None:
             if event == "cached" and details[0]:
                 console.say(f"cached: {', '.join(workflow.nodes[id].title for id in details[0])}")
+            elif event == "executed":
+                show_notes(workflow.nodes[details[0]], details[1], console)
             elif event == "executing":
                 bars.begin_node(workflow.nodes[details[0]].title)
             elif event == "progress":
@@ -68,6 +71,13 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
         finally:
             bars.end_loading()
             unsubscribe()
+
+
+def show_notes(node: WorkflowNode, shown: Mapping[str, Sequence[Any]], console: Console) -> None:
+    """Print what a node says, such as that it uses another device than it was told; a report is in the summary."""
+    if node.schema.node_id != REPORT:
+        for line in shown.get("text", ()):
+            console.note(f"{node.label}: {line}")
 
 
 class Bars:

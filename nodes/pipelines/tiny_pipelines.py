@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..file_names import naming_path
+
 __all__ = ["ensure_pipelines"]
 
 RECIPE = 1  # raise it when a recipe below changes, so that folders built earlier are built again
@@ -34,7 +36,8 @@ def ensure_pipelines(directory: str | Path) -> dict[str, Path]:
     for name in missing:
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=directory) as scratch:
             built = Path(scratch) / name
-            build_pipeline(name, built, Path(scratch))
+            with naming_path(built):
+                build_pipeline(name, built, Path(scratch))
             replace_folder(built, folders[name], Path(scratch) / "old")
     return folders
 

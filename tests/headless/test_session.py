@@ -127,3 +127,15 @@ def test_twice_as_many_reports_take_twice_as_many_calls(tmp_path: Path) -> None:
     calls_of_reports(2, tmp_path)  # what is imported and learned once
     few, many = (calls_of_reports(count, tmp_path) for count in (100, 300))
     assert many < 3.6 * few
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_watermark_for_a_device_that_is_not_here_is_told(sim, tmp_path: Path, quiet: bool, capsys) -> None:
+    inputs = {"device": "gpu:77", "low": "1MiB", "high": "2MiB"}
+    graph = {"1": {"class_type": "HighwaterWatermark", "inputs": inputs}}
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=64 * MIB)]):
+        run_workflow(make_runner(tmp_path, tmp_path), "marks", parse_workflow(graph), Console(quiet=quiet))
+    told = capsys.readouterr()
+    line = "node 1 (Watermark): watermark gpu:77: this machine has no gpu:77, so it applies to every device (*)"
+    assert (told.err if quiet else told.out).count(line) == 1
+    assert not quiet or told.out == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = str(ROOT / "headless" / "workflows" / "demo_sd.json")
@@ -62,7 +65,7 @@ def test_a_cache_on_a_full_disk_is_one_line_and_nothing_half_written(tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
     code, said = run("plan", WORKFLOW, prepare=fill_disk, XDG_CACHE_HOME=str(tmp_path))
-    assert code == 1 and said.count("\n") == 1, said
+    assert code == 1 and said.count("\n") == 1 and str(tmp_path) in said, said
     code, said = run("plan", WORKFLOW, XDG_CACHE_HOME=str(tmp_path))
     assert (code, said) == (0, "")
 
@@ -78,3 +81,56 @@ def test_a_reader_that_has_gone_ends_the_command_quietly() -> None:
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT TESTED: no /dev/full on this system")
+@pytest.mark.parametrize("arguments", [["profiles"], ["profiles", "--json"], ["plan", WORKFLOW, "--json"]])
+def test_a_full_disk_behind_standard_output_is_named(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "highwater", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "highwater: standard output: No space left on device\n")
+
+
+def test_an_image_that_finds_no_space_names_its_file(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys, torch\n"
+        "from highwater.headless.comfy_stub import comfy_ui, folder_paths\n"
+        "folder_paths.configure(models=sys.argv[1], output=sys.argv[1])\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
+        "try:\n"
+        "    comfy_ui.ImageSaveHelper.get_save_images_ui(torch.rand(1, 64, 64, 3), 'a/b', None)\n"
+        "except OSError as error:\n"
+        "    print(error.filename)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(tmp_path / "a" / "b_00001_.png"), done.stderr
+
+
+ENCODINGS = [
+    {"PYTHONIOENCODING": "ascii"},
+    {"PYTHONIOENCODING": "cp1252"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"LC_ALL": "C.UTF-8"},
+]
+
+
+@pytest.mark.parametrize("environment", ENCODINGS)
+@pytest.mark.parametrize("name", ["\u00fcn\u00ef \u6a21\u578b", "bad \udcff", "tab\t\U0001f600"])
+def test_output_never_fails_for_a_character_and_json_is_valid_utf8(
+    tmp_path: Path, name: str, environment: dict[str, str]
+) -> None:
+    path = tmp_path / f"{name}.safetensors"
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "plain.safetensors")
+    path.write_bytes((tmp_path / "plain.safetensors").read_bytes())
+    for options in ([], ["--json"]):
+        command = [sys.executable, "-m", "highwater", "plan", os.fsencode(path), "--devices", "gpu:0=1GiB", *options]
+        done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, **environment})
+        assert b"Traceback" not in done.stderr, done.stderr
+        if done.returncode == 0 and options:
+            (component,) = json.loads(done.stdout.decode())["files"]["components"]
+            component["component"].encode()  # no half of a character
+            if "\udcff" not in name:
+                assert component["component"] == name
+        else:
+            assert done.returncode == 0 or done.stderr.count(b"\n") == 1

@@ -91,6 +91,12 @@ def graph_with(path: str, value: Any) -> Any:
         ("1.inputs.pipeline", {"a": 1}, "input 'pipeline' is {\"a\": 1}; allowed: tiny-flux, tiny-sd, tiny-wan"),
         ("1.inputs.profile", "6", "column 1: '6' has no unit; allowed: GiB"),
         ("1.inputs.placement", "gpu:7", "placement 'gpu:7', column 1: device 'gpu:7' is not here"),
+        ("2.inputs.prompt", "a \ud800 fox", "input 'prompt' holds half of a character (\\ud800) at position 2; allo"),
+        ("2.inputs.pipeline", ["\udfff", 0], "links to node '\\udfff', which does not exist; allowed: 1, 2, 3"),
+        ("3.inputs.filename_prefix", "/tmp/evil", "(Keep it): filename_prefix '/tmp/evil' is not a file name; allow"),
+        ("3.inputs.filename_prefix", "../../evil", "filename_prefix '../../evil' is not a file name; allowed: a name"),
+        ("3.inputs.filename_prefix", "a\0b", "filename_prefix 'a\\x00b' contains unprintable characters; allowed: a"),
+        ("3.inputs.filename_prefix", "x" * 5000, "xxx... is longer than 255 characters; allowed: a name such as"),
         ("1.inputs.placement", "wings=cpu", "component 'wings' is unknown"),
     ],
 )  # fmt: skip

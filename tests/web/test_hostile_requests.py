@@ -409,8 +409,13 @@ def test_settings_stay_small_and_readable(with_server) -> None:
 def test_a_prefix_of_images_is_refused_before_any_path_is_made_of_it(tmp_path, prefix: str, monkeypatch) -> None:
     from pathlib import Path
 
+    from highwater.headless.comfy_stub.comfy_api import install
     from highwater.headless.comfy_stub.folder_paths import get_save_image_path
     from highwater.memory.errors import InvalidInput
+    from highwater.nodes.file_names import prefix_problem
+
+    install()
+    from highwater.nodes.image import HighwaterSaveImage
 
     def fail(*_: Any) -> Any:
         raise AssertionError("a path was made of it")
@@ -418,11 +423,14 @@ def test_a_prefix_of_images_is_refused_before_any_path_is_made_of_it(tmp_path, p
     monkeypatch.setattr(Path, "resolve", fail)
     with pytest.raises(InvalidInput, match="is not a file name below"):
         get_save_image_path(prefix, str(tmp_path))
+    assert prefix_problem(prefix) is not None and HighwaterSaveImage.validate_inputs(prefix) is not True
 
 
 @pytest.mark.parametrize("prefix", ["Highwater", "a/b", "./a", "a/../b", "v1.", "a-%year%", "模型：二"])
 def test_other_prefixes_of_images_are_taken(tmp_path, prefix: str) -> None:
     from highwater.headless.comfy_stub.folder_paths import get_save_image_path
+    from highwater.nodes.file_names import prefix_problem
 
     folder, name, number, subfolder, _ = get_save_image_path(prefix, str(tmp_path))
+    assert prefix_problem(prefix) is None
     assert number == 1 and name and folder.startswith(str(tmp_path)) and "\\" not in subfolder
