@@ -325,8 +325,8 @@ def manage(
         DoesNotFit: a component's least form exceeds its device; the target is as it was.
     """
     require(manager, (MemoryManager, NoneType), what="manager", allowed="a MemoryManager or None")
-    require(name, (str, NoneType), what="name", allowed="a text or None")
-    require(node_id, (str, NoneType), what="node_id", allowed="a text or None")
+    require(name, (str, NoneType), what="name", allowed="text or None")
+    require(node_id, (str, NoneType), what="node_id", allowed="text or None")
     modules = discover_components(target)
     if manager is None:
         manager = default_manager()
@@ -348,14 +348,14 @@ def read_patterns(blocks: Any) -> dict[str, str] | None:
     if blocks is None:
         return None
     if not isinstance(blocks, Mapping) or not all(isinstance(text, str) for item in blocks.items() for text in item):
-        raise InvalidInput(f"blocks {quoted(blocks)}: allowed is a dict of patterns by component, such as layers.*")
+        raise InvalidInput(f"blocks {quoted(blocks)}; allowed: a dict of patterns by component, such as layers.*")
     return dict(blocks)
 
 
 def read_files(files: Any) -> dict[str, WeightsSource]:
     """Return the weight sources of components from the paths of their files. Raises `InvalidInput`."""
     if not isinstance(files, Mapping):
-        raise InvalidInput(f"files {quoted(files)}: allowed is a dict of paths by component")
+        raise InvalidInput(f"files {quoted(files)}; allowed: a dict of paths by component")
     sources = {}
     for component, paths in files.items():
         several = [paths] if isinstance(paths, str | Path) else paths
@@ -365,7 +365,7 @@ def read_files(files: Any) -> dict[str, WeightsSource]:
             sources[component] = paths
         else:
             raise InvalidInput(
-                f"files of {quoted(component)}: {quoted(paths)}; allowed is the path of a .safetensors file, or a list"
+                f"files of {quoted(component)}: {quoted(paths)}; allowed: the path of a .safetensors file, or a list"
             )
     return sources
 

@@ -70,14 +70,14 @@ def quoted(value: object) -> str:
 def require(value: object, types: type | tuple[type, ...], *, what: str, allowed: str) -> None:
     """Raise `InvalidInput` if a value has another type. True and False do not count as ints."""
     if not isinstance(value, types) or (isinstance(value, bool) and types is int):
-        raise InvalidInput(f"{what} {quoted(value)}: allowed is {allowed}")
+        raise InvalidInput(f"{what} {quoted(value)}; allowed: {allowed}")
 
 
 def allowed_values(value: str, allowed: Iterable[str]) -> str:
     """Return the end of a message: the nearest allowed value, then all allowed values."""
     names = list(allowed)
     if not names:
-        return "nothing is allowed here"
+        return "no value is allowed here"
     near = difflib.get_close_matches(value[:LARGEST_QUOTE], names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}allowed: {', '.join(names)}"

@@ -172,7 +172,9 @@ class HostedComponent:
         """
         here, names = device_name(device), [found.name for found in list_devices()]
         if here not in names:
-            raise InvalidInput(f"placement of {self.name}: device {here!r} is not here; {allowed_values(here, names)}")
+            raise InvalidInput(
+                f"placement of {self.name}: this machine has no device {here!r}; {allowed_values(here, names)}"
+            )
         asked = self.placement.item_for(self.name, self.kind)
         if asked.devices and asked.devices[0].device == here:
             return self.placement

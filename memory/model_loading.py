@@ -63,7 +63,7 @@ def load_model(
         InvalidInput: the file, the config or the class is missing or unusable, or the names and shapes of file and
             module differ. Errors of a given class pass through.
     """
-    require(prefix, str, what="prefix", allowed="a text")
+    require(prefix, str, what="prefix", allowed="text")
     if model_class is not None:
         require(model_class, Callable, what="model_class", allowed="a class, or a function that returns a module")  # type: ignore[arg-type]
     paths = find_shards(path)
@@ -119,7 +119,7 @@ def load_weights(
         UnsafeState: the module is managed.
     """
     require(module, nn.Module, what="module", allowed="a torch module")
-    require(prefix, str, what="prefix", allowed="a text")
+    require(prefix, str, what="prefix", allowed="text")
     refuse_managed(module)
     if path is None:
         known = sources.get(module)
@@ -149,7 +149,7 @@ def find_shards(path: Paths) -> list[Path]:
     """Return the files of a model: those given, or all shards of the numbering that one belongs to."""
     if not isinstance(path, str | Path):
         if not isinstance(path, Sequence) or not all(isinstance(part, str | Path) for part in path):
-            raise InvalidInput(f"path {quoted(path)}: allowed is the path of a .safetensors file, or a list of paths")
+            raise InvalidInput(f"path {quoted(path)}; allowed: the path of a .safetensors file, or a list of paths")
         if not path:
             raise InvalidInput("no file is named; expected one .safetensors file or more")
         return [Path(part) for part in path]

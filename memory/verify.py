@@ -186,7 +186,7 @@ def describe_reference(references: Sequence[Reference]) -> str:
         how = "block by block, because not all weights fit at once" if one.by_blocks else "all weights loaded at once"
         names.setdefault(f"on {one.device.name}, {how}", []).append(one.member.name)
     parts = [f"{', '.join(found)} {how}" for how, found in names.items()]
-    return "the same modules without the engine: " + "; ".join(parts)
+    return "the same modules without Highwater: " + "; ".join(parts)
 
 
 def describe_notes(members: Sequence[Member], changed: Sequence[str]) -> list[str]:

@@ -92,7 +92,7 @@ class EventLog:
 
     def note_eviction(self, component: str, device: str, freed_bytes: int, left_bytes: int, reason: str) -> Event:
         """Enter an eviction, the reason for it, and what of the component stays on the device."""
-        left = f"{format_bytes(left_bytes)} of it stay" if left_bytes else "nothing of it stays"
+        left = f"{format_bytes(left_bytes)} stay loaded" if left_bytes else "fully evicted"
         return self.note("evict", component, freed_bytes, device, f"{reason}; {left}")
 
     def tell(self, message: dict[str, Any]) -> None:

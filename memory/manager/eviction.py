@@ -68,7 +68,9 @@ class LeastRecentlyUsed:
 
     def reason(self, candidate: Candidate) -> str:
         reason = "never used" if candidate.idle_s is None else f"least recently used, {candidate.idle_s:.1f} s ago"
-        return f"{reason}; set to be kept, but nothing else is left" if candidate.evict_last else reason
+        if candidate.evict_last:
+            return f"{reason}; marked to be evicted last, but no other component can be evicted"
+        return reason
 
 
 # -- why bytes have to be freed

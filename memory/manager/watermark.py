@@ -27,10 +27,10 @@ class Watermark:
         for name in ("low_bytes", "high_bytes"):
             require(getattr(self, name), int, what=f"watermark {name}", allowed="a whole number of bytes")
             if not 0 <= getattr(self, name) <= LARGEST_SIZE:
-                raise InvalidInput(f"watermark {name} {quoted(getattr(self, name))}: allowed is 0 to 2**63 - 1")
+                raise InvalidInput(f"watermark {name} {quoted(getattr(self, name))}; allowed: 0 to 2**63 - 1")
         if self.low_bytes > self.high_bytes:
             low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
-            raise InvalidInput(f"watermark low={low} high={high}: allowed is low <= high")
+            raise InvalidInput(f"watermark low={low} high={high}; allowed: low <= high")
 
 
 def unlearned_bytes(total_bytes: int) -> int:
@@ -74,18 +74,19 @@ class Watermarks:
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total; nothing is set then.
         """
-        require(device, str, what="watermark device", allowed="a text, such as gpu:0 or *")
+        require(device, str, what="watermark device", allowed="text, such as gpu:0 or *")
         name = canonical_device(device)
         if name != "*" and name not in self.devices:
-            raise InvalidInput(f"watermark device {device!r} is not here; {allowed_values(name, ['*', *self.devices])}")
+            allowed = allowed_values(name, ["*", *self.devices])
+            raise InvalidInput(f"watermark: this machine has no device {device!r}; {allowed}")
         mark = Watermark(low_bytes=low_bytes, high_bytes=high_bytes)
         targets = list(self.devices) if name == "*" else [name]
         for target in targets:
             total_bytes = self.devices[target].total_bytes()
             if mark.high_bytes > total_bytes:
                 raise InvalidInput(
-                    f"watermark high={format_bytes(mark.high_bytes)} exceeds {target}, "
-                    f"allowed is up to {format_bytes(total_bytes)}"
+                    f"watermark high={format_bytes(mark.high_bytes)} exceeds {target}; "
+                    f"allowed: up to {format_bytes(total_bytes)}"
                 )
         changed = [target for target in targets if self.marks.get(target) != mark]
         self.marks |= dict.fromkeys(changed, mark)

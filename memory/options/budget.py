@@ -62,14 +62,14 @@ class BudgetItem:
 
     def __post_init__(self) -> None:
         if not isinstance(self.target, str) or not self.target:
-            raise InvalidInput(f"budget target {quoted(self.target)}: allowed is a device, a component or '*'")
+            raise InvalidInput(f"budget target {quoted(self.target)}; allowed: a device, a component or '*'")
         given = {name: number for name in NUMBERS if (number := getattr(self, name)) is not None}
         if len(given) > 1:
-            raise InvalidInput(f"budget of {self.target!r}: {' and '.join(given)} are set, allowed is one of them")
+            raise InvalidInput(f"budget of {self.target!r}: {' and '.join(given)} are set; allowed: one of them")
         for name, number in given.items():
             types, is_allowed, allowed = NUMBERS[name]
             if isinstance(number, bool) or not isinstance(number, types) or not is_allowed(number):
-                raise InvalidInput(f"budget of {self.target!r}: {name} {quoted(number)}, allowed is {allowed}")
+                raise InvalidInput(f"budget of {self.target!r}: {name} {quoted(number)}; allowed: {allowed}")
 
     def limit(self, total_bytes: int, available_bytes: int, kept_free_bytes: int = 0) -> int:
         """Return the most bytes that weights may take of a device with so many total and available bytes.
@@ -160,7 +160,7 @@ def parse_target(
             word += f":{number[0].lstrip('0') or 0}" if number else ":"
         target = canonical_device(word)
         if target not in devices:
-            scanner.fail(f"device {word!r} is not here; allowed: {', '.join(devices)}", at=begin)
+            scanner.fail(f"this machine has no device {word!r}; allowed: {', '.join(devices)}", at=begin)
         return target
     return resolve_kind(scanner, word, components, begin, others=others)
 
@@ -197,7 +197,7 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
 def add_item(scanner: Scanner, at: int, items: list[BudgetItem], item: BudgetItem, what: str) -> None:
     """Append an item; refuse a second one of the same target."""
     if any(item.target == other.target for other in items):
-        scanner.fail(f"{item.target!r} has two {what}", at=at)
+        scanner.fail(f"{item.target!r} has a {what} already; allowed: one", at=at)
     items.append(item)
 
 
@@ -220,14 +220,14 @@ def read_mmgp_budgets(
         for name, value in budgets.items():
             target = read_target(name, devices=devices, components=components, what=what)
             if target in items:
-                raise InvalidInput(f"{what}: {target!r} has two {what}")
+                raise InvalidInput(f"{what}: {target!r} has a {what.removesuffix('s')} already; allowed: one")
             items[target] = read_mmgp_size(value, target, what)
         return tuple(items.values())
     if isinstance(budgets, str) and not is_size(budgets):
         scanner = Scanner(budgets, what=what)
         parsed: list[BudgetItem] = []
         for begin in scanner.items():
-            add_item(scanner, begin, parsed, parse_budget_item(scanner, devices, components), what)
+            add_item(scanner, begin, parsed, parse_budget_item(scanner, devices, components), what.removesuffix("s"))
         return tuple(parsed)
     return (read_mmgp_size(budgets, "*", what),)
 
@@ -237,7 +237,7 @@ def read_target(name: Any, *, devices: Collection[str], components: Sequence[str
     scanner = Scanner(name, what=what)
     target = parse_target(scanner, devices, components)
     if not scanner.at_end:
-        scanner.fail("allowed is the name of one component or device")
+        scanner.fail("more text follows the name; allowed: the name of one component or device")
     return target
 
 
@@ -254,7 +254,7 @@ def read_mmgp_size(value: Any, target: str, what: str) -> BudgetItem:
         return item
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST_SIZE // MIB:
         raise InvalidInput(
-            f"{what} {quoted(value)}: allowed is a number of MB from 0 (unlimited), a text such as '30%' or '6GiB', "
+            f"{what} {quoted(value)}; allowed: a number of MB from 0 (unlimited), text such as '30%' or '6GiB', "
             "or a dict of these by component"
         )
     return BudgetItem(target=target, limit_bytes=int(value * MIB)) if value else BudgetItem(target=target)

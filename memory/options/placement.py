@@ -95,7 +95,7 @@ class Scanner:
 
     def __init__(self, text: str, *, what: str) -> None:
         if not isinstance(text, str):
-            raise InvalidInput(f"{what} {quoted(text)} is a {type(text).__name__}; allowed is a text")
+            raise InvalidInput(f"{what} {quoted(text)} is a {type(text).__name__}; allowed: text")
         self.text = text
         self.what = what
         self.position = 0
@@ -242,7 +242,7 @@ def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
             scanner.position = after_name
     canonical = canonical_device(name)
     if canonical not in devices:
-        scanner.fail(f"device {name!r} is not here; {allowed_values(name, [AUTO, *devices])}", at=begin)
+        scanner.fail(f"this machine has no device {name!r}; {allowed_values(name, [AUTO, *devices])}", at=begin)
     return canonical
 
 

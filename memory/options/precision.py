@@ -32,7 +32,7 @@ def parse_precision(text: str | None) -> Precision | None:
     """
     if text is None:
         return None
-    require(text, str, what="precision", allowed=f"a text, one of {', '.join(PRECISION_NAMES)}")
+    require(text, str, what="precision", allowed=f"one of {', '.join(PRECISION_NAMES)}")
     if text not in PRECISION_NAMES:
         raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, PRECISION_NAMES)}")
     return None if text == BY_PROFILE else Precision(text)

@@ -89,16 +89,18 @@ class OffloadProfile:
         refuse_wrong_items(self.reserve, "reserve")
         for item in self.reserve:
             if item.limit_bytes is not None or item.share is not None:
-                raise InvalidInput(f"reserve of {item.target!r}: allowed is leave_bytes or leave_share")
+                raise InvalidInput(
+                    f"reserve of {item.target!r} has limit_bytes or share; allowed: leave_bytes or leave_share"
+                )
         for field in NAMES:
             names = getattr(self, field)
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise InvalidInput(f"{field} {quoted(names)}: allowed is a tuple of names, such as ('diffusion',)")
+                raise InvalidInput(f"{field} {quoted(names)}; allowed: a tuple of names, such as ('diffusion',)")
         ahead = self.prefetch_blocks
         if ahead is not None and (type(ahead) is not int or not 1 <= ahead <= LARGEST_PREFETCH):
-            raise InvalidInput(f"prefetch_blocks {quoted(ahead)}: allowed is 1 to {LARGEST_PREFETCH}, or None")
+            raise InvalidInput(f"prefetch_blocks {quoted(ahead)}; allowed: 1 to {LARGEST_PREFETCH}, or None")
         if not isinstance(self.compile, bool):
-            raise InvalidInput(f"compile {quoted(self.compile)}: allowed is True or False")
+            raise InvalidInput(f"compile {quoted(self.compile)}; allowed: True or False")
 
     @property
     def title(self) -> str:
@@ -176,11 +178,11 @@ def most_left_free(items: Sequence[BudgetItem], total_bytes: int) -> int:
 
 def refuse_wrong_items(items: Any, field: str) -> None:
     if not isinstance(items, tuple) or not all(isinstance(item, BudgetItem) for item in items):
-        raise InvalidInput(f"{field} {quoted(items)}: allowed is a tuple of BudgetItem")
+        raise InvalidInput(f"{field} {quoted(items)}; allowed: a tuple of BudgetItem")
     seen = set()
     for item in items:
         if (item.target, item.from_profile) in seen:
-            raise InvalidInput(f"{field}: {item.target!r} has two")
+            raise InvalidInput(f"{field}: {item.target!r} has a {field.removesuffix('s')} already; allowed: one")
         seen.add((item.target, item.from_profile))
 
 
@@ -239,9 +241,9 @@ def parse_profile(text: str, *, devices: Collection[str], components: Sequence[s
         setting = parse_setting(scanner, devices, components)
         if setting is None:
             item = parse_budget_item(scanner, devices, components, others=SETTINGS)
-            add_item(scanner, begin, budgets, item, "budgets")
+            add_item(scanner, begin, budgets, item, "budget")
         elif setting[0] == "reserve":
-            add_item(scanner, begin, reserve, setting[1], "reserves")
+            add_item(scanner, begin, reserve, setting[1], "reserve")
         elif setting[0] in settings:
             scanner.fail(f"{setting[0]!r} is set twice", at=begin)
         else:
@@ -258,7 +260,10 @@ def parse_base(scanner: Scanner) -> str | None:
     number = scanner.match(NUMBER)
     if number:
         if number[0] not in TITLES:
-            scanner.fail(f"{number[0]!r} has no unit; allowed: GiB, MiB, GB, MB or %, or a profile 1 to 5", at=begin)
+            scanner.fail(
+                f"{number[0]!r} is not a profile and has no unit; allowed: 1 to 5, auto, or a size such as 6GiB or 80%",
+                at=begin,
+            )
         return number[0]
     word = scanner.match(WORD)
     if word is None or word[0] == "unlimited" or scanner.peek("=") or scanner.peek(":"):

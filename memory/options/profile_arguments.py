@@ -35,7 +35,7 @@ def build_profile(
     if isinstance(profile, OffloadProfile):
         profile = resolve_names(profile, devices=devices, components=components)
     else:
-        require(profile, (str, int), what="profile", allowed="a text, a number 1 to 5 or an OffloadProfile")
+        require(profile, (str, int), what="profile", allowed="text, a number 1 to 5 or an OffloadProfile")
         text = profile if isinstance(profile, str) else quoted(profile)
         profile = parse_profile(text, devices=devices, components=components)
     allowed = [field.name for field in fields(OffloadProfile) if field.name != "name"]
@@ -72,7 +72,7 @@ def read_names(value: Any, components: Sequence[str], what: str) -> tuple[str, .
         return ALL_COMPONENTS if value else ()
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
-        raise InvalidInput(f"{what} {quoted(value)}: allowed is True, False, a component, or a list of them")
+        raise InvalidInput(f"{what} {quoted(value)}; allowed: True, False, a component, or a list of them")
     if not names:
         return ()
     scanner = Scanner("&".join(names), what=what)

@@ -347,8 +347,8 @@ class DeviceShare:
             streamer.prefetch()
         if refused is not None:
             raise UnsafeState(
-                f"{self.owner}: {refused} while {bundle.name} computed, which has been undone: "
-                "release it before you run a forward that does that"
+                f"{self.owner}: {refused} while {bundle.name} computed; the change was undone: "
+                "release it before such a forward"
             )
 
     def wait_for_copies(self) -> None:

@@ -243,7 +243,7 @@ def find_device(name: str) -> Device:
     devices = {device.name: device for device in list_devices()}
     canonical = canonical_device(name)
     if canonical not in devices:
-        raise InvalidInput(f"device {name!r} is not here; {allowed_values(name, devices)}")
+        raise InvalidInput(f"this machine has no device {name!r}; {allowed_values(name, devices)}")
     return devices[canonical]
 
 

@@ -70,7 +70,7 @@ class Verification:
         if self.first is None:
             verdict = f"{self.subject}: equal, bit for bit ({self.num_calls} outputs compared)"
         else:
-            verdict = f"{self.subject}: DIFFERS first at {describe(self.first)}"
+            verdict = f"{self.subject}: DIFFERS, first at {describe(self.first)}"
         others = [f"  then {describe(found)}" for found in self.differences[1:NUM_LISTED]]
         left = len(self.differences) - NUM_LISTED
         others += [f"  and {left} more"] if left > 0 else []

@@ -131,7 +131,7 @@ def test_a_flipped_weight_is_found_and_its_block_named(gpu_host: HostProcess, pr
     model = Loaders(profile=profile).diffusion_model(graph)
     flipped = graph.add("TestFlip", model=model, block="diffusion_model.single_blocks.2", run=next(seeds))
     found = run(gpu_host, graph, **model_inputs(graph, flipped))
-    assert "DIFFERS first at diffusion_model.single_blocks.2: " in found.report[0], found.report
+    assert "DIFFERS, first at diffusion_model.single_blocks.2: " in found.report[0], found.report
     assert "in RAM differs from what ComfyUI reads from the file" in found.report[0]
     assert "diffusion_model.single_blocks.2: output" in found.report[1] or "max abs" in found.report[1]
     assert "from equal inputs" in found.report[1]

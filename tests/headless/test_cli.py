@@ -81,8 +81,11 @@ def test_a_value_that_begins_with_a_minus_is_one(value: str, model_file: Path, c
     [
         (["plan", "none.safetensors"], "none.safetensors: no such file"),
         (["plan", "MODEL", "--profile", "fast"], "profile 'fast', column 1: 'fast' is unknown; allowed: auto, 1 to 5"),
-        (["plan", "MODEL", "--profile", "7"], "profile '7', column 1: '7' has no unit; allowed: GiB"),
-        (["plan", "MODEL", "--placement", "gpu:7", "--devices", TWO], "column 1: device 'gpu:7' is not here"),
+        (
+            ["plan", "MODEL", "--profile", "7"],
+            "profile '7', column 1: '7' is not a profile and has no unit; allowed: 1 to 5",
+        ),
+        (["plan", "MODEL", "--placement", "gpu:7", "--devices", TWO], "column 1: this machine has no device 'gpu:7'"),
         (["plan", "MODEL", "--precision", "int3"], "precision 'int3' is unknown; allowed: as stored, fp8 scaled"),
         (["plan", "MODEL", "--profile", "0.1MiB", "--devices", TWO], "is too small: model needs at least"),
         (["plan", "MODEL", "--devices", "gpu:0=16"], "column 7: size '16' has no unit"),

@@ -332,7 +332,10 @@ def test_a_device_of_another_machine_is_said_and_not_refused(
 @pytest.mark.parametrize(
     ("placement", "said"),
     [
-        ("nonsense", "placement 'nonsense', column 1: device 'nonsense' is not here; allowed: auto, cpu, gpu:0"),
+        (
+            "nonsense",
+            "placement 'nonsense', column 1: this machine has no device 'nonsense'; allowed: auto, cpu, gpu:0",
+        ),
         ("gpu:0&", "column 7: a device is missing"),
         ("gpu:0&cpu", "'cpu' cannot share a split"),
         ("gpu:0&gpu:0", "'gpu:0' is named twice"),

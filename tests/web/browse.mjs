@@ -62,7 +62,7 @@ assert.deepEqual(errors, [], "errors in the page");
 // A value that cannot be used is explained at once, and marked on its node.
 await widgets(LOADER, { profile: "12" });
 await run();
-await page.getByText(/'12' has no unit/).first().waitFor();
+await page.getByText(/'12' is not a profile and has no unit/).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("refused");
 // One that fails only when the weights are known is explained too: there the page itself says only that it failed.

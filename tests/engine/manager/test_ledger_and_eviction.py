@@ -96,7 +96,7 @@ class TestEveryPolicy:
         last = {candidate.component for candidate in given if candidate.evict_last}
         order = policy.order(given)
         assert {victim.component for victim in order[len(given) - len(last) :]} == last
-        assert {victim.component for victim in order if "nothing else is left" in victim.reason} == last
+        assert {victim.component for victim in order if "no other component can be evicted" in victim.reason} == last
 
     @given(given=candidates, data=st.data())
     def test_it_chooses_by_what_they_are_not_by_how_they_come(self, policy, given: list[Candidate], data) -> None:
@@ -123,7 +123,10 @@ def test_the_reason_says_since_when() -> None:
     )
     assert used.reason == "least recently used, 3.2 s ago"
     assert unused.reason == "never used"
-    assert kept.reason == "least recently used, 0.0 s ago; set to be kept, but nothing else is left"
+    assert (
+        kept.reason
+        == "least recently used, 0.0 s ago; marked to be evicted last, but no other component can be evicted"
+    )
 
 
 @torch.no_grad()

@@ -156,7 +156,7 @@ def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toy
 def test_what_does_not_fit_says_so_and_the_manager_goes_on(toys, machine) -> None:
     with machine(4, low=int(3.9 * MIB), high=int(3.9 * MIB)) as manager:
         net = toys.build_net()
-        with pytest.raises(DoesNotFit, match=r"3\.90MiB kept free"):
+        with pytest.raises(DoesNotFit, match=r"3\.90MiB reserved"):
             manage(net, placement="gpu:0", manager=manager)
         manager.set_watermark("*", 0, 0)
         with manage(net, placement="gpu:0", manager=manager):
@@ -207,8 +207,8 @@ def test_the_second_run_keeps_free_what_the_first_one_needed_beside_the_weights(
 
 @pytest.mark.parametrize(
     ("device", "low", "high", "words"),
-    [("gpu:3", 0, 0, "'gpu:3' is not here; did you mean"), ("cpu", 0, 0, "allowed: \\*, gpu:0"),
-     ("*", 2, 1, "allowed is low <= high"), ("gpu:0", 0, 1 << 40, "exceeds gpu:0, allowed is up to")],
+    [("gpu:3", 0, 0, "no device 'gpu:3'; did you mean"), ("cpu", 0, 0, "allowed: \\*, gpu:0"),
+     ("*", 2, 1, "allowed: low <= high"), ("gpu:0", 0, 1 << 40, "exceeds gpu:0; allowed: up to")],
 )  # fmt: skip
 def test_a_bad_watermark_changes_nothing(machine, device: str, low: int, high: int, words: str) -> None:
     with machine(4, 4) as manager:

@@ -85,7 +85,7 @@ def test_a_printed_placement_parses_back_to_itself(wanted: list[PlacementItem]) 
 @pytest.mark.parametrize(
     ("text", "column", "words"),
     [
-        ("gpu:9", 1, "'gpu:9' is not here; did you mean"),
+        ("gpu:9", 1, "no device 'gpu:9'; did you mean"),
         ("foo=gpu:0", 1, "component 'foo' is unknown; allowed: *, diffusion"),
         ("te=cpu, v=gpu:0", 9, "'v' is ambiguous: vae, vision"),
         ("gpu:0&", 7, "a device is missing; allowed: auto, cpu, gpu:0"),
@@ -196,7 +196,7 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
 @pytest.mark.parametrize(
     ("text", "column", "words"),
     [
-        ("12", 1, "'12' has no unit; allowed: GiB, MiB, GB, MB or %, or a profile 1 to 5"),
+        ("12", 1, "'12' is not a profile and has no unit; allowed: 1 to 5, auto, or a size such as 6GiB"),
         ("4,12", 3, "'12' has no unit"),
         ("4,4", 3, "'4' has no unit"),
         ("fast", 1, "'fast' is unknown; allowed: auto, 1 to 5, HighRAM_HighVRAM"),
@@ -206,8 +206,8 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("4,", 3, "a size is missing"),
         ("4,auto", 7, "'=' and a size must follow"),
         ("4,prefetsh=2", 3, "component 'prefetsh' is unknown; did you mean 'prefetch'? allowed: *, diffusion"),
-        ("6GiB,7GiB", 6, "'*' has two budgets"),
-        ("gpu:9=1GiB", 1, "device 'gpu:9' is not here"),
+        ("6GiB,7GiB", 6, "'*' has a budget already"),
+        ("gpu:9=1GiB", 1, "this machine has no device 'gpu:9'"),
         ("120%", 1, "more than 0% to 100%"),
         ("-100%", 1, "more than 0% to 100%"),
         ("vae=", 5, "a size is missing"),
@@ -223,7 +223,7 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("pinned=language", 8, "component 'language' is unknown"),
         ("reserve=much", 9, "a size is missing"),
         ("reserve=100%", 9, "allowed: more than 0% and less than 100%"),
-        ("reserve=1GiB,reserve=2GiB", 14, "'*' has two reserves"),
+        ("reserve=1GiB,reserve=2GiB", 14, "'*' has a reserve already"),
         ("reserve:=1GiB", 9, "a device or a component is missing"),
     ],
 )

@@ -744,12 +744,12 @@ def test_one_file_is_a_path_a_string_or_a_list_of_one(toys, machine, tmp_path, f
 
 @pytest.mark.parametrize("wrong", [None, {"a.safetensors": 1}, [], [None], 3])
 def test_what_is_no_path_is_refused_in_one_line(toys, machine, wrong) -> None:
-    allowed = "allowed is the path of a .safetensors file"
+    allowed = "allowed: the path of a .safetensors file"
     with machine(8) as manager:
         with pytest.raises(InvalidInput) as error:
             manage({"net": toys.build_net()}, files={"net": wrong}, manager=manager)
         assert str(error.value).startswith(f"files of 'net': {wrong!r}; {allowed}")
-        with pytest.raises(InvalidInput, match="allowed is a dict of paths by component"):
+        with pytest.raises(InvalidInput, match="allowed: a dict of paths by component"):
             manage({"net": toys.build_net()}, files="a.safetensors", manager=manager)
 
 

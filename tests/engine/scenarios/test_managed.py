@@ -322,7 +322,7 @@ def test_when_pinning_fails_the_rest_is_pageable_and_said_once(toys, sim, monkey
         want = net(x)
         with manage(net, profile=MIDDLE, placement="gpu:0", manager=manager):
             assert sim.pinned().used_bytes > 0
-            said = [event for event in manager.report()["events"] if "page-locked" in event["reason"]]
+            said = [event for event in manager.report()["events"] if "page-lock" in event["reason"]]
             assert len(said) == 1
             assert torch.allclose(net(x).cpu(), want, atol=1e-5)
 
