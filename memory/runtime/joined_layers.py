@@ -146,7 +146,7 @@ class JoinedLayers:
         for path, module, home in walk(self.module, at):
             was = homes.get(module, home)
             if was is not None and was != home:
-                place = path if home is None else blocks[home].name
+                place = (path or "the module itself") if home is None else blocks[home].name
                 raise UnsafeState(f"{self.owner}: {place} holds layers of {blocks[was].name} now: call reprofile()")
 
     def refuse_added(self, slots: Sequence[ParameterSlot]) -> None:

@@ -556,7 +556,9 @@ class ManagedComponent:
         """Give back at least so many bytes of one device if they are there; returns them."""
         self.put_back()
         self.forwards.note_unloaded()
+        views = self.places.resident_views()
         freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
+        self.places.replace_evicted(views)
         return freed
 
     def unload(self) -> int:
@@ -565,7 +567,10 @@ class ManagedComponent:
         if self.layers is not None:
             self.layers.bring_home()
         self.forwards.note_unloaded()
-        return sum(share.unload() for share in self.shares)
+        views = self.places.resident_views()
+        freed = sum(share.unload() for share in self.shares)
+        self.places.replace_evicted(views)
+        return freed
 
 
 def answer_of(forwards: Forwards, device: torch.device) -> Asked:

@@ -762,6 +762,15 @@ class WeightGroup:
         for tensors in (self.resting, self.placed, views):
             yield from enumerate(tensors)
 
+    def views_on_device(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield what the group has given the module from its copy, also earlier, by the index of the weight."""
+        if self.copy is not None:
+            yield from enumerate(self.copy.views)
+            for slot, known in self.given:
+                view = known()
+                if view is not None and view.device == self.copy.slab.device:
+                    yield self.place_of(slot), view
+
     def count_references(self, tensor: torch.Tensor) -> int:
         """Return in how many places of its own lists the group has a tensor that the module holds, or held."""
         own = [self.resting, self.placed, self.counted[-1], *self.views.cache.values()]

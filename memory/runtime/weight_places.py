@@ -100,6 +100,29 @@ class WeightPlaces:
 
     # -- weights that other code moved within the module
 
+    def resident_views(self) -> dict[int, tuple[torch.Tensor, WeightGroup, int]]:
+        """Return the views into resident copies that the module may hold, with group and index, by id."""
+        groups = [group for group in self.groups if group.copy is not None]
+        return {id(view): (view, group, index) for group in groups for index, view in group.views_on_device()}
+
+    def replace_evicted(self, views: dict[int, tuple[torch.Tensor, WeightGroup, int]]) -> None:
+        """Put weights at rest in place of views into evicted copies, which would keep the memory of these.
+
+        A group has done this at its own places; this is for places to which other code moved a view.
+        """
+        gone = {
+            number: group.resting[index]
+            for number, (_, group, index) in views.items()
+            if group.copy is None and index < len(group.resting)
+        }
+        for part in self.module.modules() if gone else ():
+            places: dict[str, torch.Tensor | None]
+            for places in (part._parameters, part._buffers):  # type: ignore[assignment]
+                for name, tensor in places.items():
+                    if id(tensor) in gone:
+                        places[name] = gone[id(tensor)]
+        self.swaps.replace_evicted(gone)
+
     def own(self, parts: Iterable[nn.Module]) -> None:
         """Update our weights, from now on, at all places of these modules that hold one of them, and nowhere else."""
         known = self.find_known()

@@ -10,7 +10,7 @@ there, the module computes with it, moved to the block's device, and the weight 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,11 @@ class Swaps:
                 if held is not None and self.is_kept_by_others(group, index, group.placed[index]):
                     group.disown(index, owner)
                     self.loans.append(Loan(group, index, owner, held, group.placed[index], self.devices[group]))
+
+    def replace_evicted(self, gone: Mapping[int, torch.Tensor]) -> None:
+        """Lend the weights at rest in place of views into copies that are gone, by the ids of these."""
+        for loan in self.loans:
+            loan.given, loan.ours = gone.get(id(loan.given), loan.given), gone.get(id(loan.ours), loan.ours)
 
     def begin(self) -> None:
         """At the begin of a pass: move the lent tensors to the devices of their blocks. Costs their bytes there."""

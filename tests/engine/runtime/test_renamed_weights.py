@@ -190,6 +190,34 @@ def test_another_profile_leaves_nothing_of_a_kept_weight_on_the_device(machine, 
         assert sim.stats(0).used_bytes == 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("evicts", ["unloaded", "shrunk"])
+@pytest.mark.parametrize("deed", ["pruned", "moved", "made a buffer", "shared", "exchanged", "tied"])
+def test_an_eviction_leaves_no_copy_on_the_device_for_a_weight_that_moved(machine, sim, deed: str, evicts: str) -> None:
+    net, plain = build("as stored"), build("as stored")
+    with machine(8) as manager:
+        with manage(net, placement="gpu:0", manager=manager) as managed:
+            for _ in range(3):
+                net(X)
+            for each in (plain, net):
+                torch.manual_seed(1)
+                DEEDS[deed](each)
+            component = managed.members[0].managed
+            if evicts == "unloaded":
+                component.unload()
+            else:
+                component.shrink("gpu:0", 1 << 20)
+            layer = net.layers[3][1]  # what prune makes of a weight is its own
+            made = [layer.weight_mask, layer.weight] if deed == "pruned" else []
+            assert sim.stats(0).used_bytes == sum(tensor.nbytes for tensor in made)
+            del made
+            if deed in ("exchanged", "tied"):  # the others are refused until the release
+                for _ in range(2):
+                    assert torch.allclose(net(X).cpu(), plain(X), atol=1e-5)
+        if deed not in ("moved", "made a buffer"):
+            assert torch.allclose(net(X), plain(X), atol=1e-5)
+
+
 ANEW = {
     "as it was": {},
     "another profile": {"profile": "0.05MiB"},
