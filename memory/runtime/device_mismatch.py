@@ -28,7 +28,14 @@ CPU_TYPE = re.compile(r"\(torch\.[A-Z]\w+Tensor\)")
 
 
 def explain_mismatch(
-    error: BaseException | None, owner: str, where: str, at: str, devices: Mapping[str, str], *, streams: bool
+    error: BaseException | None,
+    owner: str,
+    where: str,
+    at: str,
+    devices: Mapping[str, str],
+    *,
+    streams: bool,
+    likely: str | None = None,
 ) -> str | None:
     """Return a line that replaces torch's message; None for all other errors.
 
@@ -37,6 +44,7 @@ def explain_mismatch(
         at: the name of the device on which that part computed.
         devices: the names of the component's devices by torch's names, the device of the non-block weights first.
         streams: whether blocks of the component stream.
+        likely: the remedy for a tensor that was found in the block and may be to blame.
     """
     if type(error) not in (RuntimeError, NotImplementedError):  # torch raises no subclass for this
         return None
@@ -55,10 +63,13 @@ def explain_mismatch(
         return None  # the component computes on the CPU, which lacks the operator
     stranger = strangers[0] if strangers else "another device"
     remedies = ["make it on the input's device"]
-    if streams and stranger in ("cpu", "meta"):
+    if likely is not None:
+        remedies = [f"{likely}; else {remedies[0]}"]
+    elif streams and stranger in ("cpu", "meta"):
         remedies.append(
             "choose a profile with all blocks resident if the module uses weights of a block, or their .device, "
             "outside the block"
         )
-    remedies.append("call reprofile() if layers were added")
+    if likely is None:
+        remedies.append("call reprofile() if layers were added")
     return f"{owner}: a tensor on {stranger} was used with weights on {at} {where}: {'; '.join(remedies)} ({told})"

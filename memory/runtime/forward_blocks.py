@@ -291,9 +291,29 @@ class Forwards:
             at.device.name,
             {str(share.device.torch_device): share.device.name for share in self.shares},
             streams=any(share.streamer is not None for share in self.shares),
+            likely=self.likely_remedy(self.failed_block) if self.failed_block is not None else None,
         )
         if text is not None:
             error.args = (text,)
+
+    def likely_remedy(self, number: int) -> str | None:
+        """Return what helps if a tensor in a block is to blame that the block is not loaded with; None without one."""
+        groups = self.share_of[number].blocks[number].groups
+        known = {owner for group in groups for slot in group.slots for owner in slot.owners}
+        for block in [module for module, block_number in self.blocks.items() if block_number == number]:
+            for path, module in block.named_modules():
+                for name, weight in (*module._parameters.items(), *module._buffers.items()):
+                    if weight is not None and (module, name) not in known:
+                        added = f"{path}.{name}".removeprefix(".")
+                        return f"call reprofile() if weight {added!r} of the block was added or replaced"
+                for name, value in vars(module).items():
+                    if isinstance(value, torch.Tensor) and value.device.type in ("cpu", "meta"):
+                        plain = f"{path}.{name}".removeprefix(".")
+                        return (
+                            f"if it is {plain!r} of the block, a plain attribute, register it as a buffer and call "
+                            "reprofile()"
+                        )
+        return None
 
     def find_failed(self, error: BaseException) -> int | None:
         """Return the block in whose call an exception was raised, by its traceback; None if in none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -150,3 +152,42 @@ def test_so_it_does_after_passes_that_went_well(machine, way: str, device: str) 
                 net(X)
         net[3].makes_on_cpu = False
         net(X)
+
+
+def take_out_parametrization(layer: nn.Module) -> None:
+    nn.utils.parametrize.remove_parametrizations(layer, "weight")  # a frozen weight becomes a buffer
+
+
+def make_plain(layer: nn.Module) -> None:
+    take_out_parametrization(layer)
+    layer.__dict__["weight"] = layer._buffers.pop("weight")
+
+
+def make_buffer(layer: nn.Module) -> None:
+    layer.register_buffer("weight", layer.__dict__.pop("weight"))
+
+
+ADDED = "call reprofile() if weight 'linear.weight' of the block was added or replaced"
+PLAIN = "if it is 'linear.weight' of the block, a plain attribute, register it as a buffer and call reprofile()"
+
+
+@pytest.mark.parametrize(
+    ("change", "line", "remedy"), [(take_out_parametrization, ADDED, None), (make_plain, PLAIN, make_buffer)]
+)
+@torch.no_grad()
+def test_a_tensor_in_the_block_is_told_first_and_the_remedy_helps(machine, change, line: str, remedy) -> None:
+    layers = [Layer() for _ in range(6)]
+    for layer in layers:
+        nn.utils.parametrizations.weight_norm(layer.linear)
+    net = nn.Sequential(*layers).requires_grad_(False)
+    words = re.escape(f" in block 3: {line}; else make it on the input's device (")
+    with machine(4, 4) as manager, manage({"dit": net}, manager=manager, **WAYS["streamed"]) as managed:
+        want = net(X).cpu()
+        change(net[3].linear)
+        with pytest.raises(RuntimeError, match=words) as raised:
+            net(X)
+        del raised
+        if remedy is not None:
+            remedy(net[3].linear)
+        managed.reprofile()
+        assert torch.allclose(net(X).cpu(), want, atol=1e-6)
