@@ -46,6 +46,13 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def named_path(text: str) -> Path:
+    """Return a path of the command line. An empty one would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def join_values(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with values such as -1GiB joined to their option by "=": they look like options."""
     joined: list[str] = []
@@ -71,14 +78,16 @@ def build_parser() -> Parser:
         return added
 
     demo = add("demo", "run example workflows that do not fit in memory together, and draw a chart of the memory")
-    demo.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="folder for images and report")
+    demo.add_argument(
+        "--out", type=named_path, default=Path("out/demo"), metavar="DIR", help="folder for images and report"
+    )
     run = add("run", "run workflows in API format one after the other, with one memory manager")
-    run.add_argument("workflows", nargs="+", type=Path, metavar="WORKFLOW.json")
-    run.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="folder for the images")
+    run.add_argument("workflows", nargs="+", type=named_path, metavar="WORKFLOW.json")
+    run.add_argument("--out", type=named_path, default=Path("out"), metavar="DIR", help="folder for the images")
     verify = add("verify", "run one step of a workflow with Highwater and without, and compare bit by bit")
-    verify.add_argument("workflow", type=Path, metavar="WORKFLOW.json")
+    verify.add_argument("workflow", type=named_path, metavar="WORKFLOW.json")
     plan = add("plan", "print where each part would be kept; reads only file headers, and moves nothing")
-    plan.add_argument("paths", nargs="+", type=Path, metavar="WORKFLOW.json|FILE.safetensors")
+    plan.add_argument("paths", nargs="+", type=named_path, metavar="WORKFLOW.json|FILE.safetensors")
     plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
     plan.add_argument("--placement", default=AUTO, help="devices, such as gpu:0&gpu:1 (files only)")
     plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
@@ -88,11 +97,11 @@ def build_parser() -> Parser:
     needs.epilog = "The table names components and devices by the first digits of a digest: the file stores no names."
     needs.add_argument("--reset", action="store_true", help="delete these values; a running ComfyUI keeps its own")
     needs.add_argument(
-        "--file", type=Path, metavar="FILE", help="only this file; default: the user's file and ComfyUI's"
+        "--file", type=named_path, metavar="FILE", help="only this file; default: the user's file and ComfyUI's"
     )
-    needs.add_argument("--comfyui", type=Path, metavar="DIR", help=COMFYUI_HELP)
+    needs.add_argument("--comfyui", type=named_path, metavar="DIR", help=COMFYUI_HELP)
     doctor = add("doctor", "check whether Highwater works in ComfyUI, and what prevents it")
-    doctor.add_argument("--comfyui", type=Path, metavar="DIR", help=COMFYUI_HELP)
+    doctor.add_argument("--comfyui", type=named_path, metavar="DIR", help=COMFYUI_HELP)
     serve = add("serve", "start the ComfyUI web page with these nodes, without ComfyUI's backend")
     serve.add_argument("--host", default=LOOPBACK, help="the address to listen on")
     serve.add_argument("--port", type=int, default=DEFAULT_PORT, help="the port to listen on")
@@ -103,11 +112,11 @@ def build_parser() -> Parser:
         metavar="NAME",
         help="another host name of this server for browsers, such as box.local; can be repeated",
     )
-    serve.add_argument("--out", type=Path, default=Path("out/serve"), metavar="DIR", help="folder for the images")
+    serve.add_argument("--out", type=named_path, default=Path("out/serve"), metavar="DIR", help="folder for the images")
     for command in (demo, run, verify, plan, devices, serve):
         command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
     for command in (demo, run, verify, plan, serve):
         command.add_argument(
-            "--models", type=Path, metavar="DIR", help="ComfyUI's models folder; default: tiny example pipelines"
+            "--models", type=named_path, metavar="DIR", help="ComfyUI's models folder; default: tiny example pipelines"
         )
     return parser

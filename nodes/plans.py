@@ -28,6 +28,9 @@ def plan_files(paths: Sequence[Path], machine: Machine, *, profile: str, placeme
     if len(set(names)) < len(names):
         raise InvalidInput(f"two files are named {max(names, key=names.count)!r}; plan them one at a time")
     parts = [describe([path], path.stem) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if not part.weight_bytes:
+            raise InvalidInput(f"{path}: holds no weights, so there is nothing to plan")
     return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
 
 

@@ -148,6 +148,15 @@ class LiveCapacity:
             if other is not None and other is not member and not other.leases
         ]
 
+    def computing(self, device: str, member: Member | None) -> tuple[tuple[str, int], ...]:
+        """Return the components other than the member that compute and hold bytes of a device, the largest first."""
+        found = [
+            (owner, held)
+            for owner, held in self.ledger.by_component(device).items()
+            if (other := self.members.get(owner)) is not None and other is not member and other.leases and held
+        ]
+        return tuple(sorted(found, key=lambda entry: -entry[1]))
+
     def machine(
         self,
         member: Member | None,
@@ -189,6 +198,7 @@ class LiveCapacity:
                     kept_free_bytes=low,
                     link_bytes_per_s=self.links.get(device.name),
                     ceiling_bytes=(ceilings or {}).get(device.name),
+                    computing=self.computing(device.name, member),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                     pageable_bytes_per_s=self.pageable_links.get(device.name),
                     lasting_bytes=sum(map(partial(self.lasting_bytes, device.name), idle)) if is_hosted else 0,

@@ -44,6 +44,8 @@ class DeviceCapacity:
     """How fast copies from pageable host memory are."""
     lasting_bytes: int = 0
     """The part of the idle components' bytes that only weights may take: a host may enter them without loading them."""
+    computing: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+    """The other components that compute now, and the bytes that each holds: they cannot leave."""
     unlearned_bytes: int = 0
     """What is kept free for forwards whose needs are not known yet; 0 where the user says what stays free."""
 

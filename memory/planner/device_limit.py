@@ -15,6 +15,8 @@ __all__ = ["find_kept", "find_limit", "refuse_small_limit"]
 
 # Forwards of these take more beside their weights than a watermark's few bytes.
 LARGE_ACTIVATIONS = ("diffusion", "vae")
+MAX_HOLDERS = 3
+"""Computing components that an error names."""
 
 
 def find_limit(
@@ -127,8 +129,14 @@ def refuse_small_limit(
             f"a reserve of {format_bytes(reserve)} leaves {format_bytes(available)} of {capacity.name}: "
             f"{component.name} needs {form}{enough}"
         )
+    holders = [f"{name} computes and holds {format_bytes(held)}" for name, held in capacity.computing[:MAX_HOLDERS]]
+    if len(capacity.computing) > MAX_HOLDERS:
+        holders.append(f"{len(capacity.computing) - MAX_HOLDERS} more compute")
+    remedies = ["wait until it has computed" if len(capacity.computing) == 1 else "wait until they have computed"]
+    remedies = [*(remedies if holders else ()), *(["lower the watermark"] if capacity.kept_free_bytes else ())]
+    remedies += ["choose 'fp8 scaled'", "place it on another device"]
+    told = ", ".join([f"{format_bytes(capacity.kept_free_bytes)} reserved", *holders])
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} available of "
-        f"{format_bytes(capacity.total_bytes)}, {format_bytes(capacity.kept_free_bytes)} reserved; "
-        "lower the watermark, choose 'fp8 scaled', or place it on another device"
+        f"{format_bytes(capacity.total_bytes)}, {told}; {', '.join(remedies[:-1])}, or {remedies[-1]}"
     )

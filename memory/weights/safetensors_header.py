@@ -31,8 +31,9 @@ __all__ = [
 
 # The limit of the reference reader; a longer header is a damaged or hostile file.
 MAX_HEADER_BYTES = 100_000_000
-# Of brackets, braces and commas, each of which may become an object of 60 bytes; enough for 400,000 tensors.
+# Of brackets, braces and commas, each of which may become an object of 60 bytes; a tensor has about ten.
 MAX_HEADER_MARKS = 4_000_000
+MAX_TENSORS = MAX_HEADER_MARKS // 10
 # What torch can hold: more dimensions, or elements and bytes beyond, are a damaged or hostile file.
 MAX_DIMENSIONS = 64
 MAX_NUMBER = (1 << 63) - 1
@@ -136,7 +137,7 @@ def read_header(path: str | Path) -> WeightsHeader:
         version = settled_version(file.fileno())
         file_bytes = version.file_bytes
         prefix = file.read(9)
-        reject_pickle(path, prefix)
+        reject_other_formats(path, prefix)
         if len(prefix) < 8:
             raise InvalidInput(f"{path}: {file_bytes} bytes is too short for a safetensors file; download it again")
         header_bytes = int.from_bytes(prefix[:8], "little")
@@ -182,8 +183,11 @@ def open_regular(path: Path, expected: str) -> BinaryIO:
         raise InvalidInput(f"{path if str(path).isprintable() else quoted(str(path))}: {error.strerror}") from None
     except ValueError as error:  # a null byte
         raise InvalidInput(f"{quoted(str(path))}: cannot be a path: {error}; expected {expected}") from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise InvalidInput(f"{path}: is a folder; name a file in it, expected {expected}")
         raise InvalidInput(f"{path}: is no regular file; expected {expected}")
     return open(descriptor, "rb")
 
@@ -194,9 +198,18 @@ def parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     The cost is bounded by its length: numbers that no tensor can have are refused before they are converted.
     """
     if raw.count(b"[") + raw.count(b"{") + raw.count(b",") > MAX_HEADER_MARKS:
-        raise InvalidInput(f"{path}: its header of {len(raw)} bytes is too involved for tensors; the file is damaged")
+        raise InvalidInput(
+            f"{path}: its header of {len(raw)} bytes has more than {MAX_HEADER_MARKS} brackets, braces and commas, "
+            f"the limit; allowed: about {MAX_TENSORS} tensors in one file"
+        )
     try:
-        entries = json.loads(raw, parse_int=parse_integer, object_pairs_hook=reject_duplicates)
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{path}: header is not UTF-8 ({error.reason} at byte {error.start} of it); the file is damaged"
+        ) from None
+    try:
+        entries = json.loads(text, parse_int=parse_integer, object_pairs_hook=reject_duplicates)
     except (ValueError, RecursionError) as error:  # nesting that is too deep, too
         raise InvalidInput(f"{path}: header is not valid JSON ({error}); the file is damaged") from None
     if not isinstance(entries, dict):
@@ -229,11 +242,13 @@ def settled_version(descriptor: int) -> FileVersion:
     return FileVersion.of(descriptor)
 
 
-def reject_pickle(path: Path, prefix: bytes) -> None:
-    """Refuse what would have to be unpickled: loading it may run any code.
+def reject_other_formats(path: Path, prefix: bytes) -> None:
+    """Refuse GGUF files, and what would have to be unpickled: loading it may run any code.
 
     A header of 640 bytes begins like a pickle, too, with its length; but then comes its brace.
     """
+    if prefix[:4] == b"GGUF":
+        raise InvalidInput(f"{path}: is a GGUF file, which is not read; convert it to .safetensors")
     if prefix[:2] in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") and prefix[8:] != b"{":
         raise InvalidInput(f"{path}: is a pickle, which may run code when loaded; convert it to .safetensors")
 

@@ -99,6 +99,10 @@ def test_a_value_that_begins_with_a_minus_is_one(value: str, model_file: Path, c
         (["serve", "--port", "many"], "invalid int value: 'many'"),
         (["plan", "MODEL", "--devices", ""], "column 1: a device is missing"),
         (["serve", "--out", "MODEL"], "is a file; --out expects a folder"),
+        (["plan", ""], "the path is empty; see highwater plan --help"),
+        (["run", "a.json", "--out", ""], "argument --out: the path is empty"),
+        (["plan", "."], ".: is a folder; name a file in it, expected a .safetensors file"),
+        (["plan", "NOTHING"], "nothing.safetensors: holds no weights, so there is nothing to plan"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "COMMAND"),
         (["plan", "MODEL", "--models", "nowhere", "--devices", TWO], ""),
@@ -108,6 +112,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, model_file: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(model_file.parent)
+    nothing = model_file.parent / "nothing.safetensors"
+    save_file({}, nothing)
+    arguments = [str(nothing) if argument == "NOTHING" else argument for argument in arguments]
     arguments = [str(model_file) if argument == "MODEL" else argument for argument in arguments]
     if not words:
         assert main(arguments) == 0  # a file's plan needs no models folder

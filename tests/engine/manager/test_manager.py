@@ -15,7 +15,7 @@ from highwater.memory.errors import UnsafeState
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.units import MIB
+from highwater.memory.units import MIB, format_bytes
 
 X = torch.ones(1, 3, 64)
 
@@ -166,6 +166,32 @@ def test_what_does_not_fit_says_so_and_the_manager_goes_on(toys, machine) -> Non
             assert not used(manager, "model") and not manager.members["model"].leases
             manager.set_watermark("*", 0, 0)
             net(X)
+
+
+@pytest.mark.parametrize("low", [0, MIB // 4])
+@torch.no_grad()
+def test_what_does_not_fit_beside_others_that_compute_names_them_and_a_remedy_that_applies(
+    toys, machine, low: int
+) -> None:
+    with machine(4, low=0, high=0) as manager:
+        nets, _ = add(toys, manager, "a", "b")
+        told = []
+
+        def enter_other(*_: object) -> None:
+            manager.set_watermark("*", low, low)
+            left = manager.devices["gpu:0"].free_bytes() - low - MIB // 16
+            others = torch.empty(left, dtype=torch.uint8, device="sim:0")
+            with pytest.raises(DoesNotFit) as raised:
+                nets["b"](X)
+            told.append(str(raised.value))
+            del others, raised
+
+        nets["a"].singles[0].register_forward_pre_hook(enter_other)
+        nets["a"](X)
+        held = f"{format_bytes(low)} reserved, a computes and holds {format_bytes(used(manager, 'a'))}; "
+        lower = "lower the watermark, " if low else ""
+        remedies = f"wait until it has computed, {lower}choose 'fp8 scaled', or place it on another device"
+        assert told[0].endswith(held + remedies)
 
 
 @torch.no_grad()
