@@ -289,7 +289,7 @@ def weight_bytes(model: nn.Module) -> int:
 def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
     """Ours, one manager for all budgets; then such budgets that the device holds at its peak what it held for others.
 
-    The first budget that will do decides how the masters rest, so the smallest comes first.
+    The first budget that fits decides how the weights rest, so the smallest comes first.
     """
     from highwater.memory import MemoryManager, manage
     from highwater.memory.options.profile import parse_profile

@@ -1,8 +1,8 @@
 """A component that a host loads and unloads: what the host may ask the engine about it, and what it may tell.
 
 The host (ComfyUI) decides when a component comes and goes and writes single weights; the engine decides which blocks
-are resident, and who leaves when memory runs short. A host needs no other file of the engine, beside the values of
-`options/`, errors and units.
+are resident, and which component is evicted when memory runs short. A host needs no other file of the engine, beside
+the values of `options/`, errors and units.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What moves together: the weights of a block as they came under management, and those of layers added to it since."""
+"""The weights that move together: those of a block when management began, and those of layers added to it since."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bundle:
         self.own = own
         self.all = [own]
         self.added: WeightGroup | None = None
-        """The weights of layers that others added to the block, such as a LoRA's."""
+        """The weights of layers that other code added to the block, such as a LoRA's."""
         self.pieces: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """Slabs of staging memory and each group's part of them, by the slab's id."""
 
@@ -34,12 +34,12 @@ class Bundle:
         return self.all
 
     def add(self, added: WeightGroup | None) -> None:
-        """Take along the weights of layers that others added to the block, or no longer."""
+        """Include the weights of layers that other code added to the block, or exclude them again."""
         self.added = added
         self.all = [self.own] if added is None else [self.own, added]
 
     def is_as_placed(self) -> bool:
-        """Whether the module holds what it was given, everywhere."""
+        """Whether the module holds what it was given, at every place."""
         return self.own.is_as_placed() and (self.added is None or self.added.is_as_placed())
 
     @property
@@ -56,7 +56,7 @@ class Bundle:
 
     @property
     def state(self) -> BlockState:
-        """That of any group which computes, else of its own."""
+        """The state of the group that computes, else of the block's own group."""
         own = self.own.state
         if self.added is None or own is BlockState.COMPUTING:
             return own
@@ -64,7 +64,7 @@ class Bundle:
 
     @property
     def version(self) -> int:
-        """That of the weight stores; grows when any is written to."""
+        """The version of the weights at rest; it grows with each write to them."""
         return self.own.version if self.added is None else self.own.version + self.added.version
 
     @property
@@ -75,7 +75,7 @@ class Bundle:
         return own.blocks_host or (self.added is not None and self.added.blocks_host)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
-        """Queue the copy of a part of the weight stores, one behind the other, to as many bytes on a device."""
+        """Queue copies of a part of the weights at rest, group after group, into a target on the device."""
         if self.added is None:
             assert self.own.store is not None
             self.own.store.copy_to(target, begin, copies)
@@ -106,7 +106,7 @@ class Bundle:
             group.compute_from(part, scratch)
 
     def compute_in_place(self, scratch: torch.Tensor | None) -> None:
-        """Give the module the weight stores to compute from, which are in host memory."""
+        """Give the module the weights at rest, in host memory, to compute from."""
         for group in self.groups:
             if group.host_slab is not None:
                 group.compute_from(group.host_slab, scratch)
@@ -120,7 +120,7 @@ class Bundle:
         return self.pieces[id(slab)][1]
 
     def forget_views(self) -> None:
-        """Drop what is known of staging memory and scratch: it would keep freed slabs alive."""
+        """Drop all views into staging memory and scratch: they would keep freed slabs alive."""
         self.pieces.clear()
         for group in self.groups:
             group.forget_views()

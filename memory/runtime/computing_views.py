@@ -43,12 +43,12 @@ class ComputingViews:
         self.cache: dict[tuple[int, ...], list[torch.Tensor]] = {}
         """The views by the ids of the slab and the scratch."""
         self.decodings: dict[tuple[int, ...], list[Decoding]] = {}
-        """What is decoded before, by the same ids."""
+        """The weights to decode first, by the same ids."""
         self.looked: list[ComputingWeight] = []
         """Weights whose ``.data`` was accessed while they computed."""
 
     def note_data(self, notes: bool) -> None:
-        """Record accesses to ``.data`` in forwards from now on, or no longer."""
+        """Switch the recording of accesses to ``.data`` in forwards on or off."""
         self.notes_data = notes
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from .weight_places import WeightPlaces
 __all__ = ["attached", "find_holders", "find_sharers", "refuse_managed"]
 
 attached: WeakSet[WeightPlaces] = WeakSet()
-"""Those of all components that have hooks in place, of every manager."""
+"""The weight places of all components with hooks in place, of every manager."""
 
 
 def find_sharers(modules: Iterable[nn.Module]) -> list[WeightPlaces]:

@@ -15,7 +15,7 @@ __all__ = ["HookedModules"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookedModules:
-    """Which modules of a tree are entries, blocks, parts of blocks, or inside the tree beside these."""
+    """The modules of a tree by role: entries, blocks, parts of blocks, and others."""
 
     entries: frozenset[nn.Module]
     """The root and its children, through which a program enters."""

@@ -1,4 +1,4 @@
-"""Layers that others add to a managed module, or take out of it: they join their blocks, and leave them.
+"""Layers that other code adds to a managed module or removes from it: they join their blocks and leave them.
 
 [Note: added layers] in `added_layers.py` tells how they are seen.
 """
@@ -31,7 +31,7 @@ __all__ = ["JoinedLayers"]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What a component is when layers have joined it."""
+    """A component after layers have joined it."""
 
     component: Component
     plan: ComponentPlan
@@ -55,14 +55,14 @@ class JoinedLayers:
         self.packing = packing
         self.places = places
         self.structure = Structure(module)
-        """The module tree as it was when it was looked at last."""
+        """The module tree at the last look."""
         self.came_with = frozenset(self.structure.modules) - self.find_modules()
         """The modules of the tree that came under management with it."""
 
     # -- what has changed
 
     def have_changed(self) -> bool:
-        """Whether layers were added to the module, or taken out of it, since it was looked at last."""
+        """Whether layers were added to the module, or removed from it, since the last look."""
         return self.structure.has_changed()
 
     def have_other_forms(self) -> bool:
@@ -70,7 +70,7 @@ class JoinedLayers:
         return any(map(has_other_form, self.slots))
 
     def take(self, structure: Structure) -> None:
-        """Take the module tree as it was at the last `join` for what it is: all that follows from it has been done."""
+        """Accept the module tree of the last `join` as current: all its consequences are in place."""
         self.structure = structure
 
     @property

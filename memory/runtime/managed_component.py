@@ -267,7 +267,7 @@ class ManagedComponent:
         """Leave every device, give the module what the ending says, remove every hook. Idempotent; interrupted, it can
         be called again.
 
-        What is handed over, or taken back from one that took over, keeps its forward hooks for who comes next.
+        What is handed over, or taken back from one that took over, keeps its forward hooks for its next owner.
 
         Raises:
             InvalidInput: as `Packing.end`, when all else is done.

@@ -41,11 +41,11 @@ class Streamer:
         self.ahead: list[StagingSlot] = []
         """Where the next blocks are, the next one first. No block is overwritten for one that comes after it."""
         self.reach = 0
-        """How far in the order these go; beyond its end in the next pass."""
+        """The position in the order behind these blocks; past its end, it is in the next pass."""
         self.latest: StagingSlot | None = None
-        """Where the last block computed, perhaps still does."""
+        """The slot of the last block; it may still compute."""
         self.versions: dict[int, int] = {}
-        """By block, the version of its weight stores when the pass began or the block was last entered."""
+        """By block, the version of its weights at rest when the pass began or the block was last entered."""
 
     def begin_pass(self) -> None:
         """Start recording a pass; queues the first blocks unless the last pass already did."""
@@ -94,7 +94,7 @@ class Streamer:
         return staging_slot
 
     def give_back(self, staging_slot: StagingSlot) -> None:
-        """The block has computed: its memory may be overwritten once the compute stream gets there."""
+        """Free a block's memory: it may be overwritten when the compute stream reaches this point."""
         self.area.give_back(staging_slot)
         self.latest = staging_slot
 

@@ -37,20 +37,20 @@ class DeviceCopy:
         self.buffers_begin = buffers_begin
         self.loaded_version = slab._version
         self.tags: tuple[int, int] | None = None
-        """Those of the contents when they had come, of the weights and of the buffers behind them; None until then."""
+        """The tags of the weights, and of the buffers behind them, after the copy was complete; None until then."""
         self.is_untagged = False
-        """Whether there was no memory to find the tags."""
+        """Whether there was too little memory to compute the tags."""
 
     def take_views(self, views: Sequence[torch.Tensor]) -> None:
         """Give the module other objects for the same memory from now on; those of buffers stay."""
         self.views = list(views)
 
     def take_tags(self, weights: int, buffers: int) -> None:
-        """Remember what `find_tags` found when the contents had come."""
+        """Save the result of `find_tags` after the copy was complete."""
         self.tags = weights, buffers
 
     def go_untagged(self) -> None:
-        """Do without tags: there was no memory to find them."""
+        """Work without tags: there was too little memory to compute them."""
         self.is_untagged = True
 
     @property
@@ -64,7 +64,7 @@ class DeviceCopy:
         return torch.stack([content_tag(region) for region in regions])
 
     def find_written(self) -> tuple[bool, bool]:
-        """Return whether weights and whether buffers are not what came, however they were written.
+        """Return whether weights, and whether buffers, differ from what was copied, however they were written.
 
         Reads the slab where it is, and two numbers of it; waits for what computes.
         """
@@ -88,7 +88,7 @@ class DeviceCopy:
 
 @torch.no_grad()
 def content_tag(slab: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits that tell the contents of a slab, where it is; reads it twice, in kilobytes of extra memory.
+    """Return 64 bits that identify the contents of a slab, on its device; reads it twice, in kilobytes of extra memory.
 
     The words as a table, and each row's and each column's sum times a factor of its own: words that change places
     change a row or a column, flipped signs do not cancel each other.

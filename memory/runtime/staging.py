@@ -1,4 +1,4 @@
-"""Staging memory of one device: which streamed block has how many of its bytes there, and filling in what it lacks."""
+"""The staging memory of one device: how many bytes of each streamed block are there, and copies of the missing ones."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ..transfer.copy_stream import CopyStream
 __all__ = ["StagingArea", "StagingSlot"]
 
 Piece: TypeAlias = tuple[int, int, int, "StagingSlot | None"]
-"""Which use must be over before it is overwritten, 0 if the copy stream has waited for it; begin, end and owner."""
+"""The use that must end before the bytes are overwritten (0: the copy stream has waited for it); begin, end, owner."""
 
 # How many views of a block's place are kept.
 MOST_PARTS = 16
 
 
-class Master(Protocol):
-    """The weights of a block, to be copied from."""
+class CopySource(Protocol):
+    """The weights at rest of one block, from which its staging memory is filled."""
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
-        """Queue the copy of a part of them to as many bytes on a device."""
+        """Queue the copy of a part of them, from byte ``begin``, into a target on the device."""
         ...
 
 
 class StagingSlot:
-    """A block at one of its places in the staging memory, whether its bytes are there or not."""
+    """One place of a block in the staging memory; its bytes may be there or not."""
 
     def __init__(self, block: int, begin: int, slab: torch.Tensor, copies: CopyStream) -> None:
         self.block = block
@@ -37,23 +37,23 @@ class StagingSlot:
         self.end = begin + slab.numel()
         self.slab = slab
         self.parts: dict[tuple[int, int], torch.Tensor] = {}
-        """Views of it, by where they begin and end in the staging memory: every pass fills in the same ones."""
+        """Views of the slab by their begin and end in the staging memory; every pass fills the same views."""
         self.ready = copies.event()
         """Recorded behind the last copy."""
         self.free = copies.event()
         """Recorded behind the last compute."""
         self.stream = copies.compute_stream
-        """On which it computes, or did last."""
+        """The stream on which the block computes, or computed last."""
         self.last_use = 0
-        """Grows from compute to compute; 0 is never."""
+        """The number of the last compute; 0 if there was none."""
         self.in_use = False
         self.version: int | None = None
-        """That of the weight store whose bytes are there: a host may write to weight stores."""
+        """The version of the weights whose bytes are there: a host may write to weights at rest."""
         self.missing_bytes = slab.numel()
-        """What others have taken since it was filled."""
+        """The bytes that other blocks have overwritten since it was filled."""
 
     def part(self, begin: int, end: int) -> torch.Tensor:
-        """Return what lies between two addresses in the staging memory."""
+        """Return the view between two addresses in the staging memory."""
         if (begin, end) not in self.parts:
             if len(self.parts) >= MOST_PARTS:
                 self.parts.clear()
@@ -62,7 +62,7 @@ class StagingSlot:
         return self.parts[begin, end]
 
     def holds(self, version: int) -> bool:
-        """Whether all bytes are there, or on their way, as the weight store now is."""
+        """Whether all bytes of this version are there, or their copies are queued."""
         return self.version == version and not self.missing_bytes
 
 
@@ -88,7 +88,7 @@ class StagingArea:
             for block, begin in here.items()
         }
         self.staging_slots = {block: tuple(staging_slots[block, here[block]] for here in places) for block in sizes}
-        """Of each block, one for each round."""
+        """By block, one slot for each round."""
         self.num_uses = 0
         self.last_awaited = 0
         """The latest use that the copy stream waits for: those before it are over as well."""
@@ -100,7 +100,7 @@ class StagingArea:
         return sum(storages.values())
 
     def find(self, block: int, round_number: int, version: int) -> StagingSlot:
-        """Return where a block is; if it is nowhere, where it comes to be in this round."""
+        """Return the slot that holds a block; if there is none, the slot of this round."""
         staging_slots = self.staging_slots[block]
         preferred = staging_slots[round_number % len(staging_slots)]
         if preferred.holds(version):
@@ -110,10 +110,12 @@ class StagingArea:
                 return staging_slot
         return preferred
 
-    def fill(self, staging_slot: StagingSlot, store: Master, version: int, keep: Collection[StagingSlot] = ()) -> bool:
-        """Queue copies of what a block lacks, as far as memory for it is free; returns whether that was all.
+    def fill(
+        self, staging_slot: StagingSlot, source: CopySource, version: int, keep: Collection[StagingSlot] = ()
+    ) -> bool:
+        """Queue copies of a block's missing bytes where memory is free; returns whether no byte is missing then.
 
-        ``keep``: what is needed sooner, and not overwritten. Whatever is raised, the block is copied anew next time.
+        ``keep``: slots that are needed sooner, so not overwritten. After an error the next call copies all anew.
         """
         is_begun = staging_slot.version == version
         if is_begun and not staging_slot.missing_bytes:
@@ -134,7 +136,7 @@ class StagingArea:
             for _, begin, end, owner in pieces:
                 self.claim(begin, end, owner, staging_slot)
             begin, end = pieces[0][1], pieces[-1][2]
-            store.copy_to(staging_slot.part(begin, end), begin - staging_slot.begin, self.copies)
+            source.copy_to(staging_slot.part(begin, end), begin - staging_slot.begin, self.copies)
             self.bytes_moved += end - begin
         if free:
             self.copies.mark_ready(staging_slot.ready)
@@ -143,7 +145,7 @@ class StagingArea:
         return not left_bytes
 
     def claim(self, begin: int, end: int, owner: StagingSlot | None, staging_slot: StagingSlot) -> None:
-        """Give bytes to the next copy, which overwrites them after their last use; their owner has them no more."""
+        """Take bytes from their owner for the next copy, which overwrites them after their last use."""
         if owner is not None:
             assert not owner.in_use, f"block {owner.block} overwritten while it computes"
             self.copies.await_free(owner.ready, owner.free)
@@ -153,19 +155,19 @@ class StagingArea:
         self.occupancy.take(begin, end, staging_slot)
 
     def use(self, staging_slot: StagingSlot) -> None:
-        """A block is about to compute from here: the compute stream waits for its bytes."""
+        """Mark a slot as computing: the compute stream waits for its bytes."""
         staging_slot.in_use = True
         staging_slot.stream = self.copies.await_on_compute(staging_slot.ready)
 
     def give_back(self, staging_slot: StagingSlot) -> None:
-        """A block has computed from here: once the compute stream gets there, its bytes may be overwritten."""
+        """Mark a slot as free: its bytes may be overwritten when the compute stream reaches this point."""
         self.copies.mark_free(staging_slot.free, staging_slot.stream)
         staging_slot.in_use = False
         self.num_uses += 1
         staging_slot.last_use = self.num_uses
 
     def forget(self) -> None:
-        """Take it that no block is here as its weight store now is; for writers that bypass versions (``.data``)."""
+        """Treat the bytes of every block as outdated; for writes that bypass versions (``.data``)."""
         for staging_slot in self:
             assert not staging_slot.in_use
             staging_slot.version = None
@@ -176,9 +178,9 @@ class StagingArea:
 
 
 def touching(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Yield pieces together that one copy can fill as soon as each alone: neighbours that wait for the same.
+    """Yield neighbouring pieces that wait for the same use together: one copy fills them.
 
-    What is free first comes first.
+    The pieces that are free first come first.
     """
     together: list[Piece] = []
     for piece in sorted(pieces, key=itemgetter(0, 1)):

@@ -76,7 +76,7 @@ class WeightLayout:
 
     @property
     def buffers_begin(self) -> int:
-        """Where the slab has no more weights, but plain buffers, which come last."""
+        """The offset at which plain buffers begin, behind all weights."""
         num_leaves = sum(
             count for slot, count in zip(self.slots, self.num_leaves, strict=True) if not slot.is_plain_buffer
         )

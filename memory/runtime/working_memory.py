@@ -1,4 +1,4 @@
-"""What a device has for a component beside the weights that stay there: scratch, staging memory, bounce buffers."""
+"""The memory of a device that a component uses beside resident weights: scratch, staging memory, bounce buffers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class WorkingMemory:
         self.scratch: torch.Tensor | None = None
         """Where encoded weights are decoded."""
         self.streamer: Streamer | None = None
-        """What moves blocks through the staging memory."""
+        """Moves blocks through the staging memory."""
         self.staging: tuple[int, Places] = (0, ())
-        """The bytes and places of that memory."""
+        """The bytes and places of the staging memory."""
         self.bounce = None if copies is None else BounceBuffers(copies)
         self.bounce_bytes = 0
-        """How wide each bounce buffer is while something is loaded; 0 where nothing rests in a file."""
+        """The bytes of each bounce buffer while weights are loaded; 0 if none rest in a file."""
         self.locks_bounce = False
-        """Whether they are to be page-locked."""
+        """Whether bounce buffers should be page-locked."""
         self.past_streamed_bytes = 0
 
     @property
@@ -55,7 +55,7 @@ class WorkingMemory:
     # -- in the books
 
     def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
-        """Yield place, kind and bytes of what is there now, as the tensors have it that hold it."""
+        """Yield place, kind and bytes of the tensors that are allocated now."""
         if self.scratch is not None:
             yield self.device.name, Kind.SCRATCH, self.scratch.untyped_storage().nbytes()
         if self.streamer is not None:

@@ -75,11 +75,11 @@ class CopyStream:
                 target.copy_(source, non_blocking=True)
 
     def mark_ready(self, ready: torch.Event) -> None:
-        """Note on the copy stream that what was queued so far is there."""
+        """Record an event on the copy stream behind all copies that are queued."""
         ready.record(self.stream)
 
     def mark_free(self, free: torch.Event, stream: torch.Stream) -> None:
-        """Note on the stream that computed with it that what was used so far is no longer needed."""
+        """Record an event on the compute stream behind the last use of the memory."""
         free.record(stream)
 
     def await_on_compute(self, ready: torch.Event) -> torch.Stream:
@@ -89,7 +89,7 @@ class CopyStream:
         return stream
 
     def finish(self) -> None:
-        """Wait on the host until every queued copy is done: weight stores may be written to then. Not for a step."""
+        """Wait on the host until every queued copy is done; weights at rest may be written to then. Not for a step."""
         self.stream.synchronize()
         self.compute_stream.wait_stream(self.stream)
 

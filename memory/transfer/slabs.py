@@ -15,7 +15,7 @@ __all__ = ["Form", "SlabLayout", "allocate_device"]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a tensor is apart from its contents; the strides leave no gaps and overlap nowhere."""
+    """Shape, dtype and strides of a tensor; the strides have no gaps and no overlaps."""
 
     shape: torch.Size
     dtype: torch.dtype

@@ -13,13 +13,13 @@ from .devices import Device
 
 __all__ = ["TELLING_BYTES", "CopySpeeds", "PassTimes", "Stopwatch"]
 
-# The copy of fewer bytes says more of launching it than of the link: such copies are not timed.
+# Smaller copies are not timed: their time depends more on the launch than on the link.
 TELLING_BYTES = 2 * MIB
 # How many copies of equally many bytes are timed: the first may take longer.
 NUM_TIMED = 2
-# The first pass that is not the first: that one warms up.
+# The second pass is timed: the first one warms up.
 TIMED_PASS = 2
-# After so many passes that left blocks out nothing is timed any more.
+# Timing ends after so many passes that skipped blocks.
 MAX_PARTIAL = 8
 
 Key = TypeVar("Key")
@@ -67,7 +67,7 @@ class PassTimes:
         """While a pass is timed, and until its times are taken."""
 
     def start_over(self) -> None:
-        """Time a pass again: the component was loaded in another form."""
+        """Time another pass: the component was loaded in another form."""
         self.passes = self.num_partial = 0
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class PassTimes:
             self.watch = Stopwatch(self.device)
 
     def start(self, block: int, stream: torch.Stream) -> None:
-        """Time a block from here on, widening included: it waits for no copy any more."""
+        """Begin to time a block, widening included: its copy has arrived."""
         if self.watch is not None and self.passes == TIMED_PASS:
             self.watch.start(block, stream)
 
@@ -104,19 +104,18 @@ class PassTimes:
 class CopySpeeds:
     """How fast copies reach a device, from page-locked memory and from other; each is timed until it is known.
 
-    What a copy has to wait for is no part of its time.
+    The time that a copy waits is not counted.
     """
 
     def __init__(self, device: Device) -> None:
         self.watches: dict[bool, Stopwatch[tuple[int, int]]] = {
             is_pinned: Stopwatch[tuple[int, int]](device) for is_pinned in (True, False)
         }
-        """Those that run still, by whether the memory is page-locked; the stretches are numbered for each number of
-        bytes."""
+        """The copies that still run, by whether the memory is page-locked; a stretch is numbered per size."""
 
     @contextmanager
     def timed(self, source: torch.Tensor, stream: torch.Stream) -> Iterator[None]:
-        """Time the copy in the body, if it tells something that is not known."""
+        """Time the copy in the body if the speed of such copies is not known yet."""
         watch = self.watches.get(source.is_pinned())
         keys = [(source.nbytes, number) for number in range(NUM_TIMED)]
         key = next((key for key in keys if watch is not None and key not in watch.stretches), None)

@@ -41,7 +41,7 @@ def quantized(toys, precision: str):
     return net.requires_grad_(False)
 
 
-def masters_are_in_their_slabs(managed) -> bool:
+def weights_at_rest_are_in_their_slabs(managed) -> bool:
     groups = managed.members[0].managed.groups
     return all(
         group.host_slab.data_ptr() <= leaves_of(slot.held)[0].data_ptr() < group.host_slab.data_ptr() + group.slab_bytes
@@ -72,7 +72,7 @@ def test_the_next_forward_is_right_wherever_the_module_was_moved(
             assert [sim.stats(n).used_bytes for n in (0, 1)] == [manager.ledger.used(f"gpu:{n}") for n in (0, 1)]
             net.to(device)
             managed_component.unload()
-            assert masters_are_in_their_slabs(managed)
+            assert weights_at_rest_are_in_their_slabs(managed)
             assert [sim.stats(n).used_bytes for n in (0, 1)] == [0, 0]
             net.to(device)
         assert all(tensor.device.type == "cpu" for tensor in (*net.parameters(), *net.buffers()))

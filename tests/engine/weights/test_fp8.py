@@ -113,7 +113,7 @@ def test_every_value_is_quantized_as_in_double(dtype: torch.dtype) -> None:
         assert torch.equal(stored.view(torch.uint8), exact.view(torch.uint8)), exponent
 
 
-def test_the_master_is_never_rewritten(toys, machine) -> None:
+def test_the_weights_at_rest_are_never_rewritten(toys, machine) -> None:
     x = torch.ones(1, 3, 64, dtype=torch.bfloat16)
     with machine(4) as manager, torch.no_grad():
         net = toys.build_net(dtype=torch.bfloat16)
