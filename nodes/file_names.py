@@ -54,6 +54,8 @@ def prefix_problem(prefix: str) -> str | None:
     Text such as ``%year%``, which the host replaces, counts as it stands; a number follows the prefix.
     """
     path = posixpath.normpath(prefix)
+    if path.startswith("/") or path.partition("/")[0] == "..":
+        return "leads out of the output folder"
     if path.rpartition("/")[2] in ("", ".", ".."):
         return "is not a file name"
     return path_problem(f"{path}_")

@@ -206,5 +206,7 @@ def test_a_recent_report_is_the_end_of_the_whole_one(toys, machine, number: int)
         for part in ("nodes", "runs", "events"):
             assert recent[part] == whole[part][len(whole[part]) - min(number, len(whole[part])) :]
         assert recent["samples"] == [] and whole["samples"]
-        assert recent.keys() == whole.keys() and recent["devices"] == whole["devices"]
+        assert recent.keys() == whole.keys()
+        # Free RAM changes at any time.
+        assert recent["devices"][1:] == whole["devices"][1:] and whole["devices"][0]["name"] == "cpu"
         assert json.dumps(recent["components"]) == json.dumps(whole["components"])
