@@ -152,7 +152,7 @@ def checksum(group: WeightGroup) -> int:
 
 
 def written_since(manager: MemoryManager, member: Member, tags: Mapping[int, int]) -> list[WeightGroup]:
-    """Save what was written on devices; returns the groups whose weight stores have changed since ``tags``."""
+    """Save what was written on devices; returns the groups whose weights at rest have changed since ``tags``."""
     managed_component = member.managed
     with managed_component.passes.held(), manager.exclusive():
         plan = managed_component.plan if managed_component.is_loaded else None

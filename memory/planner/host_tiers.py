@@ -67,12 +67,12 @@ class StoreSpec:
 
     @property
     def can_rest_on_disk(self) -> bool:
-        """Whether its file can be its weight store: not for eight bits that the user asked for, which no file holds."""
+        """Whether its weights can stay in its file: not in eight bits that the user requested, which no file holds."""
         return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
 
     @property
     def ram_bytes(self) -> int:
-        """The bytes of all weight stores."""
+        """The bytes of all weights at rest in RAM."""
         return self.sizes.all_resident_bytes
 
     @property
@@ -107,7 +107,7 @@ class StoreSpec:
 
 
 def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
-    """Return the weight stores with the tier that was asked for, or ``disk`` where that was asked for or RAM is short.
+    """Return the components with their tiers: the requested one, else ``disk`` if the profile says so or RAM is short.
 
     Raises:
         InvalidInput: a tier that cannot be had; lists those that can.
@@ -164,7 +164,7 @@ def why_unavailable(part: StoreSpec) -> str:
 
 
 def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:
-    """Return the weight stores with what is page-locked of them: as much as may be, streamed blocks first.
+    """Return the components with their page-locked parts: as much as the limit allows, streamed blocks first.
 
     Buffers through which files are read come before all weights; components that the user placed at tier ``pinned``
     come before those that the plan places there.
@@ -191,14 +191,14 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
 
 
 def may_be_pinned(part: StoreSpec, profile: OffloadProfile) -> bool:
-    """Whether the weight stores, or the buffers of their file, should be page-locked if the machine allows it."""
+    """Whether the weights in RAM, or the buffers of their file, should be page-locked if the machine allows it."""
     if part.tier in (None, "disk"):
         return not part.on_cpu and covers(profile.pinned, part.component.name, part.component.kind)
     return part.tier == "pinned"
 
 
 def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> StoreSpec:
-    """Return the weight stores with their final tier, and why not all of them are page-locked."""
+    """Return the component with its final tier, and why not all its weights are page-locked."""
     if part.tier == "disk":
         return part if part.pinned_bytes else replace(part, reasons=(*part.reasons, explain(part, machine, profile)))
     if part.tier is not None and part.tier != "pinned":
@@ -217,7 +217,7 @@ def finish(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: O
 
 
 def explain_pageable(part: StoreSpec, pinned: dict[str, int], machine: Machine, profile: OffloadProfile) -> list[str]:
-    """Return why not all that rests in RAM is page-locked."""
+    """Return why not all weights in RAM are page-locked."""
     pinned_bytes = sum(pinned.values())
     if part.on_cpu or pinned_bytes == part.ram_bytes:
         return []

@@ -55,9 +55,9 @@ class ComponentPlan:
     forms: Forms
     placement: PlacementItem
     pinned: frozenset[str] = frozenset()
-    """The blocks whose weight stores are page-locked, by name, and ``""`` for the rest and the buffers."""
+    """The names of the blocks that are page-locked in RAM, and ``""`` for the rest and the buffers."""
     host_bytes: int = 0
-    """The bytes of RAM, page-locked or not: of the weight stores, or of the buffers through which a file is read."""
+    """The bytes of RAM, page-locked or not: of the weights, or of the buffers through which a file is read."""
     pinned_bytes: int = 0
     oversize_bytes: int = 0
     """What is pageable only because its pieces are too large for a slab of page-locked memory."""
@@ -202,7 +202,7 @@ def plan_components(
 ) -> Plan:
     """Plan all components: on the devices each as if it were alone, in host memory all together.
 
-    On a device components compute in turns and evict each other; in host memory all their weight stores rest at once.
+    On a device components compute in turns and evict each other; in host memory all their weights rest at once.
 
     Args:
         precision: None is what the profile says.

@@ -31,7 +31,7 @@ def ignore(num_bytes: int) -> None:
 class DeviceShare:
     """The groups of one component on one device; every allocation is entered in the ledger as it happens.
 
-    On the CPU the weight stores compute in place: nothing is loaded, only encoded weights need scratch.
+    On the CPU blocks compute from the weights at rest: nothing is loaded, only encoded weights need scratch.
 
     Args:
         host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's

@@ -31,26 +31,26 @@ __all__ = ["Home", "find_kept"]
 LEAST_KEPT_SHARE = 15 / 16
 
 Home = tuple[int, int | None]
-"""A device's part of a component, by its place in the plan, and a block; None for what is beside the blocks."""
+"""The number of a device's part in the plan, and of a block; None for the weights outside of blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A component as a plan wants it to be packed."""
+    """A component as a plan packs it."""
 
     module: nn.Module
     component: Component
     plan: ComponentPlan
     source: WeightsSource | None
     written: Collection[str]
-    """The weights that are not what their file has."""
+    """The weights that differ from their file."""
     slots: Mapping[str, ParameterSlot]
-    """What the module holds now, and where."""
+    """The weights that the module holds now, by name."""
     parts: Collection[nn.Module]
-    """Its modules."""
+    """The modules of the component."""
 
     def takes(self, bundle: Bundle, specs: Sequence[TensorSpec], *, on_cpu: bool) -> bool:
-        """Whether a block is packed as these weights are to be."""
+        """Whether a block is packed as the plan packs these weights."""
         by_name = {spec.name: spec for spec in specs}
         slots = [slot for group in bundle.groups for slot in group.slots]
         return (
@@ -84,7 +84,7 @@ class Wanted:
         return group.names_in_file == in_file
 
     def has_weights(self, group: WeightGroup) -> bool:
-        """Whether the module holds what the group gave it, at the same places and nowhere else."""
+        """Whether the module holds the group's tensors at the same places, and nowhere else."""
         for slot, resting in zip(group.slots, group.resting, strict=True):
             own = [place for place in slot.owners if place[0] in self.parts]
             if not own or set(own) != set(self.slots[slot.spec.name].owners):
@@ -104,7 +104,7 @@ def find_kept(
     written: Collection[str],
     cpus: Collection[str],
 ) -> dict[Home, Bundle]:
-    """Return those of the blocks left by an earlier managed component that a plan wants as they are, by their home.
+    """Return the blocks of an earlier managed component that a plan keeps unchanged, by their home.
 
     Args:
         cpus: the devices that compute in host memory.

@@ -17,7 +17,7 @@ class Kind(enum.Enum):
     """What bytes are for."""
 
     WEIGHTS = "weights"
-    """Fixed tensors and resident blocks on a device; weight stores in host memory."""
+    """Fixed tensors and resident blocks on a device; weights at rest in host memory."""
     STAGING = "staging"
     """Staging slots of streamed blocks, and bounce buffers for files."""
     SCRATCH = "scratch"
