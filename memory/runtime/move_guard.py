@@ -12,8 +12,8 @@ assignment is for good.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from ..weights.storage_form import AS_STORED
 from .encoded_weight import EncodedWeight
 from .parameter_slots import ParameterSlot, as_held, repoint
 from .read_on_use import ReadOnUse
-from .watched_data import AbsentWeight, plainly, watch
+from .watched_data import AbsentWeight, WatchedTensor, plainly, watch
 from .weight_group import BlockState, WeightGroup
 from .weight_store import FileStore
 from .weight_swaps import Swaps, foreign_tensors
@@ -34,6 +34,8 @@ __all__ = ["MoveGuard"]
 ADDRESS = torch.Tensor.data_ptr
 STRIDE = torch.Tensor.stride
 DATA: Any = torch.Tensor.data  # the descriptor
+Foreign: TypeAlias = tuple[WeightGroup, int, tuple[nn.Module, str], torch.Tensor | None]
+"""A place that does not hold its group's tensor: the index of the weight, the place, and what is there."""
 
 
 class MoveGuard:
@@ -113,20 +115,40 @@ class MoveGuard:
         has_changed = bool(changed) or was_settled or bool(self.swaps.loans)
         if changed:
             self.swaps.lend(changed)
-            changed = [group for group in changed if self.take_over(group)]
+            slabs = self.find_slabs()
+            # All of them before any weight is written: they may lie in each other's memory.
+            foreign = [
+                (group, index, place, held if held is None else apart(group, index, held, slabs))
+                for group in changed
+                for index, place, held in foreign_tensors(group)
+            ]
+            changed = [
+                group for group in changed if self.take_over(group, [each for each in foreign if each[0] is group])
+            ]
         if changed or is_laid_out_anew or any(witness.is_moved() for witness in self.witnesses):
             has_changed = True
             self.wait()
+            slabs = self.find_slabs()
+            swapped = [(witness, witness.find_swapped(slabs)) for witness in self.witnesses]
+            for witness, given in swapped:
+                self.undone = witness.adopt_swapped(given) or self.undone
             for witness in self.witnesses:  # all of them: a block's buffers are in another group than its weights
                 undone = witness.put_back()
                 if undone is not None:
                     self.undone = undone
         return has_changed
 
-    def take_over(self, group: WeightGroup) -> bool:
+    def find_slabs(self) -> frozenset[int]:
+        """Return the addresses of all memory that weights lie in."""
+        slabs = [slab for group in self.groups for slab in (group.host_slab, group.resting_slab) if slab is not None]
+        stores = [group.store for group in self.groups if isinstance(group.store, FileStore)]
+        kept = [leaf for store in stores for leaf in store.kept.values()]
+        return frozenset(memory.untyped_storage().data_ptr() for memory in (*slabs, *kept))
+
+    def take_over(self, group: WeightGroup, foreign: Iterable[Foreign]) -> bool:
         """Save tensors assigned for good to their weights, or undo the assignment; returns whether there were any."""
         found = False
-        for index, (module, name), held in list(foreign_tensors(group)):
+        for _, index, (module, name), held in foreign:
             slot = group.slots[index]
             places = slot.tensors_of(module)
             if slot.is_buffer:  # the next `WeightGroup.put` saves buffers that a forward made
@@ -210,7 +232,7 @@ class Witness:
             address = group.store.address_of(self.leaf)
         leaf = leaves_of(held)[0]
         is_moved = leaf.data_ptr() != address or leaf.dtype is not group.layout.at_rest.forms[self.leaf].dtype
-        return is_moved or self.is_replaced()
+        return is_moved or self.is_replaced() or any(self.find_exchanged())
 
     def is_replaced(self) -> bool:
         """Whether any plain parameter of the group lies at another address. For a group at rest."""
@@ -218,6 +240,54 @@ class Witness:
         own = [group.placed[number] for number, _ in self.plain]
         with plainly():
             return [*map(ADDRESS, own), *map(STRIDE, own)] != self.addresses()
+
+    def find_exchanged(self) -> Iterator[int]:
+        """Yield the indices of weights shown without memory whose objects are plain or stand for another weight.
+
+        `torch.utils.swap_tensors` makes them so. For a group at rest.
+        """
+        group = self.group
+        in_file = group.store.names if isinstance(group.store, FileStore) and group.copy is None else ()
+        for number, leaf in self.plain if group.encoded or in_file else ():
+            slot = group.slots[number]
+            held = slot.held if slot.owners else None
+            if held is None:
+                continue
+            if group.shows(slot):
+                is_other = not (isinstance(held, EncodedWeight) and held.encoded.slot is slot)
+            else:
+                rests_in_file = bool(in_file) and in_file[leaf] is not None
+                is_other = rests_in_file and (not held.is_meta or is_of_another(held, slot))
+            if is_other:
+                yield number
+
+    def find_swapped(self, slabs: Collection[int]) -> list[tuple[int, torch.Tensor]]:
+        """Return by index what the objects of weights without memory were swapped with.
+
+        Plain weights that lie in another weight's memory get memory of their own, before any is written.
+        """
+        group = self.group
+        if group.state is BlockState.COMPUTING or group.is_whole or group.store is None:
+            return []
+        for number, _ in self.plain:
+            held = group.placed[number]
+            own = apart(group, number, held, slabs)
+            if own is not held:
+                with plainly(), torch.inference_mode(held.is_inference()):
+                    DATA.__set__(held, own)
+        held_at = [(number, group.slots[number].held) for number in self.find_exchanged()]
+        return [(number, held.plain() if isinstance(held, EncodedWeight) else held) for number, held in held_at]
+
+    def adopt_swapped(self, swapped: Iterable[tuple[int, torch.Tensor]]) -> str | None:
+        """Write what objects of encoded weights were swapped with; returns what was undone, as for those in a file."""
+        group, undone = self.group, None
+        for number, given in swapped:
+            name, slab, form = group.slots[number].spec.name, group.resting_slab, group.held_form(number)
+            if slab is None:
+                undone = f"{name!r}, which rests in its file, was replaced"
+            elif (given.dtype, given.shape) == (form.dtype, form.shape) and not given.is_meta:  # else told below
+                undone = why_not_adopted(group, number, given) or undone
+        return undone
 
     def addresses(self) -> list[Any]:
         """Return the addresses of the plain parameters (0 for encoded ones, shown wide), then their strides."""
@@ -285,21 +355,46 @@ class Witness:
         """Write values that were assigned in place of our weights to these, if dtype and shape are the same."""
         group = self.group
         slab = group.resting_slab
-        if slab is None:
-            return
-        for index, (slot, leaves) in enumerate(zip(group.slots, group.layout.leaf_views(slab), strict=True)):
+        for index, (slot, leaves) in enumerate(zip(group.slots, resting_leaves(group), strict=True)):
             held = slot.held
-            is_plain = slot.form is AS_STORED and not slot.is_buffer
+            is_plain = slot.form is AS_STORED and not slot.is_buffer and not leaves[0].is_meta
             if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
                 with torch.no_grad():
-                    given = held.detach().to(slab.device)
+                    given = held.detach().to(leaves[0].device)
                     if given.data_ptr() == leaves[0].data_ptr():
                         if given.stride() == leaves[0].stride():
                             continue
                         given = given.clone()
-                    own = group.layout.leaf_views(slab)[index][0] if group.take_strides(index, given) else leaves[0]
+                    relaid = slab is not None and group.take_strides(index, given)
+                    own = resting_leaves(group)[index][0] if relaid else leaves[0]
                     if not torch.equal(given, own):
                         own.copy_(given)
+
+
+def apart(group: WeightGroup, index: int, held: torch.Tensor, slabs: Collection[int]) -> torch.Tensor:
+    """Return what other code gave for a weight, as a copy where it is plain and lies in another weight's memory."""
+    if (
+        type(held) not in (nn.Parameter, torch.Tensor, WatchedTensor)
+        or held.is_meta
+        or held.layout is not torch.strided
+    ):
+        return held
+    with plainly(), torch.no_grad():
+        if held.untyped_storage().data_ptr() not in slabs:
+            return held
+        if held.data_ptr() == resting_leaves(group)[index][0].data_ptr():
+            return held
+        return held.detach().clone()
+
+
+def resting_leaves(group: WeightGroup) -> list[list[torch.Tensor]]:
+    """Return the leaves of each weight where they lie at rest; without memory for those in their file."""
+    slab = group.resting_slab
+    if slab is not None:
+        return group.layout.leaf_views(slab)
+    assert isinstance(group.store, FileStore)
+    leaves = iter(group.store.resting_leaves())
+    return [list(itertools.islice(leaves, count)) for count in group.layout.num_leaves]
 
 
 def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:

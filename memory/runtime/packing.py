@@ -20,7 +20,7 @@ from .added_layers import bring_home
 from .bundle import Bundle
 from .device_share import DeviceShare
 from .ledger import Kind, Ledger
-from .parameter_slots import ParameterSlot
+from .parameter_slots import ParameterSlot, differs_from_file
 from .weight_group import WeightGroup
 from .weight_store import FileStore, HostStore
 
@@ -78,12 +78,16 @@ class Packing:
         """The weights that came under management without memory."""
         self.written = frozenset[str]()
         """The weights that are not what their file has any more."""
+        self.doubtful = frozenset[str]()
+        """The weights that were in RAM, and may have been written to there: compared with their file before they rest
+        in it."""
         self.packed_versions: dict[int, int] = {}
         """The version of each group's weight store in host memory as it was packed, by the group's id."""
         self.left: list[Bundle] = []
         """Packed blocks that wait for the managed component which goes on with them; the same list for both."""
         if after is not None:
             self.came_bare, self.written, self.left = after.came_bare, after.written, after.left
+            self.doubtful = after.doubtful
         self.kept = [bundle for share in shares for bundle in share.bundles if bundle in self.left]
         """The blocks that were packed before."""
         if after is not None:
@@ -141,6 +145,8 @@ class Packing:
                     self.leave_in_file(share)
                 else:
                     self.pack_share(share, progress)
+        if self.plan.tier == "disk":
+            self.doubtful = frozenset()
         self.left.clear()
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
@@ -284,20 +290,23 @@ class Packing:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
-        if self.source is not None:
-            resting = [group.store for group in self.groups if isinstance(group.store, FileStore)]
-            stored = {name for store in resting for name in store.names if name is not None}
-            self.source.rename({old: new for old, new in names.items() if old in stored})
         for group in self.groups:
             group.rename(names)
         self.came_bare = frozenset(names.get(name, name) for name in self.came_bare)
         self.written = frozenset(names.get(name, name) for name in self.written)
+        self.doubtful = frozenset(names.get(name, name) for name in self.doubtful)
+        if self.source is not None:
+            stored = self.source.files
+            self.note_written([new for old, new in names.items() if old not in stored and new in stored])
+            self.source.rename({old: new for old, new in names.items() if old in stored})
 
     def leave_in_file(self, share: DeviceShare) -> None:
         """Leave a share's weight stores in their file; on their way to the device they pass through buffers."""
         assert self.source is not None and share.bounce is not None
         for group in share.groups:
             if group.store is None:
+                doubtful = [s for s in group.slots if s.spec.name in self.doubtful and self.source.holds(s.spec)]
+                self.note_written(slot.spec.name for slot in doubtful if differs_from_file(slot, self.source))
                 group.rest_in_file(self.source, share.bounce, written=self.written)
             assert isinstance(group.store, FileStore)
             self.host_bytes["host"] += group.store.kept_bytes
@@ -336,6 +345,9 @@ class Packing:
         if self.plan.tier == "disk":
             left = [group for group in self.groups if group.host_slab is not None]
             self.written |= {slot.spec.name for group in left for slot in group.slots if not slot.is_buffer}
+        elif self.source is not None:
+            rewritten = [group for group in self.groups if self.may_be_written(group)]
+            self.doubtful |= {slot.spec.name for group in rewritten for slot in group.slots if not slot.is_buffer}
         error: InvalidInput | None = None
         staying = self.to_leave(ending)
         self.left += [bundle for bundle in staying if bundle not in self.left]
@@ -354,6 +366,11 @@ class Packing:
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         if error is not None:
             raise error
+
+    def may_be_written(self, group: WeightGroup) -> bool:
+        """Whether weights in RAM may have been written to since they were packed; what was never packed may have
+        been."""
+        return group.store is None or self.packed_versions.get(id(group)) != group.version
 
     def to_leave(self, ending: Ending) -> list[Bundle]:
         """Return the blocks that stay packed: all that are, or those that were before."""

@@ -22,6 +22,7 @@ __all__ = [
     "add_up",
     "as_held",
     "become",
+    "differs_from_file",
     "fill_slots",
     "find_slots",
     "in_list",
@@ -223,6 +224,19 @@ def read_weights(
         targets = [(slot.spec.name, weight) for slot, weight in zip(slots, weights, strict=True)]
         source.read_into(targets, progress=progress, drop_pages=drop_pages)
     return weights
+
+
+def differs_from_file(slot: ParameterSlot, source: WeightsSource) -> bool:
+    """Whether the module holds another weight in host memory than the files have; reads the weight.
+
+    Raises `InvalidInput` if a file has changed.
+    """
+    if slot.held.is_meta:
+        return False
+    (stored,) = read_weights([slot], source, drop_pages=True)
+    with torch.inference_mode(slot.held.is_inference()), torch.no_grad():
+        own, read = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (slot.held, stored))
+        return not torch.equal(own, read)
 
 
 def fill_slots(

@@ -14,19 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence, ValuesView
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from .watched_data import plainly
+from .encoded_weight import EncodedWeight
+from .watched_data import AbsentWeight, plainly
 
 __all__ = ["SteadyLook"]
 
 ADDRESS = torch.Tensor.data_ptr
 STRIDE = torch.Tensor.stride
 DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+ATTRIBUTES = attrgetter("__dict__")
 
 
 class SteadyLook:
@@ -65,6 +67,9 @@ class SteadyLook:
         numbers = [index for index, each in enumerate(held) if id(each) in weights]
         self.take_weights = taker(numbers)
         self.take_matrices = taker([index for index in numbers if held[index].dim() > 1])
+        # These have no address, but attributes of their own, which `torch.utils.swap_tensors` exchanges as well.
+        placeless = (AbsentWeight, EncodedWeight)
+        self.take_placeless = taker([index for index in numbers if isinstance(held[index], placeless)])
         self.take_samples = taker([index for index in numbers if id(held[index]) in samples])
         self.attributes = [vars(module) for module in marked]
         self.marks = self.find_marks()
@@ -81,12 +86,14 @@ class SteadyLook:
         ]
 
     def find_places(self, held: Sequence[Any]) -> list[Any]:
-        """Return the addresses of weights, the strides of matrices, and the dtypes of samples."""
+        """Return the addresses of weights, the strides of matrices, the dtypes of samples, and the attributes of
+        weights without an address."""
         with plainly():
             return [
                 *map(ADDRESS, self.take_weights(held)),
                 *map(STRIDE, self.take_matrices(held)),
                 *map(DTYPE, self.take_samples(held)),
+                *map(id, map(ATTRIBUTES, self.take_placeless(held))),
             ]
 
     def is_steady(self) -> bool:

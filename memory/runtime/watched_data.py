@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..errors import UnsafeState
 from .deep_copies import Copied, copy_view
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
 
@@ -169,6 +170,7 @@ class WatchedTensor(RestingWeight, torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        refuse_absent(value)
         with plainly():
             count_write(self)
             if IS_ALIAS_OF(value, self) and value.stride() != self.stride():
@@ -279,6 +281,7 @@ class AbsentWeight(WatchedTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        refuse_absent(value)
         self.bring().data = value
 
     def copy_on(self, device: torch.device) -> torch.Tensor:
@@ -401,6 +404,12 @@ def view_like(view: torch.Tensor, alias: torch.Tensor | None) -> torch.Tensor:
     return flat.as_strided(view.shape, view.stride(), flat.storage_offset() + offset // view.itemsize)
 
 
+def refuse_absent(value: torch.Tensor) -> None:
+    """Refuse a weight without memory as another weight's ``.data``: both would share what no memory has."""
+    if isinstance(value, AbsentWeight):
+        raise UnsafeState("the data of a weight that rests in its file was assigned to another: assign its clone()")
+
+
 def has_no_memory(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentWeight)
 
@@ -432,6 +441,8 @@ def watch(
             tensor.shown = Shown(aliases)  # type: ignore[attr-defined]
         tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
+    elif isinstance(tensor, AbsentWeight) and bring is not None:
+        tensor.bring = bring  # a component that was released before could not read it
     elif isinstance(tensor, WatchedTensor) and aliases is not None:
         shown = vars(tensor).get("shown")
         if (

@@ -133,7 +133,7 @@ class WeightPlaces:
             for is_buffer, places in ((False, part._parameters), (True, part._buffers)):
                 for name, tensor in list(places.items()):
                     found = known.get(id(tensor))
-                    if isinstance(tensor, EncodedWeight):
+                    if isinstance(tensor, EncodedWeight) and found is None:
                         found = slots.get(id(tensor.encoded.slot))
                     elif isinstance(tensor, AbsentWeight) and isinstance(tensor.bring, ReadOnUse) and found is None:
                         found = None if tensor.is_data else slots.get(id(tensor.bring.slot))

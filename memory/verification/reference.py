@@ -324,5 +324,6 @@ def find_changed_weights(managed: ManagedComponent) -> list[tuple[str, str]]:
 def is_written(managed: ManagedComponent, group: WeightGroup) -> bool:
     """Whether other code is known to have written to a group's weights since they were packed."""
     packing = managed.packing
-    by_name = any(slot.spec.name in packing.written for slot in group.slots)
+    known = packing.written | packing.doubtful
+    by_name = any(slot.spec.name in known for slot in group.slots)
     return by_name or packing.packed_versions.get(id(group), group.version) != group.version
