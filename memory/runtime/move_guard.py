@@ -257,7 +257,7 @@ class Witness:
                 is_other = not (isinstance(held, EncodedWeight) and held.encoded.slot is slot)
             else:
                 rests_in_file = bool(in_file) and in_file[leaf] is not None
-                is_other = rests_in_file and (not held.is_meta or is_of_another(held, slot))
+                is_other = bool(in_file) and (held.is_meta != rests_in_file or is_of_another(held, slot))
             if is_other:
                 yield number
 
@@ -467,7 +467,9 @@ def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
             resting.append(store)
         elif group.shows(slot):
             resting.append(group.show(slot, own))
-        elif not slot.is_quantized and not own[0].is_meta and torch._has_compatible_shallow_copy_type(store, own[0]):
+        elif not (slot.is_quantized or own[0].is_meta or store.is_meta) and torch._has_compatible_shallow_copy_type(
+            store, own[0]
+        ):
             with plainly():
                 DATA.__set__(store, own[0])  # assignments of the same memory in another order were copied
             resting.append(watch(store, group.asked, aliases=group.aliases))

@@ -227,9 +227,9 @@ NOT_DETECTED = [("exchange data", "eight bits"), ("exchange in new objects", "ei
 
 @pytest.mark.parametrize("deed", DEEDS)
 def test_some_ways_and_continuations(machine, tmp_path: Path, deed: str) -> None:
-    """Each deed with each way and each continuation once at least."""
+    """Each deed with a seventh of the ways and continuations, deeds in turn with each."""
     begin = list(DEEDS).index(deed)
-    for way, then, is_called in [case for case in ALL if (deed, case[0]) not in NOT_DETECTED][begin % 5 :: 5]:
+    for way, then, is_called in [case for case in ALL if (deed, case[0]) not in NOT_DETECTED][begin % 7 :: 7]:
         try_deed(machine, tmp_path, deed, way, then, is_called=is_called)
 
 
