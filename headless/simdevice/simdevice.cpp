@@ -22,17 +22,17 @@
 // is still being read is invisible to this (the reader has run already); the order book reports it.
 //
 // [Note: copy engine]
-// For whoever measures with a clock on the wall, a thread may move deferred copies meanwhile, piece by piece, as a
+// For measurements in wall time, a thread may move deferred copies meanwhile, piece by piece, as a
 // card fetches its bytes while the host does something else. Nothing is poisoned then: that would be a write by the
 // host, as slow as the copy. The books are the same with and without it.
 //
 // [Note: registered memory]
 // Host memory is pinned by torch's allocator, which rounds to powers of two, or by registering an exact range of
-// somebody else's memory, as cudaHostRegister does. Its bytes are never ours: the caller unregisters before it
+// memory of the caller, as cudaHostRegister does. Its bytes are never ours: the caller unregisters before it
 // frees. Four rules of the driver are kept: a range that shares a page with a registered one is refused; a copy
 // lies in one pinned range or touches none (else CUDA_ERROR_INVALID_VALUE, CUDA driver API, "API synchronization
-// behavior"); only the base address unregisters; and a refusal stays the thread's last error until somebody reads
-// it, which torch does after every kernel it launches (C10_CUDA_KERNEL_LAUNCH_CHECK), so the next operator raises
+// behavior"); only the base address unregisters; and a refusal stays the thread's last error until it is
+// read, which torch does after every kernel it launches (C10_CUDA_KERNEL_LAUNCH_CHECK), so the next operator raises
 // what it has nothing to do with. One is stricter: unregistering under a copy that the host has not waited for is
 // a race, because no document promises that the driver waits.
 //
@@ -96,7 +96,7 @@ constexpr int kPoolStreams = 32;
 constexpr int kStreams = 1 + kPoolStreams;
 // As cudaMalloc and more than any CPU kernel asks for, so that a result never depends on where a tensor lies.
 constexpr size_t kAlignment = 512;
-// From here on memory is mapped without reserving it: a model of 40 GB fits as long as nobody touches its bytes.
+// From here on memory is mapped without reserving it: a model of 40 GB fits as long as its bytes are not touched.
 constexpr size_t kMappedBytes = size_t(64) << 20;
 // As in driver_types.h.
 constexpr int kErrorInvalidValue = 1, kErrorMemoryAllocation = 2;
@@ -375,7 +375,7 @@ const char* first_byte(const Tensor& tensor) {
   return static_cast<const char*>(tensor.storage().data()) + tensor.storage_offset() * tensor.element_size();
 }
 
-// Null for pageable memory and for memory that somebody else brought.
+// Null for pageable memory and for memory that the caller brought.
 Allocation* allocation_behind(const Tensor& tensor) {
   return tensor.is_cpu() ? pinned_allocation_at(first_byte(tensor)) : allocation_of(tensor.storage().data_ptr());
 }
@@ -1166,7 +1166,7 @@ class Call {
     if (const int error = std::exchange(last_error, 0))
       throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, error,
                                   "error " + std::to_string(error) +
-                                      " of an earlier host registration, which nobody has read, raised by " +
+                                      " of an earlier host registration, which was not read before, raised by " +
                                       traits_.name);
   }
 

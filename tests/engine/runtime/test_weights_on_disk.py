@@ -900,10 +900,10 @@ def test_a_tier_that_cannot_be_says_why(toys, machine, files) -> None:
             ({"placement": "cpu:pinned"}, "computes on the CPU"),
             (
                 {"placement": "gpu:0:disk", "precision": "fp8 scaled", "files": {"net": files}},
-                "asked for in eight bits",
+                "eight bits were requested",
             ),
         ):
-            with pytest.raises(InvalidInput, match=f"is not available for net, [^\n]*{why}"):
+            with pytest.raises(InvalidInput, match=f"is not available for net: [^\n]*{why}"):
                 manage({"net": net}, manager=manager, **choices)
 
 
