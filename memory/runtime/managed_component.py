@@ -237,7 +237,7 @@ class ManagedComponent:
     # -- hooks
 
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
-        """Pack the weight stores (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
+        """Pack the weights (`Packing.pack`) and put the hooks in place; on failure the module is as it was."""
         self.phase = Phase.ATTACHED
         try:
             self.packing.pack(progress)

@@ -66,13 +66,13 @@ class Packing:
         self.ledger = ledger
         self.source = source
         self.host_bytes = Counter[str]()
-        """What the weight stores take of host memory, by tier."""
+        """The bytes of host memory that the weights take, by tier."""
         self.charged = Counter[str]()
         """What of that is in the ledger."""
         self.added_bytes: dict[WeightGroup, Counter[str]] = {}
         """The part of that of layers which were added, by their group."""
         self.was_refused = False
-        """Whether the driver would not page-lock all the weight stores that the plan wanted to be."""
+        """Whether the driver refused to page-lock part of what the plan wanted page-locked."""
         self.told_refusal = False
         self.came_bare = frozenset(slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta)
         """The weights that came under management without memory."""
@@ -128,15 +128,15 @@ class Packing:
         )
 
     def pack(self, progress: Callable[[int], None] | None = None) -> None:
-        """Make the weight stores that are not there yet; on failure the caller ends it as `Ending.TAKEN_BACK`.
+        """Build the missing weight stores; on failure the caller ends the packing as `Ending.TAKEN_BACK`.
 
-        Holds, beside the weight stores, one arena of slabs at a time. The caller measured all that it packs, before any
-        weight loses a bit: after that only ``progress``, the files or a lack of memory can fail, and what rests in
-        an encoded form by then comes back decoded, as there is no copy of what it was.
+        Uses one arena of slabs at a time beside the weights. All weights to encode were measured before any of them
+        loses a bit. After that only ``progress``, the files or a lack of memory can fail; weights that were encoded by
+        then come back decoded, because no copy of the originals is kept.
 
         Args:
-            progress: called with the bytes that were packed or read since it was called last, of `to_pack` in all,
-                for each block at least; what it raises is raised here.
+            progress: called at least once per block with the bytes packed or read since its last call; they add up to
+                `to_pack`. An exception from it is raised here.
         """
         self.go_on()
         with self.open_files():
@@ -211,7 +211,7 @@ class Packing:
             self.left.remove(bundle)
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
-        """Move a share's weight stores into host slabs, page-locked as the plan says and the driver agrees."""
+        """Move a share's weights into host slabs, page-locked as far as the plan says and the driver agrees."""
         to_pack = [group for group in share.groups if group.store is None]
         if share.copies is None:  # others compute in place, in the memory they came in
             groups = [group for group in to_pack if group.encoded]
@@ -301,7 +301,7 @@ class Packing:
             self.source.rename({old: new for old, new in names.items() if old in stored})
 
     def leave_in_file(self, share: DeviceShare) -> None:
-        """Leave a share's weight stores in their file; on their way to the device they pass through buffers."""
+        """Leave a share's weights in their file; they reach the device through bounce buffers."""
         assert self.source is not None and share.bounce is not None
         for group in share.groups:
             if group.store is None:
@@ -315,7 +315,7 @@ class Packing:
         share.memory.read_through(num_bytes, locks=bool(self.plan.pinned_bytes))
 
     def count_bytes(self) -> dict[str, int]:
-        """Return what the weight stores take of host memory now, by tier, as they have it themselves.
+        """Return the bytes of host memory that the weight stores have now, by tier, counted in the stores.
 
         What computes in place in the memory that it came in has no slab: it counts as one.
         """
@@ -336,11 +336,12 @@ class Packing:
         self.ledger.change(tier, self.owner, Kind.WEIGHTS, num_bytes)
 
     def end(self, ending: Ending) -> None:
-        """Give the module what the ending says, and strike the weight stores from the books. The groups left every
-        device.
+        """Give the module its weights as the ending says, and remove the weight stores from the ledger.
+
+        The groups have left every device.
 
         Raises:
-            InvalidInput: weights rest in a file that is not what it was; they stay without memory.
+            InvalidInput: weights rest in a file that has changed; they stay without memory.
         """
         if self.plan.tier == "disk":
             left = [group for group in self.groups if group.host_slab is not None]

@@ -58,8 +58,8 @@ class BlockState(enum.Enum):
     """
 
     IN_PLACE = "in place"
-    """The module's own tensors, in the memory that they came in, from which the CPU computes; costs nothing more. So
-    it is before packing, after release, and for all that computes on the CPU as it is stored."""
+    """The module's own tensors, in the memory that they came in, from which the CPU computes; costs nothing more.
+    The state before packing and after release, and of groups that compute on the CPU as they are stored."""
     HOST = "host"
     """Views into a slab of host memory (`WeightGroup.resting`): costs the slab in RAM, page-locked or not, and no
     device bytes. A streamed block is here whenever it does not compute."""
@@ -97,12 +97,12 @@ class WeightGroup:
         self.encoded = {
             index: encoded_form(forms[slot.spec.name]) for index, slot in enumerate(slots) if slot.spec.name in forms
         }
-        """By the index of each weight that rests in an encoded form, which."""
+        """The encoded forms in which weights rest, by the index of the weight."""
         self.shows_wide = shows_wide
         self.asked: Asked | None = None if beside is None else beside.asked
         """The function that its weights at rest call when asked for their device."""
         self.opened: list[EncodedLeaves] = []
-        """Encoded weights of which others got views, or that were to be converted."""
+        """Encoded weights of which other code got views, or which it wanted to convert."""
         self.originals: dict[str, torch.Tensor] = {}
         """The module's own objects for weights that are shown wide; it has them again in `BlockState.IN_PLACE`."""
         self.wide_dtypes = {slot.spec.name: slot.held.dtype for slot in slots}
@@ -110,48 +110,47 @@ class WeightGroup:
         self.resting: list[torch.Tensor] = []
         """What the module holds in the states `BlockState.HOST` and `BlockState.IN_FILE`; empty in `IN_PLACE`."""
         self.charge_host: Callable[[int], None] | None = None
-        """Called with bytes of host memory that the weights take from now on, beside those they were packed into."""
+        """Called with the bytes of host memory that the weights take beside the slab into which they were packed."""
         self.bring: Callable[[WeightGroup], None] | None = None
         """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
         self.store: HostStore | FileStore | None = None
         self.copy: DeviceCopy | None = None
-        """What it has in the state `BlockState.RESIDENT`, and between its computing; else None."""
+        """The copy on the device, while the group is resident."""
         self.aliases: list[torch.Tensor] = []
-        """For each weight store whose ``.data`` was read, the tensor that shares a counter with all that was
-        returned."""
+        """For each weight at rest whose ``.data`` was read, a tensor that shares a version counter with the results."""
         self.past_writes = 0
-        """Makes up for the counters of objects that are weight stores no more."""
+        """The version counts of objects that are no longer weights at rest."""
         self.shown: weakref.WeakSet[EncodedLeaves] = weakref.WeakSet()
-        """What the wide tensors show that the module holds, or held, for encoded weights."""
+        """The leaves behind the wide tensors that the module holds, or held, for encoded weights."""
         self.readers_on_use: weakref.WeakSet[ReadOnUse] = weakref.WeakSet()
-        """What weights without memory, and their ``.data``, call to be read."""
+        """The readers that weights without memory, and their ``.data``, call."""
         self.given: list[tuple[ParameterSlot, weakref.ref[torch.Tensor]]] = []
-        """What the module held in an earlier state, and other code keeps; plain tensors when the group ends."""
+        """Tensors that the module held in an earlier state and other code keeps; they get plain memory at the end."""
         self.on_meta: dict[str, torch.Tensor] = {}
         """What the module held in `BlockState.IN_PLACE` for weights that came without memory; for taking them back."""
         self.state = BlockState.IN_PLACE
         self.placed: Sequence[torch.Tensor] = []
         """What the module was given last, in any state: one of `resting`, `copy.views` and those of `views`."""
         self.places: list[tuple[dict[str, torch.Tensor], str, int]] = []
-        """Those places, as the dicts of modules, with the number of the slot; empty until first used."""
+        """The places of the slots: a module's dict, the name in it, and the slot's index; empty until first used."""
         for slot in self.slots:
             slot.clear_with(self.places)
         self.has_buffers = any(slot.is_buffer for slot in self.slots)
         self.has_lists = any(slot.lists for slot in self.slots)
         self.counted: tuple[list[torch.Tensor], int, list[torch.Tensor]] = [], 0, []
-        """The tensors at rest and how many there were, and those of them that count the writes to them."""
+        """The weights at rest, how many these were, and those of them that have a version counter."""
         notes_data = beside is not None and beside.views.notes_data
         self.views: ComputingViews = ComputingViews(self.slots, self.encoded, self.layout, notes_data=notes_data)
         """What the module holds in the state `BlockState.COMPUTING`."""
         self.origin: Origin | None = None
-        """The memory it computes from, if writes to that would be lost; else None."""
+        """The memory from which it computes, if writes to that would be lost; else None."""
 
     def let_read(self, bring: Callable[[WeightGroup], None] | None) -> None:
-        """Ask this function to run `read_into_memory` while nothing computes; None: nothing is read any more."""
+        """Set the function that runs `read_into_memory` while nothing computes; None: nothing is read any more."""
         self.bring = bring
 
     def charge_to(self, charge_host: Callable[[int], None] | None) -> None:
-        """Tell this function of host memory that the weights take beside what they were packed into."""
+        """Set the function that is told of host memory beside the slab into which the weights were packed."""
         self.charge_host = charge_host
 
     def take_strides(self, index: int, given: torch.Tensor) -> bool:
@@ -177,7 +176,7 @@ class WeightGroup:
 
     @property
     def host_slab(self) -> torch.Tensor | None:
-        """The weight stores in host memory, if they are there."""
+        """The weight store's slab of host memory; None if it is a file or does not exist."""
         return self.store.slab if isinstance(self.store, HostStore) else None
 
     @property
@@ -188,8 +187,7 @@ class WeightGroup:
 
     @property
     def version(self) -> int:
-        """That of the weight stores; grows when weights are written to, through the slab or through the module's
-        objects."""
+        """The version of the weight store: grows with each write to the slab or to an object that the module holds."""
         assert self.store is not None
         # An object that came with the module was pointed to the slab and has a counter of its own.
         resting, number, counted = self.counted
@@ -207,8 +205,7 @@ class WeightGroup:
         return counted
 
     def renew(self, resting: Sequence[torch.Tensor]) -> None:
-        """Take other objects as the weight stores, for the same memory; counts as a write, so that no version comes
-        again."""
+        """Replace the weights at rest by objects for the same memory. Counts as a write: versions never repeat."""
         before = self.version
         replaced, self.resting = self.resting, list(resting)
         self.note_given(replaced, self.resting)
@@ -216,11 +213,11 @@ class WeightGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the module has its own tensors again, while `unpack` was interrupted behind that."""
+        """Whether the module has its own tensors again although `unpack` was interrupted before it ended."""
         return self.store is not None and not self.resting
 
     def note_given(self, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> None:
-        """Remember what the module held for weights at rest and holds no more, as long as other code keeps it."""
+        """Track tensors that the module held for weights at rest and that other code still references."""
         kept = [
             (slot, weakref.ref(old)) for slot, old, new in zip(self.slots, before, now, strict=False) if old is not new
         ]
@@ -242,7 +239,7 @@ class WeightGroup:
     def pack(
         self, slab: HostSlab, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
     ) -> None:
-        """Move the weight stores into a slab of host memory, weights encoded as they are to rest.
+        """Move the weights into a slab of host memory, encoded in the form in which they rest.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
         on the meta device is read from the source, straight into the slab where it is not encoded; ``progress`` is
@@ -463,7 +460,7 @@ class WeightGroup:
     # -- names
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call weights what their module calls them by now, by the names that they had."""
+        """Rename weights, by their former names: their module has other names for them now."""
         for slot in self.slots:
             slot.describe(replace(slot.spec, name=names.get(slot.spec.name, slot.spec.name)))
         self.wide_dtypes = {names.get(name, name): dtype for name, dtype in self.wide_dtypes.items()}
@@ -570,8 +567,7 @@ class WeightGroup:
                 become(tensor, find_home(slot, tensor))
 
     def discard(self) -> None:
-        """Drop the weight stores, and let the module hold shapes without memory: it is no longer used. Reads
-        nothing."""
+        """Drop the weights, and give the module shapes without memory: it is no longer used. Reads nothing."""
         for slot in self.slots:
             slot.rest_as(AS_STORED)
             unwatch(slot.held)
@@ -634,8 +630,7 @@ class WeightGroup:
                         leaf.copy_(views[place])
 
     def leave_file(self, store: FileStore, copy: DeviceCopy) -> bool:
-        """Take what is on the device for the weight store if it is not what the file has; returns whether that was
-        so."""
+        """Make the weights on the device the weight store if they differ from the file; returns whether they do."""
         with torch.inference_mode(False):
             slab = allocate_slab(self.slab_bytes)
             slab.data.copy_(copy.slab)
@@ -694,7 +689,7 @@ class WeightGroup:
         return BlockState.IN_FILE if isinstance(self.store, FileStore) else BlockState.HOST
 
     def rest(self) -> None:
-        """Give the module what it holds between computes: its resident views, else the weight stores."""
+        """Give the module what it holds between computes: its resident views, else the weights at rest."""
         if self.copy is not None:
             self.put(self.copy.views, BlockState.RESIDENT)
         elif self.store is not None:  # else it computes in place, in the memory it came in

@@ -89,7 +89,7 @@ class WeightPlaces:
         self.own([part for part in module.modules() if part not in own])
 
     def take_back_from(self, module: nn.Module) -> None:
-        """Stop updating another component's module: it keeps our weight stores, as the same objects. Idempotent."""
+        """Stop updating another component's module: it keeps our weights at rest, as the same objects. Idempotent."""
         own, others = set(self.module.modules()), set(module.modules())
         for group in self.groups:
             for index, slot in enumerate(group.slots):

@@ -124,7 +124,7 @@ class HighwaterPatcher(ModelPatcher):
         if unpatch_weights and self.hosted.is_managed:
             self.eject_model()
             self.unpatch_hooks()
-            self.hosted.settle()  # the weight stores are written to below
+            self.hosted.settle()  # the weights at rest are written to below
             self.hosted.unload()
             self.write_originals()
             self.unmark_modules()
