@@ -80,7 +80,7 @@ class Leases:
                 self.load_for(member, holder.size if is_own_pass(holder) else None)
             allocated = self.event_log.begin_interval(holder, member.managed.device_names)
             if is_at_rest:
-                member.allocated_at_entry = allocated
+                member.note_entry(allocated)
             self.event_log.used_by_node(member.id)
         except BaseException:
             self.discard(member, holder)
@@ -88,7 +88,7 @@ class Leases:
 
     def touch(self, member: Member) -> None:
         """Note that a component is used now."""
-        member.last_use, member.last_use_s = next(self.uses), self.event_log.now_s
+        member.note_use(next(self.uses), self.event_log.now_s)
 
     def hold(self, member: Member, holder: object) -> None:
         """Keep a component from being evicted or replaced. Loads nothing."""
@@ -162,7 +162,7 @@ class Leases:
             forwards = lender.managed.forwards
             for guest in (guest for host, guest in managed.forwards.guests if host is forwards):
                 self.acquire_locked(lender, guest)
-                member.allocated_at_entry |= lender.allocated_at_entry  # the lender takes a part of the free memory
+                member.note_lender_entry(lender)
             if not lender.leases:
                 raise UnsafeState(f"{member.id}: {lender.id} got another profile just now; call {member.id} again")
 
@@ -190,7 +190,7 @@ class Leases:
         if isinstance(holder, Guest):  # another component needed that memory
             needed = {}
         for device, num_bytes in needed.items():
-            member.activation_bytes[device] = max(member.activation_bytes[device], num_bytes)
+            member.note_activations(device, num_bytes)
             self.event_log.needed_by_node(device, num_bytes)
         if is_own_pass(holder):
             learn_needs(member, self.capacity, holder, needed)
@@ -234,7 +234,7 @@ class Leases:
                 admission.keep_budgets(device, share.device_bytes, member)
                 need_bytes = share.device_bytes - self.ledger.held(member.id, share.device)
                 admission.make_room(device, need_bytes, member, keeps_bytes=share.keeps_bytes)
-                member.foreign_at_plan[share.device] = self.capacity.foreign_bytes(device)
+                member.note_foreign(share.device, self.capacity.foreign_bytes(device))
         try:
             to_load = sum(share.to_load(part) for share, part in zip(managed.shares, plan.shares, strict=True))
             queued = managed.load(plan, self.show_progress(member, to_load))
@@ -245,7 +245,7 @@ class Leases:
         finally:
             self.note_refusal(member)
             self.event_log.sample()
-        member.planned_in_epoch = self.capacity.epoch
+        member.note_planned(self.capacity.epoch)
         if queued:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
@@ -323,4 +323,4 @@ def write_needs(needs: Needs, file: NeedsFile) -> None:
     """Write changed needs to their file. If that fails, they stay marked as changed."""
     changed = needs.take_changed()
     if changed and not file.write(changed):
-        needs.changed |= {(key, size) for key, size, _ in changed}
+        needs.keep_changed((key, size) for key, size, _ in changed)

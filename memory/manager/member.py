@@ -115,6 +115,34 @@ class Member:
         """Evict it last, or as all others."""
         self.evict_last = kept
 
+    def note_use(self, number: int, now_s: float) -> None:
+        """Note that it is used now.
+
+        Args:
+            number: grows with every use of any member.
+        """
+        self.last_use, self.last_use_s = number, now_s
+
+    def note_entry(self, allocated_bytes: dict[str, int]) -> None:
+        """Note the bytes that were allocated on its devices when its pass began."""
+        self.allocated_at_entry = allocated_bytes
+
+    def note_lender_entry(self, lender: Member) -> None:
+        """Add what was allocated when a lender was entered for its pass: the lender takes a part of the free memory."""
+        self.allocated_at_entry |= lender.allocated_at_entry
+
+    def note_activations(self, device: str, num_bytes: int) -> None:
+        """Note what a forward needed of a device beside the weights; the most counts."""
+        self.activation_bytes[device] = max(self.activation_bytes[device], num_bytes)
+
+    def note_foreign(self, device: str, num_bytes: int) -> None:
+        """Note the bytes of a device that others than torch's allocator have while it is planned."""
+        self.foreign_at_plan[device] = num_bytes
+
+    def note_planned(self, epoch: int) -> None:
+        """Note the epoch of `LiveCapacity` in which it was planned."""
+        self.planned_in_epoch = epoch
+
     def add_holder(self) -> None:
         """Note that one more call manages it."""
         self.num_holders += 1

@@ -210,6 +210,10 @@ class Needs:
         self.changed -= changed  # another thread may add some meanwhile
         return [(key, size, replace(need)) for key, size, need in self.entries(changed)]
 
+    def keep_changed(self, which: Iterable[tuple[Key, Size]]) -> None:
+        """Count these as not written: writing them failed."""
+        self.changed |= set(which)
+
     def restore(self, entries: Iterable[tuple[Key, Size, Need]]) -> None:
         """Take over what was read from the file."""
         for key, size, need in entries:

@@ -303,7 +303,7 @@ class DeviceShare:
         bundle = self.blocks[number]
         if not self.host_replaces and not bundle.is_as_placed():
             raise UnsafeState(
-                f"{self.owner}: a weight of {bundle.name} was replaced while its model computes; do that before it does"
+                f"{self.owner}: a weight of {bundle.name} was replaced in the forward: replace weights before it"
             )
         self.entered.add(number)
         self.trace.append(number)

@@ -120,7 +120,7 @@ class JoinedLayers:
             module._parameters[name] = weight
         tree = Tree(self.module, self.own, blocks, self.came_with, lent=self.places.lent_places())
         if gone:
-            raise UnsafeState(f"{self.owner}: {gone[0]!r} is gone from its module: release it before you change that")
+            raise UnsafeState(f"{self.owner}: {gone[0]!r} is gone from its module: release it before such changes")
         self.refuse_added([slot for _, slot in tree.added])
         has_changed = False
         for share in self.shares:
@@ -163,7 +163,9 @@ class JoinedLayers:
         for other in find_holders(names.keys()) if names else ():
             name = next((names[id(weight)] for weight in other.known_weights() if id(weight) in names), None)
             if name is not None and other is not self.places:
-                raise UnsafeState(f"{self.owner}: {name!r} was added, and {other.owner!r} manages it: release that")
+                raise UnsafeState(
+                    f"{self.owner}: {name!r} was added, and {other.owner!r} manages it: release {other.owner!r}"
+                )
 
     def take_other_forms(self) -> dict[tuple[nn.Module, str], nn.Parameter]:
         """Return weights of added layers that have a new shape or dtype, by place; our slots give those places up."""

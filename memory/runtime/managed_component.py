@@ -451,7 +451,7 @@ class ManagedComponent:
         """Raise `UnsafeState`, once, for a change that was made before the release and that this undid."""
         undone, self.undone = self.undone, None
         if undone is not None:
-            raise UnsafeState(f"{self.owner}: {undone}; its release undid that: do it again, now that it is released")
+            raise UnsafeState(f"{self.owner}: {undone}; release() undid the change: make it again now")
 
     def put_back(self) -> None:
         """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""
@@ -496,7 +496,7 @@ class ManagedComponent:
                 blocks[self.module.get_submodule(block.name)] = number
             except AttributeError:
                 what = f"{self.owner}: {block.name!r} is gone from its module"
-                raise UnsafeState(f"{what}: release it before you change that") from None
+                raise UnsafeState(f"{what}: release it before such changes") from None
         return blocks
 
     def finish_copies(self) -> None:

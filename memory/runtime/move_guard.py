@@ -181,7 +181,7 @@ class MoveGuard:
     def tell_undone(self) -> None:
         """Report a change that was undone, once; a removed weight, each time. Raises `UnsafeState` for both."""
         if self.gone is not None:
-            raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before you change that")
+            raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before such changes")
         undone = self.take_undone()
         if undone is not None:
             raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")

@@ -74,7 +74,9 @@ class Packing:
         self.was_refused = False
         """Whether the driver refused to page-lock part of what the plan wanted page-locked."""
         self.told_refusal = False
-        self.came_bare = frozenset(slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta)
+        self.came_on_meta = frozenset(
+            slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta
+        )
         """The weights that came under management without memory."""
         self.written = frozenset[str]()
         """The weights that are not what their file has any more."""
@@ -86,7 +88,7 @@ class Packing:
         self.left: list[Bundle] = []
         """Packed blocks that wait for the managed component which goes on with them; the same list for both."""
         if after is not None:
-            self.came_bare, self.written, self.left = after.came_bare, after.written, after.left
+            self.came_on_meta, self.written, self.left = after.came_on_meta, after.written, after.left
             self.doubtful = after.doubtful
         self.kept = [bundle for share in shares for bundle in share.bundles if bundle in self.left]
         """The blocks that were packed before."""
@@ -207,7 +209,7 @@ class Packing:
         """Give the module the weights of blocks that no managed component goes on with, as `Ending.RESTORED` says."""
         for bundle in list(self.left):
             for group in bundle.groups:
-                self.end_unit(group, Ending.RESTORED)
+                self.end_group(group, Ending.RESTORED)
             self.left.remove(bundle)
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
@@ -292,7 +294,7 @@ class Packing:
         """Call weights what their module calls them by now, by the names that they had."""
         for group in self.groups:
             group.rename(names)
-        self.came_bare = frozenset(names.get(name, name) for name in self.came_bare)
+        self.came_on_meta = frozenset(names.get(name, name) for name in self.came_on_meta)
         self.written = frozenset(names.get(name, name) for name in self.written)
         self.doubtful = frozenset(names.get(name, name) for name in self.doubtful)
         if self.source is not None:
@@ -359,7 +361,7 @@ class Packing:
                     group.forget_views()
                     continue
                 try:
-                    self.end_unit(group, ending)
+                    self.end_group(group, ending)
                 except InvalidInput as problem:
                     error = error or problem
         while self.charged:
@@ -396,11 +398,11 @@ class Packing:
             if any(group in bundle.groups for bundle in self.left):
                 continue
             if group.store is not None and group.is_as_placed():
-                self.end_unit(group, ending)
+                self.end_group(group, ending)
             elif group.store is not None:
                 group.forget_resting()
 
-    def end_unit(self, group: WeightGroup, ending: Ending) -> None:
+    def end_group(self, group: WeightGroup, ending: Ending) -> None:
         if ending is Ending.DISCARDED:
             group.discard()
         elif ending is Ending.TAKEN_BACK:
@@ -408,4 +410,4 @@ class Packing:
         elif ending is Ending.HANDED_OVER:  # half packed
             group.unpack(group.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
-            group.unpack(group.names_in_file & self.came_bare if not self.written else ())
+            group.unpack(group.names_in_file & self.came_on_meta if not self.written else ())

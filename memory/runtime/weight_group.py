@@ -54,7 +54,9 @@ Origin: TypeAlias = tuple[torch.Tensor, int, torch.Tensor | None, int]
 class BlockState(enum.Enum):
     """What the module of a group holds, registered as its parameters and buffers, and what that costs.
 
-    Between forwards a group is in any of the first four; each forward leads from there to the last and back.
+    Between forwards a group is in one of the first four. In a forward a block goes to `COMPUTING` and back, unless the
+    module already holds tensors that compute: in a quiet pass ([Note: quiet passes] in `forward_blocks.py`), and in
+    place on the CPU. Groups outside of blocks keep their state.
     """
 
     IN_PLACE = "in place"

@@ -129,7 +129,7 @@ def test_another_dtype_is_refused_and_taken_back(
             if state == "at rest":
                 managed.members[0].managed.unload()
             change(net)
-            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: do it again"):
+            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: make it again"):
                 managed.release()
             managed.release()
         assert {tensor.dtype for tensor in (*net.parameters(), *net.buffers())} == {torch.float32}
@@ -144,7 +144,7 @@ def test_a_weight_of_another_shape_is_refused_by_reprofile_and_release(toys, mac
         wants = [net.to("sim:0")(X.to("sim:0")).cpu() for net in nets]
         first, second = (net.to("cpu") for net in nets)
         managed = manage({"first": first, "second": second}, placement="gpu:0", manager=manager)
-        for then, match in ((managed.reprofile, "release it before"), (managed.release, "do it again")):
+        for then, match in ((managed.reprofile, "release it before"), (managed.release, "make it again")):
             assert torch.equal(first(X).cpu(), wants[0])
             if state == "at rest":
                 managed.members[0].managed.unload()

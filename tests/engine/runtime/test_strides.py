@@ -89,16 +89,16 @@ def test_managed_computes_with_the_strides_of_unmanaged(machine, precision: str,
         net.to("cpu")
 
 
-@pytest.mark.parametrize("came_bare", [False, True])
+@pytest.mark.parametrize("came_on_meta", [False, True])
 @pytest.mark.parametrize("tier", ["disk", "pinned"])
-def test_what_is_read_from_a_file_is_contiguous_and_right(machine, tmp_path, tier: str, came_bare: bool) -> None:
+def test_what_is_read_from_a_file_is_contiguous_and_right(machine, tmp_path, tier: str, came_on_meta: bool) -> None:
     path = tmp_path / "net.safetensors"
     state = {name: tensor.contiguous() for name, tensor in build_net().state_dict().items()}
     save_file({name: tensor for name, tensor in state.items() if "kernel" not in name}, path)
     with machine(8) as manager, torch.no_grad():
         net = build_net()
         kernels = {name: buffer.clone() for name, buffer in net.named_buffers()}
-        if came_bare:
+        if came_on_meta:
             net.to("meta")
             for name, kernel in kernels.items():
                 owner, _, attribute = name.rpartition(".")
@@ -112,7 +112,7 @@ def test_what_is_read_from_a_file_is_contiguous_and_right(machine, tmp_path, tie
                 name: tensor.cpu().equal(state[name]) for name, tensor in net.state_dict().items()
             } == dict.fromkeys(state, True)
             assert net.blocks[0].kernel.stride() == build_net().blocks[0].kernel.stride()
-        if tier == "disk" or came_bare:
+        if tier == "disk" or came_on_meta:
             assert torch.equal(output, contiguous.to("sim:0")(X.to("sim:0")).cpu())
             contiguous.to("cpu")
 

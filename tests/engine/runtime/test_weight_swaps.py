@@ -173,7 +173,9 @@ def test_a_block_that_is_swapped_in_the_middle_of_a_pass_is_refused(toys, machin
 
     with machine(8) as manager, manage(net := Hyper().requires_grad_(False), TIGHT, placement="gpu:0", manager=manager):
         before = bits(net)
-        with pytest.raises(UnsafeState, match=r"^model: a weight of singles\.0 was replaced while its model computes"):
+        with pytest.raises(
+            UnsafeState, match=r"^model: a weight of singles\.0 was replaced in the forward: replace weights before it"
+        ):
             net(X)
         assert same(bits(net), before)
 

@@ -274,7 +274,7 @@ def test_what_was_written_on_the_device_keeps_its_memory_after_release_and_all_e
 @pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
 def test_from_disk_to_disk_nothing_is_read(toys, machine, files, reads, build) -> None:
     net = build(toys)
-    came_bare = net.embed.weight.is_meta
+    came_on_meta = net.embed.weight.is_meta
     with machine(8) as manager, torch.no_grad():
         managed = on_disk(net, files, manager)
         managed.reprofile(TIGHT, placement="gpu:0:disk")
@@ -282,8 +282,8 @@ def test_from_disk_to_disk_nothing_is_read(toys, machine, files, reads, build) -
         assert not reads
         assert net(torch.randn(2, 5, 64)).isfinite().all()
         managed.release()
-        assert all(parameter.is_meta == came_bare for parameter in net.parameters())
-        if not came_bare:
+        assert all(parameter.is_meta == came_on_meta for parameter in net.parameters())
+        if not came_on_meta:
             assert_equal_states(net.state_dict(), toys.build_net().state_dict())
 
 
@@ -317,7 +317,7 @@ def test_from_disk_to_ram_weights_are_read_straight_into_their_slabs(toys, machi
 @pytest.mark.parametrize("build", [bare_net, lambda toys: toys.build_net()])
 def test_a_profile_that_fails_leaves_the_weights_in_their_file(toys, machine, files, fail_third, build) -> None:
     net, x = build(toys), torch.randn(2, 5, 64)
-    came_bare = net.embed.weight.is_meta
+    came_on_meta = net.embed.weight.is_meta
     with machine(8) as manager, torch.no_grad():
         managed = on_disk(net, files, manager)
         want = net(x).cpu()
@@ -327,7 +327,7 @@ def test_a_profile_that_fails_leaves_the_weights_in_their_file(toys, machine, fi
         assert not manager.ledger.used("pinned")
         assert torch.equal(net(x).cpu(), want)
         managed.release()
-        assert all(parameter.is_meta == came_bare for parameter in net.parameters())
+        assert all(parameter.is_meta == came_on_meta for parameter in net.parameters())
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -205,7 +205,7 @@ LEAVING = [
     (Ledger, "change"),
     (Ledger, "credit"),
     (Packing, "end"),
-    (Packing, "end_unit"),
+    (Packing, "end_group"),
     (DeviceShare, "free_staging"),
     (WeightGroup, "drop"),
     (WeightGroup, "put"),
