@@ -220,7 +220,7 @@ LEAVING = [
         (action, kind, step)
         for action in ("release", "reprofile")
         for kind, step in LEAVING
-        if (action, step) != ("reprofile", "end_unit")  # what it packs anew is unpacked block by block
+        if (action, step) != ("reprofile", "end_group")  # what it packs anew is unpacked block by block
     ],
     ids=lambda part: getattr(part, "__name__", part),
 )
