@@ -245,6 +245,10 @@ class Managed:
             UnsafeState: one of them computes; or, when all are released, weights were changed meanwhile to what the
                 engine cannot take over (another dtype or shape): these are as they were before.
         """
+        self.leave(tells=True)
+
+    def leave(self, *, tells: bool) -> None:
+        """Release the modules; ``tells``: raise for changes that this undid."""
         if sys.is_finalizing():  # torch cannot be called any more, and all memory goes with the process
             return
         with self.manager.exclusive():
@@ -255,8 +259,9 @@ class Managed:
             self.unmark_execution_device()
             for member in leaving:
                 self.manager.remove(member)
-        for member in leaving:  # now: they are removed when the lock is free
-            member.managed.tell_undone_at_release()
+        if tells:
+            for member in leaving:  # now: they are removed when the lock is free
+                member.managed.tell_undone_at_release()
 
     def discard(self) -> None:
         """Release modules that are no longer used: they keep no weights, so nothing is copied or read from files.
@@ -280,7 +285,7 @@ class Managed:
         if any(
             self.manager.has(member) for member in self.members
         ):  # else it was released before: nothing is left to do
-            self.release()
+            self.leave(tells=exc is None)  # what went wrong in the body is not replaced by another error
 
 
 def manage(

@@ -137,6 +137,15 @@ def test_another_dtype_is_refused_and_taken_back(
         assert net.out.weight.dtype is not torch.float32
 
 
+def test_an_error_in_the_body_is_not_replaced_by_what_the_release_undid(toys, machine) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        with pytest.raises(ValueError, match=r"^mine$"), manage(net, placement="gpu:0", manager=manager):
+            net.half()
+            raise ValueError("mine")
+        assert net.out.weight.dtype is torch.float32 and not net._forward_pre_hooks
+
+
 @pytest.mark.parametrize("state", ["resident", "at rest"])
 def test_a_weight_of_another_shape_is_refused_by_reprofile_and_release(toys, machine, state: str) -> None:
     with machine(8) as manager, torch.no_grad():
