@@ -26,7 +26,7 @@ from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
 
-__all__ = ["Leases", "MemberLeases", "write_needs"]
+__all__ = ["Leases", "MemberManager", "write_needs"]
 
 
 class Leases:
@@ -142,10 +142,10 @@ class Leases:
             self.capacity.outdate_plans()
         member.managed.tell_undone()
 
-    def enter(self, member: Member, asking: MemberLeases, current: Pass) -> bool:
+    def enter(self, member: Member, asking: MemberManager, current: Pass) -> bool:
         """Acquire a component for a pass; False if its module is now another managed component's, or not managed."""
         with self.lock.exclusive():
-            if self.members.get(member.id) is not member or member.managed.leases is not asking:
+            if self.members.get(member.id) is not member or member.managed.manager is not asking:
                 return False
             self.acquire_locked(member, current)
             if member.lenders:
@@ -281,8 +281,8 @@ class Leases:
             write_needs(self.capacity.needs, self.needs_file)
 
 
-class MemberLeases:
-    """The manager's interface for one managed component (`runtime.forward_pass.Leases`)."""
+class MemberManager:
+    """The manager, as the managed component of one member asks it (`runtime.forward_pass.ComponentManager`)."""
 
     def __init__(self, leases: Leases, member: Member) -> None:
         self.leases = leases

@@ -20,7 +20,7 @@ from ..weights.component import Component, guess_kind
 from ..weights.sharing import NOTHING_SHARED
 from ..weights.source import WeightsSource
 from .join_checks import refuse_odd, refuse_shared_split, refuse_unsuitable
-from .leases import Leases, MemberLeases
+from .leases import Leases, MemberManager
 from .live_capacity import LiveCapacity
 from .member import Member
 from .module_plans import Draft, bytes_in_ram, plan_modules
@@ -286,7 +286,7 @@ class Registry:
             plan,
             self.capacity.devices,
             self.ledger,
-            leases=MemberLeases(self.leases, member),
+            manager=MemberManager(self.leases, member),
             guards_state=not member.is_hosted,
             source=source,
             compiles=member.profile.compile,

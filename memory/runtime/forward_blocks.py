@@ -27,7 +27,7 @@ from .device_hops import DeviceHops
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
-from .forward_pass import CALL_OF_A_MODULE, Guest, Leases, NoLeases, Pass, Passes
+from .forward_pass import CALL_OF_A_MODULE, ComponentManager, Guest, NoManager, Pass, Passes
 from .hooked_modules import HookedModules
 from .recomputing import in_backward
 
@@ -38,7 +38,7 @@ class Forwards:
     """The functions that the hooks of a module call while one managed component has the module.
 
     Args:
-        leases: the manager's interface for passes.
+        manager: what the component asks of its manager.
         compiles: whether the blocks are compiled.
         places_inputs: move the inputs of an entry to the home device. False for hosts: these place inputs themselves,
             and pass buffers to be filled and containers to be emptied.
@@ -51,7 +51,7 @@ class Forwards:
         component: Component,
         shares: Sequence[DeviceShare],
         *,
-        leases: Leases,
+        manager: ComponentManager,
         compiles: bool = False,
         places_inputs: bool = True,
     ) -> None:
@@ -63,8 +63,8 @@ class Forwards:
         self.component = component
         self.shares = shares
         self.compiles = compiles
-        self.leases = leases
-        self.passes = Passes(module, self.finish_pass, leases.lock)
+        self.manager = manager
+        self.passes = Passes(module, self.finish_pass, manager.lock)
         self.places_inputs = places_inputs
         self.hops = DeviceHops()
         self.calls = DeviceCalls(self.hops)
@@ -124,7 +124,7 @@ class Forwards:
             return True
         guests: list[tuple[Forwards, Pass]] = []
         try:
-            for lender in self.leases.lenders():
+            for lender in self.manager.lenders():
                 lender.forwards.open_for(module, guests)
             if not self.passes.begin(module, partial(self.acquire_with, guests), inputs):
                 end_guests(guests, completed=False)
@@ -182,7 +182,7 @@ class Forwards:
     def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
         self.guests = guests  # `finish_pass` ends them, even if this raises
         with torch.no_grad() if in_backward() else nullcontext():  # nothing here is recomputed
-            return self.leases.acquire(current)
+            return self.manager.acquire(current)
 
     def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
         """Open a guest pass for a borrower's entry, unless this thread runs a pass of this component already."""
@@ -245,7 +245,7 @@ class Forwards:
             self.host = None
             self.calls.recover(is_here=current.is_here())
             try:
-                self.leases.give_back(current)
+                self.manager.give_back(current)
             finally:
                 guests, self.guests = self.guests, []
                 end_guests(guests, completed=completed)
@@ -412,7 +412,7 @@ class Forwards:
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
         # Both refer to objects that refer to us: without this the module would live until the next garbage collection.
-        self.leases, self.watch_exits = NoLeases(self.leases.lock), nothing
+        self.manager, self.watch_exits = NoManager(self.manager.lock), nothing
 
     def end(self) -> None:
         """Stop finishing passes: the groups are no longer managed."""

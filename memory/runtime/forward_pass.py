@@ -25,7 +25,7 @@ from ..errors import UnsafeState
 from .deferring_lock import DeferringLock
 from .input_size import input_size
 
-__all__ = ["CALL_OF_A_MODULE", "Guest", "Leases", "NoLeases", "Pass", "Passes"]
+__all__ = ["CALL_OF_A_MODULE", "ComponentManager", "Guest", "NoManager", "Pass", "Passes"]
 
 CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # A thread that waits for a pass checks at this interval whether the pass was abandoned.
@@ -36,8 +36,8 @@ LOOKS_UNTIL_STUCK = 10
 WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rsplit(".", 2)[0]
 
 
-class Leases(Protocol):
-    """The manager's interface for a managed component."""
+class ComponentManager(Protocol):
+    """What a managed component asks of its manager."""
 
     @property
     def lock(self) -> DeferringLock:
@@ -64,7 +64,7 @@ class Leases(Protocol):
         ...
 
 
-class NoLeases:
+class NoManager:
     """Refuses every pass: the module is another managed component's now, or is no longer managed.
 
     A thread that waited for the lock then computes with the module's current weights.

@@ -26,7 +26,7 @@ from .device_answers import DeviceAnswers
 from .device_share import DeviceShare
 from .forward_blocks import Forwards
 from .forward_hooks import ForwardHooks, remove_hooks_of
-from .forward_pass import Leases, NoLeases, Passes
+from .forward_pass import ComponentManager, NoManager, Passes
 from .holders import attached
 from .hooked_modules import HookedModules
 from .joined_layers import JoinedLayers
@@ -63,7 +63,7 @@ class ManagedComponent:
     """One component attached to its module: packed in host memory, hooked, and loadable by plan.
 
     Args:
-        leases: what the component asks of its manager.
+        manager: what the component asks of its manager.
         guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
             file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
@@ -80,7 +80,7 @@ class ManagedComponent:
         devices: dict[str, Device],
         ledger: Ledger,
         *,
-        leases: Leases,
+        manager: ComponentManager,
         guards_state: bool = True,
         source: WeightsSource | None = None,
         compiles: bool = False,
@@ -92,7 +92,7 @@ class ManagedComponent:
         self.plan = plan
         self.ledger = ledger
         self.handles: list[RemovableHandle] = []
-        self.leases = leases
+        self.manager = manager
         self.source = source
         self.compiles = compiles
         self.compiled: CompiledBlocks | None = None
@@ -109,12 +109,12 @@ class ManagedComponent:
             module,
             component,
             self.shares,
-            leases=leases,
+            manager=manager,
             compiles=compiles,
             places_inputs=guards_state,
         )
         self.swaps = Swaps()
-        self.places = WeightPlaces(owner, module, self.shares, self.swaps, leases)
+        self.places = WeightPlaces(owner, module, self.shares, self.swaps, manager)
         # With a class of our own for some parameters torch.compile would compile each block twice.
         for group in self.groups:
             group.views.note_data(not compiles)
@@ -316,7 +316,7 @@ class ManagedComponent:
             for part in self.module.modules():
                 remove_hooks_of(self.hooks, part)
         self.phase = Phase.DETACHED
-        self.leases = NoLeases(self.leases.lock)
+        self.manager = NoManager(self.manager.lock)
         self.places.end()
         if error is not None:
             raise error
@@ -515,7 +515,7 @@ class ManagedComponent:
 
     def bring(self, group: WeightGroup) -> None:
         """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""
-        with self.leases.lock.exclusive():
+        with self.manager.lock.exclusive():
             if self.passes.is_busy():
                 raise UnsafeState(
                     f"{self.owner} computes now, and {group.name or 'the part beside its blocks'} rests in its file: "
@@ -524,7 +524,7 @@ class ManagedComponent:
             self.settle()
             if isinstance(group.store, FileStore):
                 group.read_into_memory()
-                self.leases.note_read(group.slab_bytes)
+                self.manager.note_read(group.slab_bytes)
 
     # -- devices
 

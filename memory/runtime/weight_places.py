@@ -11,7 +11,7 @@ from torch import nn
 from .added_layers import Structure
 from .device_share import DeviceShare
 from .encoded_weight import EncodedWeight
-from .forward_pass import Leases, NoLeases
+from .forward_pass import ComponentManager, NoManager
 from .parameter_slots import ParameterSlot
 from .read_on_use import ReadOnUse
 from .watched_data import AbsentWeight
@@ -25,18 +25,18 @@ class WeightPlaces:
     """Where in module trees the weights of one component are, and which of them the component is to update.
 
     Args:
-        leases: tell which components own weights of the module ([Note: sharing] in `weights/sharing.py`).
+        manager: tells which components own weights of the module ([Note: sharing] in `weights/sharing.py`).
         swaps: the places that hold tensors of others for a while.
     """
 
     def __init__(
-        self, owner: str, module: nn.Module, shares: Sequence[DeviceShare], swaps: Swaps, leases: Leases
+        self, owner: str, module: nn.Module, shares: Sequence[DeviceShare], swaps: Swaps, manager: ComponentManager
     ) -> None:
         self.owner = owner
         self.module = module
         self.shares = shares
         self.swaps = swaps
-        self.leases = leases
+        self.manager = manager
         self.tree: Structure | None = None
         """The module tree as it was when `has_any` looked last."""
 
@@ -46,7 +46,7 @@ class WeightPlaces:
 
     def end(self) -> None:
         """Forget what keeps the module alive: the component is no longer managed."""
-        self.tree, self.leases = None, NoLeases(self.leases.lock)
+        self.tree, self.manager = None, NoManager(self.manager.lock)
 
     # -- what is where
 
@@ -72,7 +72,7 @@ class WeightPlaces:
 
     def lent_modules(self) -> set[nn.Module]:
         """Return the parts of the module that other components own: the owners' hooks see their calls."""
-        return {part for lender in self.leases.lenders() for part in lender.module.modules()}
+        return {part for lender in self.manager.lenders() for part in lender.module.modules()}
 
     def lent_places(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places in the module that hold other components' weights, or temporary replacements of ours."""
@@ -80,7 +80,7 @@ class WeightPlaces:
 
     def borrowed(self) -> dict[tuple[nn.Module, str], ParameterSlot]:
         """Return the places of weights that other components own."""
-        lenders = self.leases.lenders()
+        lenders = self.manager.lenders()
         return {place: e for lender in lenders for group in lender.groups for e in group.slots for place in e.owners}
 
     def lend_to(self, module: nn.Module) -> None:
