@@ -42,8 +42,8 @@ class SavedWeight:
     group: WeightGroup
     index: int
     version: int
-    is_whole: bool
-    """Whether the weight itself was saved, not a view of it."""
+    is_view: bool
+    """Whether a view of the weight was saved, not the weight itself."""
     own_stride: tuple[int, ...]
     size: torch.Size
     stride: tuple[int, ...]
@@ -97,14 +97,14 @@ class SavedWeights:
             return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
         group, index = found
         placed = group.placed[index]
-        is_whole = tensor.shape == placed.shape and tensor.stride() == placed.stride()
-        offset = 0 if is_whole else int(tensor.storage_offset() - placed.storage_offset())
-        if not is_whole and tensor.dtype != placed.dtype:
+        is_view = tensor.shape != placed.shape or tensor.stride() != placed.stride()
+        offset = int(tensor.storage_offset() - placed.storage_offset()) if is_view else 0
+        if is_view and tensor.dtype != placed.dtype:
             raise UnsafeState(
                 f"{self.block} computes gradients with a weight viewed as {tensor.dtype}: detach its inputs"
             )
         return SavedWeight(
-            group, index, group.version, is_whole, placed.stride(), tensor.size(), tensor.stride(), offset
+            group, index, group.version, is_view, placed.stride(), tensor.size(), tensor.stride(), offset
         )
 
     def unpack(self, saved: SavedTensor | SavedWeight) -> torch.Tensor:
@@ -123,7 +123,7 @@ class SavedWeights:
                 f"a weight of {self.block} was changed before its backward pass: change it after that pass"
             )
         weight = weight_on(saved.group, saved.index, self.device)
-        if saved.is_whole:
+        if not saved.is_view:
             return weight
         if weight.stride() != saved.own_stride:
             weight = torch.empty_strided(weight.size(), saved.own_stride, dtype=weight.dtype, device=self.device).copy_(

@@ -64,19 +64,19 @@ class OwnHook(partial[Any]):
     own_module: weakref.ref[nn.Module]
     owner: str
     """The name of the component."""
-    is_whole: bool
-    """Whether the module is the whole component."""
+    is_root: bool
+    """Whether the module is the component's, not a part of it."""
 
     @classmethod
     def on(
-        cls, module: nn.Module, function: Callable[..., Any], *args: Any, owner: str, is_whole: bool = False
+        cls, module: nn.Module, function: Callable[..., Any], *args: Any, owner: str, is_root: bool = False
     ) -> OwnHook:
         hook = cls(function, *args)
-        hook.own_module, hook.owner, hook.is_whole = weakref.ref(module), owner, is_whole
+        hook.own_module, hook.owner, hook.is_root = weakref.ref(module), owner, is_root
         return hook
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., None]:
-        if self.is_whole:
+        if self.is_root:
             raise UnsafeState(f"{self.owner} is managed: release it before copying its module")
         copied = memo.get(id(self.own_module()))
         if copied is not None:

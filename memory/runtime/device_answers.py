@@ -5,7 +5,7 @@ weight; their callers create inputs there (noise, tables, the next tokens). For 
 Only a class can override a property, so a managed module gets a subclass of its class that reports another device;
 FSDP2 replaces the class of its modules, too. The subclass has the name of the original class and compares equal to it,
 so lookups by class find it. Calling it creates a module of the original class. `release` restores the class. For the
-device that a single weight reports, see [Note: asked] in `watched_data.py`.
+device that a single weight reports, see [Note: asked] in `reported_device.py`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from .nested_tensors import Lent, find_tensors, replace_tensors
+from .reported_device import device_of
 from .shared_states import exchange, tensors_of
-from .watched_data import device_of
 
 __all__ = ["DeviceHops", "Visit"]
 

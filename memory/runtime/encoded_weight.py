@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_map_only
 from ..errors import InvalidInput, UnsafeState
 from ..transfer.slabs import Form
 from .deep_copies import Copied
+from .form_functions import LEFT_ALONE
 from .parameter_slots import ParameterSlot
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
-from .watched_data import LEFT_ALONE, answer_device, device_in_backward, device_of
+from .reported_device import answer_device, device_in_backward, device_of
 
 __all__ = ["NOT_TRACED", "EncodedLeaves", "EncodedWeight"]
 

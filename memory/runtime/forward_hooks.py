@@ -92,7 +92,7 @@ class ForwardHooks:
         self.watch_exits()
 
     def own_hook(self, module: nn.Module, function: Callable[..., Any]) -> OwnHook:
-        return OwnHook.on(module, function, owner=self.owner, is_whole=module is self.root())
+        return OwnHook.on(module, function, owner=self.owner, is_root=module is self.root())
 
     def watch_exits(self) -> None:
         """Add the missing hooks after calls."""

@@ -15,6 +15,7 @@ from ..errors import InvalidInput, UnsafeState
 from ..planner.plan import ComponentPlan
 from ..weights.component import Component, TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES
+from .absent_weight import AbsentWeight
 from .added_layers import Structure, Tree, bring_home, walk
 from .bundle import Bundle
 from .device_share import DeviceShare
@@ -23,7 +24,6 @@ from .module_caches import at_home
 from .move_guard import MoveGuard
 from .packing import Packing
 from .parameter_slots import ParameterSlot
-from .watched_data import AbsentWeight
 from .weight_places import WeightPlaces
 
 __all__ = ["JoinedLayers"]

@@ -38,9 +38,9 @@ from .other_offloaders import find_rival
 from .packing import Ending, Packing
 from .parameter_slots import find_slots
 from .recomputing import in_backward
+from .reported_device import Asked
 from .state_dict_guard import StateGuard
 from .steady_look import SteadyLook
-from .watched_data import Asked
 from .weight_group import WeightGroup
 from .weight_places import WeightPlaces
 from .weight_store import FileStore

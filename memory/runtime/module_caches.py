@@ -19,11 +19,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .absent_weight import AbsentWeight
 from .compiled_blocks import untraced
 from .deep_copies import OwnHook
 from .encoded_weight import EncodedWeight
 from .parameter_slots import OWN_DICTS
-from .watched_data import AbsentWeight, WatchedTensor, plainly, unwatch
+from .reported_device import plainly
+from .watched_data import WatchedTensor, unwatch
 
 __all__ = ["ModuleCaches", "address_of", "at_home", "computed_weights"]
 
@@ -80,7 +82,7 @@ class ModuleCaches:
 
         def is_left(tensor: torch.Tensor) -> bool:
             if isinstance(tensor, AbsentWeight):  # else its file could not be read
-                return getattr(tensor.bring, "home", None) is not None
+                return getattr(tensor.reader, "home", None) is not None
             return (
                 is_away(tensor)
                 or isinstance(tensor, WatchedTensor | EncodedWeight)

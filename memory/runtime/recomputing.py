@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["RestingWeight", "in_backward", "is_recomputing", "with_weights_on_device"]
 
-IN_PLACE = frozenset(
+AUGMENTED_ASSIGNMENTS = frozenset(
     f"__i{name}__"
     for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 )
@@ -66,7 +66,7 @@ def with_weights_on_device(
     if name in leaves_alone or name in ACCESSES:
         return None
     args, kwargs = tuple(args), dict(kwargs)
-    writes = name == "__setitem__" or name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    writes = name == "__setitem__" or name in AUGMENTED_ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
     written = args[:1] if writes else ()
     read: Any = (args[len(written) :], {key: value for key, value in kwargs.items() if key != "out"})
     tensors = [each for each in tree_leaves((read, written)) if isinstance(each, torch.Tensor)]

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .absent_weight import AbsentWeight
 from .encoded_weight import EncodedWeight
-from .watched_data import AbsentWeight, plainly
+from .reported_device import plainly
 
 __all__ = ["SteadyLook"]
 

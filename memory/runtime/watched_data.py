@@ -7,90 +7,31 @@ gets a class in which reading ``.data`` counts as a write; this costs a new stag
 through the returned tensor or its views raise the counter that these share; it is checked together with the weight's
 own. The object remains a parameter by torch's protocol for other tensor classes (``_is_param``), never computes on a
 device, and becomes an `nn.Parameter` again when the module is released.
-
-[Note: absent] A weight that rests in its file has a form (shape, dtype) but no memory: writes to it would be lost, and
-results computed from it would be meaningless. Torch functions that need only its form get it as it is. For all other
-functions its block is read into host memory, where it stays, and they get the real weight. A tensor returned by
-``.data`` behaves in the same way.
-
-[Note: asked] A forward may read a weight's ``device``, to create a tensor there, while the weight's block is not
-loaded. During the forward the weight at rest reports the device of the activations. At all other times, for example
-when a LoRA is added, it reports the device that holds it. Torch's operators do not read this attribute, so they are not
-affected.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ..errors import UnsafeState
-from .deep_copies import Copied, copy_view
+from .deep_copies import copy_view
+from .form_functions import FORM, GIVES_MEMORY, LEFT_ALONE
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
+from .reported_device import Asked, answer_device, device_in_backward, plainly
 
-__all__ = [
-    "AbsentWeight",
-    "Asked",
-    "Reader",
-    "WatchedTensor",
-    "answer_device",
-    "device_in_backward",
-    "device_of",
-    "plainly",
-    "unwatch",
-    "watch",
-]
+__all__ = ["AnyTensor", "WatchedTensor", "refuse_absent", "unwatch", "watch"]
 
-OWN = ("_is_param", "asked", "bring", "shown", "is_view", "is_data")
+OWN = ("_is_param", "asked", "reader", "shown", "is_view", "is_data")
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
-Asked = Callable[[], torch.device | None]
-"""Returns the device that a weight at rest reports: in a forward that of the activations, in a recomputation by a
-backward pass that on which its block computes; None at all other times.
-"""
 DATA: Any = torch.Tensor.data  # the descriptor
-DEVICE: Any = torch.Tensor.device
 IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
-plainly = torch._C.DisableTorchFunctionSubclass
-"""A context in which watched weights behave like plain tensors; checking many of them is faster in it."""
-
-
-def device_of(tensor: torch.Tensor) -> torch.device:
-    """Return the device that holds a tensor, whatever its ``device`` reports."""
-    with plainly():
-        return DEVICE.__get__(tensor)  # type: ignore[no-any-return]
-
-
-def answer_device(tensor: torch.Tensor) -> torch.device:
-    """Return what the ``device`` of a weight at rest reports ([Note: asked])."""
-    asked: Asked | None = vars(tensor).get("asked")
-    device = (asked() if asked is not None else None) or device_of(tensor)
-    # Libraries create added layers on the weight's device; on the meta device they would lose their values.
-    return torch.device("cpu") if device.type == "meta" else device
-
-
-def device_in_backward(tensor: torch.Tensor) -> torch.device | None:
-    """As `RestingWeight.device_in_backward`."""
-    asked: Asked | None = vars(tensor).get("asked")
-    device = asked() if asked is not None else None
-    return device if device != device_of(tensor) else None
-
-
-class Reader(Protocol):
-    """Reads a weight that rests in its file."""
-
-    def __call__(self) -> torch.Tensor:
-        """Read the weight into memory; returns the tensor that the module then holds."""
-        ...
-
-    def read_on(self, device: torch.device) -> torch.Tensor:
-        """Return a copy on a device; the weight still rests in its file."""
-        ...
 
 
 class Shown:
@@ -240,105 +181,6 @@ class WatchedTensor(RestingWeight, torch.Tensor):
         return repr(self.plain())
 
 
-class AbsentWeight(WatchedTensor):
-    """A weight that rests in its file, or its ``.data`` ([Note: absent])."""
-
-    bring: Reader
-    """Reads the weight into memory; returns the tensor that the module then holds."""
-    is_data = False
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if in_backward() and function not in FORM:
-            on_device = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
-            if on_device is not None:
-                return function(*on_device[0], **on_device[1])
-        given: Any = (args, dict(kwargs or {}))
-        name = getattr(function, "__name__", "")
-        converts = name in CONVERSIONS and not args[0].is_data
-        asks = converts or name in ASKS_FOR_FORM or function in FORM
-        # If another argument has no memory either (a layer before its weights are loaded), only the form matters.
-        if not asks and not any(map(has_no_memory, tree_leaves(given))):
-            given = tree_map_only(AbsentWeight, AbsentWeight.present, given)
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*given[0], **given[1])
-
-    def present(self) -> torch.Tensor:
-        """Return the weight, read into memory.
-
-        Raises:
-            UnsafeState: the weight's component computes now.
-            InvalidInput: the file has changed.
-        """
-        weight = self.bring()
-        return weight.data if self.is_data else weight
-
-    @property
-    def data(self) -> torch.Tensor:
-        return self.detach()
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        refuse_absent(value)
-        self.bring().data = value
-
-    def copy_on(self, device: torch.device) -> torch.Tensor:
-        return self.bring.read_on(device)
-
-    def detach(self) -> torch.Tensor:
-        if (copy := self.recomputed()) is not None:
-            return copy
-        alias = torch.Tensor._make_subclass(AbsentWeight, self)
-        alias.bring, alias.is_data = self.bring, True
-        return alias
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.present().numpy(force=force)
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            present = self.present()
-            Copied.of(memo).kept.append(present)
-            memo[id(self)] = copy.deepcopy(present, memo)
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.present().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-# Calls that ``Module.to`` and similar methods make for each parameter. The engine undoes them, so they read no file.
-CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
-# Functions and attributes that use only a tensor's form, or create another tensor of the same form.
-FORM_FUNCTIONS = """
-    size stride dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous is_inference
-    is_signed data_ptr detach requires_grad_ __len__ __hash__ storage_offset get_device type_as empty_like zeros_like
-    ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full new_tensor has_names untyped_storage
-    is_same_size is_set_to is_pinned is_shared __reduce_ex__
-"""
-FORM_ATTRIBUTES = """
-    shape dtype device layout ndim nbytes itemsize is_meta is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_leaf
-    is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_maia is_mtia is_hpu names name requires_grad grad
-    grad_fn retains_grad output_nr _version _base _backward_hooks _cdata
-"""
-ASKS_FOR_FORM = frozenset(FORM_FUNCTIONS.split())
-MAKES_LIKE = """
-    type_as empty_like zeros_like ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full
-    new_tensor
-"""
-FORM = frozenset(
-    vars(torch._C.TensorBase)[name].__get__ for name in FORM_ATTRIBUTES.split() if name in vars(torch._C.TensorBase)
-)
-
-
-# Functions that return the memory of a tensor as something other than a tensor.
-GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])
-
-# Functions that in a backward pass get the weight itself, not a copy on the device.
-LEFT_ALONE = (ASKS_FOR_FORM - frozenset(MAKES_LIKE.split())) | GIVES_MEMORY
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among the arguments of a torch function."""
     if isinstance(value, torch.Tensor):
@@ -406,12 +248,8 @@ def view_like(view: torch.Tensor, alias: torch.Tensor | None) -> torch.Tensor:
 
 def refuse_absent(value: torch.Tensor) -> None:
     """Refuse a weight without memory as another weight's ``.data``: both would share what no memory has."""
-    if isinstance(value, AbsentWeight):
+    if isinstance(value, WatchedTensor) and value.is_meta:
         raise UnsafeState("the data of a weight that rests in its file was assigned to another: assign its clone()")
-
-
-def has_no_memory(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, AbsentWeight)
 
 
 def count_write(tensor: torch.Tensor) -> None:
@@ -419,35 +257,23 @@ def count_write(tensor: torch.Tensor) -> None:
         increment_version(tensor)
 
 
-def watch(
-    tensor: AnyTensor,
-    asked: Asked | None = None,
-    *,
-    aliases: list[torch.Tensor] | None = None,
-    bring: Reader | None = None,
-) -> AnyTensor:
-    """Watch the ``.data`` of a plain parameter; other tensors stay unchanged. Returns the same object.
+def watch(tensor: AnyTensor, asked: Asked | None = None, *, aliases: list[torch.Tensor] | None = None) -> AnyTensor:
+    """Watch the ``.data`` of a plain parameter in memory; other tensors stay unchanged. Returns the same object.
 
     Args:
         asked: called when ``device`` is read; its result is reported unless it is None.
         aliases: a list; tensors that ``.data`` returns are added to it.
-        bring: for a weight without memory: reads it, and returns the tensor that the module then holds.
     """
     if type(tensor) is nn.Parameter:
-        if tensor.is_meta:
-            assert bring is not None
-            tensor.bring = bring  # type: ignore[attr-defined]
-        elif aliases is not None:
+        assert not tensor.is_meta
+        if aliases is not None:
             tensor.shown = Shown(aliases)  # type: ignore[attr-defined]
-        tensor.__class__ = AbsentWeight if tensor.is_meta else WatchedTensor  # type: ignore[assignment]
+        tensor.__class__ = WatchedTensor  # type: ignore[assignment]
         tensor._is_param = True
-    elif isinstance(tensor, AbsentWeight) and bring is not None:
-        tensor.bring = bring  # a component that was released before could not read it
     elif isinstance(tensor, WatchedTensor) and aliases is not None:
         shown = vars(tensor).get("shown")
-        if (
-            tensor.is_view or shown is None or shown.aliases is not aliases
-        ):  # made by other code, from a weight or a view
+        if tensor.is_view or shown is None or shown.aliases is not aliases:
+            # made by other code, from a weight or a view
             tensor.shown, tensor.is_view = Shown(aliases), False
     if isinstance(tensor, WatchedTensor):
         vars(tensor)["asked"] = asked

@@ -23,6 +23,7 @@ from ..weights.known_forms import encoded_form
 from ..weights.quantized_leaves import leaves_of
 from ..weights.source import WeightsSource
 from ..weights.storage_form import AS_STORED
+from .absent_weight import stand_for
 from .computing_views import ComputingViews
 from .encoded_weight import EncodedLeaves, EncodedWeight
 from .parameter_slots import (
@@ -37,8 +38,9 @@ from .parameter_slots import (
     store_weight,
 )
 from .read_on_use import ReadOnUse
+from .reported_device import Asked, device_of, plainly
 from .resident_copy import DeviceCopy
-from .watched_data import Asked, device_of, plainly, unwatch, watch
+from .watched_data import unwatch, watch
 from .weight_layout import WeightLayout
 from .weight_store import FileStore, HostStore
 
@@ -346,10 +348,11 @@ class WeightGroup:
 
     def watch(self, slot: ParameterSlot, store: torch.Tensor) -> torch.Tensor:
         """Watch the tensor that the module holds at rest for a weight; returns the same tensor."""
-        bring = ReadOnUse(self, slot, store) if store.is_meta else None
-        if bring is not None:
-            self.readers_on_use.add(bring)
-        return watch(store, self.asked, aliases=self.aliases, bring=bring)
+        if not store.is_meta:
+            return watch(store, self.asked, aliases=self.aliases)
+        reader = ReadOnUse(self, slot, store)
+        self.readers_on_use.add(reader)
+        return stand_for(store, reader, self.asked)
 
     def read_into_memory(self) -> None:
         """Read weights that rest in their file into host memory, where they stay. No pass or copy may be under way.
@@ -560,9 +563,9 @@ class WeightGroup:
         for encoded in list(self.shown):
             encoded.end(find_home(encoded.slot, encoded.leaves[0]))
         kept = [(slot, tensor) for slot, known in self.given if (tensor := known()) is not None]
-        for bring in list(self.readers_on_use):
-            if bring.home is None:
-                bring.settle_in(find_home(bring.slot, bring.form))
+        for reader in list(self.readers_on_use):
+            if reader.home is None:
+                reader.settle_in(find_home(reader.slot, reader.form))
         self.given = []  # what has a weak reference cannot be swapped
         for slot, tensor in kept:
             if not slot.owners or tensor is not slot.held:

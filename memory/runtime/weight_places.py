@@ -8,13 +8,13 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import nn
 
+from .absent_weight import AbsentWeight
 from .added_layers import Structure
 from .device_share import DeviceShare
 from .encoded_weight import EncodedWeight
 from .forward_pass import ComponentManager, NoManager
 from .parameter_slots import ParameterSlot
 from .read_on_use import ReadOnUse
-from .watched_data import AbsentWeight
 from .weight_group import WeightGroup
 from .weight_swaps import Swaps
 
@@ -135,8 +135,8 @@ class WeightPlaces:
                     found = known.get(id(tensor))
                     if isinstance(tensor, EncodedWeight) and found is None:
                         found = slots.get(id(tensor.encoded.slot))
-                    elif isinstance(tensor, AbsentWeight) and isinstance(tensor.bring, ReadOnUse) and found is None:
-                        found = None if tensor.is_data else slots.get(id(tensor.bring.slot))
+                    elif isinstance(tensor, AbsentWeight) and isinstance(tensor.reader, ReadOnUse) and found is None:
+                        found = None if tensor.is_data else slots.get(id(tensor.reader.slot))
                     home = homes.get((part, name))
                     if found is None or found == home or (part, name) in lent:
                         continue

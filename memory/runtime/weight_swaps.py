@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .absent_weight import AbsentWeight
 from .parameter_slots import ParameterSlot, in_list
-from .watched_data import AbsentWeight
 from .weight_group import WeightGroup
 
 __all__ = ["Swaps"]

@@ -1,0 +1,34 @@
+"""Torch functions by what they use of a weight at rest: only its form, or its memory."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["ASKS_FOR_FORM", "FORM", "GIVES_MEMORY", "LEFT_ALONE"]
+
+# Functions and attributes that use only a tensor's form, or create another tensor of the same form.
+FORM_FUNCTIONS = """
+    size stride dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous is_inference
+    is_signed data_ptr detach requires_grad_ __len__ __hash__ storage_offset get_device type_as empty_like zeros_like
+    ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full new_tensor has_names untyped_storage
+    is_same_size is_set_to is_pinned is_shared __reduce_ex__
+"""
+FORM_ATTRIBUTES = """
+    shape dtype device layout ndim nbytes itemsize is_meta is_cuda is_cpu is_sparse is_sparse_csr is_quantized is_leaf
+    is_nested is_mkldnn is_mps is_xpu is_xla is_ipu is_vulkan is_maia is_mtia is_hpu names name requires_grad grad
+    grad_fn retains_grad output_nr _version _base _backward_hooks _cdata
+"""
+ASKS_FOR_FORM = frozenset(FORM_FUNCTIONS.split())
+MAKES_LIKE = """
+    type_as empty_like zeros_like ones_like rand_like randn_like full_like new_empty new_zeros new_ones new_full
+    new_tensor
+"""
+FORM = frozenset(
+    vars(torch._C.TensorBase)[name].__get__ for name in FORM_ATTRIBUTES.split() if name in vars(torch._C.TensorBase)
+)
+
+# Functions that return the memory of a tensor as something other than a tensor.
+GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__array__", "__dlpack__", "to_dlpack"])
+
+# Functions that in a backward pass get the weight itself, not a copy on the device.
+LEFT_ALONE = (ASKS_FOR_FORM - frozenset(MAKES_LIKE.split())) | GIVES_MEMORY
