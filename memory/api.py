@@ -176,7 +176,7 @@ class Managed:
             self.members = [again.get(member.name, member) for member in before]
             raise
         self.members = [*kept, *taken.values()]
-        self.parts.known |= new
+        self.parts.note_taken(new)
 
     def join(self, modules: Mapping[str, nn.Module], choices: dict[str, Any]) -> list[Member]:
         """Manage more modules as part of this handle's call of `manage`."""

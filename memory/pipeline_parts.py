@@ -9,7 +9,7 @@ modules.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -59,6 +59,10 @@ class Parts:
         new = {name: module for name, module in found.items() if name in changed and is_new(module, managed)}
         self.known |= {name: attributes.get(name) for name in changed - new.keys()}
         return new
+
+    def note_taken(self, new: Mapping[str, nn.Module]) -> None:
+        """Note modules of `find_new` that are managed now."""
+        self.known |= new
 
     def refuse_new(self) -> None:
         """Refuse to compute beside a new module in host memory that is not managed. Takes 50 ns per module."""

@@ -92,7 +92,7 @@ def verify(
         for by_blocks in (False, True):
             references[:] = [Reference(manager, member, by_blocks=by_blocks) for member in members]
             for one in references:
-                one.lenders = [other for other in references if other.member in one.member.lenders]
+                one.borrow_from(other for other in references if other.member in one.member.lenders)
             recorders.append(Recording(places, room_bytes=room_bytes))
             try:
                 with ExitStack() as stack:

@@ -113,7 +113,7 @@ def has_no_memory(value: object) -> bool:
 
 
 def stand_for(tensor: AnyTensor, reader: Reader, asked: Asked | None = None) -> AnyTensor:
-    """Make a plain parameter without memory stand for its weight; other tensors stay unchanged. Returns the same object.
+    """Make a plain parameter without memory stand for its weight. Returns the same object, other tensors unchanged.
 
     Args:
         asked: as in `watch`.

@@ -1,4 +1,4 @@
-"""Restores weights that other code moved, converted (``Module.to``, ``Module.half``) or replaced; reports what it undid.
+"""Restores weights that other code moved, converted (``Module.to``, ``Module.half``) or replaced, and reports it.
 
 [Note: moved] torch converts a module's weight in one of three ways: it assigns ``.data`` of the parameter object, puts
 another object in its place, or swaps the contents of two objects. Afterwards neither the objects that a group put into

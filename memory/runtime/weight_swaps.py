@@ -42,6 +42,32 @@ class Loan:
     def slot(self) -> ParameterSlot:
         return self.group.slots[self.index]
 
+    @property
+    def table(self) -> dict[str, torch.Tensor]:
+        """The module's dict that has the place."""
+        return self.slot.tensors_of(self.owner[0])
+
+    def take_other(self, given: torch.Tensor) -> None:
+        """Note that other code put yet another tensor there, and still keeps ours."""
+        self.given = given
+
+    def replace_evicted(self, gone: Mapping[int, torch.Tensor]) -> None:
+        """As `Swaps.replace_evicted`."""
+        self.given, self.ours = gone.get(id(self.given), self.given), gone.get(id(self.ours), self.ours)
+
+    def begin(self) -> None:
+        """Put a copy of the other code's tensor there if that is on another device than its block."""
+        if self.given.device != self.device:
+            given, device = self.given, self.device
+            self.computing = given.copy_on(device) if isinstance(given, AbsentWeight) else given.to(device)
+            self.table[self.owner[1]] = self.computing
+
+    def end(self) -> None:
+        """Put the other code's own tensor back, if its copy is still there."""
+        if self.computing is not None and self.table.get(self.owner[1]) is self.computing:
+            self.table[self.owner[1]] = self.given
+        self.computing = None
+
 
 class Swaps:
     """The places in a component's module that hold tensors of other code.
@@ -67,12 +93,12 @@ class Swaps:
         """
         returned = []
         for loan in list(self.loans):
-            places, name = loan.slot.tensors_of(loan.owner[0]), loan.owner[1]
+            places, name = loan.table, loan.owner[1]
             held = places.get(name)
             if held is loan.given or held is loan.computing:
                 continue
             if held is not None and held is not loan.ours and self.is_kept_by_others(loan.group, loan.index, loan.ours):
-                loan.given = held  # replaced by yet another tensor, while other code still keeps ours
+                loan.take_other(held)
                 continue
             self.loans.remove(loan)
             loan.group.own(loan.index, loan.owner)
@@ -97,23 +123,17 @@ class Swaps:
     def replace_evicted(self, gone: Mapping[int, torch.Tensor]) -> None:
         """Lend the weights at rest in place of views into copies that are gone, by the ids of these."""
         for loan in self.loans:
-            loan.given, loan.ours = gone.get(id(loan.given), loan.given), gone.get(id(loan.ours), loan.ours)
+            loan.replace_evicted(gone)
 
     def begin(self) -> None:
         """At the begin of a pass: move the lent tensors to the devices of their blocks. Costs their bytes there."""
         for loan in self.loans:
-            if loan.given.device != loan.device:
-                given, device = loan.given, loan.device
-                loan.computing = given.copy_on(device) if isinstance(given, AbsentWeight) else given.to(device)
-                loan.slot.tensors_of(loan.owner[0])[loan.owner[1]] = loan.computing
+            loan.begin()
 
     def end(self) -> None:
         """At the end of a pass: put the other code's own tensors back, in places that still hold the moved ones."""
         for loan in self.loans:
-            places = loan.slot.tensors_of(loan.owner[0])
-            if loan.computing is not None and places.get(loan.owner[1]) is loan.computing:
-                places[loan.owner[1]] = loan.given
-            loan.computing = None
+            loan.end()
 
     def is_kept_by_others(self, group: WeightGroup, index: int, ours: torch.Tensor) -> bool:
         """Whether code other than the engine references the tensor that the group gave the module for a weight."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ class Reference:
         self.depth = 0
         self.held: list[tuple[dict[str, Any], str, Any]] = []
         """The tables, names and tensors that weights replaced in the module, to be put back."""
-        self.up: set[int] = set()
+        self.loaded: set[int] = set()
         """The blocks on the device, if they are copied one by one."""
         self.hops = DeviceHops()
         self.visit: Visit | None = None
@@ -80,6 +80,10 @@ class Reference:
         }
         """By block: its own group, and the group of layers added to it."""
         self.fixed = [group for group in self.managed.groups if not group.name]
+
+    def borrow_from(self, lenders: Iterable[Reference]) -> None:
+        """Load these components, too, while this one computes."""
+        self.lenders = list(lenders)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -117,7 +121,7 @@ class Reference:
             for number in [*kept, *added]:  # in their old order, hooks that were added meanwhile last
                 hooks[number] = hooks.pop(number)
         self.left_out = []
-        self.leave()
+        self.unload()
         self.managed.hooks.end_detour()
         with self.manager.exclusive():
             if self.plan is not None and not self.managed.is_loaded:
@@ -150,10 +154,8 @@ class Reference:
             return None
         self.handled = sys.exc_info()[1]
         for lender in self.lenders:
-            lender.depth += 1
-            if lender.depth == 1:
-                lender.bring()
-        self.bring()
+            lender.begin_lending()
+        self.load()
         self.visit = self.hops.visit((args, kwargs), self.device.torch_device, source=None, target=None)
         return None if self.visit is None else self.visit.lent.value
 
@@ -166,28 +168,38 @@ class Reference:
         failed = output is None and sys.exc_info()[1] is not self.handled
         if self.visit is not None and not failed:
             output = self.visit.end(output)
-        self.leave()
+        self.unload()
         for lender in self.lenders:
-            lender.depth -= 1
-            if not lender.depth:
-                lender.leave()
+            lender.end_lending()
         return output
+
+    def begin_lending(self) -> None:
+        """Load the weights for a borrower's call, unless they are loaded."""
+        self.depth += 1
+        if self.depth == 1:
+            self.load()
+
+    def end_lending(self) -> None:
+        """End what `begin_lending` began."""
+        self.depth -= 1
+        if not self.depth:
+            self.unload()
 
     def before_part(self, number: int, module: nn.Module, args: Any) -> None:
         """Load one block in place of another. It stays until the next is loaded, as its parent may use its parts."""
         if threading.get_ident() != self.thread_id:
             return
-        if self.by_blocks and number not in self.up and self.depth:
-            for other in list(self.up):
-                self.take_away(other)
+        if self.by_blocks and number not in self.loaded and self.depth:
+            for other in list(self.loaded):
+                self.unload_block(other)
             self.first_held[number] = len(self.held)
-            self.up.add(number)
+            self.loaded.add(number)
             for group in self.groups[number]:
                 self.put(group)
 
     # -- weights
 
-    def bring(self) -> None:
+    def load(self) -> None:
         """Load the weights: all of them, or only the non-block weights."""
         if self.device.is_cpu:
             self.by_blocks = False
@@ -225,11 +237,11 @@ class Reference:
                 here = [slot.encoding.decode(here, group.wide_dtypes[slot.spec.name])]
         return as_held(iter(here), slot)
 
-    def take_away(self, number: int) -> None:
+    def unload_block(self, number: int) -> None:
         """Unload one block. It was loaded last: blocks are loaded after all other weights, and one at a time."""
         first = self.first_held.pop(number, len(self.held))
         self.put_back(first)
-        self.up.discard(number)
+        self.loaded.discard(number)
 
     def put_back(self, first: int) -> None:
         while len(self.held) > first:
@@ -237,11 +249,11 @@ class Reference:
             places[name] = before
             self.held.pop()  # last, so an interrupt before it only repeats the step
 
-    def leave(self) -> None:
+    def unload(self) -> None:
         """Put back what the module held. Idempotent; can be called again after an interrupt."""
         self.depth = 0
         self.put_back(0)
-        self.up.clear()
+        self.loaded.clear()
         self.visit = self.handled = None
         self.hops.forget()
 
