@@ -2,7 +2,7 @@
 
 All are written against one cost model (`Clock`): a host that launches for nothing, a compute stream, a copy stream
 and one link. The engine's own run on a simulated device, whose launches and latencies are set to nothing, takes the
-same time as `run_places` says (`tests/engine/planner/test_other_schedules.py`). That nothing is charged for launches
+same time as `run_offsets` says (`tests/engine/planner/test_other_schedules.py`). That nothing is charged for launches
 flatters those who copy tensor by tensor or let the host wait. What a run starts with is on the device, nothing is on
 its way.
 """
@@ -24,7 +24,7 @@ __all__ = [
     "run_comfyui",
     "run_diffusers",
     "run_mmgp",
-    "run_places",
+    "run_offsets",
     "run_window",
 ]
 
@@ -118,28 +118,28 @@ def least_seconds(work: Work, budget_bytes: int, num_steps: int) -> float:
     return num_steps * work.compute_s + added_s[-1]
 
 
-def run_places(
-    work: Work, resident: Collection[int], staging_bytes: int, places: Sequence[Mapping[int, int]], num_steps: int
+def run_offsets(
+    work: Work, resident: Collection[int], staging_bytes: int, offsets: Sequence[Mapping[int, int]], num_steps: int
 ) -> Outcome:
-    """Ours: residents, and staging memory in which every other part has a place; steps take turns with its rounds.
+    """Ours: residents, and staging memory in which every other part has an offset; steps take turns with its rounds.
 
-    What a part lacks at its place is copied as soon as the parts that lie there have computed. Waits are events: the
+    What a part lacks in its range is copied as soon as the parts that lie there have computed. Waits are events: the
     host never stops, and the last part of a step is followed by the first of the next.
     """
     clock = Clock(work.link_bytes_per_s)
-    sizes = {index: work.parts[index].weight_bytes for here in places for index in here}
+    sizes = {index: work.parts[index].weight_bytes for here in offsets for index in here}
     edges = {0, staging_bytes}
-    edges |= {edge for here in places for index, begin in here.items() for edge in (begin, begin + sizes[index])}
+    edges |= {edge for here in offsets for index, begin in here.items() for edge in (begin, begin + sizes[index])}
     cells = list(pairwise(sorted(edges)))
     owners: dict[tuple[int, int], tuple[int, int]] = {}
     freed_s = dict.fromkeys(cells, 0.0)
     for step in range(num_steps):
-        here = places[step % len(places)] if places else {}
+        here = offsets[step % len(offsets)] if offsets else {}
         for index, part in enumerate(work.parts):
             if not part.weight_bytes or index in resident:
                 clock.compute(part.compute_s)
                 continue
-            stays = [(index, begin) for begin in (here[index], *(there[index] for there in places))]
+            stays = [(index, begin) for begin in (here[index], *(there[index] for there in offsets))]
             lacking = [
                 [cell for cell in cells if stay[1] <= cell[0] < stay[1] + sizes[index] and owners.get(cell) != stay]
                 for stay in stays
@@ -157,7 +157,7 @@ def run_places(
 def run_window(work: Work, resident: Collection[int], staging_bytes: int, num_steps: int) -> Outcome:
     """The same, if staging memory could be cut anywhere: bytes are copied in order of use, so many ahead of the last.
 
-    No places do better, but those in which something stays from step to step.
+    No offsets do better, but those in which something stays from step to step.
     """
     clock = Clock(work.link_bytes_per_s)
     freed: deque[tuple[int, float]] = deque()

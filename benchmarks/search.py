@@ -28,7 +28,7 @@ class Found:
     seconds: float
     resident: frozenset[int]
     staging_bytes: int
-    places: tuple[Mapping[int, int], ...] = ()
+    offsets: tuple[Mapping[int, int], ...] = ()
     """Where the others lie in the staging memory, in steps that take turns; empty if it can be cut anywhere."""
 
 

@@ -39,7 +39,7 @@ from .schedules import (
     run_comfyui,
     run_diffusers,
     run_mmgp,
-    run_places,
+    run_offsets,
 )
 from .search import Found, find_best, find_good
 from .shapes import SHAPES, Shape, child_of_stack, outermost_number
@@ -129,17 +129,17 @@ def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int, *,
                 model(x)
             seconds = simdevice.stream_time_s(torch.accelerator.current_stream(0)) - begin_s
             share = managed_component.plan.shares[0]
-            begun = managed_component.shares[0].streamer.pass_number % len(share.places) if share.places else 0
+            begun = managed_component.shares[0].streamer.pass_number % len(share.offsets) if share.offsets else 0
             numbers = [int(block.name.rpartition(".")[2]) for block in managed_component.component.blocks]
             del x
     index_of = {part.name: index for index, part in enumerate(work.parts) if part.weight_bytes}
     names = [block_names[number] for number in numbers]
-    places = [{index_of[names[block]]: begin * SCALE for block, begin in here.items()} for here in share.places]
+    offsets = [{index_of[names[block]]: begin * SCALE for block, begin in here.items()} for here in share.offsets]
     return Found(
         seconds=seconds,
         resident=frozenset(index_of[names[block]] for block in share.resident),
         staging_bytes=share.staging_bytes * SCALE,
-        places=(*places[begun:], *places[:begun]),
+        offsets=(*offsets[begun:], *offsets[:begun]),
     )
 
 
@@ -249,8 +249,8 @@ def run_case(shape: Shape, budget: float, card: str, link: str, *, is_small: boo
     streamed = [work.parts[index].weight_bytes for index in work.movable if index not in resident]
     bound_s = NUM_STEPS * max(work.compute_s, work.copy_s(sum(streamed))) + work.copy_s(streamed[0] if streamed else 0)
 
-    modelled = run_places(
-        work, *((resident, engine.staging_bytes, engine.places) if engine else (resident, 0, ())), NUM_STEPS
+    modelled = run_offsets(
+        work, *((resident, engine.staging_bytes, engine.offsets) if engine else (resident, 0, ())), NUM_STEPS
     )
     if is_small:
         found = find_best(work, budget_bytes, NUM_STEPS)

@@ -75,8 +75,8 @@ def verify(
 
     def clean_up() -> None:
         """Restore everything once more, because an interrupt may have skipped a restoring step."""
-        for event_log in recorders:
-            event_log.unhook()
+        for recorder in recorders:
+            recorder.unhook()
         for one in references:
             one.end()
         snapshot.put_back()

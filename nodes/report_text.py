@@ -55,7 +55,7 @@ def devices_section(report: Mapping[str, Any]) -> Section:
         [
             device["name"],
             f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}",
-            f"Highwater {format_bytes(device['reserved_bytes'])}",
+            f"Highwater {format_bytes(device['managed_bytes'])}",
             f"other {format_bytes(device['other_bytes'])}",
         ]
         for device in report["devices"]

@@ -156,6 +156,6 @@ class Console:
             self.say(f"{mark:8}{finding['check']:14}{finding['text']}")
             if finding["remedy"]:
                 self.say(f"{'':22}-> {finding['remedy']}")
-        in_effect = [name.replace("_", " ") for name, state in answer["features"].items() if state is True]
-        self.say(f"{'':8}{'working':14}{', '.join(in_effect) or 'nothing'}")
+        working = [name.replace("_", " ") for name, state in answer["features"].items() if state is True]
+        self.say(f"{'':8}{'working':14}{', '.join(working) or 'nothing'}")
         self.say(f"{answer['num_warnings']} warnings" if answer["num_warnings"] else "no warnings")

@@ -77,7 +77,7 @@ def fit_to_machine(workflow: Workflow, manager: MemoryManager) -> Workflow:
     """
     _, *accelerators = manager.device_reports()
     graph = copy.deepcopy(dict(workflow.prompt))
-    free = accelerators[0].free_bytes + accelerators[0].reserved_bytes
+    free = accelerators[0].free_bytes + accelerators[0].managed_bytes
     low_mebibytes = max(0, free - ONE_PIPELINE_BYTES) // MIB
     for node in graph.values():
         if node["class_type"] == "HighwaterWatermark":

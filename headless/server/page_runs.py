@@ -107,7 +107,7 @@ class RunRoutes:
                 "index": index,
                 "vram_total": device.total_bytes,
                 "vram_free": device.free_bytes,
-                "torch_vram_total": device.reserved_bytes,
+                "torch_vram_total": device.managed_bytes,
                 "torch_vram_free": 0,
             }
             for index, device in enumerate(found)

@@ -117,7 +117,7 @@ class Admission:
     def give_headroom(self, member: Member, size: Size) -> None:
         """Free what forwards of a size are known to need, for a component that its host has loaded.
 
-        Others give up what they can compute without; then the component itself streams more. Its host hears of both.
+        Others lose what they can compute without; then the component itself streams more. Its host hears of both.
         """
         if not member.managed.is_loaded:
             return

@@ -49,7 +49,7 @@ class Victim:
 
 
 class EvictionPolicy(Protocol):
-    """Chooses the order in which idle components give up their bytes."""
+    """Chooses the order in which idle components are evicted."""
 
     def order(self, candidates: Iterable[Candidate]) -> list[Victim]:
         """Return every candidate once, the first to leave first; those to evict last come behind all others."""

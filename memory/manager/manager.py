@@ -124,7 +124,7 @@ class MemoryManager:
     def discard(self, member: Member) -> None:
         """Release a component whose module is not used any more: it keeps no weights, but those that it lends."""
         if not self.is_lent(member):
-            member.give_up_weights()
+            member.discard_weights()
         self.remove(member)
 
     def has(self, member: Member) -> bool:
@@ -215,7 +215,7 @@ class MemoryManager:
     def unload(self, member: Member) -> None:
         """Take a hosted component off every device; it stays packed in host memory."""
         with self.exclusive():
-            held = self.ledger.places(member.id)
+            held = self.ledger.bytes_by_place(member.id)
             if member.managed.unload():
                 for share in member.managed.shares:
                     name = share.device.name
@@ -285,7 +285,7 @@ class MemoryManager:
             for member in self.members.values():
                 # Equal node ids in two workflows are two nodes.
                 if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
-                    tiers.update(self.ledger.places(member.id))
+                    tiers.update(self.ledger.bytes_by_place(member.id))
             report = self.event_log.end_node(node, dict(tiers))
             told = asdict(report)
             devices = [asdict(device) for device in self.device_reports()]

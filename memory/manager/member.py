@@ -12,6 +12,7 @@ from torch import nn
 from ..options.profile import OffloadProfile
 from ..runtime.input_size import Size
 from ..runtime.managed_component import ManagedComponent
+from ..runtime.packing import Ending
 
 __all__ = ["Member", "Members"]
 
@@ -64,8 +65,8 @@ class Member:
         """The number of calls of `Registry.add` that returned it and have not released it."""
         self.evict_last = False
         """It leaves a device only when nothing else is left to evict."""
-        self.restores = True
-        """Its module gets ordinary weights when it is released; not if the module is no longer used."""
+        self.ending = Ending.RESTORED
+        """What its module gets when it is released: ordinary weights, or none if the module is no longer used."""
         self.leases: set[object] = set()
         """What keeps it from being evicted now: passes, and leases for other uses."""
         self.last_use = 0
@@ -151,9 +152,9 @@ class Member:
         """Note that one of the calls that manage it has released it."""
         self.num_holders -= 1
 
-    def give_up_weights(self) -> None:
+    def discard_weights(self) -> None:
         """Note that its module is not used any more: released, it gets no weights back."""
-        self.restores = False
+        self.ending = Ending.DISCARDED
 
     # -- its managed component, and what is decided for it
 

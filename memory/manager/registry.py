@@ -337,13 +337,13 @@ class Registry:
     def detach(self, member: Member, ending: Ending | None = None) -> None:
         if not self.members.has(member):
             if not any(other.managed.module is member.managed.module for other in self.members.values()):
-                member.managed.packing.read_left(Ending.RESTORED if member.restores else Ending.DISCARDED)
+                member.managed.packing.read_left(member.ending)
             return
-        freed = self.ledger.places(member.id)
+        freed = self.ledger.bytes_by_place(member.id)
         self.capacity.outdate_plans()
         error: InvalidInput | None = None
         try:
-            member.managed.detach(ending or (Ending.RESTORED if member.restores else Ending.DISCARDED))
+            member.managed.detach(ending or member.ending)
         except InvalidInput as problem:  # of a file: all else is done
             error = problem
         self.sharing.take_back(member, member.managed.module)
@@ -354,7 +354,7 @@ class Registry:
         self.event_log.sample()
         if error is not None:
             raise error
-        assert not self.ledger.places(member.id), self.ledger.places(member.id)
+        assert not self.ledger.bytes_by_place(member.id), self.ledger.bytes_by_place(member.id)
 
 
 def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str, nn.Module]) -> None:

@@ -28,7 +28,7 @@ __all__ = [
     "parts_of",
 ]
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReport:
-    """A device now. ``other_bytes``: what the driver counts as used beyond the ledger's ``reserved_bytes``.
+    """A device now. ``managed_bytes`` is the ledger's sum, ``other_bytes`` what the driver counts as used beyond it.
 
     ``peak_bytes`` is the most that torch had allocated since the manager was made: it resets the device's own peak.
     """
@@ -69,7 +69,7 @@ class DeviceReport:
     total_bytes: int
     free_bytes: int
     watermark: dict[str, int]
-    reserved_bytes: int
+    managed_bytes: int
     other_bytes: int
     peak_bytes: int = 0
 
@@ -188,14 +188,14 @@ def parts_of(report: Mapping[str, Any], only: str | None) -> dict[str, Any]:
 
 
 def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: int) -> DeviceReport:
-    memory, reserved = device.memory(), ledger.used(device.name)
+    memory, managed = device.memory(), ledger.used(device.name)
     return DeviceReport(
         name=device.name,
         total_bytes=memory.total,
         free_bytes=memory.free,
         watermark={"low_bytes": mark.low_bytes, "high_bytes": mark.high_bytes},
-        reserved_bytes=reserved,
-        other_bytes=max(0, memory.total - memory.free - reserved),
+        managed_bytes=managed,
+        other_bytes=max(0, memory.total - memory.free - managed),
         peak_bytes=max(peak_bytes, memory.peak),
     )
 
@@ -227,7 +227,7 @@ class ComponentState:
 
 
 def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
-    member, plan, held = state.member, state.plan, ledger.places(state.member.id)
+    member, plan, held = state.member, state.plan, ledger.bytes_by_place(state.member.id)
     return ComponentReport(
         id=member.id,
         name=member.name,

@@ -8,7 +8,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "sizes": ["bounce_buffer_bytes", "explain_rest", "fixed_tensors", "least_bytes"],
-        "staging_layout": ["Occupancy", "Places"],
+        "staging_layout": ["Occupancy", "Offsets"],
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine"],
         "plan": [
             "ComponentPlan",

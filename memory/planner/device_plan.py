@@ -24,7 +24,7 @@ from .prefetch_schedule import (
     place_streamed,
 )
 from .sizes import Sizes
-from .staging_layout import Places, pass_seconds
+from .staging_layout import Offsets, pass_seconds
 from .workload import Workload, find_blocking, find_speeds, find_workload, in_order
 
 __all__ = ["DevicePlan", "plan_share", "share_holds"]
@@ -47,8 +47,8 @@ class DevicePlan:
     fixed_bytes: int
     resident_bytes: int
     staging_bytes: int = 0
-    places: Places = ()
-    """Where in the staging memory each streamed block comes to lie ([Note: places] in `staging_layout.py`)."""
+    offsets: Offsets = ()
+    """Where in the staging memory each streamed block comes to lie ([Note: offsets] in `staging_layout.py`)."""
     streamed_block_bytes: int = 0
     """The bytes of the largest block that streams."""
     scratch_bytes: int = 0
@@ -293,7 +293,7 @@ def stream(whole: DevicePlan, sizes: Mapping[int, int], schedule: Schedule) -> D
         resident=resident,
         resident_bytes=sum(sizes[number] for number in resident),
         staging_bytes=schedule.staging_bytes,
-        places=tuple({numbers[position]: begin for position, begin in here.items()} for here in schedule.places),
+        offsets=tuple({numbers[position]: begin for position, begin in here.items()} for here in schedule.offsets),
         streamed_block_bytes=max(sizes[number] for number in numbers if number not in resident),
     )
 
@@ -316,9 +316,9 @@ def keep_residents(
             return None
         return place_streamed(work, resident, staging_bytes)
     positions = {number: position for position, number in enumerate(sizes)}
-    places = tuple({positions[number]: begin for number, begin in here.items()} for here in current.places)
-    pass_s = pass_seconds(work, resident, current.staging_bytes, places)
-    return Schedule(resident, current.staging_bytes, places, pass_s)
+    offsets = tuple({positions[number]: begin for number, begin in here.items()} for here in current.offsets)
+    pass_s = pass_seconds(work, resident, current.staging_bytes, offsets)
+    return Schedule(resident, current.staging_bytes, offsets, pass_s)
 
 
 def is_settled(current: DevicePlan, in_place: Schedule, are_known: bool) -> bool:

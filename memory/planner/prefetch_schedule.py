@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import islice
 from random import Random
 
-from .staging_layout import Places, choose_places, pass_seconds, window_seconds
+from .staging_layout import Offsets, choose_offsets, pass_seconds, window_seconds
 from .workload import Workload
 
 __all__ = [
@@ -34,15 +34,15 @@ MAX_BLOCK_SIZES = 3
 SHARE_STEPS = 16
 # What the staging memory becomes in a trial of the search.
 STAGING_CHANGES = (1.0, 1.0, 1.0, 0.9, 1.1)
-# The search: how many starts are improved, and how many get places as they are; how many blocks all trials of one start
-# may look at, and how much worse than the last a trial may be at first.
+# The search: how many starts are improved, and how many get offsets as they are; how many blocks all trials of one
+# start may look at, and how much worse than the last a trial may be at first.
 NUM_IMPROVED = 2
 NUM_PLACED = 4
 NUM_HALVINGS = 24
 RATE_LIMIT = 100.0
 MAX_TRIALS = 250
 TRIED_BLOCKS = 10_000
-# With many blocks fewer choices are tried: how many blocks all starts may have together, and all that get places.
+# With many blocks fewer choices are tried: how many blocks all starts may have together, and all that get offsets.
 STARTED_BLOCKS = 6_000
 PLACED_BLOCKS = 600
 SLACK = 0.01
@@ -90,7 +90,7 @@ class Schedule:
 
     resident: frozenset[int]
     staging_bytes: int
-    places: Places
+    offsets: Offsets
     """Where each streamed block begins in the staging memory, by its position."""
     pass_s: float
 
@@ -156,9 +156,9 @@ def place_streamed(work: Workload, resident: frozenset[int], staging_bytes: int)
     """Return the schedule for these residents: where the others lie in so much staging memory, or in less."""
 
     def place(staging_bytes: int, num_rounds: int) -> Schedule:
-        places = choose_places(work, resident, staging_bytes, num_rounds=num_rounds)
-        pass_s = pass_seconds(work, resident, staging_bytes, places)
-        return Schedule(resident, staging_bytes, places, pass_s)
+        offsets = choose_offsets(work, resident, staging_bytes, num_rounds=num_rounds)
+        pass_s = pass_seconds(work, resident, staging_bytes, offsets)
+        return Schedule(resident, staging_bytes, offsets, pass_s)
 
     streamed = work.streamed_sizes(resident)
     # Of equal blocks a whole number lie best side by side.

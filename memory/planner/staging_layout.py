@@ -1,11 +1,11 @@
 """Staging memory on paper: where in it each streamed block comes to lie, and how long a pass then takes.
 
-[Note: places] A streamed block has its place in one range of staging memory, and places overlap. What a block lacks
-at its place is copied piece by piece as the blocks that lie there have computed, the piece first that is free first;
-what is still there from a pass before is not copied again. So staging memory need not be a multiple of anything: in
-memory for a block and a quarter, a quarter of each copy runs beside the compute of the block before, and small blocks
-leave no byte idle that a larger one would need. Places are fixed, because views of weights are made once for each;
-an odd number of equal blocks needs two rounds of them, which passes take in turns.
+[Note: offsets] A streamed block has an offset in one range of staging memory, and such ranges of blocks overlap. What
+a block lacks in its range is copied piece by piece as the blocks that lie there have computed, the piece first that is
+free first; what is still there from a pass before is not copied again. So staging memory need not be a multiple of
+anything: in memory for a block and a quarter, a quarter of each copy runs beside the compute of the block before, and
+small blocks leave no byte idle that a larger one would need. Offsets are fixed, because views of weights are made once
+for each; an odd number of equal blocks needs two rounds of them, which passes take in turns.
 
 [Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
 one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
@@ -24,15 +24,15 @@ from typing import Generic, TypeAlias, TypeVar
 
 from .workload import Workload
 
-__all__ = ["Occupancy", "Places", "choose_places", "pass_seconds", "window_seconds"]
+__all__ = ["Occupancy", "Offsets", "choose_offsets", "pass_seconds", "window_seconds"]
 
-Places: TypeAlias = tuple[dict[int, int], ...]
+Offsets: TypeAlias = tuple[dict[int, int], ...]
 """Rounds: where each streamed block begins in the staging memory, by its number."""
 
 # Even, for two rounds.
 WARM_UP_PASSES = 2
 TIMED_PASSES = 2
-# Beside how many pieces of memory places are looked for, for all blocks of a round: those behind the last place have
+# Beside how many pieces of memory offsets are looked for, for all blocks of a round: those behind the last block have
 # been free for longest.
 TRIED_PIECES = 2_000
 
@@ -87,43 +87,43 @@ class Occupancy(Generic[Owner]):
         self.pieces[first:last] = taken
 
 
-def choose_places(work: Workload, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1) -> Places:
+def choose_offsets(work: Workload, resident: Collection[int], staging_bytes: int, *, num_rounds: int = 1) -> Offsets:
     """Return where in the staging memory the streamed blocks begin; each fits.
 
-    One after the other they take the place where their copy is done soonest, of equals the one that has been free for
-    longest. Every streamed block has bytes.
+    One after the other they get the offset at which their copy is done soonest, of equals the one that has been
+    free for longest. Every streamed block has bytes.
     """
-    places: Places = tuple({} for _ in range(num_rounds))
-    for _ in itertools.islice(play(work, resident, staging_bytes, places), num_rounds):
+    offsets: Offsets = tuple({} for _ in range(num_rounds))
+    for _ in itertools.islice(play(work, resident, staging_bytes, offsets), num_rounds):
         pass
-    return places
+    return offsets
 
 
-def pass_seconds(work: Workload, resident: Collection[int], staging_bytes: int, places: Places) -> float:
+def pass_seconds(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> float:
     """Return the seconds of one pass in the steady state ([Note: steady state])."""
-    passes = play(work, resident, staging_bytes, places)
+    passes = play(work, resident, staging_bytes, offsets)
     ends = list(itertools.islice(passes, WARM_UP_PASSES + TIMED_PASSES))
     return (ends[-1] - ends[WARM_UP_PASSES - 1]) / TIMED_PASSES
 
 
-def play(work: Workload, resident: Collection[int], staging_bytes: int, places: Places) -> Iterator[float]:
-    """Yield when each pass ends, for ever; a block without a place in a round gets one when its turn comes."""
+def play(work: Workload, resident: Collection[int], staging_bytes: int, offsets: Offsets) -> Iterator[float]:
+    """Yield when each pass ends, for ever; a block without an offset in a round gets one when its turn comes."""
     compute_s, copy_s = work.compute_s, work.copy_s
     occupancy = Occupancy[tuple[int, int]](staging_bytes)
     freed_at: dict[tuple[int, int] | None, float] = defaultdict(float)
     copied = now = 0.0
     reach = 0
     num_pieces = max(1, TRIED_PIECES // len(work.sizes))
-    for here in itertools.cycle(places):
+    for here in itertools.cycle(offsets):
         for position, size in enumerate(work.sizes):
             if position in resident:
                 now += compute_s[position]
                 continue
             copy = PlannedCopy(copied, copy_s[position] / size)
             if position not in here:
-                here[position] = copy.find_place(occupancy, freed_at, size, occupancy.following(reach, num_pieces))
+                here[position] = copy.find_offset(occupancy, freed_at, size, occupancy.following(reach, num_pieces))
             lacking: list[tuple[float, int]] = []
-            for begin in dict.fromkeys([here[position], *(there.get(position, 0) for there in places)]):
+            for begin in dict.fromkeys([here[position], *(there.get(position, 0) for there in offsets)]):
                 stay = position, begin
                 missing = free_pieces(occupancy, freed_at, stay, size)
                 if not missing:  # it is still there
@@ -146,7 +146,7 @@ def free_pieces(
     stay: tuple[int, int],
     size: int,
 ) -> list[tuple[float, int]]:
-    """Return when what a block lacks at its place is free, and the bytes of it, in the order of copying."""
+    """Return when what a block lacks in its range is free, and the bytes of it, in the order of copying."""
     pieces = occupancy.within(stay[1], stay[1] + size)
     free = [(freed_at[owner], last - first) for first, last, owner in pieces if owner != stay]
     free.sort()
@@ -167,7 +167,7 @@ class PlannedCopy:
             copied = max(copied, free_s) + num_bytes * self.seconds_per_byte
         return copied
 
-    def find_place(
+    def find_offset(
         self,
         occupancy: Occupancy[tuple[int, int]],
         freed_at: Mapping[tuple[int, int] | None, float],
@@ -193,8 +193,8 @@ class PlannedCopy:
 def window_seconds(work: Workload, resident: Collection[int], staging_bytes: int) -> float:
     """Return what a pass takes in the steady state if staging memory could be cut anywhere, and nothing stays in it.
 
-    A byte is copied as soon as the bytes that the staging memory holds after it may be overwritten. Needs no places and
-    a tenth of the time of `pass_seconds`, so searches ask it.
+    A byte is copied as soon as the bytes that the staging memory holds after it may be overwritten. Needs no offsets
+    and a tenth of the time of `pass_seconds`, so searches ask it.
     """
     sizes, compute_s, copy_s = work.sizes, work.compute_s, work.copy_s
     # Per streamed block: its bytes, seconds per byte, its compute, and what computes from there to the next one.

@@ -131,7 +131,7 @@ class JoinedLayers:
                 share.forget_views()
         component, plan = self.describe(component, self.rename(plan, tree))
         if has_changed:  # what is in place was planned for other sizes
-            plan = replace(plan, shares=tuple(replace(share, staging_bytes=0, places=()) for share in plan.shares))
+            plan = replace(plan, shares=tuple(replace(share, staging_bytes=0, offsets=()) for share in plan.shares))
         return Joined(component, plan, structure, has_changed)
 
     def refuse_exchanged(self, component: Component, at: Mapping[nn.Module, int]) -> None:

@@ -128,7 +128,7 @@ class Ledger:
         book = self.books.get(place)
         return sum([book.get((component, kind), 0) for kind in Kind]) if book else 0
 
-    def places(self, component: str) -> dict[str, int]:
+    def bytes_by_place(self, component: str) -> dict[str, int]:
         """Return the bytes of one component by place; empty once everything is released."""
         held = ((place, self.held(component, place)) for place in sorted(self.books))
         return {place: num_bytes for place, num_bytes in held if num_bytes}

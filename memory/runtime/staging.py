@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from ..planner.staging_layout import Occupancy, Places
+from ..planner.staging_layout import Occupancy, Offsets
 from ..transfer.copy_stream import CopyStream
 
 __all__ = ["StagingArea", "StagingSlot"]
@@ -16,7 +16,7 @@ __all__ = ["StagingArea", "StagingSlot"]
 Piece: TypeAlias = tuple[int, int, int, "StagingSlot | None"]
 """The use that must end before the bytes are overwritten (0: the copy stream has waited for it); begin, end, owner."""
 
-# How many views of a block's place are kept.
+# How many views of a slot are kept.
 MOST_PARTS = 16
 
 
@@ -29,7 +29,7 @@ class CopySource(Protocol):
 
 
 class StagingSlot:
-    """One place of a block in the staging memory; its bytes may be there or not."""
+    """One range of the staging memory, for one block; its bytes may be there or not."""
 
     def __init__(self, block: int, begin: int, slab: torch.Tensor, copies: CopyStream) -> None:
         self.block = block
@@ -67,7 +67,7 @@ class StagingSlot:
 
 
 class StagingArea:
-    """Device memory through which the streamed blocks of one device pass ([Note: places] in
+    """Device memory through which the streamed blocks of one device pass ([Note: offsets] in
     `planner/staging_layout.py`).
 
     Args:
@@ -77,17 +77,17 @@ class StagingArea:
         torch.OutOfMemoryError: nothing was allocated.
     """
 
-    def __init__(self, sizes: Mapping[int, int], places: Places, num_bytes: int, copies: CopyStream) -> None:
+    def __init__(self, sizes: Mapping[int, int], offsets: Offsets, num_bytes: int, copies: CopyStream) -> None:
         self.copies = copies
         self.num_bytes = num_bytes
         slab = copies.allocate(num_bytes)
         self.occupancy = Occupancy[StagingSlot](num_bytes)
         staging_slots = {
             (block, begin): StagingSlot(block, begin, slab[begin : begin + sizes[block]], copies)
-            for here in places
+            for here in offsets
             for block, begin in here.items()
         }
-        self.staging_slots = {block: tuple(staging_slots[block, here[block]] for here in places) for block in sizes}
+        self.staging_slots = {block: tuple(staging_slots[block, here[block]] for here in offsets) for block in sizes}
         """By block, one slot for each round."""
         self.num_uses = 0
         self.last_awaited = 0

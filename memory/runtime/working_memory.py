@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..planner.plan import DevicePlan
-from ..planner.staging_layout import Places
+from ..planner.staging_layout import Offsets
 from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.devices import Device
@@ -38,8 +38,8 @@ class WorkingMemory:
         """Where encoded weights are decoded."""
         self.streamer: Streamer | None = None
         """Moves blocks through the staging memory."""
-        self.staging: tuple[int, Places] = (0, ())
-        """The bytes and places of the staging memory."""
+        self.staging: tuple[int, Offsets] = (0, ())
+        """The bytes and offsets of the staging memory."""
         self.bounce = None if copies is None else BounceBuffers(copies)
         self.bounce_bytes = 0
         """The bytes of each bounce buffer while weights are loaded; 0 if none rest in a file."""
@@ -106,7 +106,7 @@ class WorkingMemory:
 
     def has_staging(self, plan: DevicePlan) -> bool:
         """Whether the staging memory is as a plan wants it."""
-        return self.streamer is not None and self.staging == (plan.staging_bytes, plan.places)
+        return self.streamer is not None and self.staging == (plan.staging_bytes, plan.offsets)
 
     def allocate_staging(self, plan: DevicePlan, blocks: Mapping[int, Bundle], order: Sequence[int]) -> None:
         """Allocate what a plan wants. ``order``: that of all blocks in the last whole pass."""
@@ -114,8 +114,8 @@ class WorkingMemory:
         streamed = {number: blocks[number] for number in plan.streamed}
         sizes = {number: bundle.slab_bytes for number, bundle in streamed.items()}
         with self.ledger.booked(self.owner, Kind.STAGING, self.held_staging):
-            area = StagingArea(sizes, plan.places, plan.staging_bytes, self.copies)
-            self.staging = plan.staging_bytes, plan.places
+            area = StagingArea(sizes, plan.offsets, plan.staging_bytes, self.copies)
+            self.staging = plan.staging_bytes, plan.offsets
             self.streamer = Streamer(streamed, area, [number for number in order if number in streamed])
 
     def free_staging(self) -> None:

@@ -128,7 +128,7 @@ def test_nothing_is_freed_while_a_prompt_runs_and_all_that_is_idle_after(host: H
     freed = host.post("/highwater/free")["freed_bytes"]
     assert (sum(freed.values()) > 0) == bool(host.total_bytes)
     accelerators = [device for device in host.part("devices") if device["name"] != "cpu"]
-    assert [device["reserved_bytes"] for device in accelerators] == [0] * len(host.total_bytes)
+    assert [device["managed_bytes"] for device in accelerators] == [0] * len(host.total_bytes)
 
 
 def test_after_everything_was_freed_the_same_run_gives_the_same(host: HostProcess) -> None:

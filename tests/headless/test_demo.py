@@ -79,9 +79,9 @@ def test_books_and_devices_agree(demo) -> None:
     for device in demo.report["devices"][1:]:
         counted = demo.devices[device["name"]]
         assert device["total_bytes"] == counted["total_bytes"]
-        assert device["reserved_bytes"] == demo.ledger[device["name"]]
+        assert device["managed_bytes"] == demo.ledger[device["name"]]
         # What is not ours is a scheduler's few numbers, never a weight.
-        assert device["reserved_bytes"] + device["other_bytes"] == counted["used_bytes"]
+        assert device["managed_bytes"] + device["other_bytes"] == counted["used_bytes"]
         assert device["other_bytes"] < 1024
     moved = sum(run["bytes_moved"] for run in demo.report["runs"])
     arrived = sum(counted["h2d_bytes"] for counted in demo.devices.values())
@@ -148,7 +148,7 @@ def test_json_is_one_document(sim, tmp_path: Path) -> None:
     command = ["run", str(workflow), "--devices", "gpu:0=64MiB", "--out", str(tmp_path), "--json"]
     done = subprocess.run([sys.executable, "-m", "highwater", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["version"] == 1
+    assert json.loads(done.stdout)["version"] == 2
 
 
 def test_every_panel_of_the_picture_has_every_point(demo) -> None:

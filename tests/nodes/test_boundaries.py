@@ -216,7 +216,7 @@ def test_a_host_without_providers_is_said_to_lack_them(server: FakeServer) -> No
         assert str(state).startswith("missing: this ComfyUI has no cache providers")
 
 
-def test_outside_of_the_host_nothing_is_in_effect() -> None:
+def test_outside_of_the_host_no_feature_works() -> None:
     assert set(boundaries.features().values()) == {"missing: this process is not ComfyUI"}
 
 

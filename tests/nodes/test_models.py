@@ -81,10 +81,10 @@ class Recorder(ModuleType):
 def host(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     import highwater.nodes as package
 
-    event_log = Recorder()
-    monkeypatch.setitem(sys.modules, "highwater.nodes.host", event_log)
-    monkeypatch.setattr(package, "host", event_log, raising=False)
-    return event_log
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "highwater.nodes.host", recorder)
+    monkeypatch.setattr(package, "host", recorder, raising=False)
+    return recorder
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def node(number: int, run: int, peaks: dict[str, int], weights: dict[str, int], 
 
 
 def device(name: str) -> dict[str, Any]:
-    return {"name": name, "free_bytes": 1, "total_bytes": 2, "reserved_bytes": 3, "other_bytes": 4}
+    return {"name": name, "free_bytes": 1, "total_bytes": 2, "managed_bytes": 3, "other_bytes": 4}
 
 
 def make_report(nodes: list[NodeReport], events: list[Event], num_runs: int) -> dict[str, Any]:

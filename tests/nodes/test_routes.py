@@ -56,7 +56,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any]]:
 def test_the_page_may_ask_before_anything_is_managed(ask: Callable[..., tuple[int, Any]]) -> None:
     status, report = ask("GET", "/highwater/report")
     assert status == 200
-    assert report["version"] == 1
+    assert report["version"] == 2
     assert report["nodes"] == report["components"] == report["devices"] == []
     assert report["host_features"]["run_boundaries"] == "missing: this process is not ComfyUI"
     assert ask("POST", "/highwater/free") == (200, {"freed_bytes": {}})

@@ -165,7 +165,7 @@ def test_a_plan_follows_the_order_in_which_blocks_ran(machine) -> None:
             (share,) = managed.members[0].managed.plan.shares
             assert list(managed.members[0].block_seconds) == list(range(8))[::-1]
             assert share.pass_s is not None
-            assert list(share.places[0]) == sorted(share.streamed, reverse=True)
+            assert list(share.offsets[0]) == sorted(share.streamed, reverse=True)
 
 
 def test_widening_is_part_of_what_a_block_takes(toys, machine, sim) -> None:

@@ -49,7 +49,7 @@ class LedgerMachine(RuleBasedStateMachine):
             held = {owner: self.ledger.held(owner, place) for owner in "ab"}
             assert {owner: n for owner, n in held.items() if n} == self.ledger.by_component(place)
         for owner in "ab":
-            assert sum(self.ledger.places(owner).values()) == sum(
+            assert sum(self.ledger.bytes_by_place(owner).values()) == sum(
                 n for (_, who, _), n in self.model.items() if who == owner
             )
 

@@ -267,7 +267,7 @@ def test_node_reports_measure_weights_and_activations(toys, machine) -> None:
         assert (sample["run_id"], sample["workflow_id"]) == ("r1", "w")
         assert [message["node_id"] for message in told if message["type"] == "node"] == ["1", "2"]
         report = json.loads(json.dumps(manager.report()))
-        assert report["version"] == 1 and len(report["nodes"]) == 2
+        assert report["version"] == 2 and len(report["nodes"]) == 2
 
 
 @torch.no_grad()

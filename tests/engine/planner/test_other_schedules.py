@@ -17,7 +17,7 @@ from highwater.benchmarks.schedules import (
     run_comfyui,
     run_diffusers,
     run_mmgp,
-    run_places,
+    run_offsets,
 )
 from highwater.benchmarks.search import find_best, find_good
 
@@ -57,7 +57,7 @@ def test_the_engine_takes_the_time_that_the_model_says(sim, monkeypatch, seed: i
         monkeypatch.setattr("highwater.memory.manager.live_capacity.pin_limit_bytes", lambda *args, **choices: half)
     names = [part.name for part in work.parts if part.weight_bytes]
     engine = measure_engine(work, names, int(share * work.weight_bytes), pinned="none" if pinned == "none" else "all")
-    modelled = run_places(work, engine.resident, engine.staging_bytes, engine.places, NUM_STEPS)
+    modelled = run_offsets(work, engine.resident, engine.staging_bytes, engine.offsets, NUM_STEPS)
     assert engine.seconds == pytest.approx(modelled.seconds, rel=1e-9)
     assert modelled.peak_bytes <= int(share * work.weight_bytes)
 
@@ -75,18 +75,18 @@ def test_copies_run_beside_computes_wherever_the_weights_rest(sim, tier: str, co
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_simplest_places_take_the_time_that_they_should(seed: int, share: float) -> None:
+def test_the_simplest_offsets_take_the_time_that_they_should(seed: int, share: float) -> None:
     work = make_work(seed)
     budget_bytes = int(share * work.weight_bytes)
     found = find_good(work, budget_bytes, NUM_STEPS)
     sizes = {index: work.parts[index].weight_bytes for index in work.movable if index not in found.resident}
-    # The simplest places there are: all at the beginning, where nothing is copied ahead.
-    one_by_one = run_places(work, found.resident, max(sizes.values()), [dict.fromkeys(sizes, 0)], NUM_STEPS)
+    # The simplest offsets there are: all at the beginning, where nothing is copied ahead.
+    one_by_one = run_offsets(work, found.resident, max(sizes.values()), [dict.fromkeys(sizes, 0)], NUM_STEPS)
     waits_s = NUM_STEPS * (work.copy_s(sum(sizes.values())) + sum(work.parts[index].compute_s for index in sizes))
     assert found.seconds <= one_by_one.seconds <= waits_s + NUM_STEPS * work.compute_s
-    # Where each has a place of its own, all is copied once.
+    # Where each has a range of its own, all is copied once.
     begins = dict(zip(sizes, itertools.accumulate([0, *sizes.values()]), strict=False))
-    alone = run_places(work, found.resident, sum(sizes.values()), [begins], NUM_STEPS)
+    alone = run_offsets(work, found.resident, sum(sizes.values()), [begins], NUM_STEPS)
     assert alone.seconds <= NUM_STEPS * work.compute_s + work.copy_s(sum(sizes.values())) * (1 + 1e-9)
 
 

@@ -106,7 +106,7 @@ def test_device_bytes_never_exceed_what_is_available(sizes: list[int], available
     assert share.device_bytes <= available
     assert share.resident | set(share.streamed) == set(range(len(sizes)))
     assert bool(share.staging_bytes) == bool(share.streamed)
-    for here in share.places:
+    for here in share.offsets:
         assert here.keys() == set(share.streamed)
         for number, begin in here.items():
             num_bytes = block_bytes(part.blocks[number], decided.forms)

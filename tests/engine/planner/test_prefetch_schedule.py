@@ -53,10 +53,10 @@ def test_a_schedule_fits_its_room_and_is_no_slower_than_even_spreading(sizes: li
     chosen = choose_schedule(work, room)
     streamed = [position for position in range(len(sizes)) if position not in chosen.resident]
     assert sum(sizes[position] for position in chosen.resident) + chosen.staging_bytes <= room
-    for here in chosen.places:
+    for here in chosen.offsets:
         assert list(here) == streamed
         assert all(0 <= begin <= chosen.staging_bytes - sizes[position] for position, begin in here.items())
-    played = pass_seconds(work, chosen.resident, chosen.staging_bytes, chosen.places)
+    played = pass_seconds(work, chosen.resident, chosen.staging_bytes, chosen.offsets)
     assert chosen.pass_s == played
     if room >= 2 * max(sizes):
         spread = frozenset(spread_residents(sizes, room - 2 * max(sizes)))

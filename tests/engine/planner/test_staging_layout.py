@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory.planner import staging_layout as places
+from highwater.memory.planner import staging_layout as offsets
 from highwater.memory.planner.staging_layout import (
     Occupancy,
-    Places,
-    choose_places,
+    Offsets,
+    choose_offsets,
     pass_seconds,
     window_seconds,
 )
@@ -55,7 +55,7 @@ def test_an_interrupt_leaves_an_occupancy_as_it_was_or_is_to_be() -> None:
 
         def trace(frame, event, arg):
             nonlocal left
-            if event == "line" and frame.f_code.co_filename == places.__file__:
+            if event == "line" and frame.f_code.co_filename == offsets.__file__:
                 left -= 1
                 if left < 0:
                     raise KeyboardInterrupt
@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> tuple[Workload, frozenset[int], int]:
     return Workload(sizes, *seconds, idle_s=draw(st.sampled_from([0.0, 4.0]))), frozenset(resident), staging_bytes
 
 
-def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: int, places: Places) -> float:
+def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: int, offsets: Offsets) -> float:
     """Copy many passes byte by byte, and return the mean of the later ones."""
     content: list[tuple[int, int] | None] = [None] * staging_bytes  # whose bytes, and from where to where they lie
     free_s = [0.0] * staging_bytes
@@ -102,7 +102,7 @@ def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: i
             middle = now
         for position, size in enumerate(work.sizes):
             if position not in resident:
-                begins = [places[(number + turn) % len(places)][position] for turn in range(len(places))]
+                begins = [offsets[(number + turn) % len(offsets)][position] for turn in range(len(offsets))]
                 begin = next((b for b in begins if content[b : b + size] == [(position, b)] * size), begins[0])
                 lacking = [byte for byte in range(begin, begin + size) if content[byte] != (position, begin)]
                 for byte in sorted(lacking, key=lambda byte: free_s[byte]):
@@ -119,14 +119,14 @@ def slow_pass_seconds(work: Workload, resident: frozenset[int], staging_bytes: i
 @given(cases(), st.integers(1, 2))
 def test_predicted_passes_are_those_of_a_run_byte_by_byte(case, num_rounds: int) -> None:
     work, resident, staging_bytes = case
-    places = choose_places(work, resident, staging_bytes, num_rounds=num_rounds)
+    offsets = choose_offsets(work, resident, staging_bytes, num_rounds=num_rounds)
     streamed = {position for position in range(len(work.sizes)) if position not in resident}
-    for here in places:
+    for here in offsets:
         assert here.keys() == streamed
         assert all(0 <= begin <= staging_bytes - work.sizes[position] for position, begin in here.items())
-    predicted = pass_seconds(work, resident, staging_bytes, places)
+    predicted = pass_seconds(work, resident, staging_bytes, offsets)
     # Some runs take turns over more passes than are predicted with.
-    assert predicted == pytest.approx(slow_pass_seconds(*case, places), rel=0.1)
+    assert predicted == pytest.approx(slow_pass_seconds(*case, offsets), rel=0.1)
     assert predicted >= work.least_s * (1 - 1e-9)
 
 
@@ -144,7 +144,7 @@ def test_a_window_takes_no_longer_with_more_memory_and_bounds_the_run(case) -> N
 def test_a_block_and_a_half_lets_half_of_each_copy_run_beside_the_compute_before() -> None:
     work = Workload((4,) * 12, (1.0,) * 12, (1.0,) * 12)
     takes = {
-        staging_bytes: pass_seconds(work, frozenset(), staging_bytes, choose_places(work, frozenset(), staging_bytes))
+        staging_bytes: pass_seconds(work, frozenset(), staging_bytes, choose_offsets(work, frozenset(), staging_bytes))
         for staging_bytes in (4, 6, 8)
     }
     assert takes == pytest.approx({4: 24.0, 6: 18.0, 8: 12.0})
@@ -153,13 +153,13 @@ def test_a_block_and_a_half_lets_half_of_each_copy_run_beside_the_compute_before
 def test_an_odd_number_of_blocks_takes_turns_in_two_rounds() -> None:
     work = Workload((4,) * 7, (1.0,) * 7, (1.0,) * 7)
     takes = [
-        pass_seconds(work, frozenset(), 8, choose_places(work, frozenset(), 8, num_rounds=rounds)) for rounds in (1, 2)
+        pass_seconds(work, frozenset(), 8, choose_offsets(work, frozenset(), 8, num_rounds=rounds)) for rounds in (1, 2)
     ]
     assert takes == pytest.approx([8.0, 7.0])
 
 
 def test_what_nobody_overwrites_is_not_copied_again() -> None:
     work = Workload((4, 4), (0.1, 0.1), (1.0, 1.0))
-    places = choose_places(work, frozenset(), 6)
+    offsets = choose_offsets(work, frozenset(), 6)
     # Two blocks of four bytes in six: they share two, and only those are copied in every pass.
-    assert pass_seconds(work, frozenset(), 6, places) == pytest.approx(1.2)
+    assert pass_seconds(work, frozenset(), 6, offsets) == pytest.approx(1.2)

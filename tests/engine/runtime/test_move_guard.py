@@ -175,7 +175,7 @@ def test_what_rests_in_its_file_is_put_back_there(toys, machine, tmp_path, conve
         files = {"net": [tmp_path / "net.safetensors"]}
         with manage({"net": net}, placement="gpu:0:disk", files=files, manager=manager) as managed:
             want = net(X).cpu()
-            idle = manager.ledger.places("net").get("host")
+            idle = manager.ledger.bytes_by_place("net").get("host")
             if state == "at rest":
                 managed.members[0].managed.unload()
                 with pytest.raises(NotImplementedError):
@@ -188,7 +188,7 @@ def test_what_rests_in_its_file_is_put_back_there(toys, machine, tmp_path, conve
                 net(X)
             assert torch.equal(net(X).cpu(), want)
             managed.members[0].managed.unload()
-            assert manager.ledger.places("net") == {"host": idle}
+            assert manager.ledger.bytes_by_place("net") == {"host": idle}
             assert all(parameter.is_meta for parameter in net.parameters())
 
 

@@ -114,11 +114,11 @@ def test_gradients_are_those_of_the_unmanaged_module(
             shares = managed.plan.components[0].shares
             assert any(share.streamed for share in shares) == (way.endswith(("streamed", "disk")) or way == "pageable")
             plain = gradient(net)
-            held = manager.ledger.places("model")
+            held = manager.ledger.bytes_by_place("model")
             net.train()
             got = [gradient(net) for _ in range(3)]
             manager.ledger.check()
-            assert manager.ledger.places("model") == held
+            assert manager.ledger.bytes_by_place("model") == held
         device = "cpu" if "CPU" in way else "sim:0"
         want = gradient(net.to(device), device)  # eight bits come back widened
         net.to("cpu")
@@ -222,7 +222,7 @@ def test_an_exception_in_the_backward_pass_leaves_nothing(
         net = build(Layer).train()
         with manage(net, manager=manager, **options_of(way, net, tmp_path)):
             want = gradient(net)
-            places = manager.ledger.places("model")
+            places = manager.ledger.bytes_by_place("model")
             before = used_bytes(sim, [places.get(f"gpu:{index}", 0) for index in range(2)])
             for number in (1, 4):
                 handle = net[number].norm.register_forward_hook(lambda m, a, y: Failing.apply(y, kind))
@@ -240,7 +240,7 @@ def test_an_exception_in_the_backward_pass_leaves_nothing(
                     gradient(net)
                 handle.remove()
                 manager.ledger.check()
-                assert manager.ledger.places("model") == places
+                assert manager.ledger.bytes_by_place("model") == places
                 assert used_bytes(sim, before) == before
             assert torch.equal(gradient(net), want)
 

@@ -82,17 +82,17 @@ def test_computes_alike_and_costs_no_ram_while_idle(toys, machine, files, profil
         buffer_bytes = sum(buffer.nbytes for buffer in net.buffers())
         with on_disk(net, files, manager, profile) as managed:
             (member,) = managed.members
-            idle = manager.ledger.places("net")
+            idle = manager.ledger.bytes_by_place("net")
             assert idle == {"host": buffer_bytes}
             assert all(parameter.is_meta for parameter in net.parameters())
             for _ in range(3):
                 assert torch.equal(net(x).cpu(), want)
                 manager.ledger.check()
-            held = manager.ledger.places("net")
+            held = manager.ledger.bytes_by_place("net")
             assert held["gpu:0"]
             assert ("pinned" in held) == (profile != "auto")  # buffers to read through, while anything streams
             member.managed.unload()
-            assert manager.ledger.places("net") == idle
+            assert manager.ledger.bytes_by_place("net") == idle
             assert torch.equal(net(x).cpu(), want)
         assert torch.allclose(net(x), toys.build_net()(x))
         assert not any(parameter.is_meta for parameter in net.parameters())
@@ -221,13 +221,13 @@ def assert_equal_states(state, want) -> None:
 def test_state_dict_has_the_weights_and_leaves_them_on_disk(toys, machine, files, reads, profile: str) -> None:
     net, want = toys.build_net(), toys.build_net().state_dict()
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager, profile):
-        idle = manager.ledger.places("net")
+        idle = manager.ledger.bytes_by_place("net")
         state = net.state_dict()
         assert len(reads) == 1  # in one go
         assert_equal_states(state, want)
         assert state["out.weight"].data_ptr() == state["embed.weight"].data_ptr()
         assert all(parameter.is_meta for parameter in net.parameters())
-        assert manager.ledger.places("net") == idle
+        assert manager.ledger.bytes_by_place("net") == idle
         assert_equal_states(net.doubles[1].state_dict(), toys.build_net().doubles[1].state_dict())
         assert_equal_states(torch.nn.ModuleDict({"unet": net}).state_dict(prefix="a."), {
             f"a.unet.{name}": tensor for name, tensor in want.items()
@@ -403,18 +403,18 @@ def test_what_is_written_on_the_device_stays_when_it_leaves(toys, machine, files
 def test_a_write_that_changes_nothing_leaves_the_weights_in_their_file(toys, machine, files, reads) -> None:
     net = toys.build_net()
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
-        idle = manager.ledger.places("net")
+        idle = manager.ledger.bytes_by_place("net")
         net(torch.randn(2, 5, 64))
         net.doubles[1].up.weight.mul_(1.0)
         managed.members[0].managed.unload()
-        assert manager.ledger.places("net") == idle
+        assert manager.ledger.bytes_by_place("net") == idle
         assert net.doubles[1].up.weight.is_meta
         net(torch.randn(2, 5, 64))
         net.doubles[1].gain.mul_(2.0)
         reads.clear()
         managed.members[0].managed.unload()
         assert not reads  # a buffer says nothing about the weights
-        assert manager.ledger.places("net") == idle
+        assert manager.ledger.bytes_by_place("net") == idle
 
 
 def test_written_weights_stay_when_their_file_has_changed_meanwhile(toys, machine, files) -> None:
@@ -650,13 +650,13 @@ def test_another_profile_that_is_cancelled_while_it_reads_leaves_the_weights_in_
 
     with machine(8) as manager, torch.no_grad(), on_disk(net, files, manager) as managed:
         want = net(x).cpu()
-        idle = manager.ledger.places("net")
+        idle = manager.ledger.bytes_by_place("net")
         end = manager.watch_loading(stop)
         with pytest.raises(Stop):
             managed.reprofile(placement="gpu:0:pinned")
         end()
         managed.members[0].managed.unload()
-        assert {place: held for place, held in idle.items() if place == "host"} == manager.ledger.places("net")
+        assert {place: held for place, held in idle.items() if place == "host"} == manager.ledger.bytes_by_place("net")
         assert torch.equal(net(x).cpu(), want)
 
 
@@ -836,10 +836,10 @@ def test_a_weight_in_a_file_that_is_gone_cannot_be_written_to(toys, machine, fil
         stored = [file.read_bytes() for file in files]
         for file in files:
             file.unlink()
-        places = manager.ledger.places("net")
+        places = manager.ledger.bytes_by_place("net")
         with pytest.raises(InvalidInput, match=r"[ab]\.safetensors"):
             net.doubles[1].up.weight.data.mul_(2.0)
-        assert net.doubles[1].up.weight.is_meta and manager.ledger.places("net") == places
+        assert net.doubles[1].up.weight.is_meta and manager.ledger.bytes_by_place("net") == places
         del stored
         managed.discard()
 

@@ -86,7 +86,7 @@ def test_ledger_is_what_the_device_counts(toys, machine, sim, case: str) -> None
             assert all(component["in_effect"] for component in managed.report()["components"])
         assert [sim.stats(index).used_bytes for index in range(2)] == [0, 0]
         assert sim.pinned().used_bytes == 0
-        assert not manager.ledger.places("model")
+        assert not manager.ledger.bytes_by_place("model")
 
 
 def test_streaming_moves_each_streamed_block_at_most_once_per_pass(toys, machine) -> None:
@@ -194,7 +194,7 @@ def test_skipped_and_repeated_blocks_are_normal(toys, machine, case: str) -> Non
                 for module in (plain, net):
                     module.skip, module.repeat = frozenset(skip), frozenset(repeat)
                 assert torch.equal(net(x), plain(x.to("sim:0")))
-                now = manager.ledger.places("model")
+                now = manager.ledger.bytes_by_place("model")
                 assert held in (None, now)
                 held = now
             assert not any(share.computing for share in managed.members[0].managed.shares)

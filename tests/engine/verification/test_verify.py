@@ -76,14 +76,14 @@ def test_what_the_engine_does_is_equal(mode: str, with_file: bool, toys, machine
         managed = managed_net(toys, manager, mode, file_of if with_file else None)
         expected = managed.members[0].managed.module(x).cpu()
         held = states(managed) if mode != "from disk" else {}
-        plan, loaded = managed.members[0].managed.plan, dict(manager.ledger.places(managed.members[0].id))
+        plan, loaded = managed.members[0].managed.plan, dict(manager.ledger.bytes_by_place(managed.members[0].id))
         found = managed.verify(x)
         assert found.is_equal, found.text()
         assert found.num_calls == 8 + 2 + 1  # the blocks, embedder and output, the net itself
         assert "equal, bit for bit" in str(found)
         assert_at_rest(managed)
         assert managed.members[0].managed.plan == plan
-        assert dict(manager.ledger.places(managed.members[0].id)) == loaded
+        assert dict(manager.ledger.bytes_by_place(managed.members[0].id)) == loaded
         if managed.members[0].managed.plan.tier != "disk":
             assert all(torch.equal(tensor, held[name]) for name, tensor in states(managed).items())
         assert torch.equal(managed.members[0].managed.module(x).cpu(), expected)
