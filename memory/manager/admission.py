@@ -37,6 +37,7 @@ class Admission:
         self.members = capacity.members
         self.ledger = capacity.ledger
         self.event_log = capacity.event_log
+        self.measures = capacity.measures
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
@@ -140,7 +141,7 @@ class Admission:
             freed = held[share.device] - self.ledger.held(member.id, share.device)
             if freed > 0:
                 self.event_log.note("evict", member.id, freed, share.device, share.why_kept)
-        self.event_log.sample()
+        self.measures.sample()
 
     def keep_budgets(self, device: Device, device_bytes: int, member: Member) -> None:
         """Evict idle siblings if with so many bytes of the member they held more than its budget for the device."""
@@ -210,7 +211,7 @@ class Admission:
         left = self.ledger.held(member.id, device.name)
         freed = held - left
         self.event_log.note_eviction(member.id, device.name, freed, left, reason)
-        self.event_log.sample()
+        self.measures.sample()
         self.capacity.outdate_plans()
         return freed
 

@@ -42,6 +42,7 @@ class Leases:
         self.capacity = admission.capacity
         self.members = admission.members
         self.event_log = admission.event_log
+        self.measures = admission.measures
         self.ledger = admission.ledger
         self.needs_file = needs_file
         self.uses = itertools.count(1)
@@ -78,10 +79,10 @@ class Leases:
             is_at_rest = self.is_at_rest(member, holder)
             if is_at_rest:
                 self.load_for(member, holder.size if is_own_pass(holder) else None)
-            allocated = self.event_log.begin_interval(holder, member.managed.device_names)
+            allocated = self.measures.begin_interval(holder, member.managed.device_names)
             if is_at_rest:
                 member.note_entry(allocated)
-            self.event_log.used_by_node(member.id)
+            self.measures.used_by_node(member.id)
         except BaseException:
             self.discard(member, holder)
             raise
@@ -186,12 +187,12 @@ class Leases:
     def learn_and_discard(self, member: Member, holder: object) -> None:
         self.discard(member, holder)
         member.managed.end_loans()
-        needed = self.event_log.end_interval(holder)
+        needed = self.measures.end_interval(holder)
         if isinstance(holder, Guest):  # another component needed that memory
             needed = {}
         for device, num_bytes in needed.items():
             member.note_activations(device, num_bytes)
-            self.event_log.needed_by_node(device, num_bytes)
+            self.measures.needed_by_node(device, num_bytes)
         if is_own_pass(holder):
             learn_needs(member, self.capacity, holder, needed)
         if not member.leases:
@@ -244,7 +245,7 @@ class Leases:
             raise
         finally:
             self.note_refusal(member)
-            self.event_log.sample()
+            self.measures.sample()
         member.note_planned(self.capacity.epoch)
         if queued:
             where = "&".join(share.device for share in plan.shares)

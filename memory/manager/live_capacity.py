@@ -13,13 +13,12 @@ from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from ..planner.plan import ComponentPlan, plan_holds, replan
 from ..planner.sizes import least_bytes
 from ..runtime.input_size import Size
-from ..runtime.ledger import Ledger
 from ..transfer.devices import Device, HostMemory
 from ..transfer.link_speed import known_link, link_bytes_per_s
 from ..transfer.pinned_memory import pin_limit_bytes
 from ..weights.component import Component
-from .event_log import EventLog
 from .eviction import Candidate
+from .measures import Measures
 from .member import Member, Members
 from .needs import Key, Needs, digest_component, digest_device
 from .watermark import Watermarks, unlearned_bytes
@@ -34,11 +33,12 @@ class LiveCapacity:
         members: the components under management; the registry adds and removes them.
     """
 
-    def __init__(self, devices: dict[str, Device], members: Members, ledger: Ledger, event_log: EventLog) -> None:
+    def __init__(self, devices: dict[str, Device], members: Members, measures: Measures) -> None:
         self.devices = devices
         self.members = members
-        self.ledger = ledger
-        self.event_log = event_log
+        self.measures = measures
+        self.ledger = measures.ledger
+        self.event_log = measures.event_log
         self.watermarks = Watermarks({name: device for name, device in devices.items() if not device.is_cpu})
         self.needs = Needs()
         self.device_digests: dict[str, str] = {}

@@ -25,6 +25,7 @@ from .event_log import EventLog
 from .eviction import UNLOADED_BY_HOST, EvictionPolicy, LeastRecentlyUsed
 from .leases import Leases, write_needs
 from .live_capacity import LiveCapacity
+from .measures import Measures
 from .member import Member, Members
 from .needs_file import NeedsFile
 from .registry import Registry
@@ -58,8 +59,9 @@ class MemoryManager:
         self.ledger = Ledger(self.count_bytes)
         self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
         self.members = Members()
-        self.event_log = EventLog(list(self.devices.values()), self.ledger, self.bytes_moved)
-        self.capacity = LiveCapacity(self.devices, self.members, self.ledger, self.event_log)
+        self.event_log = EventLog()
+        self.measures = Measures(list(self.devices.values()), self.ledger, self.event_log, self.bytes_moved)
+        self.capacity = LiveCapacity(self.devices, self.members, self.measures)
         self.admission = Admission(self.capacity, policy or LeastRecentlyUsed())
         self.leases = Leases(self.lock, self.admission, needs_file)
         self.registry = Registry(self.capacity, self.leases)
@@ -221,7 +223,7 @@ class MemoryManager:
                     name = share.device.name
                     self.event_log.note("evict", member.id, held.get(name, 0), name, UNLOADED_BY_HOST)
             self.capacity.outdate_plans()
-            self.event_log.sample()
+            self.measures.sample()
 
     def free_memory(
         self,
@@ -256,12 +258,12 @@ class MemoryManager:
             self.capacity.outdate_plans()
             for member in self.members.values():
                 self.capacity.end_run(member)
-            self.event_log.begin_run(run_id, name)
+            self.measures.begin_run(run_id, name)
 
     def end_run(self) -> None:
         with self.exclusive():
             self.recover()
-            self.event_log.end_run()
+            self.measures.end_run()
             self.ledger.check()
         self.leases.remember()
 
@@ -273,12 +275,12 @@ class MemoryManager:
 
     def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
         with self.exclusive():
-            self.event_log.begin_node(node_id, title, workflow_id)
+            self.measures.begin_node(node_id, title, workflow_id)
 
     def end_node(self) -> dict[str, Any]:
         """Close the open node; returns its report and sends it to the listeners."""
         with self.exclusive():
-            node = self.event_log.node
+            node = self.measures.node
             if node is None:
                 return {}
             tiers: Counter[str] = Counter()
@@ -286,7 +288,7 @@ class MemoryManager:
                 # Equal node ids in two workflows are two nodes.
                 if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
                     tiers.update(self.ledger.bytes_by_place(member.id))
-            report = self.event_log.end_node(node, dict(tiers))
+            report = self.measures.end_node(node, dict(tiers))
             told = asdict(report)
             devices = [asdict(device) for device in self.device_reports()]
             self.event_log.tell({"type": "node", **told, "devices": devices})
@@ -306,7 +308,7 @@ class MemoryManager:
                 device,
                 none if device.is_cpu else self.capacity.watermarks.of(name),
                 self.ledger,
-                self.event_log.peaks[name],
+                self.measures.peaks[name],
             )
             for name, device in self.devices.items()
         ]

@@ -38,6 +38,7 @@ class Registry:
         self.members = capacity.members
         self.ledger = capacity.ledger
         self.event_log = capacity.event_log
+        self.measures = capacity.measures
         self.sharing = SharedWeights(self.members)
         self.ranks = itertools.count()
         self.moved_by_released = 0
@@ -101,7 +102,7 @@ class Registry:
         self.sharing.refuse_apart(
             shared, {ids[part.name]: (new[part.name], part, plan[part.name]) for part in components}
         )
-        workflow_id = self.event_log.node.workflow_id if self.event_log.node else None
+        workflow_id = self.measures.node.workflow_id if self.measures.node else None
         members: dict[str, Member] = {}
         for component in ranked:
             member = Member(
@@ -351,7 +352,7 @@ class Registry:
         self.moved_by_released += member.managed.bytes_moved
         for place, num_bytes in freed.items():
             self.event_log.note("release", member.id, num_bytes, place, "released")
-        self.event_log.sample()
+        self.measures.sample()
         if error is not None:
             raise error
         assert not self.ledger.bytes_by_place(member.id), self.ledger.bytes_by_place(member.id)

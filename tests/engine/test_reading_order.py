@@ -159,6 +159,7 @@ INNER_WORDS = {
     "groups",
     "ledger",
     "managed",
+    "measures",
     "member",
     "packing",
     "registry",

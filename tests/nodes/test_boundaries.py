@@ -131,7 +131,7 @@ def test_a_node_that_never_finishes_is_closed_by_the_end_of_its_run(followed: Bo
     followed.run_ended("prompt-1")  # an error, or an interrupt
     assert [node_id for node_id, *_ in server.nodes()] == ["1"]
     assert runs()[-1]["end_s"] is not None
-    assert existing_manager().event_log.node is None
+    assert existing_manager().measures.node is None
     followed.node_ended("1")
     followed.run_ended("prompt-1")
     assert len(server.nodes()) == 1

@@ -1,0 +1,194 @@
+"""Measures of nodes and runs: the peaks of devices, what forwards need beside the weights, bytes moved, seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..runtime.ledger import Ledger
+from ..transfer.devices import Device
+from .event_log import EventLog
+from .report import NodeReport
+
+__all__ = ["Measures", "OpenNode"]
+
+
+@dataclass(slots=True)
+class OpenNode:
+    """A node that is executing; its numbers grow with each forward in it."""
+
+    node_id: str
+    title: str
+    run_id: str
+    workflow_id: str | None
+    begin_s: float
+    moved_before: int
+    """The bytes that had been copied to devices when it began."""
+    peaks: Counter[str] = field(default_factory=Counter)
+    activations: Counter[str] = field(default_factory=Counter)
+    weights: Counter[str] = field(default_factory=Counter)
+
+    def note_peak(self, device: str, num_bytes: int) -> None:
+        """Note what was allocated on a device; the most counts, as in the two below."""
+        self.peaks[device] = max(self.peaks[device], num_bytes)
+
+    def note_activations(self, device: str, num_bytes: int) -> None:
+        """Note what a forward needed of a device beside what was there."""
+        self.activations[device] = max(self.activations[device], num_bytes)
+
+    def note_weights(self, device: str, num_bytes: int) -> None:
+        """Note what a component that the node uses has on a device."""
+        self.weights[device] = max(self.weights[device], num_bytes)
+
+
+@dataclass(slots=True)
+class Interval:
+    """What was allocated beside all managed weights at its begin, and the most since then, by device."""
+
+    begin: dict[str, int]
+    most: Counter[str] = field(default_factory=Counter)
+
+    def note(self, device: str, num_bytes: int) -> None:
+        """Note what was allocated on a device beside the weights, if the interval measures that device."""
+        if device in self.begin:
+            self.most[device] = max(self.most[device], num_bytes)
+
+    def needed(self) -> dict[str, int]:
+        """Return by device the most that was allocated beyond the begin."""
+        return {name: max(0, self.most[name] - begin) for name, begin in self.begin.items()}
+
+
+class Measures:
+    """Measures the open run, the open node and any number of intervals, and enters the results in the event log.
+
+    Peaks come from the allocator, which keeps one per device: every look at a device reads and resets it. So a look
+    counts for the open node and for every open interval. A pass looks at the devices on which it computes, runs and
+    nodes look at all.
+
+    Args:
+        bytes_moved: returns the bytes of weights copied to devices since the start.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], ledger: Ledger, event_log: EventLog, bytes_moved: Callable[[], int]
+    ) -> None:
+        self.devices = {device.name: device for device in devices if not device.is_cpu}
+        self.ledger = ledger
+        self.event_log = event_log
+        self.bytes_moved = bytes_moved
+        self.node: OpenNode | None = None
+        self.intervals: dict[object, Interval] = {}
+        self.weights_before: dict[str, int] = {}
+        """The managed weights on each device at the last look."""
+        self.peaks: Counter[str] = Counter()
+        """The most that was allocated on each device since the start."""
+        self.moved_before_run = 0
+
+    # -- looks at devices
+
+    def sample(self, devices: Iterable[str] | None = None, *, always: bool = False) -> None:
+        """Look at devices, by default at all, and enter a point of the timeline for each (`Timeline.add`)."""
+        for name in self.devices if devices is None else devices:
+            if name in self.devices:
+                self.look(name, always=always)
+
+    def look(self, name: str, *, always: bool = False) -> int:
+        """Take a device's peak for all that is measured, and reset it; returns what is allocated there now.
+
+        Reads the allocator's numbers once.
+        """
+        device = self.devices[name]
+        _, allocated, peak = device.allocator_bytes()
+        device.reset_peak()
+        held, weights = self.ledger.by_component(name), self.ledger.used(name)
+        self.peaks[name] = max(self.peaks[name], peak)
+        if self.node is not None:
+            self.node.note_peak(name, peak)
+        # What was loaded or evicted since the last look is no activation.
+        beside = peak - max(weights, self.weights_before.get(name, 0))
+        self.weights_before[name] = weights
+        for interval in self.intervals.values():
+            interval.note(name, beside)
+        self.event_log.note_point(name, held, allocated, peak, always=always)
+        return allocated
+
+    # -- intervals
+
+    def begin_interval(self, key: object, devices: Iterable[str]) -> dict[str, int]:
+        """Measure what is needed on devices beside the weights from now on; returns what is allocated there now.
+
+        Other measurements go on.
+        """
+        allocated = {name: self.look(name) for name in devices if name in self.devices}
+        self.intervals[key] = Interval({name: had - self.weights_before[name] for name, had in allocated.items()})
+        return allocated
+
+    def end_interval(self, key: object) -> dict[str, int]:
+        """Return the most bytes by device that were needed beside the weights and what was there at the beginning."""
+        interval = self.intervals.get(key)
+        if interval is None:
+            return {}
+        self.sample(interval.begin)
+        self.intervals.pop(key, None)
+        return interval.needed()
+
+    # -- runs
+
+    def begin_run(self, run_id: str, name: str) -> None:
+        self.end_run()
+        self.moved_before_run = self.bytes_moved()
+        self.event_log.note_run(run_id, name)
+        self.sample(always=True)
+
+    def end_run(self) -> None:
+        """Close the open run, and the node that an error left open. Idempotent."""
+        if not self.event_log.is_running:
+            return
+        if self.node is not None:
+            self.end_node(self.node, {})
+        self.sample()
+        self.event_log.note_run_end(self.bytes_moved() - self.moved_before_run)
+
+    # -- nodes
+
+    def begin_node(self, node_id: str, title: str, workflow_id: str | None) -> None:
+        self.sample()
+        self.node = OpenNode(
+            node_id=node_id,
+            title=title,
+            run_id=self.event_log.run_id,
+            workflow_id=workflow_id,
+            begin_s=self.event_log.now_s,
+            moved_before=self.bytes_moved(),
+        )
+
+    def used_by_node(self, component: str) -> None:
+        """Count a component's bytes on devices for the open node, which uses it."""
+        if self.node is not None:
+            for name in self.devices:
+                self.node.note_weights(name, self.ledger.held(component, name))
+
+    def needed_by_node(self, device: str, activation_bytes: int) -> None:
+        """Count for the open node what a forward needed of a device beside what was there."""
+        if self.node is not None:
+            self.node.note_activations(device, activation_bytes)
+
+    def end_node(self, node: OpenNode, tiers: dict[str, int]) -> NodeReport:
+        """Close the open node and enter its report, which is returned."""
+        self.sample()
+        self.node = None
+        report = NodeReport(
+            node_id=node.node_id,
+            title=node.title,
+            run_id=node.run_id,
+            workflow_id=node.workflow_id,
+            seconds=round(self.event_log.now_s - node.begin_s, 6),
+            peak_bytes=dict(node.peaks),
+            weights_bytes={name: held for name, held in node.weights.items() if held},
+            activation_bytes={name: node.activations[name] for name in self.devices},
+            bytes_moved=self.bytes_moved() - node.moved_before,
+            tiers=tiers,
+        )
+        self.event_log.note_node(report)
+        return report
