@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 from ..memory.errors import InvalidInput
 from ..memory.options.placement import AUTO
+from ..memory.options.precision import BY_PROFILE, precision_names
+from ..memory.weights.known_forms import FORMS
 from .server.address import DEFAULT_PORT, LOOPBACK
 
 __all__ = ["build_parser", "join_values"]
@@ -18,6 +20,7 @@ PROFILE_HELP = (
     "auto, 1 to 5, a name that `highwater profiles` prints, a budget such as 6GiB, or a profile with changes, "
     "such as 4,diffusion=2GiB,prefetch=2 (files only)"
 )
+PRECISION_HELP = f"one of: {', '.join(precision_names(FORMS))} (files only); default: {BY_PROFILE}"
 DEVICES_HELP = (
     'hardware to simulate instead of using the machine, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 )
@@ -90,7 +93,7 @@ def build_parser() -> Parser:
     plan.add_argument("paths", nargs="+", type=named_path, metavar="WORKFLOW.json|FILE.safetensors")
     plan.add_argument("--profile", default=AUTO, metavar="TEXT", help=PROFILE_HELP)
     plan.add_argument("--placement", default=AUTO, help="devices, such as gpu:0&gpu:1 (files only)")
-    plan.add_argument("--precision", help="as stored, fp8 scaled or by profile (files only); default: by profile")
+    plan.add_argument("--precision", help=PRECISION_HELP)
     add("profiles", "list the profiles with all their values")
     devices = add("devices", "list devices with total and free memory, and settings that hide devices")
     needs = add("needs", "list how much memory models needed beside their weights in earlier runs")

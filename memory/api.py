@@ -28,6 +28,7 @@ from .transfer.devices import list_devices
 from .verification.findings import Verification
 from .verify import verify
 from .weights.discovery import components_of, discover_components, holds_pipeline
+from .weights.known_forms import FORMS
 from .weights.source import WeightsSource
 
 __all__ = ["Managed", "manage"]
@@ -389,5 +390,5 @@ def read_choices(
     return {
         "placement": placement,
         "profile": build_profile(profile, devices=devices, components=components, **overrides),
-        "precision": precision if isinstance(precision, Precision) else parse_precision(precision),
+        "precision": precision if isinstance(precision, Precision) else parse_precision(precision, forms=FORMS),
     }

@@ -21,13 +21,14 @@ from .manager.default import default_manager
 from .manager.member import Member
 from .manager.module_plans import Draft, bytes_in_ram, plan_modules
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
-from .options.precision import Precision
+from .options.precision import DEFAULT_PRECISION, Precision
 from .options.profile import OffloadProfile
 from .transfer.devices import list_devices
 from .verification.comparison import same_bits
 from .verification.findings import Verification
 from .verify_hosted import Comparison
 from .weights.component import Component
+from .weights.form_numbers import rests_of
 from .weights.module_component import component_from_module
 from .weights.safetensors_header import read_header
 
@@ -59,7 +60,7 @@ class HostedComponent:
         kind: str,
         *,
         profile: OffloadProfile | None = None,
-        precision: Precision | None = Precision.AS_STORED,
+        precision: Precision | None = DEFAULT_PRECISION,
         placement: Placement = AUTO_PLACEMENT,
         node_id: str | None = None,
     ) -> None:
@@ -97,9 +98,14 @@ class HostedComponent:
         return self.known_weights
 
     @property
-    def cast_names(self) -> set[str]:
-        """The keys of weights that rest in eight bits."""
-        return {key for key, weight in self.weights.items() if weight.is_cast}
+    def encoded_names(self) -> set[str]:
+        """The keys of weights that rest in an encoded form."""
+        return {key for key, weight in self.weights.items() if weight.is_encoded}
+
+    @property
+    def rests(self) -> str:
+        """How its encoded weights rest, such as ``in eight bits``; empty where it has none."""
+        return rests_of(self.member.managed.plan.forms) if self.member is not None else ""
 
     @property
     def held_bytes(self) -> int:
@@ -253,9 +259,9 @@ class HostedComponent:
 
     @contextmanager
     def widened(self, key: str) -> Iterator[None]:
-        """Give the host the wide form of a weight that rests in eight bits, to read and write; others as they are."""
+        """Give the host the wide form of an encoded weight, to read and write; others as they are."""
         weight = self.weights.get(key)
-        if weight is None or not weight.is_cast:
+        if weight is None or not weight.is_encoded:
             yield
         else:
             with weight.held_on(weight.slot.held.device):

@@ -39,8 +39,8 @@ class HostedWeight:
         return self.slot.owners[0][0]
 
     @property
-    def is_cast(self) -> bool:
-        """Whether it rests in eight bits."""
+    def is_encoded(self) -> bool:
+        """Whether it rests in an encoded form."""
         return self.slot.encoding is not None
 
     @property
@@ -108,7 +108,7 @@ def multiply(factor: float, weight: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 class Rescale:
-    """Multiplies an eight-bit weight by its scale if the module holds it at rest. References the module weakly."""
+    """Multiplies an encoded weight by its factor if the module holds it at rest. References the module weakly."""
 
     def __init__(self, module: nn.Module, attribute: str, factor: float, dtype: torch.dtype) -> None:
         self.module = weakref.ref(module)

@@ -26,6 +26,7 @@ from .verification.findings import Difference, Side, Verification, compare_sides
 from .verification.recording import Recording, places_of
 from .verification.reference import Reference, find_changed_weights
 from .verification.snapshot import Snapshot, go_through
+from .weights.form_numbers import rests_of
 
 __all__ = ["verify"]
 
@@ -191,9 +192,12 @@ def describe_reference(references: Sequence[Reference]) -> str:
 
 def describe_notes(members: Sequence[Member], changed: Sequence[str]) -> list[str]:
     notes = []
-    cast = [member.name for member in members if member.managed.plan.forms]
-    if cast:
-        notes.append(f"{', '.join(cast)}: eight-bit weights; the reference widens the stored values, too")
+    encoded: dict[str, list[str]] = {}
+    for member in members:
+        if rests := rests_of(member.managed.plan.forms):
+            encoded.setdefault(rests, []).append(member.name)
+    for rests, names in encoded.items():
+        notes.append(f"{', '.join(names)}: weights {rests}; the reference decodes the stored values, too")
     compiled = [member.name for member in members if member.managed.compiles]
     if compiled:
         notes.append(f"{', '.join(compiled)}: compiled on both sides")

@@ -13,6 +13,7 @@ from ..memory.options.precision import parse_precision
 from ..memory.options.profile import parse_profile
 from ..memory.planner.plan import Machine, Plan, plan_components
 from ..memory.weights.component import Component, component_from_files
+from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module
 
 __all__ = ["plan_files", "plan_pipeline"]
@@ -55,14 +56,14 @@ def plan_parts(
         machine,
         placement=parse_placement(placement, devices=devices, components=names),
         profile=parse_profile(profile, devices=devices, components=names),
-        precision=parse_precision(precision),
+        precision=parse_precision(precision, forms=FORMS),
     )
 
 
 def describe(paths: Sequence[Path], name: str) -> Component:
     """Return a model in numbers: as a module where a config beside the files names its class, else from the headers.
 
-    A class declares which of its parts are one piece and which weights stay out of eight bits. Building its module
+    A class declares which of its parts are one piece and which weights stay as stored. Building its module
     without memory imports its library.
     """
     header = component_from_files(paths, name=name)

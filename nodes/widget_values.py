@@ -9,28 +9,24 @@ from comfy_api.latest import io
 
 from ..memory.errors import require
 from ..memory.options.placement import AUTO, Placement, parse_placement
-from ..memory.options.precision import PRECISION_NAMES, Precision
+from ..memory.options.precision import BY_PROFILE, DEFAULT_PRECISION, Precision, parse_precision, precision_names
 from ..memory.options.profile import OffloadProfile, parse_profile
+from ..memory.weights.known_forms import FORMS, numbers_of
 from .device_choices import device_names
 
 __all__ = [
-    "DEFAULT_PRECISION",
     "precision_input",
     "profile_input",
     "read_placement",
+    "read_precision",
     "read_profile",
     "seed_input",
 ]
 
-DEFAULT_PRECISION = Precision.AS_STORED.value
 PROFILE_TOOLTIP = (
     "How much memory the weights may use. auto: all that is free. 1 to 5: ready-made profiles, from much RAM and VRAM "
     "(1) to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leaves 2 GiB free). Or a profile with "
     "changes: 4,diffusion=2GiB,prefetch=2."
-)
-PRECISION_TOOLTIP = (
-    "as stored: no change. fp8 scaled: keeps block weights in eight bits with a scale per tensor, which halves 16-bit "
-    "weights and is slightly lossy. by profile: 1 to 5 keep the diffusion model in eight bits, auto does not."
 )
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 NUM_REMEMBERED = 64
@@ -44,9 +40,21 @@ def precision_input(*, optional: bool = False) -> io.Input:
     return io.Combo.Input(
         "precision",
         optional=optional,
-        options=list(PRECISION_NAMES),
-        default=DEFAULT_PRECISION,
-        tooltip=PRECISION_TOOLTIP,
+        options=list(precision_names(FORMS)),
+        default=DEFAULT_PRECISION.name,
+        tooltip=precision_tooltip(),
+    )
+
+
+def precision_tooltip() -> str:
+    quantized = numbers_of(Precision.QUANTIZED)
+    assert quantized is not None
+    return " ".join(
+        [
+            f"{Precision.AS_STORED.name}: no change.",
+            *(f"{name}: {numbers.effect}." for name, (numbers, _) in FORMS.items()),
+            f"{BY_PROFILE}: 1 to 5 keep the diffusion model {quantized.rests}, auto does not.",
+        ]
     )
 
 
@@ -67,6 +75,11 @@ def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
     """Return the placement that a widget names on this machine. Raises as `read_profile`."""
     require(text, str, what="placement", allowed="text")
     return parse_placement_once(text, tuple(device_names()), components)
+
+
+def read_precision(text: str) -> Precision | None:
+    """Return the precision that a widget names; None is what the profile says. Raises `InvalidInput`."""
+    return parse_precision(text, forms=FORMS)
 
 
 # The host has a widget checked before the run and hands its text to the node again: one reading serves both.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..errors import DoesNotFit, InvalidInput
+from ..options.precision import Precision
 from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.sizes import least_bytes
 from ..runtime.forward_pass import Pass
@@ -158,4 +159,5 @@ def promise(member: Member, capacity: LiveCapacity, device: str, size: Size) -> 
     share = next(share for share in plan.shares if share.device == device)
     if share.keeps_bytes:
         return f"the next run keeps {format_bytes(share.keeps_bytes)} free for {member.id}"
-    return "no plan leaves more: choose a smaller size, tiles or fewer frames, 'fp8 scaled', or another device"
+    quantized = Precision.QUANTIZED.name
+    return f"no plan leaves more: choose a smaller size, tiles or fewer frames, {quantized!r}, or another device"

@@ -250,7 +250,7 @@ class Leases:
         if queued:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
-            reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.value}"
+            reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.name}"
             self.event_log.note("load", member.id, queued, where, reason)
 
     def note_refusal(self, member: Member) -> None:

@@ -235,7 +235,7 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         node_id=member.node_id,
         workflow_id=member.workflow_id,
         tiers=held,
-        precision=plan.precision.value,
+        precision=plan.precision.name,
         in_effect=all(
             held.get(share.device, 0) == share.device_bytes for share in plan.shares if share.device != "cpu"
         ),

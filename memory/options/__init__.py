@@ -23,6 +23,6 @@ __all__, __getattr__ = lazy_names(
         "budget": ["BudgetItem", "exact_size"],
         "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "covers", "parse_profile"],
         "profile_arguments": ["build_profile"],
-        "precision": ["BY_PROFILE", "PRECISION_NAMES", "Precision", "parse_precision"],
+        "precision": ["BY_PROFILE", "DEFAULT_PRECISION", "Precision", "parse_precision", "precision_names"],
     },
 )

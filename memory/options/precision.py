@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import InvalidInput, allowed_values, require
 
-__all__ = ["BY_PROFILE", "PRECISION_NAMES", "Precision", "parse_precision"]
+__all__ = ["BY_PROFILE", "DEFAULT_PRECISION", "Precision", "parse_precision", "precision_names"]
 
 # The word that leaves the choice to the profile.
 BY_PROFILE = "by profile"
 
 
-class Precision(enum.Enum):
-    """The form in which weights rest; they always compute in the dtype in which they were stored."""
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The storage form in which weights rest, by its name; they compute in the dtype in which they were stored."""
 
-    AS_STORED = "as stored"
-    """Nothing is cast."""
-    FP8_SCALED = "fp8 scaled"
-    """Block weights as float8_e4m3fn with one power-of-two scale each: half the bytes of bf16."""
+    name: str
+
+    AS_STORED: ClassVar[Precision]
+    """Nothing is encoded."""
+    QUANTIZED: ClassVar[Precision]
+    """What a profile means by ``quantize``."""
 
 
-PRECISION_NAMES = (*(precision.value for precision in Precision), BY_PROFILE)
+Precision.AS_STORED = Precision("as stored")
+Precision.QUANTIZED = Precision("fp8 scaled")
+
+DEFAULT_PRECISION = Precision.AS_STORED
+"""What a host's components have where no precision was chosen."""
 
 
-def parse_precision(text: str | None) -> Precision | None:
+def precision_names(forms: Iterable[str]) -> tuple[str, ...]:
+    """Return all that a user may write where these storage forms are known."""
+    return (Precision.AS_STORED.name, *forms, BY_PROFILE)
+
+
+def parse_precision(text: str | None, *, forms: Iterable[str]) -> Precision | None:
     """Return the precision that a text names; None, for `BY_PROFILE` and for no text, leaves it to the profile.
+
+    Args:
+        forms: the names of the storage forms that are known.
 
     Raises:
         InvalidInput: an unknown precision; lists the known ones.
     """
     if text is None:
         return None
-    require(text, str, what="precision", allowed=f"one of {', '.join(PRECISION_NAMES)}")
-    if text not in PRECISION_NAMES:
-        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, PRECISION_NAMES)}")
+    names = precision_names(forms)
+    require(text, str, what="precision", allowed=f"one of {', '.join(names)}")
+    if text not in names:
+        raise InvalidInput(f"precision {text!r} is unknown; {allowed_values(text, names)}")
     return None if text == BY_PROFILE else Precision(text)

@@ -6,6 +6,7 @@ from typing import NoReturn
 
 from ..errors import DoesNotFit, InvalidInput
 from ..options.budget import BudgetItem
+from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..units import MIB, align_up, format_bytes
 from ..weights.component import Component
@@ -99,17 +100,17 @@ def refuse_small_limit(
 
     Args:
         fixed_bytes, largest_bytes, scratch_bytes: what that form takes: beside the blocks, for the largest of them, and
-            for widened weights.
+            for decoded weights.
 
     Raises:
         InvalidInput: the user's budget or reserve is the reason.
         DoesNotFit: the device is.
     """
     least_bytes = fixed_bytes + largest_bytes + scratch_bytes
-    widens = f", {format_bytes(scratch_bytes)} to widen quantized weights" if scratch_bytes else ""
+    decodes = f", {format_bytes(scratch_bytes)} to decode weights" if scratch_bytes else ""
     form = (
         f"at least {format_bytes(least_bytes)} ({format_bytes(fixed_bytes)} outside of blocks, "
-        f"{format_bytes(largest_bytes)} for the largest block{widens})"
+        f"{format_bytes(largest_bytes)} for the largest block{decodes})"
     )
     budget = smallest_budget(component, capacity, profile)
     available = available_bytes(component, capacity, profile)
@@ -134,7 +135,7 @@ def refuse_small_limit(
         holders.append(f"{len(capacity.computing) - MAX_HOLDERS} more compute")
     remedies = ["wait until it has computed" if len(capacity.computing) == 1 else "wait until they have computed"]
     remedies = [*(remedies if holders else ()), *(["lower the watermark"] if capacity.kept_free_bytes else ())]
-    remedies += ["choose 'fp8 scaled'", "place it on another device"]
+    remedies += [f"choose {Precision.QUANTIZED.name!r}", "place it on another device"]
     told = ", ".join([f"{format_bytes(capacity.kept_free_bytes)} reserved", *holders])
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} available of "

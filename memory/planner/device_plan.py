@@ -1,8 +1,8 @@
 """One device's part of a plan: what of its blocks stays there, and through which memory the others stream.
 
-[Note: budgets] A device holds, for one component: the *fixed* tensors (the rest, and the buffers of the blocks
-there), the *resident* blocks, the *staging* memory through which the other blocks stream, and the *scratch* into
-which eight-bit weights are widened. The four sum to `DevicePlan.device_bytes`, and the engine allocates exactly
+[Note: budgets] A device holds, for one component: the *fixed* tensors (the non-block weights, and the buffers of
+the blocks there), the *resident* blocks, the *staging* memory through which the other blocks stream, and the *scratch*
+into which encoded weights are decoded. The four sum to `DevicePlan.device_bytes`, and the engine allocates exactly
 that. Residents are spread through the execution order, so that every copy has compute to hide behind: at 25%
 streamed and copies twice as slow as compute that runs like all-resident, a leading prefix 1.21x slower.
 """
@@ -92,7 +92,7 @@ class DevicePlan:
         if self.staging_bytes:
             parts.append(f"{len(self.streamed)} streamed through {format_bytes(self.staging_bytes)} of staging memory")
         if self.scratch_bytes:
-            parts.append(f"{format_bytes(self.scratch_bytes)} to widen quantized weights")
+            parts.append(f"{format_bytes(self.scratch_bytes)} to decode weights")
         return f"{self.device}: {format_bytes(self.device_bytes)} = {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from collections import Counter
 from ..options.precision import Precision
 from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
-from ..weights.form_numbers import AS_THEY_CAME, NUMBERS, FormNumbers, Forms
+from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms
+from ..weights.known_forms import numbers_of
 
 __all__ = ["choose_forms", "explain_wide"]
 
@@ -19,12 +20,12 @@ SKIPPED_NAMES = re.compile(r"pos_?emb|position_embed|patch_embed|rope|relative_a
 
 
 def choose_forms(component: Component, precision: Precision) -> Forms:
-    """Return the weights that rest in an encoded form.
+    """Return the weights that rest in an encoded form, of a precision that `numbers_of` knows.
 
-    The rest of a component never does: its embedders, norms and output layers are few bytes and cost the most quality.
+    Non-block weights never do: embedders, norms and output layers are few bytes and cost the most quality.
     Norm weights and biases inside blocks are vectors and stay too, and so does what `why_wide` says.
     """
-    numbers = NUMBERS.get(precision)
+    numbers = numbers_of(precision)
     if numbers is None:
         return AS_THEY_CAME
     usual = usual_dtype(component, numbers)
@@ -62,7 +63,9 @@ def why_wide(tensor: TensorSpec, usual: str) -> str:
 
 def explain_wide(component: Component, precision: Precision) -> str:
     """Return how many bytes of the blocks stay as stored although they could be encoded, and why; else empty."""
-    numbers = NUMBERS[precision]
+    numbers = numbers_of(precision)
+    if numbers is None:
+        return ""
     usual = usual_dtype(component, numbers)
     kept: Counter[str] = Counter()
     total_bytes = 0

@@ -67,7 +67,7 @@ class StoreSpec:
 
     @property
     def can_rest_on_disk(self) -> bool:
-        """Whether its weights can stay in its file: not in eight bits that the user requested, which no file holds."""
+        """Whether its weights can stay in its file: not in a form that the user requested, which no file holds."""
         return self.has_file and not self.on_cpu and (not self.forms or self.forms_by_profile)
 
     @property
@@ -160,7 +160,7 @@ def why_unavailable(part: StoreSpec) -> str:
         return "it computes on the CPU"
     if not part.has_file:
         return "its files are not known (files=) or do not hold its weights as they are"
-    return "eight bits were requested, and files are used only as stored"
+    return f"precision {part.precision.name!r} was requested, and files are used only as stored"
 
 
 def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadProfile) -> list[StoreSpec]:

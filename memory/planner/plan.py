@@ -14,7 +14,8 @@ from ..options.precision import Precision
 from ..options.profile import LANGUAGE, TITLES, OffloadProfile, covers
 from ..units import format_bytes
 from ..weights.component import Component
-from ..weights.form_numbers import Forms
+from ..weights.form_numbers import Forms, rests_of
+from ..weights.known_forms import numbers_of
 from .capacity import DeviceCapacity, Machine
 from .device_plan import DevicePlan, plan_share, share_holds
 from .form_choice import choose_forms, explain_wide
@@ -85,7 +86,7 @@ class ComponentPlan:
         kept = KEPT_IN[self.tier]
         if self.tier == "pinned" and self.pinned_bytes < self.host_bytes:
             kept = f"in RAM, {format_bytes(self.pinned_bytes)} of it pinned"
-        lines = [f"{self.component}: {format_bytes(self.weight_bytes)} {self.precision.value}, kept {kept}"]
+        lines = [f"{self.component}: {format_bytes(self.weight_bytes)} {self.precision.name}, kept {kept}"]
         lines += [f"  {share.text()}" for share in self.shares]
         lines += [f"  - {reason}" for reason in self.reasons]
         return "\n".join(lines)
@@ -95,7 +96,7 @@ class ComponentPlan:
             "component": self.component,
             "kind": self.kind,
             "weight_bytes": self.weight_bytes,
-            "precision": self.precision.value,
+            "precision": self.precision.name,
             "tier": self.tier,
             "host_bytes": self.host_bytes,
             "pinned_bytes": self.pinned_bytes,
@@ -232,8 +233,7 @@ def plan_components(
     for part, (_, devices, reasons) in zip(lock_pages(shared, machine, profile), drafts, strict=True):
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
-            rests = next(iter(part.forms.values())).rests
-            reasons.append(f"kept {rests}: profile {profile.name}, no precision set")
+            reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
         plans.append(
             ComponentPlan(
                 component=part.component.name,
@@ -261,16 +261,16 @@ def draft(
     reasons: list[str] = [*component.shares]
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
-    by_profile = precision is None and wants_eight_bits(component, profile)
-    precision = Precision.FP8_SCALED if by_profile else precision or Precision.AS_STORED
+    by_profile = precision is None and is_quantized(component, profile)
+    precision = Precision.QUANTIZED if by_profile else precision or Precision.AS_STORED
     forms = choose_forms(component, precision)
-    if precision is not Precision.AS_STORED:
+    if (numbers := numbers_of(precision)) is not None:
         if not forms:
-            reasons.append("no block has weights that can be cast: everything stays as stored")
+            reasons.append(f"no block has weights that can rest {numbers.rests}: everything stays as stored")
         if kept := explain_wide(component, precision):
             reasons.append(kept)
         if forms and component.from_header:
-            reasons.append("planned from a header: which weights its class keeps out of eight bits is not known")
+            reasons.append("planned from a header: which weights its class keeps as stored is not known")
     if component.non_block.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
         reasons.append(rest)
     stores = StoreSpec(
@@ -297,8 +297,8 @@ def only_for_blocks(
     return used
 
 
-def wants_eight_bits(component: Component, profile: OffloadProfile) -> bool:
-    """Whether the profile quantizes a component to eight bits."""
+def is_quantized(component: Component, profile: OffloadProfile) -> bool:
+    """Whether the profile quantizes a component, its kind, or all language models and it is one."""
     kinds = [component.kind]
     if component.kind == "text" and is_language_model(component):
         kinds.append(LANGUAGE)
@@ -360,7 +360,7 @@ def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequ
     if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
             f"{sizes.component.name} at tier 'device' needs {format_bytes(sizes.all_resident_bytes)}, "
-            "which its budget does not hold; choose tier 'pinned' or 'host', or precision 'fp8 scaled'"
+            f"which its budget does not hold; choose tier 'pinned' or 'host', or precision {Precision.QUANTIZED.name!r}"
         )
 
 

@@ -21,7 +21,7 @@ class Kind(enum.Enum):
     STAGING = "staging"
     """Staging slots of streamed blocks, and bounce buffers for files."""
     SCRATCH = "scratch"
-    """Memory into which eight-bit weights are widened."""
+    """Memory into which encoded weights are decoded."""
 
 
 Entry: TypeAlias = tuple[str, str, Kind]

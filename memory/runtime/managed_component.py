@@ -18,6 +18,7 @@ from ..planner.plan import ComponentPlan
 from ..planner.sizes import fixed_tensors
 from ..transfer.devices import Device
 from ..weights.component import Component
+from ..weights.form_numbers import rests_of
 from ..weights.source import WeightsSource
 from .bundle import Bundle
 from .compiled_blocks import CompiledBlocks
@@ -327,7 +328,7 @@ class ManagedComponent:
             self.module_caches = self.module_caches or ModuleCaches(self.module, self.places.lent_modules())
             self.handles += self.module_caches.hook(self.owner)
         if self.guards_state and (self.plan.forms or self.plan.tier == "disk"):
-            rests = next((numbers.rests for numbers in self.plan.forms.values()), "in its file")
+            rests = rests_of(self.plan.forms) or "in its file"
             self.handles += StateGuard(self.owner, self.module, self.groups, self.source, rests=rests).hook()
         modules = self.find_hooked_modules()
         self.forwards.take_modules(modules if self.guards_state else replace(modules, inner=frozenset()))

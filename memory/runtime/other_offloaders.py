@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsafeState
+from ..options.precision import Precision
 
 __all__ = ["ExecutionMark", "find_rival", "is_scripted"]
 
@@ -20,7 +21,9 @@ __all__ = ["ExecutionMark", "find_rival", "is_scripted"]
 MOVING_HOOKS = {
     "group_offloading": "diffusers' group offloading: load it without",
     "lazy_prefetch_group_offloading": "diffusers' group offloading: load it without",
-    "layerwise_casting": "diffusers' layerwise casting: load it without and use precision='fp8 scaled'",
+    "layerwise_casting": (
+        f"diffusers' layerwise casting: load it without and use precision={Precision.QUANTIZED.name!r}"
+    ),
 }
 
 

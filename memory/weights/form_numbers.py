@@ -7,26 +7,45 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
 
-from ..options.precision import Precision
 from .component import TensorSpec
 
-__all__ = ["AS_THEY_CAME", "NUMBERS", "SCALED_FP8", "FormNumbers", "Forms"]
+__all__ = ["AS_THEY_CAME", "ROW", "FormNumbers", "Forms", "LeafNumbers", "rests_of"]
 
 WIDE_DTYPES = frozenset({"F32", "F16", "BF16"})
+ROW = 0
+"""As many elements as a row has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafNumbers:
+    """One of the tensors that an encoded weight rests as: so many bits for each group of elements of a row."""
+
+    bits: int
+    group: int = 1
+    """How many elements have these bits together: 1 for codes, `ROW` for a scale per row."""
+
+    def num_bytes(self, tensor: TensorSpec) -> int:
+        rows = tensor.shape[0]
+        columns = tensor.num_elements // max(1, rows)
+        groups = -(-columns // (self.group or max(1, columns)))
+        return -(-rows * groups * self.bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormNumbers:
-    """A storage form in numbers: one leaf of so many bits per element. A form with other leaves has a subclass.
+    """A storage form in numbers and words; `known_forms` says which class encodes and decodes it.
 
     Args:
-        name: that of the form in `known_forms`, which encodes and decodes.
+        name: what a user writes as precision.
         rests: how a weight rests, in a message.
+        effect: what it does to a model, after its name, in a tooltip.
+        leaves: in the order of the leaves that the form's class makes.
     """
 
     name: str
     rests: str
-    element_bits: int
+    effect: str
+    leaves: tuple[LeafNumbers, ...]
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether a weight can rest in this form."""
@@ -34,13 +53,14 @@ class FormNumbers:
 
     def leaf_bytes(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the bytes of each leaf at rest."""
-        return (-(-tensor.num_elements * self.element_bits // 8),)
+        return tuple(leaf.num_bytes(tensor) for leaf in self.leaves)
 
-
-SCALED_FP8 = FormNumbers(name="scaled fp8", rests="in eight bits", element_bits=8)
-NUMBERS = {Precision.FP8_SCALED: SCALED_FP8}
-"""By the precision that a user names, the form in which weights of blocks rest."""
 
 Forms: TypeAlias = Mapping[str, FormNumbers]
 """The encoded forms by weight name; all other weights rest as they came."""
 AS_THEY_CAME: Forms = MappingProxyType({})
+
+
+def rests_of(forms: Forms) -> str:
+    """Return how the encoded weights rest, in a message; empty where there are none."""
+    return " and ".join(dict.fromkeys(numbers.rests for numbers in forms.values()))

@@ -16,7 +16,7 @@ from operator import attrgetter
 import torch
 
 from ..errors import InvalidInput
-from .form_numbers import SCALED_FP8
+from .known_forms import SCALED_FP8
 from .storage_form import EncodedForm
 
 __all__ = ["ScaledFp8", "find_scale", "quantize_fp8", "upcast_into"]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
-from ...memory.options.precision import parse_precision
+from ...memory.options.precision import DEFAULT_PRECISION
 from ..device_choices import DEFAULT, placement_choices, resolve_placement
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
-from ..widget_values import DEFAULT_PRECISION, precision_input, profile_input, read_profile
+from ..widget_values import precision_input, profile_input, read_precision, read_profile
 
 if TYPE_CHECKING:
     from ..host import Request
@@ -74,7 +74,7 @@ def read_request(
     node: type[io.ComfyNode],
     *,
     profile: str = AUTO,
-    precision: str = DEFAULT_PRECISION,
+    precision: str = DEFAULT_PRECISION.name,
     placement: str = DEFAULT,
     watermark: DeviceWatermark | None = None,
 ) -> tuple[Request, list[str]]:
@@ -92,7 +92,7 @@ def read_request(
     if watermark is not None:
         watermark.apply()
     request = Request(
-        profile=asked, precision=parse_precision(precision), placement=resolved, node_id=node.hidden.unique_id
+        profile=asked, precision=read_precision(precision), placement=resolved, node_id=node.hidden.unique_id
     )
     return request, notes
 

@@ -56,10 +56,11 @@ def adopt(
     if reason is not None:
         patcher.load_device = device
         return annotate(patcher, f"not managed: {reason}")
-    if is_cpu(device) and precision is Precision.FP8_SCALED:
-        notes.append("fp8 scaled needs an accelerator; on the CPU the weights stay as stored")
-    if is_cpu(device) and precision is None and covers(profile.quantize, name, kind):
-        notes.append(f"profile {profile.name}: eight bits need an accelerator; on the CPU the weights stay as stored")
+    by_profile = precision is None and covers(profile.quantize, name, kind)
+    wanted = Precision.QUANTIZED if by_profile else precision or Precision.AS_STORED
+    if is_cpu(device) and wanted != Precision.AS_STORED:
+        asked = f"profile {profile.name}: " if by_profile else ""
+        notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")
     hosted = Hosted(name, kind, request)
     hosted.notes = notes
     if not is_cpu(device):

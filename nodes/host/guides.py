@@ -41,7 +41,7 @@ def prepare_guides(
         bring(guide, model)
     prepared = executor(model, noise_shape, conds, *args, **options)
     if any(reads_weights(guide) for guide in guides):
-        refuse_eight_bits(model)
+        refuse_encoded(model)
     if guides:
         model.model.highwater.finish_copies()  # some read the weights before the model computes, and so waits
     return prepared
@@ -115,12 +115,12 @@ def reads_weights(guide: Any) -> bool:
     return hasattr(guide, "control_weights")
 
 
-def refuse_eight_bits(model: ModelPatcher) -> None:
-    """Refuse to build a ControlLora from weights that were cast to eight bits: it would read them without scale."""
+def refuse_encoded(model: ModelPatcher) -> None:
+    """Refuse to build a ControlLora from encoded weights: it would read them as they rest."""
     hosted = hosted_of(model.model)
-    if hosted is not None and hosted.cast_names:
+    if hosted is not None and hosted.encoded_names:
         raise InvalidInput(
-            f"{hosted.name} is stored in eight bits, and a Control-LoRA reads its weights; "
+            f"{hosted.name} is stored {hosted.rests}, and a Control-LoRA reads its weights; "
             "allowed: precision as stored, or by profile with a profile that does not quantize it"
         )
 

@@ -150,7 +150,7 @@ class HighwaterPatcher(ModelPatcher):
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
         if self.hosted.is_managed and self.hook_backup:
             self.hosted.settle()
-            for key in self.hosted.cast_names & set(whitelist_keys_set or self.hook_backup) & set(self.hook_backup):
+            for key in self.hosted.encoded_names & set(whitelist_keys_set or self.hook_backup) & set(self.hook_backup):
                 self.hosted.weights[key].overwrite(self.hook_backup.pop(key)[0])
         super().unpatch_hooks(whitelist_keys_set)
 
@@ -179,7 +179,7 @@ class HighwaterPatcher(ModelPatcher):
         self.hosted.patched.clear()
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
-        """Return what merging reads: the weight stores, which stay, and with them how eight-bit ones are widened."""
+        """Return what merging reads: the weight stores, which stay, and with them how encoded ones are decoded."""
         found: dict[str, Any] = super().get_key_patches(filter_prefix)
         for key, weight in self.hosted.weights.items():
             if key in found and key not in self.backup and key not in self.hook_backup:
@@ -188,9 +188,9 @@ class HighwaterPatcher(ModelPatcher):
         return found
 
     def model_state_dict_for_saving(self, model: torch.nn.Module | None = None, prefix: str = "") -> dict[str, Any]:
-        """Return the state with the patches in it; eight-bit weights are widened, which costs their wide bytes."""
+        """Return the state with the patches in it; encoded weights are decoded, which costs their wide bytes."""
         state: dict[str, Any] = super().model_state_dict_for_saving(model, prefix)
-        for key in self.hosted.cast_names:
+        for key in self.hosted.encoded_names:
             if key.startswith(prefix) and key[len(prefix) :] in state:
                 state[key[len(prefix) :]] = self.hosted.weights[key].wide(torch.device("cpu"))
         return state

@@ -101,7 +101,7 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
     comparison = patcher.hosted.compare(patcher.model, left_out=CORES_OWN)
     try:
         comparison.run_managed(lambda: run(patcher))
-        cast = patcher.hosted.cast_names
+        rests = patcher.hosted.rests
         twin, how = make_twin(patcher, comparison.notes)
         unload(patcher)  # which puts the originals back where patches were written
         settle_weights(patcher, twin, comparison)
@@ -115,8 +115,8 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
                     )
         finally:
             unload(twin)
-        if cast:
-            comparison.notes.append("the reference computes with the same eight-bit weights, widened")
+        if rests:
+            comparison.notes.append(f"the reference computes with the same weights {rests}, decoded")
         found = comparison.result(how)
     finally:
         comparison.put_back_random()
@@ -163,15 +163,15 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
             setattr(twin, attribute, getattr(carried, attribute))
     twin.backup, twin.backup_buffers, twin.object_patches_backup, twin.hook_backup = {}, {}, {}, {}
     twin.pinned, twin.patches = set(), dict(carried.patches)
-    widen_alike(patcher, twin, notes)
+    decode_alike(patcher, twin, notes)
     return twin, how
 
 
-def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> None:
-    """Give the twin our eight-bit weights, widened; patched weights contain their patch already."""
+def decode_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]) -> None:
+    """Give the twin our encoded weights, decoded; patched weights contain their patch already."""
     patched = []
     for key, weight in patcher.hosted.weights.items():
-        if not weight.is_cast:
+        if not weight.is_encoded:
             continue
         held = parameter_of(twin.model, key)
         with torch.no_grad(), torch.inference_mode(False):
@@ -180,7 +180,8 @@ def widen_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str])
             patched.append(key)
     if patched:
         notes.append(
-            f"{len(patched)} eight-bit weights already contain their patches: applying the patches is not compared"
+            f"{len(patched)} weights {patcher.hosted.rests} already contain their patches: "
+            "applying the patches is not compared"
         )
 
 
@@ -192,7 +193,7 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, comparison: Co
     odd = {
         key: weight
         for key, weight in patcher.hosted.weights.items()
-        if not weight.is_cast and not weight.is_same(parameter_of(twin.model, key))
+        if not weight.is_encoded and not weight.is_same(parameter_of(twin.model, key))
     }
     again = read_model_again(patcher) if odd else None
     lacking = []

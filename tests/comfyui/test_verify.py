@@ -58,7 +58,7 @@ def test_a_model_is_as_core_loads_it(gpu_host: HostProcess, mode: str, strength:
     assert "equal, bit for bit" in found.report[0], found.report
     assert "ComfyUI's own load of the same file" in found.report[1]
     assert int(found.report[0].partition("(")[2].split()[0]) > 10  # blocks and what is around them
-    assert any("eight-bit weights, widened" in line for line in found.report) == ("eight" in mode)
+    assert any("weights in eight bits, decoded" in line for line in found.report) == ("eight" in mode)
 
 
 def merged(graph: Graph, model: Link) -> Link:

@@ -149,7 +149,7 @@ def test_a_plan_keeps_out_of_eight_bits_what_the_class_beside_the_file_declares(
     assert "of the blocks stay as stored: 'norm' of FluxTransformer2DModel" in plans[0]
     assert "planned from a header" not in plans[0]
     assert "'norm'" not in plans[1]
-    assert "planned from a header: which weights its class keeps out of eight bits is not known" in plans[1]
+    assert "planned from a header: which weights its class keeps as stored is not known" in plans[1]
 
 
 def test_a_config_that_is_another_models_is_no_help_and_no_harm(model_file: Path, capsys) -> None:

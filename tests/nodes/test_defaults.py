@@ -11,13 +11,15 @@ import pytest
 from highwater.headless.arguments import build_parser
 from highwater.headless.comfy_stub import comfy_api
 from highwater.memory import InvalidInput, Watermark, manage
-from highwater.memory.options.precision import parse_precision
+from highwater.memory.hosted_component import HostedComponent
+from highwater.memory.options.precision import DEFAULT_PRECISION
 from highwater.memory.options.profile import LARGEST_PREFETCH, OffloadProfile, parse_profile
 from highwater.memory.units import parse_bytes
 
 comfy_api.install()
 from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
+from highwater.nodes.widget_values import read_precision  # noqa: E402
 
 
 def defaults_of(node: Any) -> dict[str, Any]:
@@ -43,7 +45,8 @@ def test_the_watermarks_widgets_show_the_engines_marks() -> None:
 def test_loaders_show_the_profile_that_is_none(node: Any) -> None:
     shown = defaults_of(node)
     assert parse_profile(shown["profile"], devices=["cpu"]) == OffloadProfile()
-    assert parse_precision(shown["precision"]) is parse_precision("as stored")
+    assert read_precision(shown["precision"]) == DEFAULT_PRECISION
+    assert inspect.signature(HostedComponent).parameters["precision"].default == DEFAULT_PRECISION
 
 
 def test_python_and_the_command_line_have_the_same() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from highwater.memory import DoesNotFit, InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.options.placement import parse_placement
-from highwater.memory.options.precision import parse_precision
+from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import MIB, format_bytes
 
@@ -110,7 +110,7 @@ def test_what_a_host_puts_in_place_of_a_blocks_weights_is_not_computed_with(toys
             {"a": net},
             placement=parse_placement("gpu:0", devices=["gpu:0"]),
             profile=parse_profile(profile, devices=["gpu:0"]),
-            precision=parse_precision("as stored"),
+            precision=Precision.AS_STORED,
             name=None,
             node_id=None,
             is_hosted=True,
@@ -133,7 +133,7 @@ def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toy
             nets,
             placement=parse_placement("gpu:0", devices=["gpu:0"]),
             profile=parse_profile("auto", devices=["gpu:0"]),
-            precision=parse_precision("as stored"),
+            precision=Precision.AS_STORED,
             name=None,
             node_id=None,
             is_hosted=True,

@@ -12,6 +12,7 @@ from highwater.memory.options.placement import KINDS, TIERS, PlacementItem, Spli
 from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
+from highwater.memory.weights.known_forms import FORMS
 
 DEVICES = ["cpu", "gpu:0", "gpu:1", "gpu:2"]
 PARTS = ["text_encoder", "text_encoder_2"]
@@ -252,4 +253,4 @@ def test_an_exact_size_parses_back_to_the_byte(num_bytes: int) -> None:
 
 def test_unknown_precision_lists_the_known() -> None:
     with pytest.raises(InvalidInput, match="allowed: as stored, fp8 scaled"):
-        parse_precision("fp4")
+        parse_precision("fp4", forms=FORMS)

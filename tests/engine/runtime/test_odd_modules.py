@@ -204,7 +204,7 @@ def build_net(name: str) -> nn.Module:
 
 
 def round_to_eight_bits(net: nn.Module) -> None:
-    for name in choose_forms(component_from_module(net, name="model"), Precision.FP8_SCALED):
+    for name in choose_forms(component_from_module(net, name="model"), Precision.QUANTIZED):
         weight = net.get_parameter(name)
         scale = find_scale(weight, name=name)
         weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)

@@ -900,7 +900,7 @@ def test_a_tier_that_cannot_be_says_why(toys, machine, files) -> None:
             ({"placement": "cpu:pinned"}, "computes on the CPU"),
             (
                 {"placement": "gpu:0:disk", "precision": "fp8 scaled", "files": {"net": files}},
-                "eight bits were requested",
+                "precision 'fp8 scaled' was requested",
             ),
         ):
             with pytest.raises(InvalidInput, match=f"is not available for net: [^\n]*{why}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.options.profile_arguments import build_profile
 from highwater.memory.units import parse_bytes
+from highwater.memory.weights.known_forms import FORMS
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
 PARTS = ["transformer", "text_encoder", "text_encoder_2", "vae"]
@@ -34,7 +36,7 @@ GRAMMARS: dict[str, Callable[[str], Any]] = {
     "pinned": lambda text: build_profile("auto", devices=DEVICES, components=PARTS, pinned=text),
     "devices": parse_hardware,
     "size": parse_bytes,
-    "precision": parse_precision,
+    "precision": partial(parse_precision, forms=FORMS),
 }
 WORDS = [
     *("gpu", "gpu:0", "gpu:1", "cpu", "cuda:7", "auto", "host", "disk", "pinned", "diffusion", "vae", "text", "*", "t"),

@@ -12,7 +12,7 @@ import torch
 
 from highwater.memory.errors import DoesNotFit
 from highwater.memory.options.placement import parse_placement
-from highwater.memory.options.precision import parse_precision
+from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
 
 X = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))
@@ -59,7 +59,7 @@ def test_a_released_module_is_freed_with_its_last_reference(
                 {"model": net},
                 placement=parse_placement(placement, devices=names),
                 profile=parse_profile(profile, devices=names),
-                precision=parse_precision(precision),
+                precision=Precision(precision),
                 name=None,
                 node_id=None,
                 is_hosted=is_hosted,

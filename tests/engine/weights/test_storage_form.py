@@ -1,44 +1,46 @@
 """Storage forms: whatever a form makes of a weight, the engine computes with what the form's own `decode` gives.
 
 Two forms that the engine does not know are defined here and nowhere else: eight bits with a scale per row, and four
-bits with one, packed in pairs. They stand where a plan otherwise means float8.
+bits with one, packed in pairs. A line registers each; all else goes by the name that a user writes.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import InvalidInput, UnsafeState
 from highwater.memory.options.placement import parse_placement
-from highwater.memory.options.precision import Precision
+from highwater.memory.options.precision import Precision, parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner.sizes import block_bytes, wide_bytes
 from highwater.memory.weights.component import TensorSpec
-from highwater.memory.weights.form_numbers import NUMBERS, FormNumbers
-from highwater.memory.weights.known_forms import FORMS, encoded_form
+from highwater.memory.weights.form_numbers import ROW, FormNumbers, LeafNumbers
+from highwater.memory.weights.fp8 import ScaledFp8
+from highwater.memory.weights.known_forms import FORMS, encoded_form, numbers_of
 from highwater.memory.weights.storage_form import EncodedForm
 
 X = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
 
 
-class RowNumbers(FormNumbers):
-    """Codes, and one float per row."""
-
-    def leaf_bytes(self, tensor: TensorSpec) -> tuple[int, ...]:
-        return (-(-tensor.num_elements * self.element_bits // 8), 4 * tensor.shape[0])
-
-
 class RowInt8(EncodedForm):
-    numbers = RowNumbers(name="int8 by rows", rests="in int8", element_bits=8)
+    numbers = FormNumbers(
+        name="int8 rows",
+        rests="in int8",
+        effect="keeps block weights in int8 with a scale per row",
+        leaves=(LeafNumbers(bits=8), LeafNumbers(bits=32, group=ROW)),
+    )
     largest = 127
 
     @classmethod
@@ -75,7 +77,12 @@ class RowInt8(EncodedForm):
 class PackedInt4(RowInt8):
     """For matrices with an even number of columns."""
 
-    numbers = RowNumbers(name="int4 by rows", rests="in int4", element_bits=4)
+    numbers = FormNumbers(
+        name="int4 rows",
+        rests="in int4",
+        effect="keeps block weights in int4 with a scale per row",
+        leaves=(LeafNumbers(bits=4), LeafNumbers(bits=32, group=ROW)),
+    )
     largest = 7
 
     @classmethod
@@ -92,7 +99,7 @@ class PackedInt4(RowInt8):
         return pairs.view(num_rows, -1).to(torch.int8) - 8
 
 
-KNOWN = dict(FORMS)
+KNOWN = {name: load() for name, (_, load) in FORMS.items()}
 TOYS = {form.numbers.name: form for form in (RowInt8, PackedInt4)}
 MODES = {
     "resident": ("auto", "gpu:0"),
@@ -105,11 +112,16 @@ MODES = {
 
 @pytest.fixture(params=[*TOYS, *KNOWN])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[EncodedForm]:
-    """Return a form that stands where a user says "fp8 scaled"."""
+    """Return a form that a user can name."""
+    kind = (KNOWN | TOYS)[request.param]
     if request.param in TOYS:
-        monkeypatch.setitem(FORMS, request.param, TOYS[request.param])
-        monkeypatch.setitem(NUMBERS, Precision.FP8_SCALED, TOYS[request.param].numbers)
-    return FORMS[request.param]
+        register(kind, monkeypatch)
+    return kind
+
+
+def register(form: type[EncodedForm], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do what a line of `known_forms` does."""
+    monkeypatch.setitem(FORMS, form.numbers.name, (form.numbers, lambda: form))
 
 
 def coded(form: type[EncodedForm], weight: torch.Tensor) -> torch.Tensor:
@@ -130,16 +142,24 @@ def code_weights(net: nn.Module, form: type[EncodedForm]) -> nn.Module:
     return net
 
 
-def managed_net(net: nn.Module, manager: MemoryManager, mode: str, *, is_hosted: bool = False, **options: Any) -> Any:
+def managed_net(
+    net: nn.Module,
+    manager: MemoryManager,
+    mode: str,
+    form: type[EncodedForm],
+    *,
+    is_hosted: bool = False,
+    **options: Any,
+) -> Any:
     profile, placement = MODES[mode]
     if not is_hosted:
-        return manage(net, profile, placement=placement, precision="fp8 scaled", manager=manager, **options)
+        return manage(net, profile, placement=placement, precision=form.numbers.name, manager=manager, **options)
     names = ["gpu:0", "gpu:1", "cpu"]
     (member,), _ = manager.add(
         {"model": net},
         placement=parse_placement(placement, devices=names),
         profile=parse_profile(profile, devices=names, components=["model"]),
-        precision=Precision.FP8_SCALED,
+        precision=Precision(form.numbers.name),
         name=None,
         node_id=None,
         is_hosted=True,
@@ -147,10 +167,57 @@ def managed_net(net: nn.Module, manager: MemoryManager, mode: str, *, is_hosted:
     return member
 
 
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "cpu"])
+@torch.no_grad()
+def test_a_form_goes_by_its_name_wherever_a_user_meets_one(toys, machine, form, mode: str) -> None:
+    name, rests = form.numbers.name, form.numbers.rests
+    assert parse_precision(name, forms=FORMS) == Precision(name)
+    with pytest.raises(InvalidInput, match=f"allowed: as stored, .*{name}"):
+        parse_precision("int3", forms=FORMS)
+    want = toys.build_net()(X)
+    with machine(4, 4) as manager:
+        net = toys.build_net()
+        with managed_net(net, manager, mode, form) as managed:
+            got = net(X).cpu()
+            assert 0 < (got - want).norm() / want.norm() < (0.3 if "int4" in name else 0.05)
+            plan = managed.members[0].managed.plan
+            assert f" {name}, kept" in plan.text() and plan.to_json()["precision"] == name
+            assert [component["precision"] for component in manager.report()["components"]] == [name]
+            found = managed.verify(lambda: net(X))
+            assert any(f"weights {rests}; the reference decodes the stored values" in note for note in found.notes)
+
+
+def test_a_profile_that_quantizes_says_how_weights_rest(toys, machine, form, monkeypatch) -> None:
+    monkeypatch.setattr(Precision, "QUANTIZED", Precision(form.numbers.name))
+    with machine(4) as manager, torch.no_grad():
+        for net in (toys.build_net(), nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))):
+            with manage({"diffusion": net}, "1", placement="gpu:0", manager=manager) as managed:
+                (plan,) = managed.plan.components
+                is_kept = isinstance(net, nn.Sequential)
+                assert plan.precision == Precision("as stored" if is_kept else form.numbers.name)
+                why = f"rest {form.numbers.rests}: everything" if is_kept else f"kept {form.numbers.rests}: profile 1"
+                assert why in plan.text()
+
+
+@pytest.mark.parametrize("group", [1, ROW, 32])
+@given(shape=st.lists(st.integers(0, 70), min_size=1, max_size=4), bits=st.integers(1, 64))
+def test_a_leaf_counts_its_groups_row_by_row(group: int, shape: list[int], bits: int) -> None:
+    columns = math.prod(shape[1:])
+    groups = shape[0] * len(range(0, columns, group or max(1, columns)))
+    spec = TensorSpec(name="w", dtype="F32", shape=tuple(shape))
+    assert LeafNumbers(bits=bits, group=group).num_bytes(spec) == -(-groups * bits // 8)
+
+
+def test_known_forms_have_the_numbers_of_their_class() -> None:
+    for name, (numbers, load) in FORMS.items():
+        assert load().numbers is numbers and numbers.name == name
+
+
 @pytest.mark.parametrize("shape", [(64, 384), (3, 2), (5, 8, 3, 2)])
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
 def test_numbers_say_what_leaves_take(form: type[EncodedForm], dtype: str, shape: tuple[int, ...]) -> None:
-    numbers = NUMBERS[Precision.FP8_SCALED]
+    numbers = numbers_of(Precision(form.numbers.name))
+    assert numbers is form.numbers
     spec = TensorSpec(name="w", dtype=dtype, shape=shape, castable=True)
     torch_dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
     weight = torch.randn(shape).to(torch_dtype)
@@ -190,7 +257,7 @@ def test_a_forward_computes_with_what_the_form_decodes(toys, machine, form, mode
     plain = code_weights(toys.build_net(dtype=dtype), form)
     with machine(4, 4) as manager:
         net = toys.build_net(dtype=dtype)
-        managed = managed_net(net, manager, mode, is_hosted=is_hosted)
+        managed = managed_net(net, manager, mode, form, is_hosted=is_hosted)
         managed = managed if is_hosted else managed.members[0]
         given = x.to("sim:0") if is_hosted and mode != "cpu" else x
         for _ in range(3):
@@ -221,7 +288,7 @@ def test_at_rest_weights_read_and_copy_as_decoded(toys, machine, form, mode: str
     plain = code_weights(toys.build_net(), form)
     with machine(4, 4) as manager:
         net = toys.build_net()
-        with managed_net(net, manager, mode):
+        with managed_net(net, manager, mode, form):
             net(X)
             for (name, got), want in zip(net.named_parameters(), plain.parameters(), strict=True):
                 assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
@@ -245,7 +312,7 @@ def test_a_merged_lora_rests_in_its_form(toys, machine, form, mode: str) -> None
     }
     with machine(4, 4) as manager:
         net = toys.build_net()
-        with managed_net(net, manager, mode):
+        with managed_net(net, manager, mode, form):
             net(X)
             for name, delta in lora.items():
                 weight = net.get_parameter(name)
@@ -270,7 +337,7 @@ def test_what_a_forward_writes_rests_in_its_form(toys, machine, form, mode: str)
         def double(module: nn.Module, args: Any, output: Any) -> None:
             module.up.weight.mul_(2.0)
 
-        with managed_net(net, manager, mode):
+        with managed_net(net, manager, mode, form):
             net(X)
             hook = net.singles[1].register_forward_hook(double)
             want = plain(X)
@@ -288,7 +355,7 @@ def test_a_host_overwrites_weights_in_their_form(toys, machine, form, mode: str,
     plain = code_weights(toys.build_net(), form)
     with machine(4, 4) as manager:
         net = toys.build_net()
-        member = managed_net(net, manager, mode, is_hosted=True)
+        member = managed_net(net, manager, mode, form, is_hosted=True)
         if is_loaded:
             manager.load(member)
         for block in (*plain.doubles, *plain.singles):
@@ -312,8 +379,8 @@ def test_a_host_overwrites_weights_in_their_form(toys, machine, form, mode: str,
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
 def test_weights_of_one_block_may_rest_in_different_forms(toys, machine, monkeypatch, mode: str) -> None:
-    forms = {"up.weight": PackedInt4, "down.weight": FORMS[NUMBERS[Precision.FP8_SCALED].name]}
-    monkeypatch.setitem(FORMS, PackedInt4.numbers.name, PackedInt4)
+    forms = {"up.weight": PackedInt4, "down.weight": ScaledFp8}
+    register(PackedInt4, monkeypatch)
     plain = toys.build_net()
     names = [name for name, _ in plain.named_parameters() if is_encoded(name)][1:]  # and one that rests as it came
     kinds = {name: forms[name.partition(".")[2].partition(".")[2]] for name in names}
@@ -325,7 +392,7 @@ def test_weights_of_one_block_may_rest_in_different_forms(toys, machine, monkeyp
         weight.copy_(coded(kind, weight))
     with machine(4, 4) as manager:
         net = toys.build_net()
-        with managed_net(net, manager, mode) as managed:
+        with managed_net(net, manager, mode, ScaledFp8) as managed:
             for _ in range(2):
                 assert torch.equal(net(X).cpu(), plain(X))
                 manager.ledger.check()
@@ -341,7 +408,7 @@ def test_what_replaces_an_encoded_weight_counts_as_it_is(toys, machine, form, mo
     plain = code_weights(toys.build_net(), form)
     with machine(4, 4) as manager:
         net = toys.build_net()
-        with managed_net(net, manager, mode) as managed:
+        with managed_net(net, manager, mode, form) as managed:
             net(X)
             kept = net.singles[2].up.weight
             net.singles[2].up = copy.deepcopy(plain.singles[3].up)
@@ -360,7 +427,7 @@ def test_what_replaces_an_encoded_weight_counts_as_it_is(toys, machine, form, mo
 def test_verify_agrees(toys, machine, form, mode: str) -> None:
     with machine(4, 4) as manager, torch.no_grad():
         net = toys.build_net()
-        with managed_net(net, manager, mode) as managed:
+        with managed_net(net, manager, mode, form) as managed:
             net(X)
             found = managed.verify(lambda: net(X))
             assert found.is_equal, str(found)
@@ -379,7 +446,7 @@ def test_weights_without_memory_are_encoded_from_their_file(toys, machine, form,
         owner, _, attribute = name.rpartition(".")
         net.get_submodule(owner)._buffers[attribute] = buffer.clone()
     with machine(4) as manager:
-        options = {"precision": "fp8 scaled", "files": {"net": [path]}, "manager": manager}
+        options = {"precision": form.numbers.name, "files": {"net": [path]}, "manager": manager}
         with pytest.raises(InvalidInput, match="disk"):
             manage({"net": net}, placement="gpu:0:disk", **options)
         with manage({"net": net}, placement=f"gpu:0:{tier}", **options) as managed:
@@ -395,7 +462,7 @@ def test_messages_say_how_weights_rest(toys, machine, form) -> None:
     state = toys.build_net(seed=1).state_dict()
     with machine(4) as manager:
         net = toys.build_net()
-        with managed_net(net, manager, "resident"):
+        with managed_net(net, manager, "resident", form):
             with pytest.raises(UnsafeState, match=f"rests {rests}: release it"):
                 net.load_state_dict(state)
             net.singles[1].up.weight = nn.Parameter(torch.zeros(7, 64), requires_grad=False)
@@ -412,5 +479,5 @@ def test_what_a_form_refuses_stays_as_it_was(toys, machine, form, value: float) 
             net.singles[4].down.weight[3, 5] = value
         before = {name: (weight, weight.data_ptr()) for name, weight in net.named_parameters()}
         with pytest.raises(InvalidInput, match=r"singles\.4\.down\.weight.*NaN or infinity"):
-            managed_net(net, manager, "resident")
+            managed_net(net, manager, "resident", form)
         assert all(net.get_parameter(name) is w and w.data_ptr() == at for name, (w, at) in before.items())
