@@ -73,8 +73,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="highwater", description=about)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def add(name: str, text: str) -> Parser:
-        added: Parser = commands.add_parser(name, help=text, description=text)
+    def add(name: str, text: str, epilog: str | None = None) -> Parser:
+        added: Parser = commands.add_parser(name, help=text, description=text, epilog=epilog)
         added.register("action", None, StoreOnce)
         added.set_defaults(command=name)
         added.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -96,8 +96,11 @@ def build_parser() -> Parser:
     plan.add_argument("--precision", help=PRECISION_HELP)
     add("profiles", "list the profiles with all their values")
     devices = add("devices", "list devices with total and free memory, and settings that hide devices")
-    needs = add("needs", "list how much memory models needed beside their weights in earlier runs")
-    needs.epilog = "The table names components and devices by the first digits of a digest: the file stores no names."
+    needs = add(
+        "needs",
+        "list how much memory models needed beside their weights in earlier runs",
+        "The table names components and devices by the first digits of a digest: the file stores no names.",
+    )
     needs.add_argument("--reset", action="store_true", help="delete these values; a running ComfyUI keeps its own")
     needs.add_argument(
         "--file", type=named_path, metavar="FILE", help="only this file; default: the user's file and ComfyUI's"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -247,9 +247,10 @@ class ComfyNode(ABC):
         if lacking := sorted(cls.__abstractmethods__):
             raise TypeError(f"{cls.__name__} has no {' and no '.join(lacking)}")
         schema = cls.define_schema()
-        if schema.is_output_node:
-            schema.hidden += [h for h in (Hidden.prompt, Hidden.extra_pnginfo) if h not in schema.hidden]
-        return schema
+        if not schema.is_output_node:
+            return schema
+        added = [hidden for hidden in (Hidden.prompt, Hidden.extra_pnginfo) if hidden not in schema.hidden]
+        return replace(schema, hidden=[*schema.hidden, *added])
 
     @classmethod
     def with_hidden(cls, hidden: HiddenHolder) -> type[ComfyNode]:

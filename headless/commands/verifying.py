@@ -29,7 +29,7 @@ STEPS = "steps"
 
 
 class RecordingCache(OutputCache):
-    """A cache that tells what was stored since `forget`, and keeps only what was there before the first one."""
+    """A cache that lists what was stored last, and can forget that; it keeps for good what was there at `keep`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,15 @@ class RecordingCache(OutputCache):
         if signature is not None:
             self.new[signature] = entry
 
+    def keep(self) -> None:
+        """Keep all that was stored until now, and list only what comes after it."""
+        self.new = {}
+
     def forget(self) -> None:
+        """Remove what was stored since `keep`."""
         for signature in self.new:
             self.entries.pop(signature, None)
-        self.new = {}
+        self.keep()
 
 
 def load_for_verifying(path: Path, *, node_classes: Mapping[str, type[ComfyNode]] | None = None) -> Workflow:
@@ -94,9 +99,9 @@ def verify_workflow(path: Path, *, models: Path) -> Verification:
     """
     manager = default_manager()
     with tempfile.TemporaryDirectory(prefix="highwater-verify-") as out:
-        runner = WorkflowRunner(manager, models_directory=models, output_directory=out)
+        cache = RecordingCache()
+        runner = WorkflowRunner(manager, models_directory=models, output_directory=out, cache=cache)
         workflow = load_for_verifying(path)
-        cache = runner.cache = RecordingCache()
         before = set(manager.members)
         try:
             found = compare_runs(runner, cache, workflow)
@@ -118,7 +123,7 @@ def compare_runs(runner: WorkflowRunner, cache: RecordingCache, workflow: Workfl
     if not members:
         raise InvalidInput(f"{workflow.source}: no node loads a model, so there is nothing to verify")
     pipelines = [getattr(value, "pipe", None) for entry in cache.new.values() for value in entry.values]
-    cache.new = {}
+    cache.keep()
 
     def run() -> list[Any]:
         cache.forget()

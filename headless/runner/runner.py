@@ -69,17 +69,19 @@ class WorkflowRunner:
         models_directory: str | Path,
         output_directory: str | Path,
         on_progress: Callable[[str, float, float], None] | None = None,
+        cache: OutputCache | None = None,
     ) -> None:
         """Set the process's folders, which the nodes' choices depend on: make the runner before loading workflows.
 
         Args:
             manager: the one that the nodes use, `default_manager()`.
             on_progress: called with node id, value and maximum, in every run.
+            cache: where results of nodes are kept between runs; by default a new one.
         """
         install()
         folder_paths.configure(models=models_directory, output=output_directory)
         self.manager = manager
-        self.cache = OutputCache()
+        self.cache = OutputCache() if cache is None else cache
         self.on_progress = on_progress
         self.running = threading.Lock()
         self.stop = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -63,6 +63,53 @@ class Job:
         """The id of the page's graph, which tells equal node ids of two workflows apart."""
         found = workflow_id_of(self.extra_data)
         return found[:MAX_ID_LENGTH] if found is not None else None
+
+    # -- what becomes of it
+
+    def enter(self, number: float) -> None:
+        """Note its number in the queue: the least runs first."""
+        self.number = number
+
+    def interrupt(self) -> None:
+        """Note that it is to stop at its next step."""
+        self.is_interrupted = True
+
+    def begin(self) -> None:
+        self.status, self.start_ms = JobStatus.IN_PROGRESS, now_ms()
+
+    def skip(self, node_ids: Iterable[str]) -> None:
+        """Note nodes whose results are known already."""
+        self.finished_nodes += node_ids
+
+    def begin_node(self, node_id: str) -> None:
+        """Note that a node runs now, and that the one before has finished."""
+        if self.current_node is not None:
+            self.finished_nodes.append(self.current_node)
+        self.current_node = node_id
+
+    def fail_at(self, node_id: str) -> None:
+        """Note the node that failed."""
+        self.current_node = node_id
+
+    def show(self, node_id: str, shown: dict[str, Any], num_bytes: int) -> None:
+        """Keep what a node shows, and about how much memory that takes."""
+        self.num_bytes += num_bytes
+        self.outputs[node_id] = shown
+
+    def stop(self, error: dict[str, Any] | None) -> None:
+        """Note when it ended, and why it failed if it did; `finish` makes that its status."""
+        self.end_ms = now_ms()
+        if error is not None:
+            self.error = {**error, "prompt_id": self.id, "timestamp": self.end_ms}
+
+    def finish(self, status: JobStatus) -> None:
+        self.status = status
+
+    def note(self, event: str, data: dict[str, Any]) -> None:
+        """Keep a message for the history."""
+        self.messages.append((event, data))
+
+    # -- what pages ask for
 
     def names(self, node_id: str | None) -> dict[str, Any]:
         """Return what a message about one of its nodes, or about none any more, begins with."""

@@ -65,7 +65,7 @@ class RunRoutes:
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Run the worker as long as the application; what the manager tells goes to every page."""
-        self.sockets.loop = asyncio.get_running_loop()
+        self.sockets.open()
         manager = self.runner.manager
         unsubscribe = manager.subscribe(lambda message: self.sockets.publish(EVENT, message))
         self.queue.start()

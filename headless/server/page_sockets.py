@@ -43,6 +43,10 @@ class PageSockets:
         self.clients: dict[str, Client] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
 
+    def open(self) -> None:
+        """Begin to deliver messages, on the event loop that runs here."""
+        self.loop = asyncio.get_running_loop()
+
     def publish(self, event: str, data: Mapping[str, Any], client_id: str | None = None) -> None:
         """Queue a message for one page, or for all of them; nothing once the loop has ended."""
         if self.loop is not None:

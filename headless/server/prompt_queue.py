@@ -56,7 +56,7 @@ class PromptQueue:
             self.waiting.clear()
             self.changed.notify_all()
             if self.running is not None:
-                self.running.is_interrupted = True
+                self.running.interrupt()
                 self.runner.interrupt()
         if self.worker.is_alive():
             self.worker.join(timeout=10)
@@ -75,9 +75,8 @@ class PromptQueue:
                     f"{MAX_WAITING} prompts, {MAX_WAITING_BYTES >> 20} MiB"
                 )
             self.num_submitted += 1
-            job.number = self.num_submitted if number is None else number
-            if front:
-                job.number = -self.num_submitted
+            last = self.num_submitted if number is None else number
+            job.enter(-self.num_submitted if front else last)
             self.waiting.append(job)
             self.waiting.sort(key=lambda waiting: waiting.number)
             self.changed.notify_all()
@@ -94,7 +93,7 @@ class PromptQueue:
         """Stop the running job at its next step, if it is the one that is meant."""
         with self.changed:
             if self.running is not None and job_id in (None, self.running.id):
-                self.running.is_interrupted = True
+                self.running.interrupt()
                 self.runner.interrupt()
 
     def forget(self, ids: Iterable[str] | None = None) -> None:
@@ -136,7 +135,7 @@ class PromptQueue:
 
     def run(self, job: Job) -> None:
         """Run a job to success, failure or cancellation; the worker survives every error of a node."""
-        job.status, job.start_ms = JobStatus.IN_PROGRESS, now_ms()
+        job.begin()
         self.tell(job, "execution_start", {})
         try:
             self.runner.run(
@@ -159,12 +158,10 @@ class PromptQueue:
             self.finish(job, JobStatus.COMPLETED, "execution_success", {})
 
     def finish(self, job: Job, status: JobStatus, event: str, data: dict[str, Any]) -> None:
-        job.end_ms = now_ms()
-        if status is JobStatus.FAILED:
-            job.error = {**data, "prompt_id": job.id, "timestamp": job.end_ms}
+        job.stop(data if status is JobStatus.FAILED else None)
         self.tell(job, event, data)
         with self.changed:
-            job.status = status
+            job.finish(status)
             self.running = None
             self.finished = newest_within([*self.finished, job])
         self.publish("executing", job.names(None), job.client_id)
@@ -181,7 +178,7 @@ class PromptQueue:
     def tell(self, job: Job, event: str, data: dict[str, Any]) -> None:
         """Publish an event of the kind that the history keeps."""
         data = {**data, "prompt_id": job.id, "timestamp": now_ms()}
-        job.messages.append((event, data))
+        job.note(event, data)
         self.publish(event, data, job.client_id)
 
     def on_event(self, job: Job, event: str, *details: Any) -> None:
@@ -190,14 +187,12 @@ class PromptQueue:
             self.runner.interrupt()
         match event, details:
             case "error", (node_id, _):
-                job.current_node = node_id
+                job.fail_at(node_id)
             case "cached", (node_ids,):
-                job.finished_nodes += node_ids
+                job.skip(node_ids)
                 self.tell(job, "execution_cached", {"nodes": list(node_ids)})
             case "executing", (node_id,):
-                if job.current_node is not None:
-                    job.finished_nodes.append(job.current_node)
-                job.current_node = node_id
+                job.begin_node(node_id)
                 self.publish("executing", job.names(node_id), job.client_id)
                 self.publish_progress(job, node_id, 0, 1, "running")
             case ("progress", (node_id, value, maximum)) | ("loading", (node_id, _, value, maximum)):
@@ -205,8 +200,7 @@ class PromptQueue:
                 self.publish("progress", data, job.client_id)
                 self.publish_progress(job, node_id, value, maximum, "running")
             case "executed", (node_id, shown):
-                job.num_bytes += count_bytes(node_id, shown)
-                job.outputs[node_id] = shown
+                job.show(node_id, shown, count_bytes(node_id, shown))
                 self.publish("executed", job.names(node_id) | {"output": shown}, job.client_id)
 
     def publish_progress(self, job: Job, node_id: str, value: float, maximum: float, state: str) -> None:

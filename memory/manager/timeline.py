@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .report import Sample
@@ -24,6 +24,7 @@ class Point:
 
 
 NO_CHANGES: Mapping[str, int] = {}
+NO_DEVICES: Mapping[str, Mapping[str, int]] = {}
 
 
 class Timeline:
@@ -33,10 +34,12 @@ class Timeline:
     that point says; the next point takes over its peak.
     """
 
-    def __init__(self, max_points: int) -> None:
+    def __init__(
+        self, max_points: int, points: Iterable[Point] = (), before: Mapping[str, Mapping[str, int]] = NO_DEVICES
+    ) -> None:
         self.max_points = max_points
-        self.points: deque[Point] = deque()
-        self.before: dict[str, dict[str, int]] = {}
+        self.points = deque(points)
+        self.before = {device: dict(held) for device, held in before.items()}
         """The components' bytes on each device before the first point that is kept."""
         self.now: dict[str, Mapping[str, int]] = {}
         """Their bytes at the last point."""
@@ -74,10 +77,7 @@ class Timeline:
 
     def copy(self) -> Timeline:
         """Return the timeline up to now; takes as long as it has points."""
-        copy = Timeline(self.max_points)
-        copy.points = self.points.copy()
-        copy.before = {device: dict(held) for device, held in self.before.items()}
-        return copy
+        return Timeline(self.max_points, self.points, self.before)
 
     def samples(self) -> list[Sample]:
         """Return the points in full; neighbours without a change share one dict."""

@@ -14,26 +14,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...memory.options.placement import AUTO_PLACEMENT
 from ...memory.options.precision import Precision
 from ...memory.options.profile import covers
+from .core_fields import NOTE, copy_state, drop_backups, drop_parent, hang_on, note_on, set_control, set_device, set_vae
 from .guides import bring_guides
 from .hosted import Hosted, Request, hosted_of, is_cpu
 from .patcher import HighwaterPatcher, load_device_for
 
-__all__ = ["PATCHER_STATE", "adopt", "adopt_control", "adopt_vae", "annotate", "notes_for", "why_unmanageable"]
-
-# Where a model that is not ours carries what its node has to say.
-NOTE = "highwater_note"
+__all__ = ["adopt", "adopt_control", "adopt_vae", "annotate", "notes_for", "why_unmanageable"]
 
 # Those whose ways we know; ComfyUI 0.8.0 has no dynamic one.
 KNOWN_PATCHERS = {ModelPatcher, getattr(comfy.model_patcher, "ModelPatcherDynamic", ModelPatcher), HighwaterPatcher}
-
-# What a patcher carries beside its model; shared containers are taken over by reference, as core's clone does.
-PATCHER_STATE = (
-    "patches", "patches_uuid", "object_patches", "weight_wrapper_patches", "model_options", "force_cast_weights",
-    "backup", "backup_buffers", "object_patches_backup", "pinned", "attachments", "additional_models", "callbacks",
-    "wrappers", "injections", "is_injected", "skip_injection", "hook_patches", "hook_patches_backup", "hook_backup",
-    "cached_hook_patches", "current_hooks", "forced_hooks", "is_clip", "hook_mode", "is_multigpu_base_clone",
-    "clone_base_uuid", "parent", "cached_patcher_init",
-)  # fmt: skip
 
 
 def adopt(
@@ -54,30 +43,26 @@ def adopt(
     profile, precision = request.profile, request.precision
     reason = why_unmanageable(patcher)
     if reason is not None:
-        patcher.load_device = device
+        set_device(patcher, device)
         return annotate(patcher, f"not managed: {reason}")
     by_profile = precision is None and covers(profile.quantize, name, kind)
     wanted = Precision.QUANTIZED if by_profile else precision or Precision.AS_STORED
     if is_cpu(device) and wanted != Precision.AS_STORED:
         asked = f"profile {profile.name}: " if by_profile else ""
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")
-    hosted = Hosted(name, kind, request)
-    hosted.notes = notes
+    hosted = Hosted(name, kind, request, notes)
     if not is_cpu(device):
         hosted.planned_bytes(model or patcher.model, device)  # refuses a budget that no form of this model meets
-    (model or patcher.model).highwater = hosted
+    hang_on(model or patcher.model, hosted)
     adopted = HighwaterPatcher(model or patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
-    for attribute in PATCHER_STATE:
-        if hasattr(patcher, attribute):
-            setattr(adopted, attribute, getattr(patcher, attribute))
+    copy_state(adopted, patcher)
     if kind == "diffusion":
         bring_guides(adopted)
         if device != patcher.load_device:
             compute_here(adopted, device)
     if model is not None:
-        adopted.parent = None  # core would go on with that one, of another model, when ours is gone
-        adopted.backup, adopted.backup_buffers, adopted.object_patches_backup = {}, {}, {}
-        adopted.hook_backup, adopted.pinned = {}, set()
+        drop_parent(adopted)  # it is of another model
+        drop_backups(adopted)
     return adopted
 
 
@@ -108,15 +93,14 @@ def notes_for(managed: Any) -> list[str]:
 
 
 def adopt_vae(vae: Any, name: str, request: Request) -> None:
-    vae.patcher = adopt(vae.patcher, name=name, kind="vae", request=request)
-    vae.device = vae.patcher.load_device  # where it sends latents and pixels
+    set_vae(vae, adopt(vae.patcher, name=name, kind="vae", request=request))
 
 
 def adopt_control(control: Any, name: str, request: Request) -> Any:
     """Take a ControlNet under management as it was loaded; returns it."""
     wrapped = getattr(control, "control_model_wrapped", None)
     if wrapped is None:
-        setattr(control, NOTE, "not managed: ComfyUI gives this kind of ControlNet no model patcher")
+        note_on(control, "not managed: ComfyUI gives this kind of ControlNet no model patcher")
         return control
     notes = []
     if request.devices == ("cpu",) and not is_cpu(comfy.model_management.get_torch_device()):
@@ -124,9 +108,8 @@ def adopt_control(control: Any, name: str, request: Request) -> Any:
         request = replace(request, placement=AUTO_PLACEMENT)
     adopted = adopt(wrapped, name=name, kind="control", request=request)
     if isinstance(adopted, HighwaterPatcher):
-        adopted.hosted.notes += notes
-    control.control_model_wrapped = adopted
-    control.load_device = adopted.load_device
+        adopted.hosted.add_notes(notes)
+    set_control(control, adopted)
     return control
 
 

@@ -14,13 +14,13 @@ import comfy.model_management
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
-from torch.utils.hooks import RemovableHandle
 
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import device_name
+from .core_fields import cast_in_forwards, move_adapter, move_guide
 from .hosted import hosted_of
 
-__all__ = ["bring_guides", "check_inputs"]
+__all__ = ["bring_guides", "refuse_inputs_elsewhere"]
 
 KEY = "highwater"
 
@@ -51,9 +51,7 @@ def cast_shared(executor: Any, guider: Any, *args: Any, **options: Any) -> Any:
     """A SAMPLER_SAMPLE wrapper of core's: a Control-LoRA has been built, and shares weights that may rest elsewhere."""
     for guide in guides_in(guider.conds):
         if reads_weights(guide):
-            for module in guide.control_model.modules():
-                if hasattr(module, "comfy_cast_weights"):
-                    module.comfy_cast_weights = True  # core then brings each to its input
+            cast_in_forwards(guide.control_model)
     return executor(guider, *args, **options)
 
 
@@ -78,8 +76,7 @@ def bring(guide: Any, model: ModelPatcher) -> None:
     here = model.load_device
     if hasattr(guide, "t2i_model"):  # moved by core itself, to the device that is written on it
         if device_name(guide.device) != device_name(here):
-            guide.device = here
-            guide.cond_hint = None  # core makes hint and features again
+            move_adapter(guide, here)
         return
     patcher = getattr(guide, "control_model_wrapped", None)
     there = patcher.load_device if patcher is not None else comfy.model_management.get_torch_device()
@@ -87,7 +84,7 @@ def bring(guide: Any, model: ModelPatcher) -> None:
         return
     ours = getattr(patcher, "hosted", None)
     if ours is not None and not ours.request.devices:
-        follow(guide, here)
+        move_guide(guide, here, comfy.model_management.unet_manual_cast(guide.control_model.dtype, here))
         return
     places = f"computes on {device_name(there)}, but the model that it guides computes on {device_name(here)}"
     if ours is not None:
@@ -97,17 +94,6 @@ def bring(guide: Any, model: ModelPatcher) -> None:
     else:  # a ControlLora: core builds it from the model's weights, on its default device
         remedy = f"set the model's placement to {device_name(there)}"
     raise InvalidInput(f"{title_of(patcher or guide)} {places}; allowed: the same device; {remedy}")
-
-
-def follow(guide: Any, device: torch.device) -> None:
-    """Give a ControlNet of ours a patcher for another device; it leaves the first when core loads this one."""
-    patcher = guide.control_model_wrapped.clone()
-    patcher.load_device = device
-    dtype = comfy.model_management.unet_manual_cast(guide.control_model.dtype, device)
-    guide.manual_cast_dtype = dtype
-    patcher.force_cast_weights = dtype is not None
-    guide.control_model_wrapped, guide.load_device = patcher, device
-    guide.cond_hint = None
 
 
 def reads_weights(guide: Any) -> bool:
@@ -134,18 +120,12 @@ def title_of(owner: Any) -> str:
     return type(model if model is not None else owner).__name__
 
 
-def check_inputs(module: torch.nn.Module, before: RemovableHandle | None) -> RemovableHandle:
-    """Make a ControlNet of ours refuse inputs from another device, before it uses them.
-
-    For models that are not ours: those do not look at what guides them.
-    """
-    if before is not None:
-        before.remove()
-    return module.register_forward_pre_hook(refuse_inputs_elsewhere, with_kwargs=True, prepend=True)
-
-
 def refuse_inputs_elsewhere(module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """A forward pre-hook. A copy of the module that core loads has it, too; it then does nothing."""
+    """A forward pre-hook of a ControlNet of ours: refuses inputs from another device, before it uses them.
+
+    For models that are not ours: those do not look at what guides them. A copy of the module that core loads has the
+    hook, too; it then does nothing.
+    """
     hosted = hosted_of(module)
     if hosted is None or hosted.loaded_on is None:
         return

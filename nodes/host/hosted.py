@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +38,13 @@ class Request:
 
 
 class Token:
-    """Held by every patcher of one model: when the last is dropped, the component is released."""
+    """Every patcher of one model holds the same token: with the last patcher it is freed, which ends the component."""
 
 
 class Hosted(HostedComponent):
     """A component of core's, and what all clones of its patcher share beside it."""
 
-    def __init__(self, name: str, kind: str, request: Request) -> None:
+    def __init__(self, name: str, kind: str, request: Request, notes: Iterable[str] = ()) -> None:
         super().__init__(
             name,
             kind,
@@ -55,15 +55,38 @@ class Hosted(HostedComponent):
         )
         self.request = request
         self.patched: set[str] = set()
-        self.notes: list[str] = []
+        """The keys of weights that contain their patches now."""
+        self.notes = list(notes)
+        """What its node tells the user."""
         self.loaded_on: torch.device | None = None
-        """Where core last had it loaded; not copied with the model."""
+        """The device on which core loaded it last; a deep copy of the model does not take it over."""
         self.check: RemovableHandle | None = None
-        """What looks at a ControlNet's inputs."""
+        """The hook that checks a ControlNet's inputs."""
         self.token_ref: Callable[[], Token | None] = lambda: None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hosted:
         return Hosted(self.name, self.kind, self.request)  # streams and slabs are not copied
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        self.notes += notes
+
+    def note_loaded(self, device: torch.device | None) -> None:
+        """Note where core has it loaded now."""
+        self.loaded_on = device
+
+    def note_patched(self, key: str) -> None:
+        """Note that a weight contains its patches."""
+        self.patched.add(key)
+
+    def take_patched(self, key: str) -> None:
+        """Note that a weight is its original again."""
+        self.patched.discard(key)
+
+    def check_inputs(self, module: torch.nn.Module, check: Callable[..., None]) -> None:
+        """Call a function before each forward of its module, before all hooks that are there by now."""
+        if self.check is not None:
+            self.check.remove()
+        self.check = module.register_forward_pre_hook(check, with_kwargs=True, prepend=True)
 
     def token(self) -> Token:
         token = self.token_ref()

@@ -15,6 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import refuse_damaged
 from .adopting import adopt, adopt_control, adopt_vae
+from .core_fields import set_clip, set_reload, set_vision
 from .hosted import Request
 
 __all__ = [
@@ -86,7 +87,7 @@ def load_diffusion_model(path: str, request: Request) -> ModelPatcher:
     check_file(path)
     patcher = read_diffusion_model(path)
     adopted = adopt(patcher, name=Path(path).stem, kind="diffusion", request=request)
-    adopted.cached_patcher_init = (reload_diffusion_model, (path, request))
+    set_reload(adopted, reload_diffusion_model, (path, request))
     return adopted
 
 
@@ -100,8 +101,8 @@ def load_text_encoder(paths: Sequence[str], clip_type: str, request: Request) ->
         check_file(path)
     clip = read_text_encoder(paths, clip_type)
     name = "+".join(Path(path).stem for path in paths)
-    clip.patcher = adopt(clip.patcher, name=name, kind="text", request=request)
-    clip.patcher.cached_patcher_init = (reload_text_encoder, (list(paths), clip_type, request))
+    set_clip(clip, adopt(clip.patcher, name=name, kind="text", request=request))
+    set_reload(clip.patcher, reload_text_encoder, (list(paths), clip_type, request))
     return clip
 
 
@@ -117,7 +118,7 @@ def load_vae(path: str, request: Request) -> Any:
     check_file(path)
     vae = read_vae(path)
     adopt_vae(vae, Path(path).stem, request)
-    vae.patcher.cached_patcher_init = (reload_vae, (path, request))
+    set_reload(vae.patcher, reload_vae, (path, request))
     return vae
 
 
@@ -132,13 +133,13 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
     model, clip, vae = read_checkpoint(path)
     name = Path(path).stem
     model = adopt(model, name=name, kind="diffusion", request=request)
-    model.cached_patcher_init = (reload_checkpoint, (path, request), 0)
+    set_reload(model, reload_checkpoint, (path, request), 0)
     if clip is not None:
-        clip.patcher = adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request)
-        clip.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 1)
+        set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request))
+        set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
     if vae is not None:
         adopt_vae(vae, f"{name}/vae", request)
-        vae.patcher.cached_patcher_init = (reload_checkpoint, (path, request), 2)
+        set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
     return model, clip, vae
 
 
@@ -167,8 +168,7 @@ def load_clip_vision(path: str, request: Request) -> Any:
     vision = comfy.clip_vision.load(path)
     if vision is None:
         raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI can load")
-    vision.patcher = adopt(vision.patcher, name=Path(path).stem, kind="vision", request=request)
-    vision.load_device = vision.patcher.load_device
+    set_vision(vision, adopt(vision.patcher, name=Path(path).stem, kind="vision", request=request))
     return vision
 
 

@@ -10,6 +10,7 @@ import comfy.model_management
 from comfy.model_patcher import ModelPatcher
 
 from .adopting import adopt, annotate, why_unmanageable
+from .core_fields import set_clip, set_reload, set_vae
 from .hosted import UNLIMITED_BYTES, Request
 
 __all__ = ["manage_clip", "manage_model", "manage_vae", "read_again", "reload_managed"]
@@ -27,17 +28,14 @@ def manage_model(model: ModelPatcher, request: Request) -> ModelPatcher:
 def manage_clip(clip: Any, request: Request) -> Any:
     """Return a text encoder under management; as `manage_model`."""
     managed = clip.clone()
-    managed.patcher = manage_patcher(clip.patcher, kind="text", request=request)
-    managed.cond_stage_model = managed.patcher.model
+    set_clip(managed, manage_patcher(clip.patcher, kind="text", request=request))
     return managed
 
 
 def manage_vae(vae: Any, request: Request) -> Any:
     """Return a VAE under management; as `manage_model`."""
     managed = copy.copy(vae)
-    managed.patcher = manage_patcher(vae.patcher, kind="vae", request=request)
-    managed.first_stage_model = managed.patcher.model
-    managed.device = managed.patcher.load_device
+    set_vae(managed, manage_patcher(vae.patcher, kind="vae", request=request))
     return managed
 
 
@@ -56,9 +54,9 @@ def manage_patcher(patcher: ModelPatcher, *, kind: str, request: Request) -> Mod
         model, how = copy.deepcopy(patcher.model), "copied"
     adopted = adopt(carried, name=type(model).__name__, kind=kind, request=request, model=model)
     if source is not None:
-        adopted.cached_patcher_init = (reload_managed, (source, kind, request))
-    adopted.hosted.notes.append(
-        f"{how}: the other loader's copy stays in RAM, too; Highwater's own loaders keep one copy"
+        set_reload(adopted, reload_managed, (source, kind, request))
+    adopted.hosted.add_notes(
+        [f"{how}: the other loader's copy stays in RAM, too; Highwater's own loaders keep one copy"]
     )
     return adopted
 

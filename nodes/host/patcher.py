@@ -22,7 +22,8 @@ from comfy.patcher_extension import CallbacksMP
 
 from ...memory.hosted_component import device_name, watch_evictions
 from ..progress import on_bar, showing_loadings
-from .guides import check_inputs
+from .core_fields import hang_on, mark_module, set_held_bytes, set_loaded
+from .guides import refuse_inputs_elsewhere
 from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
 
 __all__ = ["HighwaterPatcher", "load_device_for"]
@@ -44,7 +45,7 @@ class HighwaterPatcher(ModelPatcher):
     ) -> None:
         super().__init__(model, load_device, offload_device, size, weight_inplace_update)
         if not hasattr(model, "highwater"):
-            model.highwater = Hosted(type(model).__name__, "diffusion", Request())
+            hang_on(model, Hosted(type(model).__name__, "diffusion", Request()))
         self.highwater_token = model.highwater.token()
 
     @property
@@ -78,7 +79,7 @@ class HighwaterPatcher(ModelPatcher):
         full_load: bool = False,
     ) -> None:
         """Bring the model to a device within core's bytes; cheap when nothing changed."""
-        self.hosted.loaded_on = torch.device(device_to) if device_to is not None else None
+        self.hosted.note_loaded(torch.device(device_to) if device_to is not None else None)
         if device_to is None or is_cpu(device_to):
             self.leave_host()
             self.check_inputs()
@@ -96,8 +97,8 @@ class HighwaterPatcher(ModelPatcher):
                 self.hosted.load(int(lowvram_model_memory) if limited else None)
             self.check_inputs()
             self.mark_modules()
-            self.tell_core(device_to)
-            self.model.current_weight_patches_uuid = self.patches_uuid
+            set_loaded(self.model, device_to, self.patches_uuid)
+            tell_core_of(self.model)
             logging.info("highwater: %s", self.hosted.summary())
             for callback in self.get_all_callbacks(CallbacksMP.ON_LOAD):
                 callback(self, device_to, lowvram_model_memory, force_patch_weights, full_load)
@@ -170,13 +171,13 @@ class HighwaterPatcher(ModelPatcher):
                 with weight.held_on(device):
                     self.patch_weight_to_device(key, device_to=device)
                 self.backup[key] = Backup(original, False)
-                self.hosted.patched.add(key)
+                self.hosted.note_patched(key)
 
     def write_originals(self) -> None:
         """Undo `write_patches`."""
-        for key in self.hosted.patched:
+        for key in list(self.hosted.patched):
             self.hosted.weights[key].overwrite(self.backup.pop(key).weight)
-        self.hosted.patched.clear()
+            self.hosted.take_patched(key)
 
     def get_key_patches(self, filter_prefix: str | None = None) -> dict[str, Any]:
         """Return what merging reads: the weight stores, which stay, and with them how encoded ones are decoded."""
@@ -198,7 +199,7 @@ class HighwaterPatcher(ModelPatcher):
     def check_inputs(self) -> None:
         """Make a ControlNet refuse inputs from another device; the manager's hooks come after that."""
         if self.hosted.kind == "control":
-            self.hosted.check = check_inputs(self.model, self.hosted.check)
+            self.hosted.check_inputs(self.model, refuse_inputs_elsewhere)
 
     def leave_host(self) -> None:
         """Give the weights back to core, unpatched: it loads them on the CPU itself."""
@@ -211,16 +212,9 @@ class HighwaterPatcher(ModelPatcher):
     def mark_modules(self) -> None:
         """Say that parameters hold the patches, and let core's casting stand by outside the blocks."""
         for name, module in self.model.named_modules():
-            if not module._parameters:
-                continue
-            module.comfy_patched_weights = True
-            if hasattr(module, "comfy_cast_weights"):
-                wipe_lowvram_weight(module)
-                module.prev_comfy_cast_weights = module.comfy_cast_weights
-                module.comfy_cast_weights = True
-                for attribute in ("weight", "bias"):
-                    functions = list(self.weight_wrapper_patches.get(f"{name}.{attribute}", []))
-                    setattr(module, f"{attribute}_function", functions)
+            if module._parameters:
+                wrapped = {kind: self.weight_wrapper_patches.get(f"{name}.{kind}", []) for kind in ("weight", "bias")}
+                mark_module(module, wrapped)
         for weight in self.hosted.weights.values():
             rescale = weight.rescale()
             if rescale is not None and hasattr(weight.owner, "weight_function"):
@@ -230,13 +224,6 @@ class HighwaterPatcher(ModelPatcher):
         for module in self.model.modules():
             wipe_lowvram_weight(module)
 
-    def tell_core(self, device: torch.device) -> None:
-        """Keep the numbers on the model that core's arithmetic reads."""
-        self.model.model_lowvram = True  # core then asks again before every run, and `load` is cheap
-        self.model.lowvram_patch_counter = 0
-        self.model.device = torch.device(device)
-        tell_core_of(self.model)
-
     def clear_other_devices(self) -> None:
         """Ask core for room on the other devices of a split; for the load device it has done so."""
         for device, num_bytes in self.hosted.missing_bytes().items():
@@ -245,7 +232,7 @@ class HighwaterPatcher(ModelPatcher):
 
 def tell_core_of(model: torch.nn.Module) -> None:
     """Update the number of a model's bytes that core reads; also when the manager has taken some."""
-    model.model_loaded_weight_memory = model.highwater.held_bytes
+    set_held_bytes(model, model.highwater.held_bytes)
 
 
 def load_device_for(request: Request, notes: list[str]) -> torch.device:

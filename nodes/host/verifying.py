@@ -18,7 +18,8 @@ from comfy.model_patcher import ModelPatcher
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import Comparison, Verification, same_bits
 from . import loading
-from .adopting import PATCHER_STATE, notes_for
+from .adopting import notes_for
+from .core_fields import copy_state, drop_backups, own_patches, put_parameter, set_clip, set_vae, take_off
 from .guides import KEY as GUIDES_KEY
 from .hosted import UNLIMITED_BYTES
 from .managing import read_again, reload_managed
@@ -63,7 +64,7 @@ def verify_clip(clip: Any, text: str) -> Verification:
 
     def encode(patcher: ModelPatcher) -> Any:
         other = clip.clone()
-        other.patcher, other.cond_stage_model = patcher, patcher.model
+        set_clip(other, patcher)
         return other.encode_from_tokens_scheduled(other.tokenize(text))
 
     return compare_with_core(clip.patcher, encode)
@@ -74,7 +75,7 @@ def verify_vae(vae: Any, image: torch.Tensor | None, latent: dict[str, Any] | No
 
     def run(patcher: ModelPatcher) -> list[torch.Tensor]:
         other = copy.copy(vae)
-        other.patcher, other.first_stage_model = patcher, patcher.model
+        set_vae(other, patcher)
         results = []
         if image is not None:
             results.append(other.encode(image[..., :3].clone()))
@@ -152,17 +153,15 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
         unload(patcher)
         patcher.leave_host()
         model = copy.deepcopy(patcher.model)
-        vars(model).pop("highwater", None)
+        take_off(model)
         how = f"ComfyUI's own load of a copy of the weights on {patcher.load_device}; the loader names no file"
     carried = patcher.clone()
     for kind in list(carried.wrappers):  # what we hang on our models is not core's, and looks for them
         carried.remove_wrappers_with_key(kind, GUIDES_KEY)
     twin = ModelPatcher(model, patcher.load_device, patcher.offload_device, 0, patcher.weight_inplace_update)
-    for attribute in PATCHER_STATE:
-        if hasattr(carried, attribute):
-            setattr(twin, attribute, getattr(carried, attribute))
-    twin.backup, twin.backup_buffers, twin.object_patches_backup, twin.hook_backup = {}, {}, {}, {}
-    twin.pinned, twin.patches = set(), dict(carried.patches)
+    copy_state(twin, carried)
+    drop_backups(twin)
+    own_patches(twin)
     decode_alike(patcher, twin, notes)
     return twin, how
 
@@ -213,11 +212,6 @@ def parameter_of(model: torch.nn.Module, key: str) -> torch.Tensor:
     held = model.get_submodule(module)._parameters[name]
     assert held is not None
     return held
-
-
-def put_parameter(model: torch.nn.Module, key: str, weight: torch.Tensor) -> None:
-    module, _, name = key.rpartition(".")
-    model.get_submodule(module)._parameters[name] = torch.nn.Parameter(weight, requires_grad=False)
 
 
 def read_model_again(patcher: ModelPatcher) -> torch.nn.Module | None:
