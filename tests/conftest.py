@@ -12,11 +12,15 @@ import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from highwater.headless.runner.runner import WorkflowRunner
 
 # No test may fail because the machine is busy; fixtures that tests share between examples are made for that.
 settings.register_profile(
@@ -92,6 +96,29 @@ def no_links_remembered() -> Iterator[None]:
         patch.setattr("highwater.memory.manager.live_capacity.known_link", lambda device: None)
         patch.setattr("highwater.memory.manager.live_capacity.link_bytes_per_s", lambda device, measure: measure())
         yield
+
+
+@pytest.fixture(scope="session")
+def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of tiny pipelines for all tests of nodes and workflows."""
+    from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
+
+    directory = tmp_path_factory.mktemp("models")
+    ensure_pipelines(directory / "diffusers")
+    return directory
+
+
+@pytest.fixture
+def runner(models_directory: Path, tmp_path: Path) -> Iterator[WorkflowRunner]:
+    """A runner of the test's own, and an output folder; nothing of it may stay under management."""
+    from highwater.headless.runner.runner import WorkflowRunner
+    from highwater.memory import default_manager
+
+    runner = WorkflowRunner(default_manager(), models_directory=models_directory, output_directory=tmp_path / "output")
+    yield runner
+    default_manager().ledger.check()
+    runner.cache.clear()
+    assert default_manager().report()["components"] == []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

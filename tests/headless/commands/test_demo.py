@@ -144,7 +144,7 @@ def test_the_split_in_eight_bits_shows_nearly_the_same_image(demo) -> None:
 
 
 def test_json_is_one_document(sim, tmp_path: Path) -> None:
-    workflow = Path(__file__).parents[2] / "headless" / "workflows" / "demo_sd.json"
+    workflow = Path(__file__).parents[3] / "headless" / "workflows" / "demo_sd.json"
     command = ["run", str(workflow), "--devices", "gpu:0=64MiB", "--out", str(tmp_path), "--json"]
     done = subprocess.run([sys.executable, "-m", "highwater", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

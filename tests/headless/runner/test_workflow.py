@@ -13,7 +13,7 @@ from highwater.headless.runner.workflow import InvalidWorkflow, load_workflow, p
 from highwater.headless.runner.workflow_file import read_graph
 from highwater.memory.errors import InvalidInput
 
-WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
+WORKFLOWS = Path(__file__).parents[3] / "headless" / "workflows"
 
 GRAPH: dict[str, Any] = {
     "1": {

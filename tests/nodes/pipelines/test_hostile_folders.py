@@ -534,7 +534,7 @@ def test_a_diffusers_that_runs_what_a_folder_holds_is_refused(
 def test_the_optional_requirements_have_the_same_floor() -> None:
     from highwater.nodes.pipelines.diffusers_pipelines import OLDEST_DIFFUSERS
 
-    project = Path(__file__).parents[2] / "pyproject.toml"
+    project = Path(__file__).parents[3] / "pyproject.toml"
     floor = ".".join(map(str, OLDEST_DIFFUSERS))
     assert f'"diffusers>={floor}"' in project.read_text(encoding="utf-8")
 

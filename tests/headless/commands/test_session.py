@@ -21,7 +21,7 @@ from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.units import MIB
 
-WORKFLOW = Path(__file__).parents[2] / "headless" / "workflows" / "demo_flux.json"
+WORKFLOW = Path(__file__).parents[3] / "headless" / "workflows" / "demo_flux.json"
 
 
 class Runner:

@@ -16,7 +16,7 @@ from PIL import Image
 from highwater.headless.runner.runner import WorkflowRunner
 from highwater.headless.runner.workflow import parse_workflow
 
-WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
+WORKFLOWS = Path(__file__).parents[3] / "headless" / "workflows"
 NAMES = ["demo_flux", "demo_sd", "demo_flux_again", "demo_wan", "demo_flux_two_gpus"]
 
 # In a process of its own, because the manager of a process knows the devices that were there when it was made.
