@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import importlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,10 +34,19 @@ ROOMS = [
         "headless/runner",
         "headless/server",
         "headless/comfy_stub",
+        "headless/simdevice",
         "nodes/comfy_models",
         "nodes/pipelines",
+        "nodes/host",
     )
 ]
+# Importable only inside ComfyUI: what its `__init__` gives is read in the file.
+HOST = PACK / "nodes/host"
+# A room imports only rooms before it, of the same folder; single files stand between the rooms where they fit.
+OUTER_ROOMS = {
+    "nodes": ["host", "comfy_models", "pipelines"],
+    "headless": ["simdevice", "comfy_stub", "runner", "commands", "server"],
+}
 PACK_FILES = sorted(path for area in ("memory", "nodes", "headless") for path in (PACK / area).rglob("*.py"))
 
 
@@ -126,8 +137,52 @@ assert not found, found
 """)
 
 
+def test_outer_rooms_have_a_reading_order() -> None:
+    """Of nodes/ and headless/: no two files or rooms need each other, and rooms stand in the order above.
+
+    headless/ may import from nodes/, never the other way.
+    """
+    needs: dict[str, set[str]] = {}
+    for path in PACK_FILES:
+        here = outer_noun(path.relative_to(PACK).with_suffix("").as_posix())
+        if here is None or path.name == "__init__.py":
+            continue
+        wanted = {outer_noun(name) for name in files_imported(path)} - {None, here}
+        needs.setdefault(here, set()).update(name for name in wanted if name is not None)
+    for here, wanted in needs.items():
+        area, _, room = here.partition("/")
+        assert area == "headless" or not [name for name in wanted if name.startswith("headless/")], here
+        order = OUTER_ROOMS[area]
+        later = order[order.index(room) :] if room in order else []
+        assert not wanted & {f"{area}/{other}" for other in later}, here
+    assert list(graphlib.TopologicalSorter(needs).static_order())
+
+
+def outer_noun(name: str) -> str | None:
+    """Return the room of a file of nodes/ or headless/, or the file where it is in none; None for the engine."""
+    area, _, rest = name.partition("/")
+    if area not in OUTER_ROOMS or not rest:
+        return None
+    return f"{area}/{rest.partition('/')[0]}"
+
+
+def files_imported(path: Path) -> Iterator[str]:
+    """Yield the files and rooms that a file imports, by their paths in the pack."""
+    folder = path.parent.relative_to(PACK).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = "/".join([*folder[: len(folder) + 1 - node.level], *filter(None, (node.module or "").split("."))])
+            is_file = base and (PACK / f"{base}.py").is_file()
+            yield from [base] if is_file else (f"{base}/{alias.name}" for alias in node.names)
+
+
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.relative_to(PACK).as_posix())
 def test_a_room_gives_what_its_init_names(room: Path) -> None:
+    if room == HOST:
+        tree = ast.parse((HOST / "__init__.py").read_text())
+        found = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert ast.get_docstring(tree) and set(given_by(HOST)) == found
+        return
     package = importlib.import_module(f"highwater.{room.relative_to(PACK).as_posix().replace('/', '.')}")
     assert package.__doc__
     assert not {path.stem for path in room.glob("*.py")} & set(package.__all__)
@@ -135,6 +190,16 @@ def test_a_room_gives_what_its_init_names(room: Path) -> None:
         install()
     for name in package.__all__:
         getattr(package, name)
+
+
+@functools.cache
+def given_by(room: Path) -> Sequence[str]:
+    """Return the names that other rooms may import from a room."""
+    if room != HOST:
+        return importlib.import_module(f"highwater.{'.'.join(room.relative_to(PACK).parts)}").__all__
+    tree = ast.parse((HOST / "__init__.py").read_text())
+    (given,) = (ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
+    return given
 
 
 @pytest.mark.parametrize("path", PACK_FILES, ids=lambda path: path.relative_to(PACK).as_posix())
@@ -146,8 +211,7 @@ def test_a_room_is_asked_only_for_what_it_gives(path: Path) -> None:
             continue
         target = PACK.joinpath(*folder[: len(folder) + 1 - node.level], *(node.module or "").split("."))
         if target.parent in ROOMS and target.parent != path.parent and target.with_suffix(".py").is_file():
-            given = importlib.import_module(f"highwater.{'.'.join(target.parent.relative_to(PACK).parts)}").__all__
-            assert {alias.name for alias in node.names} <= set(given)
+            assert {alias.name for alias in node.names} <= set(given_by(target.parent))
 
 
 # What a host may know of the engine: one facade, what the user's texts mean, errors and units.
