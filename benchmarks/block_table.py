@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from highwater.memory.planner.sizes import explain_rest
+from highwater.memory.planner.sizes import explain_non_block
 from highwater.memory.weights.component import Component
 from highwater.memory.weights.module_component import component_from_module
 
@@ -66,11 +66,11 @@ class Row:
     weight_bytes: int
     num_blocks: int
     largest_bytes: int
-    rest_bytes: int
+    non_block_bytes: int
     why: str
 
     def markdown(self) -> str:
-        share = self.rest_bytes / max(1, self.weight_bytes)
+        share = self.non_block_bytes / max(1, self.weight_bytes)
         cells = [
             self.model,
             f"{self.weight_bytes / GIB:.2f}",
@@ -88,8 +88,8 @@ def row_of(name: str, component: Component) -> Row:
         weight_bytes=component.weight_bytes,
         num_blocks=len(component.blocks),
         largest_bytes=max((block.weight_bytes for block in component.blocks), default=0),
-        rest_bytes=component.non_block.weight_bytes,
-        why=explain_rest(component),
+        non_block_bytes=component.non_block.weight_bytes,
+        why=explain_non_block(component),
     )
 
 

@@ -236,7 +236,7 @@ class Managed:
         Weights that rested in RAM stay where they are, without a copy, as tensors with a storage of their own; a
         deleted one gives its pages back, except those that it shares with a neighbour ([Note: pieces] in
         `transfer/slab_memory.py`). ``resize_`` cannot enlarge such a storage. On Windows, and where the driver has no
-        call to lock memory, they are copied. Weights that rested in eight bits come back widened. Those that rest in
+        call to lock memory, they are copied. Encoded weights come back decoded. Those that rest in
         their file are read from it, except where the module came without memory and was not written to: it leaves
         without, and `load_weights` reads them.
 

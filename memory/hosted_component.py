@@ -258,7 +258,7 @@ class HostedComponent:
             self.member.managed.passes.recover_for(None)
 
     @contextmanager
-    def widened(self, key: str) -> Iterator[None]:
+    def decoded(self, key: str) -> Iterator[None]:
         """Give the host the wide form of an encoded weight, to read and write; others as they are."""
         weight = self.weights.get(key)
         if weight is None or not weight.is_encoded:

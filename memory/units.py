@@ -28,6 +28,8 @@ GIB = 1 << 30
 SLAB_ALIGNMENT = 256
 
 LOCK_LIMIT_BYTES = 2 * GIB
+# The part of the RAM that is left to the system, as in stable-diffusion.cpp.
+KEPT_RAM_SHARE = 0.10
 PAGE_BYTES = mmap.PAGESIZE
 
 UNITS = {"GiB": GIB, "MiB": MIB, "GB": 10**9, "MB": 10**6}

@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...memory.units import KEPT_RAM_SHARE
 from .node_inputs import Link
 from .workflow import WorkflowNode
 
 __all__ = ["CacheEntry", "OutputCache", "sign_node"]
 
 MAX_ENTRIES = 256
-FREE_HOST_SHARE = 0.1  # of the RAM; below it, results that the current run does not need are dropped
 
 
 class Unrepeatable(Exception):
@@ -69,7 +69,7 @@ def host_memory_is_short() -> bool:
     from ...memory.transfer.devices import HostMemory
 
     memory = HostMemory.now()
-    return memory.free_bytes < memory.total_bytes * FREE_HOST_SHARE
+    return memory.free_bytes < memory.total_bytes * KEPT_RAM_SHARE
 
 
 def sign_node(node: WorkflowNode, fingerprint: Any, ancestors: Mapping[str, str | None]) -> str | None:

@@ -191,7 +191,7 @@ class MemoryManager:
         It hears of each block that is loaded, and, as a module comes under management or gets another profile, of each
         that is packed into host memory, every 4 MiB or sooner of what is read from files for that. What it raises
         cancels it and comes out of the forward that needed the loading, or out of the call, after which the module is
-        as it was, or has its old profile. Weights that were packed in eight bits by then come back widened.
+        as it was, or has its old profile. Weights that were encoded by then come back decoded.
         """
         require(watcher, Callable, what="watcher", allowed="a function of component, bytes done and bytes in all")  # type: ignore[arg-type]
         self.leases.watchers.append(watcher)

@@ -118,7 +118,7 @@ def plan_modules(
         except (DoesNotFit, InvalidInput) as error:
             if found is not None:
                 return found
-            # A cut block leaves weights to the rest, which never streams: coarser blocks may need fewer bytes at least.
+            # A cut block leaves non-block weights, which never stream: coarser blocks may need fewer bytes at least.
             # Without its traceback, which would keep this call, its callers and their modules alive in a cycle.
             refusals.append((sum(map(least_alone, components)), error.with_traceback(None)))
             if components == coarser and cuts_whole:

@@ -187,7 +187,7 @@ class Registry:
         """Give components another profile, placement or precision in place; on failure they keep the old ones.
 
         They leave their devices and are loaded again when they are used. Blocks whose precision and tier stay are not
-        packed again. Weights that rested in eight bits were rounded: another precision does not restore them.
+        packed again. Weights that rested encoded were rounded: another precision does not restore them.
         """
         self.refuse_unready(members)
         members = sorted(members, key=lambda member: member.rank)

@@ -5,7 +5,7 @@
     place      = "auto" | device { "&" device [ "@" ratio ] }
     device     = "cpu" | "gpu" | "gpu:" int | torch device name
     tier       = "device" | "pinned" | "host" | "disk" | device
-    ratio      = number [ "%" ]       the device's share of the blocks' bytes; the others divide what is left
+    ratio      = number [ "%" ]       the device's part of the blocks' bytes; the others divide what is left
 
 Every program reads placements with this parser. Each error names the column, the value and what is allowed.
 """
@@ -48,7 +48,7 @@ RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRatio:
-    """A device and its share of the blocks' bytes; devices without a ratio divide what the others leave."""
+    """A device and its ratio of the blocks' bytes; devices without a ratio divide what the others leave."""
 
     device: str
     ratio: float | None = None
@@ -63,9 +63,9 @@ class PlacementItem:
     tier: str | None = None
 
     def __str__(self) -> str:
-        shares = "&".join(s.device + (f"@{s.ratio:g}" if s.ratio is not None else "") for s in self.devices)
+        splits = "&".join(s.device + (f"@{s.ratio:g}" if s.ratio is not None else "") for s in self.devices)
         target = "" if self.component == "*" else f"{self.component}="
-        return target + (shares or AUTO) + (f":{self.tier}" if self.tier else "")
+        return target + (splits or AUTO) + (f":{self.tier}" if self.tier else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,11 +176,11 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
         scanner.take("=")
     else:
         scanner.position = begin
-    shares = parse_place(scanner, devices)
+    splits = parse_place(scanner, devices)
     tier = None
     if scanner.take(":"):
         tier = parse_tier(scanner, devices)
-    return PlacementItem(component=component, devices=shares, tier=tier)
+    return PlacementItem(component=component, devices=splits, tier=tier)
 
 
 def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int, *, others: Sequence[str] = ()) -> str:
@@ -211,19 +211,19 @@ def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[SplitRatio,
             scanner.fail("'auto' chooses the devices itself; name every device of a split")
         return ()
     scanner.position = begin
-    shares = [SplitRatio(device=parse_device_name(scanner, devices))]
+    splits = [SplitRatio(device=parse_device_name(scanner, devices))]
     while scanner.take("&"):
         scanner.skip_blanks()
         begin = scanner.position
         device = parse_device_name(scanner, devices)
-        if device in {share.device for share in shares}:
+        if device in {split.device for split in splits}:
             scanner.fail(f"device {device!r} is named twice in one split", at=begin)
-        shares.append(SplitRatio(device=device, ratio=parse_ratio(scanner) if scanner.take("@") else None))
-        if "cpu" in {share.device for share in shares}:
+        splits.append(SplitRatio(device=device, ratio=parse_ratio(scanner) if scanner.take("@") else None))
+        if "cpu" in {split.device for split in splits}:
             scanner.fail("'cpu' cannot share a split with another device; use a tier such as ':host'", at=begin)
-    if sum(share.ratio or 0.0 for share in shares) >= 1.0:
+    if sum(split.ratio or 0.0 for split in splits) >= 1.0:
         scanner.fail("the ratios of a split must leave a part for its first device: their sum must be below 1")
-    return tuple(shares)
+    return tuple(splits)
 
 
 def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:

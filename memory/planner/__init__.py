@@ -7,7 +7,7 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "sizes": ["bounce_buffer_bytes", "explain_rest", "fixed_tensors", "least_bytes"],
+        "sizes": ["bounce_buffer_bytes", "explain_non_block", "fixed_tensors", "least_bytes"],
         "staging_layout": ["Occupancy", "Offsets"],
         "capacity": ["DeviceCapacity", "EVERYTHING", "KeptFree", "Machine"],
         "plan": [

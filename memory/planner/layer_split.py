@@ -29,22 +29,22 @@ def split_blocks(
     """
     if len(devices) == 1:
         return [tuple(range(len(sizes.component.blocks)))]
-    left = 1.0 - sum(share.ratio or 0.0 for share in devices)
-    available = [machine.device(share.device).available_bytes for share in devices]
-    open_bytes = sum(num_bytes for share, num_bytes in zip(devices, available, strict=True) if share.ratio is None)
+    left = 1.0 - sum(split.ratio or 0.0 for split in devices)
+    available = [machine.device(split.device).available_bytes for split in devices]
+    open_bytes = sum(num_bytes for split, num_bytes in zip(devices, available, strict=True) if split.ratio is None)
     ratios = [
-        share.ratio if share.ratio is not None else left * num_bytes / max(1, open_bytes)
-        for share, num_bytes in zip(devices, available, strict=True)
+        split.ratio if split.ratio is not None else left * num_bytes / max(1, open_bytes)
+        for split, num_bytes in zip(devices, available, strict=True)
     ]
     runs = cut_runs(sizes.blocks, ratios)
     fitting = runs
-    if all(share.ratio is None for share in devices):
-        limits = [weight_limit(sizes.component, share.device, machine, profile) for share in devices]
+    if all(split.ratio is None for split in devices):
+        limits = [weight_limit(sizes.component, split.device, machine, profile) for split in devices]
         needs = [sizes.least_bytes(run, first=index == 0) for index, run in enumerate(runs)]
         if any(need > limit for need, limit in zip(needs, limits, strict=True)):
             fitting = nearest_fitting(sizes, runs, limits) or runs
-    for share, run, ratio in zip(devices, fitting, ratios, strict=True):
-        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {share.device} (target {ratio:.0%})")
+    for split, run, ratio in zip(devices, fitting, ratios, strict=True):
+        reasons.append(f"split: blocks {run[0]} to {run[-1]} on {split.device} (target {ratio:.0%})")
     if fitting != runs:
         reasons.append("split: cut moved so that the largest block of each device fits")
     return fitting
@@ -87,14 +87,14 @@ def nearest_fitting(
     """
     numbers = range(len(sizes.component.blocks))
     buffers = sizes.buffer_bytes()
-    rest = sizes.fixed_bytes(numbers, first=True) - sum(buffers)
+    non_block = sizes.fixed_bytes(numbers, first=True) - sum(buffers)
     # By the block at which the next run may begin: the distance so far, and the ends of the runs before it.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for index, (run, limit) in enumerate(zip(runs, limits, strict=True)):
         last_end = len(numbers) - (len(runs) - 1 - index)
         reached: dict[int, tuple[int, tuple[int, ...]]] = {}
         for begin, (moved, ends) in best.items():
-            fixed, largest, scratch = 0 if index else rest, 0, 0
+            fixed, largest, scratch = 0 if index else non_block, 0, 0
             for end in range(begin + 1, last_end + 1):
                 fixed += buffers[end - 1]
                 largest = max(largest, sizes.blocks[end - 1])

@@ -21,7 +21,7 @@ from .device_plan import DevicePlan, plan_share, share_holds
 from .form_choice import choose_forms, explain_wide
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
-from .sizes import Sizes, explain_rest
+from .sizes import Sizes, explain_non_block
 
 __all__ = [
     "ComponentPlan",
@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 KEPT_IN = {"device": "on the device", "pinned": "in pinned RAM", "host": "in pageable RAM", "disk": "in its file"}
-# A smaller rest is not worth a line.
-LEAST_REST_BYTES = 256 << 20
+# Fewer bytes of non-block weights are not worth a line.
+LEAST_NON_BLOCK_BYTES = 256 << 20
 # T5, Llama and their like, by their names or by those of their layers; mmgp looks for the same in module paths.
 LANGUAGE_MODELS = re.compile(r"t5|llama|llm|qwen|gemma|mistral", re.IGNORECASE)
 LANGUAGE_LAYERS = re.compile(r"\.SelfAttention\.|\.gate_proj\.|\.ffn\.gate\.")
@@ -56,7 +56,7 @@ class ComponentPlan:
     forms: Forms
     placement: PlacementItem
     pinned: frozenset[str] = frozenset()
-    """The names of the blocks that are page-locked in RAM, and ``""`` for the rest and the buffers."""
+    """The names of the blocks that are page-locked in RAM, and ``""`` for the non-block weights and the buffers."""
     host_bytes: int = 0
     """The bytes of RAM, page-locked or not: of the weights, or of the buffers through which a file is read."""
     pinned_bytes: int = 0
@@ -158,10 +158,10 @@ class Plan:
             sum(getattr(plan, name) for plan in self.components) for name in ("host_bytes", "pinned_bytes")
         )
         on_disk = [plan.component for plan in self.components if plan.tier == "disk"]
-        rest = f"; kept on disk: {', '.join(on_disk)}" if on_disk else ""
+        kept = f"; kept on disk: {', '.join(on_disk)}" if on_disk else ""
         return (
             f"like profile {self.like} ({TITLES[self.like]}) without quantization: {form}; "
-            f"{format_bytes(pinned_bytes)} of the {format_bytes(host_bytes)} in RAM are page-locked{rest}",
+            f"{format_bytes(pinned_bytes)} of the {format_bytes(host_bytes)} in RAM are page-locked{kept}",
             f"equivalent profile: {self.explicit_profile}",
         )
 
@@ -221,11 +221,11 @@ def plan_components(
         groups = split_blocks(part.sizes, devices, machine, profile, reasons)
         shares = tuple(
             plan_share(
-                part.sizes, share.device, group, machine, profile,
+                part.sizes, split.device, group, machine, profile,
                 first=index == 0, from_disk=part.tier == "disk", block_seconds=seconds,
                 pinned=None if may_be_pinned(part, profile) else frozenset(), keeps_free=part.tier != "device",
             )
-            for index, (share, group) in enumerate(zip(devices, groups, strict=True))
+            for index, (split, group) in enumerate(zip(devices, groups, strict=True))
         )  # fmt: skip
         refuse_streaming_at_tier_device(part.sizes, part.tier, shares)
         shared.append(replace(part, shares=shares))
@@ -271,8 +271,8 @@ def draft(
             reasons.append(kept)
         if forms and component.from_header:
             reasons.append("planned from a header: which weights its class keeps as stored is not known")
-    if component.non_block.weight_bytes >= LEAST_REST_BYTES and (rest := explain_rest(component)):
-        reasons.append(rest)
+    if component.non_block.weight_bytes >= LEAST_NON_BLOCK_BYTES and (line := explain_non_block(component)):
+        reasons.append(line)
     stores = StoreSpec(
         sizes=Sizes(component, forms),
         item=item,
@@ -290,7 +290,7 @@ def only_for_blocks(
     """Return the first devices of a split, as many as there are blocks, and at least one."""
     used = devices[: max(1, len(component.blocks))]
     if len(used) < len(devices):
-        names = " & ".join(share.device for share in used)
+        names = " & ".join(split.device for split in used)
         blocks = {0: "no blocks", 1: "1 block"}.get(len(component.blocks), f"{len(component.blocks)} blocks")
         split = "not split" if len(used) == 1 else f"split over {len(used)} of {len(devices)} devices"
         reasons.append(f"{split}: it has {blocks}; computes on {names}")

@@ -1,4 +1,4 @@
-"""Bytes of a component in each of its forms: fixed beside the blocks, at rest, and widened.
+"""Bytes of a component in each of its forms: fixed beside the blocks, at rest, and decoded.
 
 Plans add these numbers, and the engine allocates by the same functions, so the two cannot differ.
 """
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from ..units import MIB, PAGE_BYTES, align_up, format_bytes, slab_offsets
-from ..weights.blocks import LARGEST_REST_SHARE
+from ..weights.blocks import LARGEST_NON_BLOCK_SHARE
 from ..weights.component import Block, Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, Forms
 
@@ -20,7 +20,7 @@ __all__ = [
     "all_resident_bytes",
     "block_bytes",
     "bounce_buffer_bytes",
-    "explain_rest",
+    "explain_non_block",
     "fixed_tensors",
     "least_bytes",
     "resting_bytes",
@@ -31,7 +31,7 @@ __all__ = [
 NUM_BOUNCE_BUFFERS = 2
 BOUNCE_BUFFER_BYTES = 64 * MIB
 NUMBER = re.compile(r"\d+")
-# How many layers of the rest are named, and the least share of the component that a named one has.
+# How many layers of the non-block weights are named, and the least share of the component that a named one has.
 NUM_NAMED, NAMED_SHARE = 3, 0.005
 
 
@@ -134,7 +134,7 @@ class Sizes:
 
     @cached_property
     def all_resident_bytes(self) -> int:
-        """The bytes of the whole component at rest: the rest, all buffers and every block."""
+        """The bytes of the whole component at rest: non-block weights, buffers and blocks."""
         return self.fixed_bytes(range(len(self.component.blocks)), first=True) + sum(self.blocks)
 
 
@@ -165,10 +165,10 @@ def all_resident_bytes(component: Component, forms: Forms) -> int:
     return Sizes(component, forms).all_resident_bytes
 
 
-def explain_rest(component: Component) -> str:
+def explain_non_block(component: Component) -> str:
     """Return which layers never stream, where these are more than a twentieth of a component; else empty."""
-    total_bytes, rest_bytes = component.weight_bytes, component.non_block.weight_bytes
-    if rest_bytes <= LARGEST_REST_SHARE * total_bytes:
+    total_bytes, non_block_bytes = component.weight_bytes, component.non_block.weight_bytes
+    if non_block_bytes <= LARGEST_NON_BLOCK_SHARE * total_bytes:
         return ""
     layers: dict[str, int] = {}
     for tensor in component.non_block.tensors:
@@ -180,5 +180,5 @@ def explain_rest(component: Component) -> str:
     sizes = [f"{layer} {format_bytes(layers[layer])}" for layer in named[:NUM_NAMED]]
     if len(layers) > len(sizes):
         sizes.append("smaller layers")
-    share = f"{format_bytes(rest_bytes)} ({rest_bytes / total_bytes:.0%})"
+    share = f"{format_bytes(non_block_bytes)} ({non_block_bytes / total_bytes:.0%})"
     return f"{share} are outside of blocks and never streamed: {', '.join(sizes)}"

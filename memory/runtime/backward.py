@@ -1,7 +1,7 @@
 """Backward passes through weights whose memory other blocks reuse before the backward pass reads it.
 
 [Note: saved weights] Autograd keeps the tensors that a backward pass will read. A streamed weight lies in staging
-memory, and an eight-bit weight is widened into scratch memory: the next block overwrites both. So while such a block
+memory, and an encoded weight is decoded into scratch memory: the next block overwrites both. So while such a block
 computes, autograd saves a reference to the weight instead of its memory. When the backward pass reads the weight, it
 gets a copy from where the weight rests, which is freed afterwards. All other tensors are saved as usual.
 

@@ -18,7 +18,7 @@ __all__ = ["ComputingViews"]
 FORM = attrgetter("form")
 
 Decoding: TypeAlias = tuple[type[EncodedForm], list[ParameterSlot], list[torch.Tensor], list[list[torch.Tensor]]]
-"""Weights that rest in one encoded form: each one's place in the scratch, and its leaves."""
+"""Weights of one dtype that rest in one encoded form: each one's place in the scratch, and its leaves."""
 
 
 class ComputingViews:
@@ -97,9 +97,10 @@ class ComputingViews:
 
     def find_decodings(self, slab: torch.Tensor, scratch: torch.Tensor) -> list[Decoding]:
         targets, leaves = self.layout.wide.views(scratch), self.layout.leaf_views(slab)
-        decodings: dict[type[EncodedForm], Decoding] = {}
+        # One dtype each: on CUDA some versions of torch write all targets of a foreach copy in the dtype of the first.
+        decodings: dict[tuple[type[EncodedForm], torch.dtype], Decoding] = {}
         for (index, kind), target in zip(self.encoded.items(), targets, strict=True):
-            _, slots, wide, stored = decodings.setdefault(kind, (kind, [], [], []))
+            _, slots, wide, stored = decodings.setdefault((kind, target.dtype), (kind, [], [], []))
             slots.append(self.slots[index])
             wide.append(target)
             stored.append(leaves[index])

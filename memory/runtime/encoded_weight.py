@@ -75,7 +75,7 @@ class EncodedLeaves:
         self.leaves = [self.window]
         self.opened, self.has_ended = [], True
 
-    def widened(self, device: torch.device | None = None) -> torch.Tensor:
+    def decoded(self, device: torch.device | None = None) -> torch.Tensor:
         """Return a wide copy on a device; by default on that of the leaves."""
         assert self.slot.encoding is not None
         with torch.no_grad():
@@ -85,13 +85,13 @@ class EncodedLeaves:
         return wide
 
     def current(self) -> torch.Tensor:
-        return self.window if self.window is not None else self.widened()
+        return self.window if self.window is not None else self.decoded()
 
     def open_window(self, *, for_views: bool) -> torch.Tensor:
         self.has_views = self.has_views or for_views
         if self.window is None:
             with torch.inference_mode(False):
-                self.window = self.widened()
+                self.window = self.decoded()
             self.opened.append(self)
         return self.window
 
@@ -119,7 +119,7 @@ class EncodedLeaves:
         if self.has_ended:
             return
         window, self.window, self.has_views = self.window, None, False
-        if window is not None and not torch.equal(window, self.widened()):
+        if window is not None and not torch.equal(window, self.decoded()):
             self.store(window)
 
 
@@ -158,7 +158,7 @@ class EncodedWeight(RestingWeight, torch.Tensor):
 
     def copy_on(self, device: torch.device) -> torch.Tensor:
         encoded = self.encoded
-        return encoded.window.to(device, copy=True) if encoded.window is not None else encoded.widened(device)
+        return encoded.window.to(device, copy=True) if encoded.window is not None else encoded.decoded(device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

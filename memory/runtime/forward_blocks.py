@@ -398,7 +398,7 @@ class Forwards:
     # -- non-block modules, which blocks on other devices may call
 
     @untraced
-    def before_rest(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+    def before_non_block(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         if not self.is_loaded or self.here == self.home:
             return None
         moved = self.calls.enter(module, (args, kwargs or {}), self.home, source=self.here, target=self.here)
@@ -406,7 +406,7 @@ class Forwards:
         return moved[0] if moved is not None and kwargs is None else moved
 
     @untraced
-    def after_rest(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after_non_block(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.calls.leave(module, output, failed=has_failed(output, self.passes.here))
 
     def dismiss(self) -> None:

@@ -54,7 +54,7 @@ def has_other_holders(trees: Iterable[Structure]) -> bool:
 
 
 def refuse_managed(module: nn.Module) -> None:
-    """Refuse to touch the weights of a module where they are: those of a managed one move, and may rest in eight bits.
+    """Refuse to touch the weights of a module where they are: those of a managed one move, and may rest encoded.
 
     Raises:
         UnsafeState: any of them is managed.

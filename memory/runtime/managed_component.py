@@ -65,7 +65,7 @@ class ManagedComponent:
 
     Args:
         manager: what the component asks of its manager.
-        guards_state: make ``state_dict()`` complete and refuse loading while weights rest in eight bits or in their
+        guards_state: make ``state_dict()`` complete and refuse loading while weights rest encoded or in their
             file, and undo ``Module.to``; a host that reads and writes single weights does without.
         source: the files that the weights may rest in.
         compiles: whether the repeated blocks are compiled.
@@ -142,7 +142,7 @@ class ManagedComponent:
 
     @property
     def primary(self) -> Device:
-        """Where inputs go and outputs come back: the device of the rest."""
+        """Where inputs go and outputs come back: the device of the non-block weights."""
         return self.shares[0].device
 
     @property
@@ -334,10 +334,10 @@ class ManagedComponent:
         self.forwards.take_modules(modules if self.guards_state else replace(modules, inner=frozenset()))
         self.hooks.lead_to(self.forwards, owner=self.owner, root=self.module)
         if len(self.shares) > 1:
-            for module in self.find_rest_modules():
+            for module in self.find_non_block_modules():
                 before, after = (
                     OwnHook.on(module, function, owner=self.owner)
-                    for function in (self.forwards.before_rest, self.forwards.after_rest)
+                    for function in (self.forwards.before_non_block, self.forwards.after_non_block)
                 )
                 self.handles += [
                     module.register_forward_pre_hook(before, with_kwargs=True),
@@ -350,15 +350,15 @@ class ManagedComponent:
         holders = {module for slot in slots for module, _ in slot.owners}
         return HookedModules.find(self.module, self.find_blocks(), holders, self.places.lent_modules())
 
-    def find_rest_modules(self) -> list[nn.Module]:
-        """Return the modules that hold weights of the rest themselves, except the root."""
+    def find_non_block_modules(self) -> list[nn.Module]:
+        """Return the modules that hold non-block weights themselves, except the root."""
         groups = self.shares[0].fixed.groups
         holders = {module: None for group in groups for slot in group.slots for module, _ in slot.owners}
         own = set(self.module.modules())
         return [module for module in holders if module is not self.module and module in own]
 
     def device_of(self, path: str) -> torch.device:
-        """Return the device on which the submodule at a path computes: its block's, else that of the rest."""
+        """Return the device on which the submodule at a path computes: its block's, else the non-block weights'."""
         blocks = self.component.blocks
         number = next((n for n, block in enumerate(blocks) if f"{path}.".startswith(f"{block.name}.")), None)
         share = self.shares[0] if number is None else self.forwards.share_of[number]
@@ -486,8 +486,8 @@ class ManagedComponent:
         """Return the component without the weights that its module has no place for any more."""
         lost = {slot.spec.name for group in self.groups for slot in group.slots if not slot.owners}
         blocks = [*self.component.blocks, self.component.non_block]
-        *blocks, rest = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
-        return replace(self.component, blocks=tuple(blocks), non_block=rest)
+        *blocks, non_block = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
+        return replace(self.component, blocks=tuple(blocks), non_block=non_block)
 
     def find_blocks(self) -> dict[nn.Module, int]:
         """Return the modules of the blocks, with their numbers."""

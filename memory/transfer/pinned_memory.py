@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..units import GIB, KIB, LOCK_LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
+from ..units import GIB, KEPT_RAM_SHARE, KIB, LOCK_LIMIT_BYTES, PAGE_BYTES, SLAB_ALIGNMENT, align_up
 from .devices import HostMemory
 from .slab_memory import CAN_CUT, SlabMemory
 
@@ -62,9 +62,7 @@ LOCKABLE_SHARE = 0.90
 # ("Calculating graphics memory" in Microsoft's display driver documentation). A tenth of this half is left to other
 # programs.
 LOCKABLE_SHARE_WDDM = 0.45
-# The part of the free RAM that stays pageable: a tenth or 2 GiB, whichever is more, as in stable-diffusion.cpp; but at
-# most half if less than 4 GiB are free.
-KEPT_SHARE = 0.10
+# Of the free RAM so much stays pageable, at most half of it, or `KEPT_RAM_SHARE` if that is more.
 KEPT_BYTES = 2 * GIB
 # Smaller pageable slabs come from torch's CPU allocator, which reuses freed memory of such sizes.
 OWN_PAGES_BYTES = 128 * KIB
@@ -372,14 +370,10 @@ def pin_limit_bytes(
 
     The result is the smaller of two limits. The first: `LOCKABLE_SHARE` of the RAM (under Windows
     `LOCKABLE_SHARE_WDDM`) less the bytes locked already. The second: free RAM plus ``freed_bytes``, less the part that
-    stays pageable (`KEPT_SHARE`, `KEPT_BYTES`). The constants name their sources. "RAM" is the container's limit, if it
-    has one (`HostMemory.now`).
-
-    Args:
-        used_bytes: the bytes locked already; by default those that this module locked.
-        freed_bytes: the bytes that packing frees: those of the weights to be packed.
+    stays pageable (`KEPT_RAM_SHARE`, `KEPT_BYTES`). The constants name their sources. "RAM" is the container's limit,
+    if it has one (`HostMemory.now`).
     """
     used = pinned_used_bytes() if used_bytes is None else used_bytes
     share = LOCKABLE_SHARE_WDDM if platform == "win32" else LOCKABLE_SHARE
-    kept = max(int(memory.free_bytes * KEPT_SHARE), min(KEPT_BYTES, memory.free_bytes // 2))
+    kept = max(int(memory.free_bytes * KEPT_RAM_SHARE), min(KEPT_BYTES, memory.free_bytes // 2))
     return max(0, min(int(memory.total_bytes * share) - used, memory.free_bytes + freed_bytes - kept))

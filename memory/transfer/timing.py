@@ -77,7 +77,7 @@ class PassTimes:
             self.watch = Stopwatch(self.device)
 
     def start(self, block: int, stream: torch.Stream) -> None:
-        """Begin to time a block, widening included: its copy has arrived."""
+        """Begin to time a block, decoding included: its copy has arrived."""
         if self.watch is not None and self.passes == TIMED_PASS:
             self.watch.start(block, stream)
 

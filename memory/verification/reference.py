@@ -7,7 +7,7 @@ stores, because nothing else has the weights; the record of which module holds w
 outermost call's arguments to one device and back (`DeviceHops.visit`), so that both sides see the same containers. It
 uses its own `DeviceHops` object, without copies made by a split.
 
-Eight-bit weights are widened from their stored values, so their reference is exact, too. Weight stores of weights that
+Encoded weights are decoded from their stored values, so their reference is exact, too. Weight stores of weights that
 a file has are compared with the file separately (`find_changed_weights`).
 """
 

@@ -2,14 +2,14 @@
 
 The outermost numbered parts of the weights' names (``layers.0``, ``blocks.block1``) are the repeated layers of every
 transformer that we know. A numbered part that is too large to move as one, such as a stage of a UNet, is cut into the
-numbered parts inside it; what lies between those stays with the rest. A part that the model's class declares as one
-piece is not cut unless nothing else fits. What belongs to no block is the *rest*: embedders, norms, output layers. It
-stays where the component computes.
+numbered parts inside it; what lies between those belongs to no block. A part that the model's class declares as one
+piece is not cut unless nothing else fits. What belongs to no block are the *non-block weights*: embedders, norms,
+output layers. They stay where the component computes.
 
 [Note: stacks] Parts with the same path up to the first number are a stack. A stack with enough of the bytes streams.
 Then smaller stacks, parts that occur once, and large parts without a number become blocks, too, the largest first,
-until the rest is small (`LARGEST_REST_SHARE`). Single layers (an embedding, an output matrix) stay in the rest unless
-they are numbered in a row, or each of several numbered parts has one, as the levels of a VAE have.
+until few non-block weights are left (`LARGEST_NON_BLOCK_SHARE`). Single layers (an embedding, an output matrix) become
+no blocks unless they are numbered in a row, or each of several numbered parts has one, as the levels of a VAE have.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-__all__ = ["LARGEST_BLOCK_BYTES", "LARGEST_REST_SHARE", "find_blocks", "has_skips"]
+__all__ = ["LARGEST_BLOCK_BYTES", "LARGEST_NON_BLOCK_SHARE", "find_blocks", "has_skips"]
 
 # A larger block is cut into those inside it unless it is a small part of its component.
 LARGEST_BLOCK_BYTES = 256 << 20
 LARGEST_BLOCK_SHARE = 1 / 24
-# A stack smaller than this part of its component streams only if the rest is too large without it.
+# A stack smaller than this part of its component streams only if the non-block weights are too many without it.
 SMALLEST_STACK_SHARE = 0.05
 # What never streams should be at most this part of a component.
-LARGEST_REST_SHARE = 0.05
+LARGEST_NON_BLOCK_SHARE = 0.05
 # A part without a number and smaller than this part of its component is not worth a block.
 SMALLEST_PART_SHARE = 0.01
-# A part is cut only if the parts inside hold so much of it: what is left over joins the rest, which never streams.
+# A part is cut only if the parts inside hold so much of it: what is left over belongs to no block and never streams.
 SMALLEST_INNER_SHARE = 0.6
 # A part is a single layer if one of its layers has more than this share of its bytes.
 LAYER_SHARE = 0.6
@@ -69,7 +69,7 @@ def find_blocks(
     before mid before up), then by appearance; within a stack the numbers decide.
 
     Args:
-        weights: the bytes of every weight that may be in a block, by name; the others belong to the rest.
+        weights: the bytes of every weight that may be in a block, by name; the others are non-block weights.
         callable_at: whether calling the module at a path is what runs its weights.
         whole: the paths of what is declared to be one piece; where one is inside another, the inner ones count.
         largest_bytes: cut larger blocks; by default what is more than 256 MiB and a 24th of the whole.
@@ -183,12 +183,12 @@ class Finder:
     # -- choosing ([Note: stacks])
 
     def choose(self, parts: Parts, chained: Collection[str]) -> Parts:
-        """Return the parts that are blocks: large stacks, then as many others as it takes for a small rest."""
+        """Return the parts that are blocks: large stacks, then as many others as leave few non-block weights."""
         stacks: defaultdict[str, list[str]] = defaultdict(list)
         for path in parts:
             if path not in chained:
                 stacks[stack_of(path)].append(path)
-        rest_bytes = self.total_bytes
+        non_block_bytes = self.total_bytes
         chosen: set[str] = set()
         others: list[tuple[int, list[str]]] = []
         for paths in stacks.values():
@@ -196,19 +196,19 @@ class Finder:
             is_large = stack_bytes >= SMALLEST_STACK_SHARE * self.total_bytes
             if is_large and len(paths) > 1:
                 chosen.update(paths)
-                rest_bytes -= stack_bytes
+                non_block_bytes -= stack_bytes
             elif len(paths) > 1 or self.is_worth_a_block(paths[0], parts[paths[0]]):
                 others.append((stack_bytes, paths))
         found = dict(parts)
-        if rest_bytes > LARGEST_REST_SHARE * self.total_bytes:
+        if non_block_bytes > LARGEST_NON_BLOCK_SHARE * self.total_bytes:
             for alike in self.find_unnumbered(parts):
                 found |= alike
                 others.append((sum(map(self.bytes_of, alike.values())), list(alike)))
         for stack_bytes, paths in sorted(others, key=lambda other: other[0], reverse=True):
-            if rest_bytes <= LARGEST_REST_SHARE * self.total_bytes:
+            if non_block_bytes <= LARGEST_NON_BLOCK_SHARE * self.total_bytes:
                 break
             chosen.update(paths)
-            rest_bytes -= stack_bytes
+            non_block_bytes -= stack_bytes
         return {path: names for path, names in found.items() if path in chosen} if len(chosen) > 1 else {}
 
     def is_worth_a_block(self, path: str, names: list[str]) -> bool:

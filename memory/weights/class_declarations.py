@@ -1,4 +1,4 @@
-"""Declarations of a module's classes: which parts are one piece, and which weights need more than eight bits.
+"""Declarations of a module's classes: which parts are one piece, and which weights stay as stored.
 
 diffusers and transformers classes list the classes of their blocks (``_no_split_modules``, ``_repeated_blocks``) and,
 as regular expressions on paths, what loses too much in few bits. Models inside of others declare for themselves.
@@ -45,7 +45,7 @@ class Declarations:
         )
 
     def why_wide(self, name: str) -> str:
-        """Return which class keeps a weight out of eight bits, and by which pattern; empty where none does."""
+        """Return which class keeps a weight as stored, and by which pattern; empty where none does."""
         return next((pattern.reason for pattern in self.patterns if pattern.matches(name)), "")
 
 

@@ -27,15 +27,15 @@ BITS = DTYPE_BITS | {"C128": 128}
 class TensorSpec:
     """One weight in numbers.
 
-    ``castable``: it belongs to a layer whose weight may rest in fewer bits. ``kept_by``: the declaration that keeps it
-    out of eight bits nevertheless. ``leaves``: the bytes of each plain tensor inside a quantized weight; dtype and
+    ``encodable``: it belongs to a layer whose weight may rest encoded. ``kept_by``: the declaration that keeps it as
+    stored nevertheless. ``leaves``: the bytes of each plain tensor inside a quantized weight; dtype and
     shape are then those of the weight that it represents.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    castable: bool = False
+    encodable: bool = False
     kept_by: str = ""
     leaves: tuple[int, ...] = ()
     other_names: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The smallest movable piece of a component; ``name`` is the module's path, empty for the rest."""
+    """The smallest movable piece of a component; ``name`` is the module's path, empty for the non-block weights."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -66,7 +66,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """A loadable model part: its blocks in the order of definition, the rest, and the buffers.
+    """A loadable model part: its blocks in the order of definition, the non-block weights, and the buffers.
 
     Buffers are apart: they are few bytes, a forward may change them, and they never stream.
     """
@@ -102,9 +102,9 @@ def component_from_files(paths: Sequence[str | Path], *, name: str | None = None
 
 
 def spec_from_header(tensor: TensorHeader) -> TensorSpec:
-    # A header knows no layer classes; matrices named "weight" are what the castable layers hold.
-    castable = len(tensor.shape) >= 2 and tensor.name.endswith(".weight")
-    return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, castable=castable)
+    # A header knows no layer classes; matrices named "weight" are what encodable layers hold.
+    encodable = len(tensor.shape) >= 2 and tensor.name.endswith(".weight")
+    return TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, encodable=encodable)
 
 
 def group_tensors(
@@ -114,14 +114,14 @@ def group_tensors(
     callable_at: Callable[[str], bool],
     *,
     whole: Collection[str] = (),
-    kept_in_rest: Collection[str] = (),
+    kept_out_of_blocks: Collection[str] = (),
     largest_bytes: int | None = None,
     cuts_whole: bool = False,
     pattern: str | None = None,
 ) -> Component:
-    """Sort tensors into blocks and rest (`find_blocks`)."""
+    """Sort tensors into blocks and non-block weights (`find_blocks`)."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    movable = {tensor.name: tensor.weight_bytes for tensor in tensors if tensor.name not in kept_in_rest}
+    movable = {tensor.name: tensor.weight_bytes for tensor in tensors if tensor.name not in kept_out_of_blocks}
     blocks = find_blocks(
         movable, callable_at, whole=whole, largest_bytes=largest_bytes, cuts_whole=cuts_whole, pattern=pattern
     )

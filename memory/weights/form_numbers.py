@@ -49,7 +49,7 @@ class FormNumbers:
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether a weight can rest in this form."""
-        return tensor.castable and tensor.dtype in WIDE_DTYPES
+        return tensor.encodable and tensor.dtype in WIDE_DTYPES
 
     def leaf_bytes(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the bytes of each leaf at rest."""

@@ -1,8 +1,8 @@
-"""Layerwise upcasting: weights rest in eight bits with a scale and are widened just before they compute.
+"""The form `fp8 scaled`: weights rest in eight bits with a scale and are decoded just before they compute.
 
 A plain cast to e4m3 loses weights as they get small (relative error 0.28 at a standard deviation of 0.002);
 dividing by a power of two per tensor first keeps it at 0.026 and multiplies out exactly. The eight-bit weight store
-stays; the wide copy is scratch that the next block overwrites, so nothing is ever cast back.
+stays; the wide copy is scratch that the next block overwrites, so nothing is ever encoded again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import InvalidInput
 from .known_forms import SCALED_FP8
 from .storage_form import EncodedForm
 
-__all__ = ["ScaledFp8", "find_scale", "quantize_fp8", "upcast_into"]
+__all__ = ["ScaledFp8", "decode_fp8_into", "encode_fp8", "find_scale"]
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -48,20 +48,20 @@ class ScaledFp8(EncodedForm):
         return cls(find_scale(weight, name=name))
 
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
-        return [quantize_fp8(weight, self.scale)]
+        return [encode_fp8(weight, self.scale)]
 
     def decode(self, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         with torch.no_grad():
             return leaves[0].to(dtype) * self.scale
 
     def decode_into(self, wide: torch.Tensor, leaves: Sequence[torch.Tensor]) -> None:
-        upcast_into(wide, leaves[0], self.scale)
+        decode_fp8_into(wide, leaves[0], self.scale)
 
     @classmethod
     def decode_all(cls, forms: list[ScaledFp8], wide: list[torch.Tensor], leaves: list[list[torch.Tensor]]) -> None:
         if wide[0].is_cpu:
             for form, target, (stored,) in zip(forms, wide, leaves, strict=True):
-                upcast_into(target, stored, form.scale)
+                decode_fp8_into(target, stored, form.scale)
         else:  # two kernels for the whole block, launched at the price of one weight's
             torch._foreach_copy_(wide, list(chain.from_iterable(leaves)))
             torch._foreach_mul_(wide, list(map(SCALE, forms)))
@@ -81,7 +81,7 @@ def find_scale(weight: torch.Tensor, *, name: str) -> float:
 
 
 @torch.no_grad()
-def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
+def encode_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``weight / scale`` in float8_e4m3fn; costs one temporary copy.
 
     Args:
@@ -93,13 +93,13 @@ def quantize_fp8(weight: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 @torch.no_grad()
-def upcast_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> None:
+def decode_fp8_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> None:
     """Write ``stored * scale`` into ``wide`` (same shape, same device); no allocation.
 
     Two passes on a device. On the CPU, whose casts from eight bits are slow, four passes that together are about seven
     times as fast ([Note: bits]).
     """
-    if wide.is_cpu and wide.numel() >= WORTH_SHIFTING and shift_into(wide, stored, scale):
+    if wide.is_cpu and wide.numel() >= WORTH_SHIFTING and decode_by_shifts(wide, stored, scale):
         return
     wide.copy_(stored)
     if scale != 1.0:
@@ -119,8 +119,8 @@ BITS = {
 SUBNORMAL = torch.tensor(1, dtype=torch.int32).view(torch.float32)
 
 
-def shift_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> bool:
-    """Do what `upcast_into` does with integer operations; returns whether that is possible: not for NaN."""
+def decode_by_shifts(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> bool:
+    """Do what `decode_fp8_into` does with integer operations; returns whether that is possible: not for NaN."""
     integers, distance, mask, bias = BITS.get(wide.dtype, (None, 0, 0, 1.0))
     if integers is None or scale * bias >= 2.0**127 or not float(SUBNORMAL * 2.0**120) or holds_nan(stored):
         return False
@@ -134,7 +134,7 @@ def shift_into(wide: torch.Tensor, stored: torch.Tensor, scale: float) -> bool:
 def holds_nan(stored: torch.Tensor) -> bool:
     """Whether a code is NaN, which would read as 480: 0x7F is the largest signed byte, 0xFF the largest unsigned one.
 
-    `find_scale` refuses NaN, so only bytes from elsewhere hold it. Takes 1 to 5 % of the time of widening, for the
+    `find_scale` refuses NaN, so only bytes from elsewhere hold it. Takes 1 to 5 % of the time of decoding, for the
     smallest weights 12 %.
     """
     return int(stored.view(torch.int8).amax()) == 0x7F or int(stored.view(torch.uint8).amax()) == 0xFF

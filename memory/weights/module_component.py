@@ -17,7 +17,7 @@ from .sharing import NOTHING_SHARED, Shared
 
 __all__ = ["component_from_module"]
 
-CASTABLE_CLASSES = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
+ENCODABLE_CLASSES = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding)
 SAFETENSORS_NAMES = {f"torch.{name}": word for word, name in TORCH_NAMES.items()} | {"torch.complex128": "C128"}
 
 
@@ -31,7 +31,7 @@ def component_from_module(
     pattern: str | None = None,
     shared: Shared = NOTHING_SHARED,
 ) -> Component:
-    """Describe a module's parameters and buffers; weights tied across blocks count once, in the rest.
+    """Describe a module's parameters and buffers; weights tied across blocks count once, outside of blocks.
 
     ``largest_bytes``, ``cuts_whole`` and ``pattern`` as in `find_blocks`. Borrowed tensors are left out.
     """
@@ -39,7 +39,7 @@ def component_from_module(
     declared = Declarations(module)
     specs, places = describe_parameters(module, modules, declared, shared)
     paths = dict(module.named_modules(remove_duplicate=False))
-    kept_in_rest: set[str] = set()
+    kept_out_of_blocks: set[str] = set()
     while True:  # known blocks show which weights two of them share; without those the blocks may be others
         component = group_tensors(
             name,
@@ -47,15 +47,15 @@ def component_from_module(
             specs,
             lambda path: is_callable(modules.get(path)),
             whole=declared.whole,
-            kept_in_rest=kept_in_rest,
+            kept_out_of_blocks=kept_out_of_blocks,
             largest_bytes=largest_bytes,
             cuts_whole=cuts_whole,
             pattern=pattern,
         )
         apart = find_apart(component, specs, paths, places)
-        if apart <= kept_in_rest:
+        if apart <= kept_out_of_blocks:
             break
-        kept_in_rest |= apart
+        kept_out_of_blocks |= apart
     return replace(component, buffers=describe_buffers(module, shared), shares=shared.texts)
 
 
@@ -80,11 +80,11 @@ def describe_parameters(
                 shape=tuple(parameter.shape),
                 leaves=leaves,
                 other_names=tuple(aliases[1:]),
-                castable=(
+                encodable=(
                     len(aliases) == 1
                     and id(parameter) not in shared.lent
                     and not leaves
-                    and is_castable(owner, aliases[0].rpartition(".")[2])
+                    and is_encodable(owner, aliases[0].rpartition(".")[2])
                     and not is_adapters(modules, aliases[0])
                 ),
                 kept_by=declared.why_wide(aliases[0]),
@@ -141,20 +141,20 @@ def find_apart(
 
 def leaf_bytes(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the bytes of each tensor inside a quantized weight; nothing for a plain one."""
-    if getattr(tensor, "rests_narrower", False):  # our own eight bits count as the plain weight
+    if getattr(tensor, "rests_narrower", False):  # our own encoded weight counts as the plain one
         return ()
     leaves = leaves_of(tensor)
     return () if leaves[0] is tensor else tuple(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
-def is_castable(owner: nn.Module, parameter_name: str) -> bool:
-    return parameter_name == "weight" and isinstance(owner, CASTABLE_CLASSES)
+def is_encodable(owner: nn.Module, parameter_name: str) -> bool:
+    return parameter_name == "weight" and isinstance(owner, ENCODABLE_CLASSES)
 
 
 def is_adapters(modules: Mapping[str, nn.Module], name: str) -> bool:
     """Whether a weight is one of a layer that adapts another, such as a LoRA's, which holds that as ``base_layer``.
 
-    peft's convention. Such weights are small, and what they add would be lost in eight bits.
+    peft's convention. Such weights are small, and what they add would be lost in an encoded form.
     """
     parts = name.split(".")
     return any(

@@ -3,7 +3,7 @@
 [Note: sharing] A weight rests in one place and is on one device at a time, so of the components that hold it one owns
 it and the others borrow it. The owner moves it, and the ledger counts it for the owner. While a borrower computes, a
 pass of the owner is open, too. A part that is in two components has the owner's hooks only. A weight that is also used
-outside of its block is in no block. No shared weight is quantized to eight bits.
+outside of its block is in no block. No shared weight is encoded.
 """
 
 from __future__ import annotations

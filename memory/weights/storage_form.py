@@ -82,6 +82,6 @@ class EncodedForm(StorageForm, ABC):
     def decode_all(
         cls: type[Own], forms: list[Own], wide: list[torch.Tensor], leaves: list[list[torch.Tensor]]
     ) -> None:
-        """Do the same for all weights of a block on one device."""
+        """Do the same for all weights of a block that compute in one dtype, on one device."""
         for form, target, own in zip(forms, wide, leaves, strict=True):
             form.decode_into(target, own)

@@ -141,11 +141,11 @@ class HighwaterPatcher(ModelPatcher):
     def patch_hook_weight_to_device(
         self, hooks: Any, combined_patches: Any, key: str, original_weights: Any, memory_counter: Any
     ) -> None:
-        with self.hosted.widened(key):
+        with self.hosted.decoded(key):
             super().patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)
 
     def patch_cached_hook_weights(self, cached_weights: Any, key: str, memory_counter: Any) -> None:
-        with self.hosted.widened(key):
+        with self.hosted.decoded(key):
             super().patch_cached_hook_weights(cached_weights, key, memory_counter)
 
     def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:

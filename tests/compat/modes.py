@@ -23,7 +23,7 @@ from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.planner.plan import ComponentPlan
 from highwater.memory.planner.sizes import block_bytes, least_bytes
 from highwater.memory.weights.component import Component
-from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
+from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8, find_scale
 
 __all__ = ["MODES", "Outputs", "Recipe", "run_modes"]
 
@@ -210,7 +210,7 @@ def run_unmanaged(recipe: Recipe, *, with_lora: bool, cast: Mapping[str, frozens
             for weight_name, weight in module.named_parameters():  # some have their LoRA only later
                 if weight_name.replace(".base_layer.", ".") in resting:
                     scale = find_scale(weight, name=weight_name)
-                    upcast_into(weight, quantize_fp8(weight, scale), scale)
+                    decode_fp8_into(weight, encode_fp8(weight, scale), scale)
     pipe.to("sim:0")
     return run(recipe, pipe)
 

@@ -125,7 +125,7 @@ from highwater.memory.options.profile import parse_profile
 from highwater.memory.planner.capacity import DeviceCapacity, Machine
 from highwater.memory.planner.plan import plan_components
 from highwater.memory.weights.component import Block, Component, TensorSpec
-weight = TensorSpec(name="b.0.weight", dtype="BF16", shape=(4, 4), castable=True)
+weight = TensorSpec(name="b.0.weight", dtype="BF16", shape=(4, 4), encodable=True)
 blocks = (Block(name="b.0", tensors=(weight,)),)
 part = Component(name="net", kind="diffusion", blocks=blocks, non_block=Block(name="", tensors=()))
 gpu, cpu = (DeviceCapacity(name=name, total_bytes=1 << 30, available_bytes=1 << 30) for name in ("gpu:0", "cpu"))

@@ -31,7 +31,7 @@ from highwater.memory.manager.module_plans import plan_modules
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
-from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
+from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8, find_scale
 from highwater.nodes.host.adopting import adopt
 from highwater.nodes.host.hosted import Request
 from highwater.tests.comfyui.sweep.architectures import ARCHITECTURES, Architecture
@@ -121,7 +121,7 @@ def pass_through_eight_bits(model: torch.nn.Module, names: frozenset[str]) -> No
         for name, weight in model.named_parameters():
             if name in names:
                 scale = find_scale(weight, name=name)
-                upcast_into(weight, quantize_fp8(weight, scale), scale)
+                decode_fp8_into(weight, encode_fp8(weight, scale), scale)
 
 
 references: dict[tuple[str, bool, bool, frozenset[str]], Tensor] = {}

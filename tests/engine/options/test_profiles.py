@@ -33,7 +33,7 @@ class FileComponent(Component):
 
 
 def block(name: str, mebibytes: float, layer: str = "w") -> Block:
-    spec = TensorSpec(name=f"{name}.{layer}.weight", dtype="BF16", shape=(int(mebibytes * MIB) // 2, 1), castable=True)
+    spec = TensorSpec(name=f"{name}.{layer}.weight", dtype="BF16", shape=(int(mebibytes * MIB) // 2, 1), encodable=True)
     return Block(name=name, tensors=(spec,))
 
 

@@ -42,7 +42,7 @@ def from_file(part: Component) -> FileComponent:
 
 def component(sizes: Sequence[int], rest: int = 1000) -> Component:
     def block(name: str, num_bytes: int) -> Block:
-        spec = TensorSpec(name=f"{name}.weight", dtype="BF16", shape=(num_bytes // 2, 1), castable=True)
+        spec = TensorSpec(name=f"{name}.weight", dtype="BF16", shape=(num_bytes // 2, 1), encodable=True)
         return Block(name=name, tensors=(spec,))
 
     return Component(

@@ -23,7 +23,7 @@ DEVICES = ["cpu", "gpu:0", "gpu:1"]
 
 
 def spec(name: str, width: int = 16) -> TensorSpec:
-    return TensorSpec(name=name, dtype="BF16", shape=(width, 16), castable=True)
+    return TensorSpec(name=name, dtype="BF16", shape=(width, 16), encodable=True)
 
 
 def build(num_blocks: int, buffers: list[str], width: int = 16) -> Component:

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from highwater.memory import DoesNotFit, InvalidInput, manage
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms
-from highwater.memory.weights.fp8 import find_scale, quantize_fp8
+from highwater.memory.weights.fp8 import encode_fp8, find_scale
 from highwater.memory.weights.module_component import component_from_module
 
 DIM = 64
@@ -207,7 +207,7 @@ def round_to_eight_bits(net: nn.Module) -> None:
     for name in choose_forms(component_from_module(net, name="model"), Precision.QUANTIZED):
         weight = net.get_parameter(name)
         scale = find_scale(weight, name=name)
-        weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)
+        weight.copy_(encode_fp8(weight, scale).to(weight.dtype) * scale)
 
 
 def manage_so(net: nn.Module, way: str, manager) -> object:

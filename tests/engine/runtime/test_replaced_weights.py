@@ -19,7 +19,7 @@ from highwater.memory.errors import InvalidInput, UnsafeState
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms
 from highwater.memory.runtime.weight_store import FileStore
-from highwater.memory.weights.fp8 import find_scale, quantize_fp8
+from highwater.memory.weights.fp8 import encode_fp8, find_scale
 from highwater.memory.weights.module_component import component_from_module
 
 DIM = 32
@@ -83,7 +83,7 @@ def build(way: str) -> Net:
 
 def round_off(weight: torch.Tensor) -> None:
     scale = find_scale(weight, name="weight")
-    weight.copy_(quantize_fp8(weight, scale).to(weight.dtype) * scale)
+    weight.copy_(encode_fp8(weight, scale).to(weight.dtype) * scale)
 
 
 def new_block() -> Block:

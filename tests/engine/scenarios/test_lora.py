@@ -15,7 +15,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.weights.fp8 import find_scale, quantize_fp8
+from highwater.memory.weights.fp8 import encode_fp8, find_scale
 
 BaseTunerLayer = pytest.importorskip("peft.tuners.tuners_utils").BaseTunerLayer
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -225,7 +225,7 @@ def to_eight_bits(pipe: Any, names: dict[str, frozenset[str]]) -> None:
         for name, weight in module.named_parameters():
             if name.replace(".base_layer", "") in {cast.replace(".base_layer", "") for cast in names.get(part, ())}:
                 scale = find_scale(weight, name=name)
-                weight.copy_(quantize_fp8(weight.detach(), scale).to(weight.dtype) * scale)
+                weight.copy_(encode_fp8(weight.detach(), scale).to(weight.dtype) * scale)
 
 
 class Pair:

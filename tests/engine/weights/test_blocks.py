@@ -12,7 +12,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import InvalidInput
-from highwater.memory.planner.sizes import explain_rest, least_bytes
+from highwater.memory.planner.sizes import explain_non_block, least_bytes
 from highwater.memory.units import format_bytes
 from highwater.memory.weights.blocks import find_blocks
 from highwater.memory.weights.form_numbers import AS_THEY_CAME
@@ -196,9 +196,9 @@ def test_an_embedder_stays_in_the_rest_and_the_plan_says_so(machine) -> None:
     net = nn.ModuleDict({"embed": nn.Embedding(2000, 64), "layers": nn.ModuleList(Stage(64, 2) for _ in range(4))})
     component = component_from_module(net, name="net")
     assert [block.name for block in component.blocks] == [f"layers.{n}" for n in range(4)]
-    line = explain_rest(component)
+    line = explain_non_block(component)
     assert line == "0.49MiB (66%) are outside of blocks and never streamed: embed 0.49MiB", line
-    assert explain_rest(component_from_module(net["layers"], name="net")) == ""
+    assert explain_non_block(component_from_module(net["layers"], name="net")) == ""
 
 
 class Whole(Stage):

@@ -13,7 +13,7 @@ from torch import nn
 from highwater.memory import MemoryManager, manage
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms, explain_wide
-from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
+from highwater.memory.weights.fp8 import ScaledFp8, decode_fp8_into, encode_fp8, find_scale
 from highwater.memory.weights.module_component import component_from_module
 
 
@@ -21,7 +21,7 @@ from highwater.memory.weights.module_component import component_from_module
 def test_scales_are_powers_of_two_and_use_the_range(seed: int, deviation: float, dtype: torch.dtype) -> None:
     weight = (torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
     scale = find_scale(weight, name="w")
-    stored = quantize_fp8(weight, scale)
+    stored = encode_fp8(weight, scale)
     assert math.frexp(scale)[0] == 0.5
     assert torch.isfinite(stored.float()).all()
     if weight.abs().amax() > 0:
@@ -32,9 +32,9 @@ def test_scales_are_powers_of_two_and_use_the_range(seed: int, deviation: float,
 def test_scaled_error_does_not_grow_as_weights_get_small(deviation: float) -> None:
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(1)) * deviation
     scale = find_scale(weight, name="w")
-    stored = quantize_fp8(weight, scale)
+    stored = encode_fp8(weight, scale)
     wide = torch.empty_like(weight, dtype=torch.bfloat16)
-    upcast_into(wide, stored, scale)
+    decode_fp8_into(wide, stored, scale)
     error = float((wide.float() - weight).norm() / weight.norm())
     assert error < 0.03
     plain = float((weight.to(torch.float8_e4m3fn).float() - weight).norm() / weight.norm())
@@ -51,10 +51,10 @@ def codes(request: pytest.FixtureRequest) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_upcast_is_exact(codes: torch.Tensor, dtype: torch.dtype) -> None:
+def test_decoding_is_exact(codes: torch.Tensor, dtype: torch.dtype) -> None:
     for exponent in range(-40, 20):
         wide = torch.empty(codes.shape, dtype=dtype)
-        upcast_into(wide, codes, 2.0**exponent)
+        decode_fp8_into(wide, codes, 2.0**exponent)
         assert torch.equal(wide, (codes.double() * 2.0**exponent).to(dtype)), exponent
         assert torch.equal(torch.signbit(wide), torch.signbit(codes.float()))
 
@@ -66,9 +66,37 @@ def test_nan_is_widened_to_nan(dtype: torch.dtype, num_codes: int, code: int) ->
     codes = torch.full((num_codes,), 0xBC, dtype=torch.uint8)
     codes[-1] = code
     wide = torch.empty(codes.shape, dtype=dtype)
-    upcast_into(wide, codes.view(torch.float8_e4m3fn), 0.5)
+    decode_fp8_into(wide, codes.view(torch.float8_e4m3fn), 0.5)
     assert wide[-1].isnan()
     assert (wide[:-1] == -0.75).all()
+
+
+def test_a_block_is_decoded_to_the_bits_of_each_weight(machine) -> None:
+    """All codes, NaN too, with all scales, results subnormal or infinite, and few weights or many."""
+
+    @given(
+        st.lists(st.tuples(st.integers(-126, 119), st.integers(1, 400), st.integers(0, 255)), min_size=1, max_size=5),
+        st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+        st.sampled_from(["cpu", "sim:0"]),
+    )
+    def check(weights: list[tuple[int, int, int]], dtype: torch.dtype, device: str) -> None:
+        # A simulated device multiplies by a scalar of the tensor's dtype.
+        least, most = (-24, 15) if dtype is torch.float16 and device != "cpu" else (-126, 119)
+        forms = [ScaledFp8(2.0 ** min(max(exponent, least), most)) for exponent, _, _ in weights]
+        codes = [
+            (torch.arange(64 * rows) + first).to(torch.uint8).view(rows, 64).view(torch.float8_e4m3fn)
+            for _, rows, first in weights
+        ]
+        wide = [torch.full(one.shape, 9.0, dtype=dtype, device=device) for one in codes]
+        ScaledFp8.decode_all(forms, wide, [[one.to(device)] for one in codes])
+        for form, one, got in zip(forms, codes, wide, strict=True):
+            got, want = got.cpu(), form.decode([one], dtype)
+            assert torch.equal(got.isnan(), want.isnan())
+            bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+            assert torch.equal(got[~got.isnan()].view(bits), want[~want.isnan()].view(bits)), form
+
+    with machine(64):
+        check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,16 +106,16 @@ def test_weights_of_any_size_are_widened_to_nearly_what_they_were(dtype, exponen
     weight = (torch.linspace(-1, 1, num_columns, dtype=torch.float64) * 2.0**exponent).to(dtype)
     scale = find_scale(weight, name="w")
     wide = torch.empty_like(weight)
-    upcast_into(wide, quantize_fp8(weight, scale), scale)
+    decode_fp8_into(wide, encode_fp8(weight, scale), scale)
     error = (wide.double() - weight.double()).abs().max().item()
     assert error <= max(2.0 ** (exponent - 4), torch.finfo(dtype).tiny), (scale, wide[:2])
 
 
-def test_upcast_is_exact_where_subnormal_numbers_are_zero(codes: torch.Tensor) -> None:
+def test_decoding_is_exact_where_subnormal_numbers_are_zero(codes: torch.Tensor) -> None:
     wide = torch.empty(codes.shape, dtype=torch.bfloat16)
     torch.set_flush_denormal(True)
     try:
-        upcast_into(wide, codes, 0.5)
+        decode_fp8_into(wide, codes, 0.5)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(wide.double(), codes.double() * 0.5)
@@ -99,7 +127,7 @@ def test_quantizing_rounds_as_in_double(seed: int, deviation: float, dtype: torc
     weight = weight.nan_to_num(posinf=0.0, neginf=0.0)
     scale = find_scale(weight, name="w")
     exact = (weight.double() / scale).to(torch.float8_e4m3fn)
-    assert torch.equal(quantize_fp8(weight, scale).view(torch.uint8), exact.view(torch.uint8))
+    assert torch.equal(encode_fp8(weight, scale).view(torch.uint8), exact.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,7 +137,7 @@ def test_every_value_is_quantized_as_in_double(dtype: torch.dtype) -> None:
     for exponent in range(-126, 121):
         fitting = every[every.double().abs() <= 448 * 2.0**exponent]
         exact = (fitting.double() / 2.0**exponent).to(torch.float8_e4m3fn)
-        stored = quantize_fp8(fitting, 2.0**exponent)
+        stored = encode_fp8(fitting, 2.0**exponent)
         assert torch.equal(stored.view(torch.uint8), exact.view(torch.uint8)), exponent
 
 

@@ -78,7 +78,7 @@ def streamed_pair(toys: Any, machine: Any) -> Iterator[tuple[Any, Guide, Any]]:
 
 def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
     """Return what does to unmanaged weights what resting in eight bits does."""
-    from highwater.memory.weights.fp8 import find_scale, quantize_fp8, upcast_into
+    from highwater.memory.weights.fp8 import decode_fp8_into, encode_fp8, find_scale
 
     cast = {member.name: member.managed.plan.forms for member in managed.members}
 
@@ -87,7 +87,7 @@ def round_eight_bits(managed: Any) -> Callable[[Any, Any], None]:
             for path in cast[name]:
                 weight = module.get_parameter(path)
                 scale = find_scale(weight, name=path)
-                upcast_into(weight, quantize_fp8(weight, scale), scale)
+                decode_fp8_into(weight, encode_fp8(weight, scale), scale)
 
     return apply
 

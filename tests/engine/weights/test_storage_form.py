@@ -218,7 +218,7 @@ def test_known_forms_have_the_numbers_of_their_class() -> None:
 def test_numbers_say_what_leaves_take(form: type[EncodedForm], dtype: str, shape: tuple[int, ...]) -> None:
     numbers = numbers_of(Precision(form.numbers.name))
     assert numbers is form.numbers
-    spec = TensorSpec(name="w", dtype=dtype, shape=shape, castable=True)
+    spec = TensorSpec(name="w", dtype=dtype, shape=shape, encodable=True)
     torch_dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype]
     weight = torch.randn(shape).to(torch_dtype)
     empty = form.empty_leaves(weight.to("meta"))
@@ -399,6 +399,31 @@ def test_weights_of_one_block_may_rest_in_different_forms(toys, machine, monkeyp
             found = managed.verify(lambda: net(X))
             assert found.is_equal, str(found)
         assert torch.equal(net(X), plain(X))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_weights_of_one_block_may_have_different_dtypes(toys, machine, form, mode: str) -> None:
+    """Those are decoded apart: a foreach copy on CUDA may take all targets for what the first is."""
+    plain = code_weights(toys.build_net(dtype=torch.bfloat16), form)
+    with machine(4, 4) as manager:
+        net = toys.build_net(dtype=torch.bfloat16)
+        for each in (net, plain):
+            for block in (*each.doubles, *each.singles):
+                block.down.half()
+                block.down.register_forward_pre_hook(lambda module, args: (args[0].half(),))
+                block.down.register_forward_hook(lambda module, args, output: output.bfloat16())
+        code_weights(plain, form)
+        with managed_net(net, manager, mode, form) as managed:
+            x = X.bfloat16()
+            assert torch.equal(net(x).cpu().float(), plain(x).float())
+            groups = [group for group in managed.members[0].managed.groups if group.encoded]
+            for group in groups:
+                for decodings in group.views.decodings.values():
+                    assert {len({wide.dtype for wide in targets}) for _, _, targets, _ in decodings} == {1}
+                    assert len(decodings) == 2
+            assert any(group.views.decodings for group in groups)
+            del groups, group, decodings
 
 
 @pytest.mark.parametrize("mode", MODES)
