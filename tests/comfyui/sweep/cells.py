@@ -250,7 +250,7 @@ ATTEMPTS = ("first", "second")
 def check_plan(patcher: Any, form: str) -> frozenset[str]:
     """Return the names of the weights that rest in eight bits, if the plan is as asked for. Raises `Nothing`."""
     plan = patcher.hosted.member.managed.plan
-    cast = frozenset(patcher.hosted.cast_names)
+    cast = frozenset(patcher.hosted.encoded_names)
     if form == "fp8" and not cast:
         raise Nothing("no weights that eight bits take")
     assert form == "fp8" or not cast, "eight bits, though none were asked for"
