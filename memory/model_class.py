@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .errors import InvalidInput, allowed_values, quoted, require
 from .lazy_names import import_library
-from .weights.safetensors_header import read_header
 from .weights.untrusted_config import check_config, declared_items, parse_config, read_config_file
 
 __all__ = ["bounded_parameters", "build_on_meta", "find_class", "parameters_on_meta", "read_config"]
@@ -33,6 +33,8 @@ NUM_UNSTORED = 10_000
 def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
     """Return the config of a model: the given one, else the one in its file, else the one beside it, else None.
 
+    The caller has checked the file's header.
+
     Raises:
         InvalidInput: it is not a JSON object; the message names its place.
     """
@@ -41,7 +43,7 @@ def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dic
     if given is not None:
         require(given, (str, Path), what="config", allowed="a dict, or the path of a JSON file")
         return read_config_file(Path(given))
-    metadata = read_header(path).metadata
+    metadata = read_metadata(path)
     if "config_base64" in metadata:  # as mmgp writes it
         where = f"{path}: config_base64 in its metadata"
         try:
@@ -52,6 +54,15 @@ def read_config(path: Path, given: Mapping[str, Any] | str | Path | None) -> dic
         return parse_config(metadata["config"], f"{path}: config in its metadata")
     beside = path.with_name("config.json")
     return read_config_file(beside) if beside.is_file() else None
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts in a safetensors file's header. Raises `InvalidInput` if the file was replaced by a bad one."""
+    try:
+        with safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise InvalidInput(f"{path}: was checked, but cannot be read now: {error}; load it again") from error
 
 
 def decode_base64(text: str) -> bytes:

@@ -3,6 +3,9 @@
 The header is checked before any tensor is touched, because its numbers become the plan: a file that lies about its
 size would fail only when half of it was loaded. Format: eight bytes little-endian header length, a JSON object, then
 the data (https://huggingface.co/docs/safetensors/index#format).
+
+safetensors' own reader serves where only metadata or names are asked of a checked file; it has no call for the byte
+offsets that reads and plans need, and does not say which tensor is at fault.
 """
 
 from __future__ import annotations

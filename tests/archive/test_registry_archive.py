@@ -128,11 +128,39 @@ def test_what_is_archived_imports_nothing_that_is_not(area: str) -> None:
                 assert not names & kept_out, f"{path}:{node.lineno}"
 
 
+def listed_dependencies() -> list[tuple[str, str]]:
+    """Return each requirement of the project, with the comment behind it."""
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    listed = text.partition("\ndependencies = [\n")[2].partition("\n]")[0]
+    return re.findall(r'^    "([^"]+)",(?:  # (.+))?$', listed, re.MULTILINE)
+
+
+def imported_modules() -> set[str]:
+    """Return the top-level modules that files of the archive import, whenever they do."""
+    found: set[str] = set()
+    for name in archived_files():
+        if name.endswith(".py"):
+            for node in ast.walk(ast.parse((REPOSITORY / name).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_every_dependency_is_imported_or_says_why_it_is_one() -> None:
+    """And none says so that is imported, so that no reason outlives its truth."""
+    modules = imported_modules()
+    dependencies = {re.split(r"[<>=~!]", requirement)[0]: reason for requirement, reason in listed_dependencies()}
+    assert len(dependencies) == 5
+    for name, reason in dependencies.items():
+        module = {"optimum-quanto": "optimum"}.get(name, name.replace("-", "_"))
+        assert (module in modules) != bool(reason), f"{name}: {'imported' if module in modules else 'not imported'}"
+
+
 def test_the_requirements_are_the_projects_dependencies() -> None:
     """But for the page, which ComfyUI brings in a version of its own."""
-    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    listed = text.partition("\ndependencies = [")[2].partition("]")[0]
-    dependencies = {line.strip().strip('",') for line in listed.splitlines() if line.strip()}
+    dependencies = {requirement for requirement, _ in listed_dependencies()}
     required = (REPOSITORY / "requirements.txt").read_text(encoding="utf-8").splitlines()
     wanted = {line for line in required if line and not line.startswith("#")}
     assert {name for name in dependencies if not name.startswith("comfyui-frontend-package")} == wanted

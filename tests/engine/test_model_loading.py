@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from highwater.memory import InvalidInput, load_model, load_weights, manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.model_class import parameters_on_meta
+from highwater.memory.model_class import parameters_on_meta, read_config
 
 TIGHT = "0.45MiB"
 TOKENS = torch.arange(1, 9).reshape(1, 8)
@@ -576,3 +576,14 @@ def test_a_model_goes_when_nobody_holds_it(toys, tmp_path) -> None:
     built = weakref.ref(load_model(path, toys.Net))
     gc.collect()
     assert built() is None
+
+
+def test_a_file_that_is_replaced_while_its_model_is_built_is_named(tmp_path, toys) -> None:
+    path = save(toys.build_net(), tmp_path / "net.safetensors")
+    read_config(path, None)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(InvalidInput, match=r"net\.safetensors: was checked, but cannot be read now: .*; load it again"):
+        read_config(path, None)
+    path.unlink()
+    with pytest.raises(InvalidInput, match=r"net\.safetensors: was checked, but cannot be read now: .*; load it again"):
+        read_config(path, None)
