@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -115,11 +116,23 @@ def test_it_runs_without_the_rest_of_the_repository(unpacked: Path) -> None:
     assert {"/highwater/report", "/highwater/free"} <= set(found["routes"])
 
 
-@pytest.mark.parametrize("area", ["memory", "nodes"])
-def test_what_is_archived_imports_nothing_that_is_not(area: str) -> None:
+@cache
+def archived_trees() -> dict[str, ast.Module]:
+    """Return the syntax trees of the archive's Python files by name; each file is parsed once."""
+    names = [name for name in archived_files() if name.endswith(".py")]
+    return {name: ast.parse((REPOSITORY / name).read_text(encoding="utf-8")) for name in names}
+
+
+@cache
+def archived_names() -> dict[str, set[str]]:
+    """Return what `names_in` finds in each Python file of the archive."""
+    return {name: names_in(tree) for name, tree in archived_trees().items()}
+
+
+def test_what_is_archived_imports_nothing_that_is_not() -> None:
     kept_out = {"headless", "benchmarks", "tests", "scripts"}
-    for path in (REPOSITORY / area).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in archived_trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 names = {*(node.module or "").split("."), *(alias.name for alias in node.names)}
             else:
@@ -138,13 +151,12 @@ def listed_dependencies() -> list[tuple[str, str]]:
 def imported_modules() -> set[str]:
     """Return the top-level modules that files of the archive import, whenever they do."""
     found: set[str] = set()
-    for name in archived_files():
-        if name.endswith(".py"):
-            for node in ast.walk(ast.parse((REPOSITORY / name).read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    found |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                    found.add(node.module.partition(".")[0])
+    for tree in archived_trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.partition(".")[0])
     return found
 
 
@@ -200,10 +212,10 @@ NEAR_A_FINDING = {
 }
 
 
-def names_in(text: str) -> set[str]:
+def names_in(tree: ast.Module) -> set[str]:
     """Return the modules, attributes and functions that a file uses; a builtin that is called ends with a bracket."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {part for alias in node.names for part in alias.name.split(".")}
         elif isinstance(node, ast.ImportFrom):
@@ -222,11 +234,7 @@ def test_what_comes_near_a_finding_stands_in_one_place_that_is_documented(
     names: tuple[str, ...], place: str | None
 ) -> None:
     """However it is imported: the scan reads lines, and may learn more of them."""
-    used = {
-        name
-        for name in archived_files()
-        if name.endswith(".py") and names_in((REPOSITORY / name).read_text(encoding="utf-8")) & set(names)
-    }
+    used = {name for name, found in archived_names().items() if found & set(names)}
     assert used == ({place} if place is not None else set())
     assert place is None or f"`{place}`" in (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -236,7 +244,7 @@ def test_what_comes_near_a_finding_stands_in_one_place_that_is_documented(
     ["import os; os.environ", "from os import getenv", "import subprocess as s", "exec('1')", "psutil.x().environ()"],
 )
 def test_a_name_is_found_however_it_is_imported(line: str) -> None:
-    assert names_in(line) & {name for names in NEAR_A_FINDING for name in names}
+    assert names_in(ast.parse(line)) & {name for names in NEAR_A_FINDING for name in names}
 
 
 def find_client() -> str | None:
