@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
-from ..planner.plan import ComponentPlan, plan_holds, replan
+from ..planner.plan import ComponentPlan, confirm_plan, replan
 from ..planner.sizes import least_bytes
 from ..runtime.input_size import Size
 from ..transfer.devices import Device, HostMemory
@@ -234,10 +234,9 @@ class LiveCapacity:
         """
         managed = member.managed
         machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass)
-        if member.block_seconds is None and plan_holds(managed.component, managed.plan, machine, member.profile):
-            return managed.plan
-        # Planned again: memory, its host's ceiling or the known needs of its forwards have changed.
-        return replan(managed.component, managed.plan, machine, member.profile, member.block_seconds)
+        chosen = managed.component, managed.plan, machine, member.profile, member.block_seconds
+        # Planned again where memory, its host's ceiling, or the known needs and times of its forwards have changed.
+        return confirm_plan(*chosen) or replan(*chosen)
 
     def end_run(self, member: Member) -> None:
         """End a run of a member: what an older, larger one needed is kept no more."""

@@ -27,7 +27,7 @@ from .sizes import Sizes
 from .staging_layout import Offsets, pass_seconds
 from .workload import Workload, find_blocking, find_speeds, find_workload, in_order
 
-__all__ = ["DevicePlan", "plan_share", "share_holds"]
+__all__ = ["DevicePlan", "confirm_share", "plan_share", "same_to_the_reason"]
 
 # How the reason begins that tells what stays free for forwards.
 KEEPS = "keeps"
@@ -58,6 +58,8 @@ class DevicePlan:
     """The most bytes that the weights might take, where that made blocks stream."""
     keeps_bytes: int = field(default=0, compare=False)
     """What stays free for the forwards."""
+    blocking: frozenset[int] = field(default=frozenset(), compare=False)
+    """The blocks of which the schedule takes into account that their copies are synchronous."""
     reasons: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -154,8 +156,7 @@ def plan_share(
             scratch_bytes=whole.scratch_bytes,
         )
     sizes = {number: allowed.sizes[number] for number in in_order(blocks, block_seconds)}
-    largest = allowed.largest_bytes
-    left_bytes = limit - whole.fixed_bytes - whole.scratch_bytes
+    left_bytes = allowed.left_bytes
     room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
     blocking = find_blocking(component, blocks, pinned)
     speeds = None if from_disk else find_speeds(machine.device(device), sizes, blocking)
@@ -164,8 +165,7 @@ def plan_share(
     prefetch_blocks = choose_prefetch(profile.prefetch_blocks, times_are_known=are_known)
     in_place: Schedule | None = None
     if current is not None and current.staging_bytes and current.blocks == blocks:
-        asked = min(profile.prefetch_blocks or 0, room_bytes // largest - 1)
-        in_place = keep_residents(current, sizes, work, room_bytes, asked)
+        in_place = keep_in_place(current, sizes, work, left_bytes, profile)
     if in_place is not None and current is not None and is_settled(current, in_place, are_known):
         schedule = in_place
     else:
@@ -174,10 +174,11 @@ def plan_share(
             schedule = in_place
     share = stream(whole, sizes, schedule)
     reasons = explain_streaming(share, allowed, speeds, profile, are_known)
-    return replace(share, pass_s=schedule.pass_s if are_known else None, limit_bytes=limit, reasons=reasons)
+    pass_s = schedule.pass_s if are_known else None
+    return replace(share, pass_s=pass_s, limit_bytes=limit, blocking=blocking, reasons=reasons)
 
 
-def share_holds(
+def confirm_share(
     component_sizes: Sizes,
     share: DevicePlan,
     machine: Machine,
@@ -186,33 +187,49 @@ def share_holds(
     first: bool,
     from_disk: bool,
     pinned: frozenset[str],
+    block_seconds: Mapping[int, float] | None,
     keeps_free: bool,
-) -> bool:
-    """Whether `plan_share` would return this share again, reasons included; runs no search for a schedule.
+) -> DevicePlan | None:
+    """Return what `plan_share` would return with this share in place if that moves nothing; None if it may.
 
-    For shares that were planned without measured times. A share that is wholly resident holds while it fits beside what
-    is kept free; one that streams holds while its limit stays the same.
+    Runs no search for a schedule. What stays free for forwards and the reasons are as they are now. A share that is
+    wholly resident is confirmed while it fits beside what is kept free; one that streams, while its limit, what rests
+    in page-locked memory and the known times are the same.
     """
     allowed = find_allowed(
         component_sizes, share.device, share.blocks, machine, profile, first=first, keeps_free=keeps_free
     )
     if allowed.holds_all or not share.staging_bytes:
-        return allowed.holds_all and same_to_the_reason(allowed.whole, share)
+        return allowed.whole if allowed.holds_all and allowed.whole == share else None
     blocking = find_blocking(component_sizes.component, share.blocks, pinned)
-    if blocking:  # that they are pageable was not known when the share was planned
-        return False
+    if blocking != share.blocking or allowed.limit_bytes != share.limit_bytes:
+        return None
     speeds = None if from_disk else find_speeds(machine.device(share.device), allowed.sizes, blocking)
-    reasons = explain_streaming(share, allowed, speeds, profile, are_known=False)
-    now = replace(
-        share, pass_s=None, limit_bytes=allowed.limit_bytes, keeps_bytes=allowed.whole.keeps_bytes, reasons=reasons
-    )
-    return same_to_the_reason(now, share)
+    are_known = block_seconds is not None and speeds is not None
+    if block_seconds is not None or share.pass_s is not None:
+        sizes = {number: allowed.sizes[number] for number in in_order(share.blocks, block_seconds)}
+        left_bytes = allowed.left_bytes
+        work = find_workload(sizes, speeds, left_bytes, blocking, block_seconds)
+        in_place = keep_in_place(share, sizes, work, left_bytes, profile)
+        if in_place is None or not is_settled(share, in_place, are_known):
+            return None
+    reasons = explain_streaming(share, allowed, speeds, profile, are_known)
+    return replace(share, keeps_bytes=allowed.whole.keeps_bytes, reasons=reasons)
+
+
+def keep_in_place(
+    current: DevicePlan, sizes: Mapping[int, int], work: Workload, left_bytes: int, profile: OffloadProfile
+) -> Schedule | None:
+    """Return the schedule that leaves a share's residents where they are, if they still make sense there."""
+    room_bytes = left_bytes // SLAB_ALIGNMENT * SLAB_ALIGNMENT
+    asked = min(profile.prefetch_blocks or 0, room_bytes // max(sizes.values()) - 1)
+    return keep_residents(current, sizes, work, room_bytes, asked)
 
 
 def same_to_the_reason(one: DevicePlan, other: DevicePlan) -> bool:
     """Whether two shares are equal, also in the fields that ``==`` leaves out."""
     return one == other and all(
-        getattr(one, name) == getattr(other, name) for name in ("limit_bytes", "keeps_bytes", "reasons")
+        getattr(one, name) == getattr(other, name) for name in ("limit_bytes", "keeps_bytes", "blocking", "reasons")
     )
 
 
@@ -229,6 +246,11 @@ class Allowed:
     limit_bytes: int
     source: str
     """What sets the limit: a budget or the device, in words."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What blocks may take, beside what is outside of blocks and what weights are decoded into."""
+        return self.limit_bytes - self.whole.fixed_bytes - self.whole.scratch_bytes
 
     @property
     def holds_all(self) -> bool:

@@ -17,11 +17,12 @@ from ..weights.component import Component
 from ..weights.form_numbers import Forms, rests_of
 from ..weights.known_forms import numbers_of
 from .capacity import DeviceCapacity, Machine
-from .device_plan import DevicePlan, plan_share, share_holds
+from .device_plan import DevicePlan, confirm_share, plan_share, same_to_the_reason
 from .form_choice import choose_forms, explain_wide
 from .host_tiers import StoreSpec, choose_tiers, lock_pages, may_be_pinned
 from .layer_split import split_blocks
 from .sizes import Sizes, explain_non_block
+from .workload import find_blocking
 
 __all__ = [
     "ComponentPlan",
@@ -29,9 +30,9 @@ __all__ = [
     "DevicePlan",
     "Machine",
     "Plan",
+    "confirm_plan",
     "fresh_plan_holds",
     "plan_components",
-    "plan_holds",
     "replan",
 ]
 
@@ -234,24 +235,32 @@ def plan_components(
         assert part.tier is not None
         if part.forms and part.forms_by_profile:
             reasons.append(f"kept {rests_of(part.forms)}: profile {profile.name}, no precision set")
-        plans.append(
-            ComponentPlan(
-                component=part.component.name,
-                kind=part.component.kind,
-                weight_bytes=part.ram_bytes,
-                shares=part.shares,
-                tier=part.tier,
-                precision=part.precision if part.forms else Precision.AS_STORED,
-                forms=part.forms,
-                placement=replace(part.item, component=part.component.name, devices=tuple(devices), tier=part.tier),
-                pinned=part.pinned,
-                host_bytes=part.host_bytes,
-                pinned_bytes=part.pinned_bytes,
-                oversize_bytes=part.oversize_bytes,
-                choices=(*reasons, *part.reasons),
-            )
+        plan = ComponentPlan(
+            component=part.component.name,
+            kind=part.component.kind,
+            weight_bytes=part.ram_bytes,
+            shares=part.shares,
+            tier=part.tier,
+            precision=part.precision if part.forms else Precision.AS_STORED,
+            forms=part.forms,
+            placement=replace(part.item, component=part.component.name, devices=tuple(devices), tier=part.tier),
+            pinned=part.pinned,
+            host_bytes=part.host_bytes,
+            pinned_bytes=part.pinned_bytes,
+            oversize_bytes=part.oversize_bytes,
+            choices=(*reasons, *part.reasons),
         )
+        if any(share.streamed and share.blocking != pageable(part.component, share, plan) for share in plan.shares):
+            # Not all of its blocks could be page-locked: what is shown is what its first pass would plan.
+            seconds = (block_seconds or {}).get(part.component.name)
+            plan = replan(part.component, plan, machine, profile, seconds)
+        plans.append(plan)
     return Plan(components=tuple(plans), profile=profile)
+
+
+def pageable(component: Component, share: DevicePlan, plan: ComponentPlan) -> frozenset[int]:
+    """Return the blocks of a share whose copies are synchronous, as the whole plan says."""
+    return find_blocking(component, share.blocks, plan.pinned)
 
 
 def draft(
@@ -334,16 +343,30 @@ def replan(
     return replace(plan, shares=shares)
 
 
-def plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
-    """Whether `replan` would return this plan again, for one made without measured times; runs no search."""
+def confirm_plan(
+    component: Component,
+    plan: ComponentPlan,
+    machine: Machine,
+    profile: OffloadProfile,
+    block_seconds: Mapping[int, float] | None = None,
+) -> ComponentPlan | None:
+    """Return what `replan` would return if that moves nothing, with the reasons of now; None if it may move a block.
+
+    Runs no search. The same object where nothing has changed at all.
+    """
     sizes = Sizes(component, plan.forms)
-    return all(
-        share_holds(
-            sizes, share, machine, profile, first=index == 0, from_disk=plan.tier == "disk",
-            pinned=plan.pinned, keeps_free=plan.tier != "device",
-        )
-        for index, share in enumerate(plan.shares)
-    )  # fmt: skip
+    shares = []
+    for index, share in enumerate(plan.shares):
+        confirmed = confirm_share(
+            sizes, share, machine, profile,
+            first=index == 0, from_disk=plan.tier == "disk", pinned=plan.pinned, block_seconds=block_seconds,
+            keeps_free=plan.tier != "device",
+        )  # fmt: skip
+        if confirmed is None:
+            return None
+        shares.append(confirmed)
+    is_same = all(map(same_to_the_reason, shares, plan.shares))
+    return plan if is_same else replace(plan, shares=tuple(shares))
 
 
 def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine, profile: OffloadProfile) -> bool:
@@ -353,7 +376,7 @@ def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine
     """
     is_locked = plan.tier == "pinned" and plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes
     has_room = is_locked and plan.pinned_bytes <= machine.pinned_bytes
-    return len(plan.shares) == 1 and has_room and plan_holds(component, plan, machine, profile)
+    return len(plan.shares) == 1 and has_room and confirm_plan(component, plan, machine, profile) is plan
 
 
 def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequence[DevicePlan]) -> None:

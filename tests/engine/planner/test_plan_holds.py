@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from highwater.memory.errors import DoesNotFit, InvalidInput
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.capacity import KeptFree
-from highwater.memory.planner.plan import ComponentPlan, Machine, fresh_plan_holds, plan_holds, replan
+from highwater.memory.planner.plan import ComponentPlan, Machine, confirm_plan, fresh_plan_holds, replan
 from highwater.memory.units import MIB
 from highwater.memory.weights.component import Component
 from highwater.tests.engine.planner.test_plan import component, machine, plan, with_ram
@@ -95,8 +95,10 @@ def test_a_plan_that_holds_is_the_one_that_would_be_made(
         return
     chosen = plan(part, on=before, profile=profile, precision=precision).profile
     now = on_first(before, changed, first_needs if needs == "the same" else needs)  # type: ignore[arg-type]
-    if plan_holds(part, first, now, chosen):
-        assert everything(replan(part, first, now, chosen)) == everything(first)
+    confirmed = confirm_plan(part, first, now, chosen)
+    if confirmed is not None:
+        assert everything(replan(part, first, now, chosen)) == everything(confirmed)
+        assert confirmed == first
     if fresh_plan_holds(part, first, now, chosen):
         again = planned(part, now, profile, precision)
         assert again is not None and everything(again) == everything(first)
@@ -110,8 +112,53 @@ def test_a_plan_holds_where_nothing_has_changed(
     first = planned(part, on, profile)
     if first is not None:
         chosen = plan(part, on=on, profile=profile).profile
-        assert plan_holds(part, first, on, chosen) == (first.tier == "pinned" or not first.streams)
+        assert confirm_plan(part, first, on, chosen) is first
         assert fresh_plan_holds(part, first, on, chosen) == (first.tier == "pinned")
+
+
+@given(
+    sizes_of_blocks,
+    st.floats(0.3, 1.5),
+    st.sampled_from(PROFILES),
+    st.integers(0, 60 * MIB) | st.just(1 << 40),
+    st.lists(st.integers(1, 9), min_size=30, max_size=30),
+    st.none() | st.lists(st.integers(1, 9), min_size=30, max_size=30),
+    kept,
+    changes,
+)
+def test_a_plan_with_measured_times_is_confirmed_while_they_are_the_same(
+    sizes: list[int],
+    part_of_it: float,
+    profile: str,
+    pinned: int,
+    times: list[int],
+    new_times: list[int] | None,
+    needs: KeptFree | None,
+    changed: dict[str, object],
+) -> None:
+    part, on = component(sizes), machine(first=int(sum(sizes) * part_of_it), pinned=pinned)
+    first = planned(part, on, profile)
+    if first is None:
+        return
+    chosen = plan(part, on=on, profile=profile).profile
+    seconds, new = ({n: (given or times)[n] / 1e4 for n in range(len(sizes))} for given in (times, new_times))
+    timed = replan(part, first, on, chosen, seconds)
+    assert confirm_plan(part, timed, on, chosen, seconds) is timed
+    now = on_first(on, changed, needs)
+    confirmed = confirm_plan(part, timed, now, chosen, new)
+    if confirmed is not None:
+        assert everything(replan(part, timed, now, chosen, new)) == everything(confirmed)
+        assert confirmed == timed
+
+
+@given(sizes_of_blocks, st.integers(MIB, 60 * MIB), st.integers(0, 60 * MIB), st.sampled_from(PROFILES))
+def test_a_plan_holds_however_much_could_be_page_locked(
+    sizes: list[int], available: int, pinned: int, profile: str
+) -> None:
+    part, on = component(sizes), machine(first=available, pinned=pinned)
+    first = planned(part, on, profile)
+    if first is not None:
+        assert confirm_plan(part, first, on, plan(part, on=on, profile=profile).profile) is first
 
 
 @given(sizes_of_blocks, st.integers(0, 50 * MIB))
@@ -121,4 +168,4 @@ def test_a_resident_plan_holds_whatever_else_comes_and_goes_beside_it(sizes: lis
     first = planned(part, on, "auto")
     assert first is not None and not first.streams
     now = with_ram(on_first(on, {"available_bytes": 150 * MIB - taken}, None), 1 << 30)
-    assert plan_holds(part, first, now, plan(part, on=on).profile)
+    assert confirm_plan(part, first, now, plan(part, on=on).profile) is first

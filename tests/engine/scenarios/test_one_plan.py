@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from highwater.memory import MemoryManager, manage
+from highwater.memory.hosted_component import HostedComponent
 from highwater.memory.manager import live_capacity, module_plans
+from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import MIB
 
 
@@ -57,6 +59,85 @@ def test_a_streamed_component_is_planned_once_while_memory_is_the_same(sim: Any,
         net(torch.ones(1, 256))
         assert managed.members[0].managed.plan.streams
         assert len(plans) == made
+
+
+# Devices in MiB, and what is asked of `manage`; each net has 2 MiB in 8 blocks.
+LOADS: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+    "resident": ((64,), {"placement": "gpu:0"}),
+    "streamed": ((1.5,), {"placement": "gpu:0", "profile": "auto,reserve=0.2MiB"}),
+    "within a budget": ((64,), {"placement": "gpu:0", "profile": "1.2MiB"}),
+    "split": ((64, 64), {"placement": "gpu:0&gpu:1"}),
+    "split and streamed": ((1.2, 1.2), {"placement": "gpu:0&gpu:1"}),
+    "in pageable memory": ((64,), {"placement": "gpu:0:host", "profile": "1.2MiB"}),
+    "not page-locked": ((64,), {"placement": "gpu:0", "profile": "1.2MiB,pinned=none"}),
+    "in eight bits": ((64,), {"placement": "gpu:0", "profile": "0.8MiB", "precision": "fp8 scaled"}),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_plan_shown_is_the_plan_executed(
+    machine: Any, plans: list[str], monkeypatch: pytest.MonkeyPatch, load: str
+) -> None:
+    """The first forward, a second one, and one of another run plan nothing while nothing has changed."""
+    mebibytes, asked = LOADS[load]
+    monkeypatch.setattr("highwater.memory.manager.leases.learn_times", lambda member, capacity: None)
+    with machine(*mebibytes) as manager, manage({"net": build_net()}, manager=manager, **asked) as managed:
+        shown, made = managed.plan["net"], len(plans)
+        for _ in range(2):
+            for _ in range(2):
+                managed.members[0].managed.module(torch.ones(1, 256))
+                assert managed.members[0].managed.plan == shown
+            manager.begin_run("1", "run")
+            manager.end_run()
+        assert len(plans) == made
+        for share in shown.shares:
+            assert manager.ledger.held("net", share.device) == share.device_bytes
+
+
+def test_known_times_are_planned_with_once(machine: Any, plans: list[str]) -> None:
+    with machine(64, h2d_bytes_per_s=1e10) as manager:
+        manager.capacity.note_link(manager.devices["gpu:0"], 1e10, is_pinned=True)
+        managed = manage({"net": build_net()}, manager=manager, placement="gpu:0", profile="1.2MiB")
+        net = managed.members[0].managed.module
+        for run in range(8):
+            if run == 5:
+                assert managed.members[0].managed.plan.shares[0].pass_s is not None  # the times are known by now
+                plans.clear()
+            manager.begin_run(str(run), "run")
+            net(torch.ones(1, 256))
+            manager.end_run()
+        assert plans == []
+
+
+def test_what_could_not_be_page_locked_is_in_the_plan_shown(
+    machine: Any, plans: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("highwater.memory.manager.live_capacity.pin_limit_bytes", lambda host, freed_bytes: MIB // 2)
+    monkeypatch.setattr("highwater.memory.manager.leases.learn_times", lambda member, capacity: None)
+    with machine(64) as manager:
+        managed = manage({"net": build_net()}, manager=manager, placement="gpu:0", profile="1.2MiB")
+        shown, made = managed.plan["net"], len(plans)
+        assert 0 < shown.pinned_bytes < shown.host_bytes and shown.streams
+        assert shown.shares[0].blocking
+        managed.members[0].managed.module(torch.ones(1, 256))
+        assert managed.members[0].managed.plan is shown and len(plans) == made
+
+
+def test_a_hosted_component_is_planned_once_for_its_size_its_joining_and_its_load(
+    sim: Any, plans: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ComfyUI calls it for each run: the bytes first, then the load."""
+    manager, net = MemoryManager(), build_net()
+    monkeypatch.setattr("highwater.memory.hosted_component.default_manager", lambda: manager)
+    device = manager.devices["gpu:0"].torch_device
+    hosted = HostedComponent("net", "diffusion", profile=OffloadProfile())
+    for _ in range(3):
+        assert hosted.planned_bytes(net, device) == sum(p.nbytes for p in net.parameters())
+        hosted.join(net, device)
+        hosted.load(None)
+        net(torch.ones(1, 256, device=device))
+        assert plans == ["plan_components"]
+    hosted.release()
 
 
 def test_another_plan_is_made_where_memory_has_become_short(sim: Any, plans: list[str]) -> None:

@@ -19,7 +19,7 @@ from highwater.headless.runner.runner import InterruptedRun, WorkflowRunner
 from highwater.headless.runner.workflow import InvalidWorkflow, parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
-from highwater.memory.manager import module_plans
+from highwater.memory.manager import live_capacity, module_plans
 from highwater.memory.options.placement import Scanner
 from highwater.nodes.pipelines import tiny_pipelines as tiny
 from highwater.nodes.pipelines.diffusers_pipelines import find_sources, load_pipeline
@@ -491,7 +491,13 @@ def test_its_texts_are_read_once_and_planned_once(runner: WorkflowRunner, monkey
         return plan(*args, **kwargs)
 
     monkeypatch.setattr(Scanner, "__init__", count_texts)
+    replan = live_capacity.replan
     monkeypatch.setattr(module_plans, "plan_components", count_plans)
+    monkeypatch.setattr(live_capacity, "replan", lambda *args: (called.append("replan"), replan(*args))[1])
     graph = make_graph("tiny-flux", profile="4711MiB,prefetch=2", placement="cpu,vae=cpu")
     runner.run(parse_workflow(graph), name="texts")
-    assert [called.count(word) for word in ("profile", "placement", "plan")] == [1, 1, 1]
+    assert [called.count(word) for word in ("profile", "placement", "plan", "replan")] == [1, 1, 1, 0]
+    called.clear()
+    graph["sample"]["inputs"]["seed"] += 1
+    runner.run(parse_workflow(graph), name="another seed")
+    assert called == []
