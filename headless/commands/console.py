@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ...memory.errors import one_line
 from ...memory.options.budget import exact_size
+from ...memory.options.precision import Precision
 from ...memory.units import format_bytes
 from ...nodes.report_text import describe_all_runs
 
@@ -127,8 +128,8 @@ class Console:
             "minimum that a model needs.\n"
             "Every value can be changed, such as 4,diffusion=2GiB,prefetch=2,reserve=1GiB. Budgets that you set do not "
             "rise.\n"
-            "quantize: the parts kept in eight bits if no precision is set. language: text encoders such as T5 and "
-            "Llama, not CLIP."
+            f"quantize: the parts kept in {Precision.QUANTIZED.name!r} if no precision is set. language: text encoders "
+            "such as T5 and Llama, not CLIP."
         )
 
     def show_needs(self, files: list[dict[str, Any]]) -> None:

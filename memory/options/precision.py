@@ -25,6 +25,9 @@ class Precision:
     QUANTIZED: ClassVar[Precision]
     """What a profile means by ``quantize``."""
 
+    def __post_init__(self) -> None:
+        require(self.name, str, what="precision", allowed="the name of a storage form")
+
 
 Precision.AS_STORED = Precision("as stored")
 Precision.QUANTIZED = Precision("fp8 scaled")

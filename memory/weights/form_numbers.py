@@ -25,10 +25,12 @@ class LeafNumbers:
     """How many elements have these bits together: 1 for codes, `ROW` for a scale per row."""
 
     def num_bytes(self, tensor: TensorSpec) -> int:
-        rows = tensor.shape[0]
-        columns = tensor.num_elements // max(1, rows)
-        groups = -(-columns // (self.group or max(1, columns)))
-        return -(-rows * groups * self.bits // 8)
+        num_groups = tensor.num_elements
+        if self.group != 1:
+            rows = tensor.shape[0]
+            columns = num_groups // max(1, rows)
+            num_groups = rows * -(-columns // (self.group or max(1, columns)))
+        return -(-num_groups * self.bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -208,6 +208,19 @@ def test_a_leaf_counts_its_groups_row_by_row(group: int, shape: list[int], bits:
     assert LeafNumbers(bits=bits, group=group).num_bytes(spec) == -(-groups * bits // 8)
 
 
+def test_a_precision_that_no_form_has_is_refused(toys, machine) -> None:
+    with machine(4) as manager:
+        for given, why in (
+            ("int3", "unknown; .*allowed: as stored, fp8 scaled"),
+            (Precision("int3"), "unknown; "),
+            (8, "8;"),
+        ):
+            with pytest.raises(InvalidInput, match=f"precision .*{why}"):
+                manage(toys.build_net(), placement="gpu:0", precision=given, manager=manager)
+    with pytest.raises(InvalidInput, match="precision 8; allowed: the name of a storage form"):
+        Precision(8)  # type: ignore[arg-type]
+
+
 def test_known_forms_have_the_numbers_of_their_class() -> None:
     for name, (numbers, load) in FORMS.items():
         assert load().numbers is numbers and numbers.name == name
