@@ -56,7 +56,7 @@ def test_slab_offsets_are_aligned_and_disjoint(sizes: list[int]) -> None:
     assert all(end <= begin for end, begin in zip(ends, begins, strict=True))
 
 
-shares = st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=3, unique=True).flatmap(
+splits = st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=3, unique=True).flatmap(
     lambda names: st.tuples(
         *[
             st.builds(
@@ -68,7 +68,7 @@ shares = st.lists(st.sampled_from(DEVICES[1:]), min_size=1, max_size=3, unique=T
         ]
     )
 )
-places = st.one_of(st.just(()), st.just((SplitRatio(device="cpu"),)), shares)
+places = st.one_of(st.just(()), st.just((SplitRatio(device="cpu"),)), splits)
 items = st.builds(
     PlacementItem,
     component=st.sampled_from(["*", *KINDS, *PARTS]),
