@@ -30,7 +30,7 @@ from highwater.memory.runtime.bundle import Bundle
 from highwater.memory.runtime.device_share import DeviceShare
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.move_guard import MoveGuard
-from highwater.memory.runtime.weight_group import WeightGroup
+from highwater.memory.runtime.placed_tensors import PlacedTensors
 from highwater.memory.transfer.devices import find_device
 from highwater.memory.transfer.link_speed import link_bytes_per_s
 
@@ -53,7 +53,7 @@ LOOKS: tuple[tuple[str, type, str], ...] = (
     (LAYERS, ManagedComponent, "take_changes"),
     (LAYERS, ManagedComponent, "refuse_rivals"),
     (LAYERS, MoveGuard, "tell_undone"),
-    (OBJECTS, WeightGroup, "is_as_placed"),
+    (OBJECTS, PlacedTensors, "is_as_placed"),
     (VERSIONS, Bundle, "version"),
 )
 

@@ -53,7 +53,7 @@ class HostedWeight:
 
         Neither references the module.
         """
-        stored = self.group.resting[self.group.index_of(self.slot.spec.name)]
+        stored = self.group.at_rest.tensors[self.group.index_of(self.slot.spec.name)]
         return stored, None if self.factor is None else partial(multiply, self.factor)
 
     def wide(self, device: torch.device) -> torch.Tensor:
@@ -82,7 +82,7 @@ class HostedWeight:
         if self.factor is None:
             return None
         module, attribute = self.slot.owners[0]
-        form = self.group.held_form(self.group.index_of(self.slot.spec.name))
+        form = self.group.at_rest.held_form(self.group.index_of(self.slot.spec.name))
         return Rescale(module, attribute, self.factor, form.dtype)
 
     def read_stored(self) -> torch.Tensor:

@@ -144,9 +144,9 @@ def find_places(members: Sequence[Member]) -> dict[nn.Module, str]:
 
 def checksum(group: WeightGroup) -> int:
     """Return the checksum of a group's weights in host memory, in one fast pass; 0 for other groups."""
-    if not isinstance(group.store, HostStore):
+    if not isinstance(group.at_rest.store, HostStore):
         return 0
-    slab = group.store.slab
+    slab = group.at_rest.store.slab
     whole = slab.numel() // 8 * 8
     with torch.no_grad(), torch.inference_mode(False):
         return int(slab[:whole].view(torch.int64).sum()) + int(slab[whole:].sum())

@@ -43,7 +43,7 @@ class SharedWeights:
             id(tensor): id(slot.held)
             for member in known
             for group in member.managed.groups
-            for tensors in (group.resting, group.placed)
+            for tensors in (group.at_rest.tensors, group.placed.tensors)
             for slot, tensor in zip(group.slots, tensors, strict=False)
             if slot.owners
         }

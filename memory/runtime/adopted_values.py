@@ -44,30 +44,33 @@ def resting_leaves(group: WeightGroup) -> list[list[torch.Tensor]]:
     slab = group.resting_slab
     if slab is not None:
         return group.layout.leaf_views(slab)
-    assert isinstance(group.store, FileStore)
-    leaves = iter(group.store.resting_leaves())
+    assert isinstance(group.at_rest.store, FileStore)
+    leaves = iter(group.at_rest.store.resting_leaves())
     return [list(itertools.islice(leaves, count)) for count in group.layout.num_leaves]
 
 
 def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:
     """Write a tensor that was assigned to the module to the weight at rest, or return why that is impossible."""
-    slot, slab = group.slots[index], group.resting_slab
+    slot, slab, placed = group.slots[index], group.resting_slab, group.placed.tensors[index]
     name = slot.spec.name
     if given is None:
         return f"{name!r} was removed"
     if isinstance(given, EncodedWeight):
         given = given.plain()
-    is_wide = given.dtype is group.wide_dtypes[name] and given.shape == group.placed[index].shape and not given.is_meta
-    if slab is not None and group.shows(slot) and is_wide and Wrapper.of(given) is None:
-        ours = group.show(slot, group.layout.leaf_views(slab)[index])
+    is_wide = given.dtype is group.wide_dtypes[name] and given.shape == placed.shape and not given.is_meta
+    if slab is not None and group.at_rest.shows(slot) and is_wide and Wrapper.of(given) is None:
+        ours = group.at_rest.show(index, group.layout.leaf_views(slab)[index])
         ours.data = given
         ours.encoded.settle()
         return None
-    leaves = group.layout.leaf_views(slab)[index] if slab is not None else leaves_of(group.placed[index])
+    leaves = group.layout.leaf_views(slab)[index] if slab is not None else leaves_of(placed)
     theirs = leaves_of(given)
     is_alike = [(leaf.dtype, leaf.shape) for leaf in theirs] == [(leaf.dtype, leaf.shape) for leaf in leaves]
     if not is_alike or (Wrapper.of(given) is not None) != slot.is_quantized:
-        if given.shape == group.placed[index].shape and given.dtype not in (leaves[0].dtype, group.wide_dtypes[name]):
+        if given.shape == placed.shape and given.dtype not in (
+            leaves[0].dtype,
+            group.wide_dtypes[name],
+        ):
             return f"its weights were changed to {given.dtype}"
         return f"{name!r}{resting_form(group, index)} was replaced by a {given.dtype} {list(given.shape)}"
     if all(leaf.is_meta for leaf in (*leaves, *theirs)) and not is_of_another(given, slot):
@@ -79,7 +82,7 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
         if slab is not None and group.take_strides(index, moved[0]):
             leaves = group.layout.leaf_views(slab)[index]
             with plainly():
-                DATA.__set__(group.placed[index], leaves[0])
+                DATA.__set__(placed, leaves[0])
         if all(torch.equal(bits_of(leaf), bits_of(own)) for leaf, own in zip(moved, leaves, strict=True)):
             return None
         if slot.encoding is not None:
@@ -97,16 +100,16 @@ def resting_form(group: WeightGroup, index: int) -> str:
     """Return, for a message, how a weight rests that other code cannot replace; empty for other weights."""
     if index in group.encoded:
         return f", which rests {group.encoded[index].numbers.rests},"
-    return ", which rests in its file," if group.placed[index].is_meta else ""
+    return ", which rests in its file," if group.placed.tensors[index].is_meta else ""
 
 
 def separate_shared(detector: MoveDetector, slabs: Collection[int]) -> None:
     """Give plain weights that lie in another weight's memory memory of their own, before any weight is written."""
     group = detector.group
-    if not detector.is_at_rest or group.store is None:
+    if not detector.is_at_rest or group.at_rest.store is None:
         return
     for number, _ in detector.plain:
-        held = group.placed[number]
+        held = group.placed.tensors[number]
         own = apart(group, number, held, slabs)
         if own is not held:
             with plainly(), torch.inference_mode(held.is_inference()):
@@ -116,7 +119,7 @@ def separate_shared(detector: MoveDetector, slabs: Collection[int]) -> None:
 def find_swapped(detector: MoveDetector) -> list[tuple[int, torch.Tensor]]:
     """Return by index what the objects of weights without plain memory were swapped with."""
     group = detector.group
-    if not detector.is_at_rest or group.store is None:
+    if not detector.is_at_rest or group.at_rest.store is None:
         return []
     held_at = [(number, group.slots[number].held) for number in detector.find_exchanged()]
     return [(number, held.plain() if isinstance(held, EncodedWeight) else held) for number, held in held_at]
@@ -126,7 +129,7 @@ def adopt_swapped(group: WeightGroup, swapped: Iterable[tuple[int, torch.Tensor]
     """Write what `find_swapped` found to the weights at rest; returns why that is impossible for one."""
     undone = None
     for number, given in swapped:
-        name, slab, form = group.slots[number].spec.name, group.resting_slab, group.held_form(number)
+        name, slab, form = group.slots[number].spec.name, group.resting_slab, group.at_rest.held_form(number)
         if slab is None:
             undone = f"{name!r}, which rests in its file, was replaced"
         elif (given.dtype, given.shape) == (form.dtype, form.shape) and not given.is_meta:

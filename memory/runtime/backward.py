@@ -96,7 +96,7 @@ class SavedWeights:
             plain = tensor.detach() if tensor.requires_grad or type(tensor) in PLAIN else tensor
             return SavedTensor(plain, None if tensor.is_inference() else tensor._version)
         group, index = found
-        placed = group.placed[index]
+        placed = group.placed.tensors[index]
         is_view = tensor.shape != placed.shape or tensor.stride() != placed.stride()
         offset = int(tensor.storage_offset() - placed.storage_offset()) if is_view else 0
         if is_view and tensor.dtype != placed.dtype:
@@ -104,7 +104,7 @@ class SavedWeights:
                 f"{self.block} computes gradients with a weight viewed as {tensor.dtype}: detach its inputs"
             )
         return SavedWeight(
-            group, index, group.version, is_view, placed.stride(), tensor.size(), tensor.stride(), offset
+            group, index, group.at_rest.version, is_view, placed.stride(), tensor.size(), tensor.stride(), offset
         )
 
     def unpack(self, saved: SavedTensor | SavedWeight) -> torch.Tensor:
@@ -116,9 +116,9 @@ class SavedWeights:
                     f"expected version {saved.version} instead"
                 )
             return saved.tensor
-        if saved.group.store is None:
+        if saved.group.at_rest.store is None:
             raise UnsafeState(f"{self.block} was released before its backward pass: release it after the backward pass")
-        if saved.group.version != saved.version:
+        if saved.group.at_rest.version != saved.version:
             raise UnsafeState(
                 f"a weight of {self.block} was changed before its backward pass: change it after that pass"
             )
@@ -168,7 +168,7 @@ def locate_weights(groups: Iterable[WeightGroup]) -> dict[int, list[Place]]:
     """Return the current memory ranges of the groups' weights, by storage."""
     places: dict[int, list[Place]] = {}
     for group in groups:
-        for index, (slot, placed) in enumerate(zip(group.slots, group.placed, strict=True)):
+        for index, (slot, placed) in enumerate(zip(group.slots, group.placed.tensors, strict=True)):
             for leaf in leaves_of(placed) if not slot.is_buffer else ():
                 places.setdefault(storage_of(leaf), []).append((*bytes_of(leaf), group, index))
     return places
@@ -191,9 +191,9 @@ def weight_on(group: WeightGroup, index: int, device: torch.device) -> torch.Ten
     slot = group.slots[index]
     if group.host_slab is not None:
         return group.wide(slot.spec.name, device)
-    assert isinstance(group.store, FileStore)
+    assert isinstance(group.at_rest.store, FileStore)
     if slot.held.is_meta:
-        (weight,) = read_weights([slot], group.store.source, drop_pages=True)
+        (weight,) = read_weights([slot], group.at_rest.store.source, drop_pages=True)
         return weight.to(device)
     with torch.no_grad():
         return slot.held.detach().to(device, copy=True)

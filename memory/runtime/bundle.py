@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..transfer.copy_stream import CopyStream
-from .weight_group import BlockState, WeightGroup
+from .block_state import BlockState
+from .weight_group import WeightGroup
 
 __all__ = ["Bundle"]
 
@@ -40,7 +41,7 @@ class Bundle:
 
     def is_as_placed(self) -> bool:
         """Whether the module holds what it was given, at every place."""
-        return self.own.is_as_placed() and (self.added is None or self.added.is_as_placed())
+        return self.own.placed.is_as_placed() and (self.added is None or self.added.placed.is_as_placed())
 
     @property
     def slab_bytes(self) -> int:
@@ -57,35 +58,37 @@ class Bundle:
     @property
     def state(self) -> BlockState:
         """The state of the group that computes, else of the block's own group."""
-        own = self.own.state
+        own = self.own.placed.state
         if self.added is None or own is BlockState.COMPUTING:
             return own
-        return self.added.state if self.added.state is BlockState.COMPUTING else own
+        added = self.added.placed.state
+        return added if added is BlockState.COMPUTING else own
 
     @property
     def version(self) -> int:
         """The version of the weights at rest; it grows with each write to them."""
-        return self.own.version if self.added is None else self.own.version + self.added.version
+        own = self.own.at_rest.version
+        return own if self.added is None else own + self.added.at_rest.version
 
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        own = self.own.store
-        assert own is not None
-        return own.blocks_host or (self.added is not None and self.added.blocks_host)
+        return self.own.at_rest.blocks_host or (self.added is not None and self.added.at_rest.blocks_host)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue copies of a part of the weights at rest, group after group, into a target on the device."""
         if self.added is None:
-            assert self.own.store is not None
-            self.own.store.copy_to(target, begin, copies)
+            store = self.own.at_rest.store
+            assert store is not None
+            store.copy_to(target, begin, copies)
             return
         offset = 0
         for group in self.groups:
             first, last = max(begin, offset), min(begin + target.numel(), offset + group.slab_bytes)
             if first < last:
-                assert group.store is not None
-                group.store.copy_to(target[first - begin : last - begin], first - offset, copies)
+                store = group.at_rest.store
+                assert store is not None
+                store.copy_to(target[first - begin : last - begin], first - offset, copies)
             offset += group.slab_bytes
 
     def compute_from(self, slab: torch.Tensor | None, scratch: torch.Tensor | None) -> None:

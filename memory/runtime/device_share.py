@@ -13,12 +13,13 @@ from ..transfer.bounce_buffers import BounceBuffers
 from ..transfer.copy_stream import CopyStream
 from ..transfer.devices import Device
 from ..transfer.timing import PassTimes
+from .block_state import BlockState
 from .bundle import Bundle
 from .forward_writes import keep_writes
 from .ledger import Kind, Ledger
 from .prefetch import Streamer
 from .staging import StagingSlot
-from .weight_group import BlockState, WeightGroup
+from .weight_group import WeightGroup
 from .working_memory import WorkingMemory
 
 __all__ = ["DeviceShare"]
@@ -336,7 +337,7 @@ class DeviceShare:
         refused = None
         if bundle.state is BlockState.COMPUTING:
             for group in bundle.all:
-                if group.is_written() or (not self.host_replaces and not group.is_as_placed()):
+                if group.is_written() or (not self.host_replaces and not group.placed.is_as_placed()):
                     refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
                 group.rest()
         streamer = self.memory.streamer

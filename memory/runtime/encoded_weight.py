@@ -114,6 +114,16 @@ class EncodedLeaves:
                 increment_version(self.leaves[0])
         self.slot.rest_as(form)
 
+    def ask_for(self, dtype: torch.dtype) -> None:
+        """Note that other code wanted to convert the weight; the caller of `settle` says so."""
+        self.asked_dtype = dtype
+        self.opened.append(self)
+
+    def take_asked_dtype(self) -> torch.dtype | None:
+        """Return the dtype to which other code wanted to convert the weight since the last call."""
+        asked, self.asked_dtype = self.asked_dtype, None
+        return asked
+
     def settle(self) -> None:
         """Encode what was written to the window, and close it. Raises as `store`."""
         if self.has_ended:
@@ -220,8 +230,7 @@ class EncodedWeight(RestingWeight, torch.Tensor):
             name, has = self.encoded.slot.spec.name, list(self.shape)
             raise InvalidInput(f"weight {name!r}: a tensor of shape {list(value.shape)} was assigned; allowed: {has}")
         if value.dtype is not self.dtype and not self.encoded.has_ended:
-            self.encoded.asked_dtype = value.dtype
-            self.encoded.opened.append(self.encoded)
+            self.encoded.ask_for(value.dtype)
         with torch.no_grad():
             given = value.detach().to(self.encoded.leaves[0].device, self.dtype)
             if not torch.equal(given, self.encoded.current()):  # equal values mean that the weight was only moved

@@ -65,11 +65,11 @@ def take_replaced(group: WeightGroup) -> str | None:
         slot = group.slots[index]
         if slot.is_buffer:  # `WeightGroup.put` saves buffers
             continue
-        if Swaps(()).is_kept_by_others(group, index, group.placed[index]):
+        if Swaps(()).is_kept_by_others(group, index, group.placed.tensors[index]):
             refused = f"{slot.spec.name!r} was replaced temporarily"
         else:
-            refused = write_over(slot, group.placed[index], held) or refused
-        slot.tensors_of(module)[name] = group.placed[index]
+            refused = write_over(slot, group.placed.tensors[index], held) or refused
+        slot.tensors_of(module)[name] = group.placed.tensors[index]
     return refused
 
 
@@ -85,7 +85,7 @@ def write_over(slot: ParameterSlot, ours: torch.Tensor, given: torch.Tensor | No
 
 
 def place_of(group: WeightGroup, weight: ComputingWeight) -> int | None:
-    return next((index for index, placed in enumerate(group.placed) if placed is weight), None)
+    return next((index for index, placed in enumerate(group.placed.tensors) if placed is weight), None)
 
 
 def own_memory(group: WeightGroup, index: int) -> torch.Tensor:

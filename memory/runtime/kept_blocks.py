@@ -65,13 +65,13 @@ class Wanted:
         wanted = {at: encoded_form(self.plan.forms[name]) for at, name in enumerate(names) if name in self.plan.forms}
         if group.encoded != wanted:
             return False
-        if isinstance(group.store, FileStore):
-            return self.plan.tier == "disk" and group.store.source is self.source and self.rests_in_file(group)
+        if isinstance(group.at_rest.store, FileStore):
+            return self.plan.tier == "disk" and group.at_rest.store.source is self.source and self.rests_in_file(group)
         if self.plan.tier == "disk" or (on_cpu and not group.encoded):
             return False
-        if not isinstance(group.store, HostStore):  # an interrupt came after it was unpacked
+        if not isinstance(group.at_rest.store, HostStore):  # an interrupt came after it was unpacked
             return False
-        return group.store.blocks_host == (group.name not in self.plan.pinned)
+        return group.at_rest.store.blocks_host == (group.name not in self.plan.pinned)
 
     def rests_in_file(self, group: WeightGroup) -> bool:
         """Whether the file is to have what it has now of a group that rests there."""
@@ -81,11 +81,11 @@ class Wanted:
             for slot in group.slots
             if not slot.is_buffer and slot.spec.name not in self.written and self.source.holds(slot.spec)
         }
-        return group.names_in_file == in_file
+        return group.at_rest.names_in_file == in_file
 
     def has_weights(self, group: WeightGroup) -> bool:
         """Whether the module holds the group's tensors at the same places, and nowhere else."""
-        for slot, resting in zip(group.slots, group.resting, strict=True):
+        for slot, resting in zip(group.slots, group.at_rest.tensors, strict=True):
             own = [place for place in slot.owners if place[0] in self.parts]
             if not own or set(own) != set(self.slots[slot.spec.name].owners):
                 return False
@@ -134,14 +134,14 @@ def find_kept(
     kept_bytes = Counter[int]()
     for bundle in kept.values():
         for group in bundle.groups:
-            if isinstance(group.store, HostStore) and group.store.memory.lock is not None:
-                kept_bytes[id(group.store.memory.lock)] += group.slab_bytes
+            if isinstance(group.at_rest.store, HostStore) and group.at_rest.store.memory.lock is not None:
+                kept_bytes[id(group.at_rest.store.memory.lock)] += group.slab_bytes
     thin = {number for number, lock in locks.items() if kept_bytes[number] < LEAST_KEPT_SHARE * lock.slab_bytes}
     return {home: bundle for home, bundle in kept.items() if not any(id(lock) in thin for lock in locks_of(bundle))}
 
 
 def locks_of(bundle: Bundle) -> list[ArenaLock]:
-    stores = [group.store for group in bundle.groups]
+    stores = [group.at_rest.store for group in bundle.groups]
     return [store.memory.lock for store in stores if isinstance(store, HostStore) and store.memory.lock is not None]
 
 

@@ -122,7 +122,7 @@ class ManagedComponent:
         for share in self.shares if guards_state else ():
             answer = answer_of(self.forwards, share.device.torch_device)
             for group in share.groups:
-                group.answer_with(answer)
+                group.at_rest.answer_with(answer)
         first = module.get_submodule(component.blocks[0].name) if component.blocks else module
         blocks = [module.get_submodule(block.name) for block in component.blocks]
         self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
@@ -243,12 +243,12 @@ class ManagedComponent:
         try:
             self.packing.pack(progress)
             for group in self.groups:
-                group.let_read(self.bring)
+                group.read_with(self.bring)
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
                 pinned = {
                     group.name: group.slab_bytes
                     for group in self.groups
-                    if group.store is not None and not group.blocks_host
+                    if group.at_rest.store is not None and not group.at_rest.blocks_host
                 }
                 tier = "pinned" if pinned else "host"
                 self.plan = replace(self.plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
@@ -280,7 +280,7 @@ class ManagedComponent:
             return
         self.phase = Phase.ENDING
         for group in self.groups:
-            group.let_read(None)
+            group.read_with(None)
         attached.discard(self.places)
         self.passes.recover_for(None)
         if self.compiled is not None:
@@ -523,7 +523,7 @@ class ManagedComponent:
                     "use its weights before or after the forward, or choose another placement"
                 )
             self.settle()
-            if isinstance(group.store, FileStore):
+            if isinstance(group.at_rest.store, FileStore):
                 group.read_into_memory()
                 self.manager.note_read(group.slab_bytes)
 

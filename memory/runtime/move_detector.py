@@ -9,11 +9,12 @@ import torch
 
 from ..weights.quantized_leaves import leaves_of
 from .absent_weight import AbsentWeight
+from .block_state import BlockState
 from .encoded_weight import EncodedWeight
 from .parameter_slots import ParameterSlot
 from .read_on_use import ReadOnUse
 from .reported_device import plainly
-from .weight_group import BlockState, WeightGroup
+from .weight_group import WeightGroup
 from .weight_store import FileStore
 
 __all__ = ["MoveDetector", "is_of_another"]
@@ -49,7 +50,7 @@ class MoveDetector:
     @property
     def is_at_rest(self) -> bool:
         """Whether the module should hold what the group gave it at rest."""
-        return self.group.state is not BlockState.COMPUTING and not self.group.is_whole
+        return self.group.state is not BlockState.COMPUTING and not self.group.at_rest.has_given_back
 
     def is_moved(self) -> bool:
         """Whether the weights have other memory or another dtype than the group gave them. For a group at rest."""
@@ -57,14 +58,14 @@ class MoveDetector:
         if slot is None or not slot.owners or not self.is_at_rest:
             return False
         held = slot.held
-        if group.store is None:  # computes in place
+        if group.at_rest.store is None:  # computes in place
             return held.device.type != "cpu"
         slab = group.resting_slab
         if slab is not None:
             address = slab.data_ptr() + group.layout.at_rest.offsets[self.leaf]
         else:
-            assert isinstance(group.store, FileStore)
-            address = group.store.address_of(self.leaf)
+            assert isinstance(group.at_rest.store, FileStore)
+            address = group.at_rest.store.address_of(self.leaf)
         leaf = leaves_of(held)[0]
         is_moved = leaf.data_ptr() != address or leaf.dtype is not group.layout.at_rest.forms[self.leaf].dtype
         return is_moved or self.is_replaced() or next(self.find_exchanged(), None) is not None
@@ -72,7 +73,7 @@ class MoveDetector:
     def is_replaced(self) -> bool:
         """Whether any plain parameter of the group lies at another address. For a group at rest."""
         group = self.group
-        own = [group.placed[number] for number, _ in self.plain]
+        own = [group.placed.tensors[number] for number, _ in self.plain]
         with plainly():
             return [*map(ADDRESS, own), *map(STRIDE, own)] != self.expected()
 
@@ -82,13 +83,13 @@ class MoveDetector:
         `torch.utils.swap_tensors` makes them so. For a group at rest.
         """
         group = self.group
-        in_file = group.store.names if isinstance(group.store, FileStore) and group.copy is None else ()
+        in_file = group.at_rest.store.names if isinstance(group.at_rest.store, FileStore) and group.copy is None else ()
         for number, leaf in self.plain if group.encoded or in_file else ():
             slot = group.slots[number]
             held = slot.held if slot.owners else None
             if held is None:
                 continue
-            if group.shows(slot):
+            if group.at_rest.shows(slot):
                 is_other = not (isinstance(held, EncodedWeight) and held.encoded.slot is slot)
             else:
                 rests_in_file = bool(in_file) and in_file[leaf] is not None
@@ -101,11 +102,13 @@ class MoveDetector:
         group, slab = self.group, self.group.resting_slab
         if slab is not None:
             begin, offsets = slab.data_ptr(), group.layout.at_rest.offsets
-            places = [0 if group.shows(group.slots[number]) else begin + offsets[leaf] for number, leaf in self.plain]
+            places = [
+                0 if group.at_rest.shows(group.slots[number]) else begin + offsets[leaf] for number, leaf in self.plain
+            ]
         else:
-            assert isinstance(group.store, FileStore)
-            places = [group.store.address_of(leaf) for _, leaf in self.plain]
-        return [*places, *(group.held_form(number).strides for number, _ in self.plain)]
+            assert isinstance(group.at_rest.store, FileStore)
+            places = [group.at_rest.store.address_of(leaf) for _, leaf in self.plain]
+        return [*places, *(group.at_rest.held_form(number).strides for number, _ in self.plain)]
 
     def changed_dtype(self) -> torch.dtype | None:
         """Return the dtype to which a weight was converted; None if none was."""
@@ -114,15 +117,15 @@ class MoveDetector:
             leaf = leaves_of(self.slot.held)[0] if self.slot is not None and self.slot.owners else None
             return None if leaf is None or leaf.dtype is group.layout.at_rest.forms[self.leaf].dtype else leaf.dtype
         for number, _ in self.plain:
-            slot, placed = group.slots[number], group.placed[number]
-            if slot.owners and placed.dtype is not group.held_form(number).dtype:
+            slot, placed = group.slots[number], group.placed.tensors[number]
+            if slot.owners and placed.dtype is not group.at_rest.held_form(number).dtype:
                 return placed.dtype
         return None
 
     def changed_shape(self) -> str | None:
         """Describe a plain parameter that got data of another shape, as transformers does to resize embeddings."""
         for number, _ in self.plain:
-            slot, form = self.group.slots[number], self.group.held_form(number)
+            slot, form = self.group.slots[number], self.group.at_rest.held_form(number)
             if slot.owners and slot.held.shape != form.shape:
                 return f"{slot.spec.name!r} was replaced by a {slot.held.dtype} {list(slot.held.shape)}"
         return None

@@ -61,7 +61,7 @@ class MoveGuard:
         self.detectors = [MoveDetector(group) for group in self.groups]
         self.swaps = swaps
         swaps.watch(groups)
-        self.opened = [group.opened for group in self.groups]
+        self.opened = [group.at_rest.opened for group in self.groups]
         self.undone: str | None = None
         """The change of weights that was undone and has not been reported yet."""
         self.gone: str | None = None
@@ -75,7 +75,7 @@ class MoveGuard:
 
     def is_moved(self) -> bool:
         """Whether the module holds other weights than the groups gave it. For groups at rest."""
-        return not all(group.is_as_placed() for group in self.groups) or any(
+        return not all(group.placed.is_as_placed() for group in self.groups) or any(
             detector.is_moved() for detector in self.detectors
         )
 
@@ -105,13 +105,13 @@ class MoveGuard:
             self.undone = why_not_adopted(group, index, held) or self.undone
             is_laid_out_anew = is_laid_out_anew or group.layout.at_rest is not layout
         for group in self.groups:
-            if group.opened:
+            if group.at_rest.opened:
                 was_settled = True
                 self.wait()
-                dtype = group.settle()
+                dtype = group.at_rest.settle()
                 if dtype is not None:
                     self.undone = f"its weights were changed to {dtype}"
-        changed = [group for group in self.groups if not group.is_as_placed()]
+        changed = [group for group in self.groups if not group.placed.is_as_placed()]
         has_changed = bool(changed) or was_settled or bool(self.swaps.loans)
         if changed:
             self.swaps.lend(changed)
@@ -140,7 +140,7 @@ class MoveGuard:
     def find_slabs(self) -> frozenset[int]:
         """Return the addresses of all memory that weights lie in."""
         slabs = [slab for group in self.groups for slab in (group.host_slab, group.resting_slab) if slab is not None]
-        stores = [group.store for group in self.groups if isinstance(group.store, FileStore)]
+        stores = [group.at_rest.store for group in self.groups if isinstance(group.at_rest.store, FileStore)]
         kept = [leaf for store in stores for leaf in store.kept.values()]
         return frozenset(memory.untyped_storage().data_ptr() for memory in (*slabs, *kept))
 
@@ -156,17 +156,17 @@ class MoveGuard:
                 continue
             found = True
             if name not in places:
-                group.disown(index, (module, name))
+                group.placed.disown(index, (module, name))
                 self.gone = slot.spec.name
                 continue
             self.wait()
             self.undone = self.undone or why_not_adopted(group, index, held)
-            places[name] = group.placed[index]
+            places[name] = group.placed.tensors[index]
         return found
 
     def take_buffer(self, group: WeightGroup, index: int, place: tuple[nn.Module, str], held: torch.Tensor) -> None:
         """Copy a buffer that was assigned in host memory into the group's buffer; move one of another form there."""
-        placed, places = group.placed[index], group.slots[index].tensors_of(place[0])
+        placed, places = group.placed.tensors[index], group.slots[index].tensors_of(place[0])
         if placed.device.type in ("cpu", "meta"):
             return
         self.wait()
@@ -199,7 +199,7 @@ def put_back(detector: MoveDetector) -> str | None:
     group = detector.group
     if detector.slot is None or not detector.is_at_rest:
         return None
-    if group.store is None:
+    if group.at_rest.store is None:
         for slot in group.slots:
             if slot.held.device.type != "cpu":
                 repoint(slot, [leaf.detach().to("cpu") for leaf in leaves_of(slot.held)], lasting=True)
@@ -207,16 +207,16 @@ def put_back(detector: MoveDetector) -> str | None:
     dtype, undone = detector.changed_dtype(), detector.changed_shape()
     if dtype is not None:
         undone = f"its weights were changed to {dtype}"
-    for slot, placed in zip(group.slots, group.placed, strict=True):
+    for slot, placed in zip(group.slots, group.placed.tensors, strict=True):
         if slot.is_buffer and slot.held.shape == placed.shape and slot.held.dtype != placed.dtype:
             slot.hold(placed)
     adopt_data(group)
-    group.renew(renewed_resting(group))
+    group.at_rest.renew(renewed_resting(group))
     if group.copy is not None:
-        views = zip(group.slots, group.copy.views, group.resting_views(group.copy.slab), strict=True)
+        views = zip(group.slots, group.copy.views, group.at_rest.views(group.copy.slab), strict=True)
         before = group.copy.views
         group.copy.take_views([old if slot.is_plain_buffer else new for slot, old, new in views])
-        group.note_given(before, group.copy.views)
+        group.kept.note_replaced(group.slots, before, group.copy.views)
     group.forget_views()
     group.rest()
     return undone
@@ -227,21 +227,22 @@ def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:
     if group.host_slab is not None:
         leaves = iter(group.layout.at_rest.views(group.host_slab))
     else:
-        assert isinstance(group.store, FileStore)
-        leaves = iter(group.store.resting_leaves())
+        assert isinstance(group.at_rest.store, FileStore)
+        leaves = iter(group.at_rest.store.resting_leaves())
     resting = []
-    for slot, store, count in zip(group.slots, group.resting, group.layout.num_leaves, strict=True):
+    counts = zip(group.slots, group.at_rest.tensors, group.layout.num_leaves, strict=True)
+    for index, (slot, store, count) in enumerate(counts):
         own = list(itertools.islice(leaves, count))
         if slot.is_plain_buffer:
             resting.append(store)
-        elif group.shows(slot):
-            resting.append(group.show(slot, own))
+        elif group.at_rest.shows(slot):
+            resting.append(group.at_rest.show(index, own))
         elif not (slot.is_quantized or own[0].is_meta or store.is_meta) and torch._has_compatible_shallow_copy_type(
             store, own[0]
         ):
             with plainly():
                 DATA.__set__(store, own[0])  # assignments of the same memory in another order were copied
-            resting.append(watch(store, group.asked, aliases=group.aliases))
+            resting.append(watch(store, group.at_rest.asked, aliases=group.at_rest.aliases))
         else:
-            resting.append(group.watch(slot, as_held(iter(own), slot)))
+            resting.append(group.at_rest.watch(slot, as_held(iter(own), slot), group))
     return resting

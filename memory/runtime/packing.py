@@ -21,6 +21,7 @@ from .bundle import Bundle
 from .device_share import DeviceShare
 from .ledger import Kind, Ledger
 from .parameter_slots import ParameterSlot, differs_from_file
+from .unpacking import discard, unpack
 from .weight_group import WeightGroup
 from .weight_store import FileStore, HostStore
 
@@ -110,7 +111,7 @@ class Packing:
     def measure(self) -> None:
         """Find how weights will be encoded; changes nothing. Raises `InvalidInput` for weights that cannot be."""
         for group in self.groups:
-            if group.store is None:
+            if group.at_rest.store is None:
                 group.measure()
 
     def to_pack(self) -> int:
@@ -124,7 +125,7 @@ class Packing:
             slot.spec.weight_bytes
             for share in self.shares
             for group in share.groups
-            if group.store is None
+            if group.at_rest.store is None
             for slot in group.slots
             if share.copies is not None or group.encoded or slot.held.is_meta
         )
@@ -153,9 +154,9 @@ class Packing:
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
         for group in self.groups:
-            group.charge_to(self.charge_host)
-            if group.store is not None and not any(group in bundle.groups for bundle in self.kept):
-                self.packed_versions[id(group)] = group.version
+            group.at_rest.charge_to(self.charge_host)
+            if group.at_rest.store is not None and not any(group in bundle.groups for bundle in self.kept):
+                self.packed_versions[id(group)] = group.at_rest.version
 
     def open_files(self) -> AbstractContextManager[object]:
         """Keep the files open meanwhile that weights are read from."""
@@ -171,12 +172,12 @@ class Packing:
         for share in self.shares:
             for bundle in share.bundles:
                 for group in bundle.groups if bundle in self.kept else ():
-                    if isinstance(group.store, FileStore):
+                    if isinstance(group.at_rest.store, FileStore):
                         assert share.bounce is not None
-                        group.store.go_through(share.bounce)
+                        group.at_rest.store.go_through(share.bounce)
                         continue  # `leave_in_file` enters it
-                    assert isinstance(group.store, HostStore)
-                    lock = group.store.memory.lock
+                    assert isinstance(group.at_rest.store, HostStore)
+                    lock = group.at_rest.store.memory.lock
                     if group is bundle.added:
                         own = {"host": group.slab_bytes} if lock is None else {"pinned": lock.arena.num_bytes}
                         self.added_bytes[group] = Counter(own)
@@ -202,7 +203,7 @@ class Packing:
         """
         for bundle in [bundle for bundle in self.left if bundle not in kept]:
             for group in bundle.groups:
-                group.unpack(() if reads else group.names_in_file)
+                unpack(group, () if reads else group.at_rest.names_in_file)
             self.left.remove(bundle)
 
     def restore_left(self) -> None:
@@ -214,7 +215,7 @@ class Packing:
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
         """Move a share's weights into host slabs, page-locked as far as the plan says and the driver agrees."""
-        to_pack = [group for group in share.groups if group.store is None]
+        to_pack = [group for group in share.groups if group.at_rest.store is None]
         if share.copies is None:  # others compute in place, in the memory they came in
             groups = [group for group in to_pack if group.encoded]
             for group in to_pack:
@@ -252,15 +253,15 @@ class Packing:
         if share.copies is None:  # they compute in place, in the memory they came in
             taken["host"] = group.slab_bytes
         else:
-            locks = bool(self.plan.pinned) and not bundle.own.blocks_host
+            locks = bool(self.plan.pinned) and not bundle.own.at_rest.blocks_host
             limit = group.slab_bytes + PAGE_BYTES if locks else 0
             slabs = allocate_slabs([group.slab_bytes], pinned_bytes=limit, streams=[share.copies])
             for slab in slabs:
                 group.pack(slab)
                 taken["host"] += 0 if slab.data.is_pinned() else group.slab_bytes
             taken["pinned"] += slabs.locked_bytes
-            self.packed_versions[id(group)] = group.version
-        group.charge_to(self.charge_host)
+            self.packed_versions[id(group)] = group.at_rest.version
+        group.at_rest.charge_to(self.charge_host)
         bundle.add(group)
         self.added_bytes[group] = taken
         for tier, num_bytes in taken.items():
@@ -274,7 +275,7 @@ class Packing:
             return
         if group.copy is not None:
             share.drop_group(group)
-        group.unpack()
+        unpack(group)
         bundle.add(None)
         bundle.forget_views()
         for tier, num_bytes in self.added_bytes.pop(group, Counter()).items():
@@ -306,12 +307,12 @@ class Packing:
         """Leave a share's weights in their file; they reach the device through bounce buffers."""
         assert self.source is not None and share.bounce is not None
         for group in share.groups:
-            if group.store is None:
+            if group.at_rest.store is None:
                 doubtful = [s for s in group.slots if s.spec.name in self.doubtful and self.source.holds(s.spec)]
                 self.note_written(slot.spec.name for slot in doubtful if differs_from_file(slot, self.source))
                 group.rest_in_file(self.source, share.bounce, written=self.written)
-            assert isinstance(group.store, FileStore)
-            self.host_bytes["host"] += group.store.kept_bytes
+            assert isinstance(group.at_rest.store, FileStore)
+            self.host_bytes["host"] += group.at_rest.store.kept_bytes
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=bool(self.plan.pinned_bytes))
@@ -322,7 +323,9 @@ class Packing:
         What computes in place in the memory that it came in has no slab: it counts as one.
         """
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
-        kept_bytes = sum(group.store.kept_bytes for group in self.groups if isinstance(group.store, FileStore))
+        kept_bytes = sum(
+            group.at_rest.store.kept_bytes for group in self.groups if isinstance(group.at_rest.store, FileStore)
+        )
         in_place = [group for share in self.shares if share.copies is None for group in share.groups]
         in_place_bytes = sum(group.slab_bytes for group in in_place if not group.encoded)
         taken = count_slabs(slabs)
@@ -356,7 +359,7 @@ class Packing:
         self.left += [bundle for bundle in staying if bundle not in self.left]
         with self.open_files():
             for group in self.groups:
-                group.charge_to(None)
+                group.at_rest.charge_to(None)
                 if any(group in bundle.groups for bundle in staying):
                     group.forget_views()
                     continue
@@ -373,7 +376,7 @@ class Packing:
     def may_be_written(self, group: WeightGroup) -> bool:
         """Whether weights in RAM may have been written to since they were packed; what was never packed may have
         been."""
-        return group.store is None or self.packed_versions.get(id(group)) != group.version
+        return group.at_rest.store is None or self.packed_versions.get(id(group)) != group.at_rest.version
 
     def to_leave(self, ending: Ending) -> list[Bundle]:
         """Return the blocks that stay packed: all that are, or those that were before."""
@@ -385,7 +388,7 @@ class Packing:
         return [
             bundle
             for bundle in bundles
-            if all(group.store is not None and not group.is_whole for group in bundle.groups)
+            if all(group.at_rest.store is not None and not group.at_rest.has_given_back for group in bundle.groups)
         ]
 
     def read_left(self, ending: Ending) -> None:
@@ -397,17 +400,17 @@ class Packing:
         for group in self.groups if not self.charged else ():
             if any(group in bundle.groups for bundle in self.left):
                 continue
-            if group.store is not None and group.is_as_placed():
+            if group.at_rest.store is not None and group.placed.is_as_placed():
                 self.end_group(group, ending)
-            elif group.store is not None:
+            elif group.at_rest.store is not None:
                 group.forget_resting()
 
     def end_group(self, group: WeightGroup, ending: Ending) -> None:
         if ending is Ending.DISCARDED:
-            group.discard()
+            discard(group)
         elif ending is Ending.TAKEN_BACK:
-            group.unpack(group.on_meta)
+            unpack(group, group.at_rest.on_meta)
         elif ending is Ending.HANDED_OVER:  # half packed
-            group.unpack(group.names_in_file)
+            unpack(group, group.at_rest.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
-            group.unpack(group.names_in_file & self.came_on_meta if not self.written else ())
+            unpack(group, group.at_rest.names_in_file & self.came_on_meta if not self.written else ())

@@ -10,13 +10,13 @@ import torch
 from ..errors import UnsafeState
 from .parameter_slots import ParameterSlot
 
-__all__ = ["ReadOnUse"]
+__all__ = ["ReadOnUse", "Readable"]
 
 
 class Readable(Protocol):
     """What a weight without memory asks of its group."""
 
-    def bring_weight(self, slot: ParameterSlot) -> torch.Tensor:
+    def read_weight(self, slot: ParameterSlot) -> torch.Tensor:
         """Read the group into host memory, and return what the module then holds for the weight."""
         ...
 
@@ -42,7 +42,7 @@ class ReadOnUse:
         group = self.group()
         if group is None:
             raise UnsafeState(f"{self.slot.spec.name!r} rests in its file and has no memory")
-        return group.bring_weight(self.slot)
+        return group.read_weight(self.slot)
 
     def read_on(self, device: torch.device) -> torch.Tensor:
         """Return a copy on a device; raises `InvalidInput` if the file has changed."""

@@ -59,7 +59,9 @@ class WeightPlaces:
             ids.isdisjoint(map(id, tree.tensors()))
             and ids.isdisjoint(map(id, tree.modules))
             and all(
-                ids.isdisjoint(map(id, tensors)) for group in self.groups for tensors in (group.resting, group.placed)
+                ids.isdisjoint(map(id, tensors))
+                for group in self.groups
+                for tensors in (group.at_rest.tensors, group.placed.tensors)
             )
         )
 
@@ -94,9 +96,9 @@ class WeightPlaces:
         for group in self.groups:
             for index, slot in enumerate(group.slots):
                 for part, name in [place for place in slot.owners if place[0] in others and place[0] not in own]:
-                    group.disown(index, (part, name))
-                    if group.resting:
-                        slot.tensors_of(part)[name] = group.resting[index]
+                    group.placed.disown(index, (part, name))
+                    if group.at_rest.tensors:
+                        slot.tensors_of(part)[name] = group.at_rest.tensors[index]
 
     # -- weights that other code moved within the module
 
@@ -111,9 +113,9 @@ class WeightPlaces:
         A group has done this at its own places; this is for places to which other code moved a view.
         """
         gone = {
-            number: group.resting[index]
+            number: group.at_rest.tensors[index]
             for number, (_, group, index) in views.items()
-            if group.copy is None and index < len(group.resting)
+            if group.copy is None and index < len(group.at_rest.tensors)
         }
         for part in self.module.modules() if gone else ():
             places: dict[str, torch.Tensor | None]
@@ -144,10 +146,10 @@ class WeightPlaces:
                     if group.slots[index].is_buffer != is_buffer:
                         continue
                     if home is not None:  # other code put one of our weights in place of another
-                        home[0].disown(home[1], (part, name))
-                    group.own(index, (part, name))
-                    if group.placed:
-                        places[name] = group.placed[index]  # type: ignore[assignment]
+                        home[0].placed.disown(home[1], (part, name))
+                    group.placed.own(index, (part, name))
+                    if group.placed.tensors:
+                        places[name] = group.placed.tensors[index]  # type: ignore[assignment]
 
     def find_known(self) -> dict[int, tuple[WeightGroup, int]]:
         """Return which weight each tensor is that the module may hold for one, by its id."""
@@ -171,7 +173,7 @@ class WeightPlaces:
             for index, slot in enumerate(group.slots):
                 for module, name in list(slot.owners):
                     if slot.tensors_of(module).get(name) is None:
-                        group.disown(index, (module, name))
+                        group.placed.disown(index, (module, name))
                         gone += [] if slot.is_buffer else [slot.spec.name]
         lent = self.lent_modules()
         self.own([part for part in self.module.modules() if part not in lent])

@@ -113,6 +113,12 @@ class FileStore:
                 for place, form in enumerate(self.layout.forms)
             ]
 
+    def keep(self, views: Sequence[torch.Tensor]) -> None:
+        """Take over the values of the leaves that are in host memory, from views of a whole slab."""
+        for place, leaf in self.kept.items():
+            with torch.inference_mode(leaf.is_inference()):  # one made there is written to there only
+                leaf.copy_(views[place])
+
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Read a part of the slab and queue its copies, window by window; returns when all is read.
 

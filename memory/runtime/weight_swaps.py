@@ -101,9 +101,9 @@ class Swaps:
                 loan.take_other(held)
                 continue
             self.loans.remove(loan)
-            loan.group.own(loan.index, loan.owner)
+            loan.group.placed.own(loan.index, loan.owner)
             if held is loan.ours:
-                places[name] = loan.group.placed[loan.index]
+                places[name] = loan.group.placed.tensors[loan.index]
                 if places[name] is not held:
                     returned.append((loan.group, loan.index, held))
         return returned
@@ -116,9 +116,9 @@ class Swaps:
         """
         for group in changed:
             for index, owner, held in list(foreign_tensors(group)):
-                if held is not None and self.is_kept_by_others(group, index, group.placed[index]):
-                    group.disown(index, owner)
-                    self.loans.append(Loan(group, index, owner, held, group.placed[index], self.devices[group]))
+                if held is not None and self.is_kept_by_others(group, index, group.placed.tensors[index]):
+                    group.placed.disown(index, owner)
+                    self.loans.append(Loan(group, index, owner, held, group.placed.tensors[index], self.devices[group]))
 
     def replace_evicted(self, gone: Mapping[int, torch.Tensor]) -> None:
         """Lend the weights at rest in place of views into copies that are gone, by the ids of these."""
@@ -153,7 +153,7 @@ class Swaps:
 
 def foreign_tensors(group: WeightGroup) -> Iterator[tuple[int, tuple[nn.Module, str], torch.Tensor | None]]:
     """Yield index, owner and held tensor of each place where the module does not hold the group's tensor."""
-    for index, (slot, placed) in enumerate(zip(group.slots, group.placed, strict=False)):
+    for index, (slot, placed) in enumerate(zip(group.slots, group.placed.tensors, strict=False)):
         for module, name in slot.owners:
             held = slot.tensors_of(module).get(name)
             if held is not placed:

@@ -279,7 +279,7 @@ def is_engines(hook: Any) -> bool:
 def read_at_rest(group: WeightGroup, index: int) -> list[torch.Tensor]:
     """Return the leaves of a weight at rest, in host memory. Reads a weight that rests in its file."""
     slot = group.slots[index]
-    store = group.store
+    store = group.at_rest.store
     if isinstance(store, FileStore):
         first = group.layout.first_leaf(index)
         name = store.names[first]
@@ -316,7 +316,9 @@ def find_changed_weights(managed: ManagedComponent) -> list[tuple[str, str]]:
     changed = []
     with source.held():
         for group in managed.groups:
-            if isinstance(group.store, FileStore) or (group.store is not None and is_written(managed, group)):
+            if isinstance(group.at_rest.store, FileStore) or (
+                group.at_rest.store is not None and is_written(managed, group)
+            ):
                 continue
             for index, slot in enumerate(group.slots):
                 if slot.is_buffer or not slot.owners or not source.holds(slot.spec):
@@ -338,4 +340,4 @@ def is_written(managed: ManagedComponent, group: WeightGroup) -> bool:
     packing = managed.packing
     known = packing.written | packing.doubtful
     by_name = any(slot.spec.name in known for slot in group.slots)
-    return by_name or packing.packed_versions.get(id(group), group.version) != group.version
+    return by_name or packing.packed_versions.get(id(group), group.at_rest.version) != group.at_rest.version

@@ -238,10 +238,10 @@ def test_reading_data_copies_nothing_back(machine) -> None:
     with machine(8) as manager, manage(net, "0.04MiB", placement="gpu:0", manager=manager) as managed:
         assert torch.equal(net(x).cpu(), other(x))
         groups = managed.members[0].managed.groups
-        before = [group.version for group in groups]
+        before = [group.at_rest.version for group in groups]
         saved = copy.copy(before)
         net(x)
-        assert [group.version for group in groups] == saved
+        assert [group.at_rest.version for group in groups] == saved
 
 
 @pytest.mark.parametrize("place", ["streamed", "split and streamed"])

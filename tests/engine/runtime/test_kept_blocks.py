@@ -48,18 +48,17 @@ def on_device(net: nn.Module) -> torch.Tensor:
 def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail when a block is packed, unpacked or read meanwhile; what is beside the blocks may be."""
 
-    def refuse(name: str) -> Callable[..., object]:
-        original = getattr(WeightGroup, name)
-
-        def call(self: WeightGroup, *args: object, **options: object) -> object:
-            assert not self.name, f"{name} of {self.name}"
-            return original(self, *args, **options)
+    def refuse(original: Callable[..., object]) -> Callable[..., object]:
+        def call(group: WeightGroup, *args: object, **options: object) -> object:
+            assert not group.name, f"{original.__name__} of {group.name}"
+            return original(group, *args, **options)
 
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("pack", "unpack", "measure", "read_into_memory"):
-            patch.setattr(WeightGroup, name, refuse(name))
+        for name in ("pack", "measure", "read_into_memory"):
+            patch.setattr(WeightGroup, name, refuse(getattr(WeightGroup, name)))
+        patch.setattr(packing, "unpack", refuse(packing.unpack))
         patch.setattr(WeightsFile, "read_into", lambda *args, **options: pytest.fail("reads its file"))
         yield
 
@@ -115,11 +114,11 @@ def test_blocks_stay_in_their_file(toys, machine, monkeypatch, files) -> None:
         managed = manage(net, manager=manager, placement="gpu:0:disk", files={"model": files})
         want = computed(net)
         assert torch.equal(want, on_device(toys.build_net()))
-        stores = [group.store for group in managed.members[0].managed.groups if group.name]
+        stores = [group.at_rest.store for group in managed.members[0].managed.groups if group.name]
         for change in ({"profile": TIGHT}, {"placement": "gpu:1:disk"}, {"placement": "gpu:0&gpu:1:disk"}):
             with nothing_packed(monkeypatch):
                 managed.reprofile(**change)
-            assert stores == [group.store for group in managed.members[0].managed.groups if group.name]
+            assert stores == [group.at_rest.store for group in managed.members[0].managed.groups if group.name]
             assert torch.equal(computed(net), want)
             manager.ledger.check()
         net.singles[1].up.weight.data.mul_(2)  # from now on in RAM
@@ -141,7 +140,9 @@ def test_what_changes_is_packed_anew(toys, machine) -> None:
         for change in ({"placement": "gpu:0:host"}, {"precision": "fp8 scaled"}, {"placement": "gpu:0:pinned"}):
             before = slabs_of(managed)
             kept = [
-                weakref.ref(group.store) for group in managed.members[0].managed.groups if group.encoded or group.name
+                weakref.ref(group.at_rest.store)
+                for group in managed.members[0].managed.groups
+                if group.encoded or group.name
             ]
             managed.reprofile(**change)
             assert before.keys() == slabs_of(managed).keys() and not any(store() for store in kept)

@@ -88,9 +88,11 @@ def faults_of(managed: ManagedComponent) -> Iterator[Fault]:
                 yield group, "copy", None
                 larger = torch.empty(group.slab_bytes + 256, dtype=torch.uint8, device=share.device.torch_device)
                 yield group.copy, "slab", larger
-            if isinstance(group.store, HostStore) and group.blocks_host:  # else its arena stays: others lie in it, too
+            if (
+                isinstance(group.at_rest.store, HostStore) and group.at_rest.blocks_host
+            ):  # else its arena stays: others lie in it, too
                 yield group, "store", None
-            if group.store is not None and group.slab_bytes:
+            if group.at_rest.store is not None and group.slab_bytes:
                 yield group, "store", HostStore(torch.empty(group.slab_bytes + 256, dtype=torch.uint8))
 
 

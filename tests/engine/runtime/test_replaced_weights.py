@@ -308,7 +308,7 @@ def test_on_disk_only_what_was_written_stays_in_ram(machine, tmp_path: Path, is_
         managed.reprofile(placement="gpu:0:host")
         managed.reprofile(placement="gpu:0:disk")
         assert [name for name, weight in net.named_parameters() if not weight.is_meta] == ["blocks.1.up.weight"]
-        stores = [group.store for group in managed.members[0].managed.groups]
+        stores = [group.at_rest.store for group in managed.members[0].managed.groups]
         assert sum(store.kept_bytes for store in stores if isinstance(store, FileStore)) == DIM * DIM * 4
         assert torch.equal(net(X).cpu(), plain(X))
         managed.release()

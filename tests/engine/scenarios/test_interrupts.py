@@ -14,6 +14,7 @@ from highwater.memory import manage
 from highwater.memory.manager.leases import Leases
 from highwater.memory.manager.registry import Registry
 from highwater.memory.planner.staging_layout import Occupancy
+from highwater.memory.runtime import packing
 from highwater.memory.runtime.device_hops import DeviceHops
 from highwater.memory.runtime.device_share import DeviceShare
 from highwater.memory.runtime.forward_blocks import Forwards
@@ -21,6 +22,7 @@ from highwater.memory.runtime.forward_pass import Passes
 from highwater.memory.runtime.ledger import Ledger
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.packing import Packing
+from highwater.memory.runtime.placed_tensors import PlacedTensors
 from highwater.memory.runtime.prefetch import Streamer
 from highwater.memory.runtime.staging import StagingArea
 from highwater.memory.runtime.weight_group import WeightGroup
@@ -73,7 +75,7 @@ def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:
     return outcome[0] if outcome else "hangs"
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, kind: type, step: str) -> list[int]:
+def interrupt(monkeypatch: pytest.MonkeyPatch, kind: object, step: str) -> list[int]:
     """Let a `KeyboardInterrupt` come behind a call of a step; returns the countdown to it, which runs from 1 on."""
     original, left = getattr(kind, step), [0]
 
@@ -91,7 +93,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, kind: type, step: str) -> list[in
 @pytest.mark.parametrize("nth", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("kind", "step"), STEPS, ids=lambda part: part if isinstance(part, str) else part.__name__)
-def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: type, step: str, nth: int) -> None:
+def test_the_next_pass_is_right(toys, machine, monkeypatch, case: str, kind: object, step: str, nth: int) -> None:
     profile, placement = CASES[case]
     net, x = toys.build_net(), torch.randn(1, 3, 64)
     left = interrupt(monkeypatch, kind, step)
@@ -127,7 +129,7 @@ COMING_AND_GOING = [
     (DeviceShare, "load"),
     (WeightGroup, "drop"),
     (WeightGroup, "load"),
-    (WeightGroup, "put"),
+    (PlacedTensors, "put"),
 ]
 
 
@@ -135,7 +137,7 @@ COMING_AND_GOING = [
 @pytest.mark.parametrize("placement", ["gpu:0:host", "gpu:0:disk"])
 @pytest.mark.parametrize(("kind", "step"), COMING_AND_GOING, ids=lambda part: getattr(part, "__name__", part))
 def test_the_books_say_what_is_there(
-    toys, machine, sim, tmp_path, monkeypatch, placement: str, kind: type, step: str, nth: int
+    toys, machine, sim, tmp_path, monkeypatch, placement: str, kind: object, step: str, nth: int
 ) -> None:
     """Interrupted while it is loaded, and while it leaves."""
     net, x = toys.build_net(), torch.randn(1, 3, 64)
@@ -185,7 +187,7 @@ JOINING = [
 
 
 @pytest.mark.parametrize(("kind", "step"), JOINING, ids=lambda part: getattr(part, "__name__", part))
-def test_who_was_interrupted_while_joining_is_not_there(toys, machine, monkeypatch, kind: type, step: str) -> None:
+def test_who_was_interrupted_while_joining_is_not_there(toys, machine, monkeypatch, kind: object, step: str) -> None:
     net, x = toys.build_net(), torch.randn(1, 3, 64)
     left = interrupt(monkeypatch, kind, step)
     with machine(8) as manager, torch.no_grad():
@@ -208,8 +210,8 @@ LEAVING = [
     (Packing, "end_group"),
     (DeviceShare, "free_staging"),
     (WeightGroup, "drop"),
-    (WeightGroup, "put"),
-    (WeightGroup, "unpack"),
+    (PlacedTensors, "put"),
+    (packing, "unpack"),
 ]
 
 
@@ -225,7 +227,7 @@ LEAVING = [
     ids=lambda part: getattr(part, "__name__", part),
 )
 def test_who_was_interrupted_while_leaving_can_leave_again(
-    toys, machine, sim, monkeypatch, action: str, precision: str, kind: type, step: str
+    toys, machine, sim, monkeypatch, action: str, precision: str, kind: object, step: str
 ) -> None:
     net, x = toys.build_net(), torch.randn(1, 3, 64)
     left = interrupt(monkeypatch, kind, step)

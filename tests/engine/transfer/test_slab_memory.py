@@ -193,12 +193,12 @@ def test_a_released_module_has_weights_of_their_own_bytes_in_plain_memory(machin
 @torch.no_grad()
 def test_a_release_that_was_interrupted_goes_through_the_next_time(machine, net, monkeypatch, nth: int) -> None:
     from highwater.memory import manage
-    from highwater.memory.runtime.weight_group import WeightGroup
+    from highwater.memory.runtime.weights_at_rest import WeightsAtRest
 
     expected = {name: weight.clone() for name, weight in net.named_parameters()}
-    own_leaves, calls = WeightGroup.own_leaves, []
+    own_leaves, calls = WeightsAtRest.own_leaves, []
 
-    def interrupted(self: WeightGroup, index: int) -> list[torch.Tensor]:
+    def interrupted(self: WeightsAtRest, index: int) -> list[torch.Tensor] | None:
         calls.append(index)
         leaves = own_leaves(self, index)
         if len(calls) == nth:
@@ -208,7 +208,7 @@ def test_a_release_that_was_interrupted_goes_through_the_next_time(machine, net,
     with machine(8) as manager:
         managed = manage(net, manager=manager, placement="gpu:0")
         net(X)
-        monkeypatch.setattr(WeightGroup, "own_leaves", interrupted)
+        monkeypatch.setattr(WeightsAtRest, "own_leaves", interrupted)
         with pytest.raises(KeyboardInterrupt):
             managed.release()
         managed.release()
