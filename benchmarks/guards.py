@@ -30,6 +30,7 @@ from highwater.memory.runtime.bundle import Bundle
 from highwater.memory.runtime.device_share import DeviceShare
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.move_guard import MoveGuard
+from highwater.memory.runtime.outside_changes import OutsideChanges
 from highwater.memory.runtime.placed_tensors import PlacedTensors
 from highwater.memory.transfer.devices import find_device
 from highwater.memory.transfer.link_speed import link_bytes_per_s
@@ -51,7 +52,7 @@ LAYERS, OBJECTS, VERSIONS = "look: layers and addresses", "look: objects of a bl
 ALL = "all looks"
 LOOKS: tuple[tuple[str, type, str], ...] = (
     (LAYERS, ManagedComponent, "take_changes"),
-    (LAYERS, ManagedComponent, "refuse_rivals"),
+    (LAYERS, OutsideChanges, "refuse_rivals"),
     (LAYERS, MoveGuard, "tell_undone"),
     (OBJECTS, PlacedTensors, "is_as_placed"),
     (VERSIONS, Bundle, "version"),

@@ -262,7 +262,7 @@ class Managed:
                 self.manager.remove(member)
         if tells:
             for member in leaving:  # now: they are removed when the lock is free
-                member.managed.tell_undone_at_release()
+                member.managed.changes.tell_undone_at_release()
 
     def discard(self) -> None:
         """Release modules that are no longer used: they keep no weights, so nothing is copied or read from files.

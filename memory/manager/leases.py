@@ -119,7 +119,7 @@ class Leases:
         managed, admission = member.managed, self.admission
         if member.look is not None:
             member.look()
-        if not managed.is_steady():
+        if not managed.changes.is_steady():
             self.look_closely(member)
         is_settled = size is None or size in member.settled or self.capacity.leaves_enough(member, size)
         if member.is_hosted:
@@ -131,17 +131,17 @@ class Leases:
             admission.clear_left_free(member)
         if size is not None:
             member.settled.add(size)
-        managed.begin_loans()
+        managed.changes.begin_loans()
 
     def look_closely(self, member: Member) -> None:
         """Take over changes that other code made to a component's module, or refuse them with `UnsafeState`."""
-        member.managed.refuse_rivals()
+        member.managed.changes.refuse_rivals()
         for lender in member.lenders:  # first, because layers that were added to shared modules belong to the lenders
             if self.members.get(lender.id) is lender and not lender.leases and lender.managed.take_changes():
                 self.capacity.outdate_plans()
         if member.managed.take_changes():
             self.capacity.outdate_plans()
-        member.managed.tell_undone()
+        member.managed.changes.tell_undone()
 
     def enter(self, member: Member, asking: MemberManager, current: Pass) -> bool:
         """Acquire a component for a pass; False if its module is now another managed component's, or not managed."""
@@ -186,7 +186,7 @@ class Leases:
 
     def learn_and_discard(self, member: Member, holder: object) -> None:
         self.discard(member, holder)
-        member.managed.end_loans()
+        member.managed.changes.end_loans()
         needed = self.measures.end_interval(holder)
         if isinstance(holder, Guest):  # another component needed that memory
             needed = {}

@@ -246,7 +246,7 @@ class Registry:
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
         for member in members:
-            member.managed.refuse_changes()
+            member.managed.changes.refuse()
 
     def put_back(
         self, member: Member, managed: ManagedComponent, profile: OffloadProfile, choices: tuple[object, ...]

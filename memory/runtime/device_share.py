@@ -22,7 +22,7 @@ from .staging import StagingSlot
 from .weight_group import WeightGroup
 from .working_memory import WorkingMemory
 
-__all__ = ["DeviceShare"]
+__all__ = ["DeviceShare", "wait_for_copies"]
 
 
 def ignore(num_bytes: int) -> None:
@@ -353,6 +353,7 @@ class DeviceShare:
             )
 
     def wait_for_copies(self) -> None:
+        """Wait on the host until nothing is copied to the device."""
         if self.copies is not None:
             self.copies.finish()
 
@@ -364,3 +365,9 @@ class DeviceShare:
         """Bring every block that an interrupt left computing back to rest."""
         for number in list(self.computing):
             self.leave(number, prefetches=False)
+
+
+def wait_for_copies(shares: Iterable[DeviceShare]) -> None:
+    """Wait on the host until nothing is copied to the devices of these shares."""
+    for share in shares:
+        share.wait_for_copies()

@@ -26,7 +26,7 @@ from .packing import Packing
 from .parameter_slots import ParameterSlot
 from .weight_places import WeightPlaces
 
-__all__ = ["JoinedLayers"]
+__all__ = ["Joined", "JoinedLayers"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from weakref import ref
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidInput, UnsafeState
 from ..planner.plan import ComponentPlan
-from ..planner.sizes import fixed_tensors
 from ..transfer.devices import Device
 from ..weights.component import Component
 from ..weights.form_numbers import rests_of
 from ..weights.source import WeightsSource
-from .bundle import Bundle
 from .compiled_blocks import CompiledBlocks
+from .component_shares import build_shares
 from .deep_copies import OwnHook
 from .device_answers import DeviceAnswers
-from .device_share import DeviceShare
+from .device_share import wait_for_copies
 from .forward_blocks import Forwards
 from .forward_hooks import ForwardHooks, remove_hooks_of
 from .forward_pass import ComponentManager, NoManager, Passes
 from .holders import attached
 from .hooked_modules import HookedModules
-from .joined_layers import JoinedLayers
-from .kept_blocks import Home, find_kept
 from .ledger import Kind, Ledger
 from .module_caches import ModuleCaches
-from .move_guard import MoveGuard
-from .other_offloaders import find_rival
+from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
-from .parameter_slots import find_slots
 from .recomputing import in_backward
 from .reported_device import Asked
 from .state_dict_guard import StateGuard
-from .steady_look import SteadyLook
 from .weight_group import WeightGroup
 from .weight_places import WeightPlaces
 from .weight_store import FileStore
@@ -100,10 +93,20 @@ class ManagedComponent:
         self.phase = Phase.DETACHED
         self.has_taken_over = after is not None
         self.guards_state = guards_state
-        self.shares = self.build_shares(devices, after, host_replaces=not guards_state)
+        earlier = after.packing if after is not None else None
+        self.shares = build_shares(
+            owner,
+            module,
+            component,
+            plan,
+            devices,
+            ledger,
+            source=source,
+            earlier=earlier,
+            for_host=not guards_state,
+        )
         self.accelerators = [share.device for share in self.shares if not share.device.is_cpu]
         self.hooks: ForwardHooks = after.hooks if after is not None else ForwardHooks()
-        earlier = after.packing if after is not None else None
         self.packing: Packing = Packing(owner, component, plan, self.shares, ledger, source, after=earlier)
         self.forwards = Forwards(
             owner,
@@ -114,8 +117,9 @@ class ManagedComponent:
             compiles=compiles,
             places_inputs=guards_state,
         )
-        self.swaps = Swaps()
-        self.places = WeightPlaces(owner, module, self.shares, self.swaps, manager)
+        self.places = WeightPlaces(owner, module, self.shares, Swaps(), manager)
+        blocks = [module.get_submodule(block.name) for block in component.blocks]
+        self.changes = OutsideChanges(owner, module, blocks, self.shares, self.places)
         # With a class of our own for some parameters torch.compile would compile each block twice.
         for group in self.groups:
             group.views.note_data(not compiles)
@@ -123,22 +127,10 @@ class ManagedComponent:
             answer = answer_of(self.forwards, share.device.torch_device)
             for group in share.groups:
                 group.at_rest.answer_with(answer)
-        first = module.get_submodule(component.blocks[0].name) if component.blocks else module
-        blocks = [module.get_submodule(block.name) for block in component.blocks]
-        self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
-        """A library that moves the weights, too, has its hooks on at least one of these modules."""
         self.module_caches: ModuleCaches | None = None
         """Set while attached, unless a host does that itself."""
-        self.moves: MoveGuard | None = None
-        """Set while attached, unless a host moves single weights itself."""
-        self.undone: str | None = None
-        """The change of weights that `detach` undid."""
-        self.look: SteadyLook | None = None
-        """What the module held when a close look found nothing; None until then."""
-        self.layers: JoinedLayers | None = None
-        """Set as long as ``moves``."""
         self.answers: DeviceAnswers | None = None
-        """Set as long as ``moves``."""
+        """Set while attached, unless a host moves single weights itself."""
 
     @property
     def primary(self) -> Device:
@@ -189,52 +181,6 @@ class ManagedComponent:
         for tier in ("pinned", "host"):
             self.ledger.settle(tier, self.owner, Kind.STAGING, bounce[tier])
 
-    def build_shares(
-        self, devices: dict[str, Device], after: ManagedComponent | None, *, host_replaces: bool
-    ) -> list[DeviceShare]:
-        kept: dict[Home, Bundle] = {}
-        if after is not None:
-            kept = after.find_kept(self.component, self.plan, devices, source=self.source)
-            after.packing.unpack_left(list(kept.values()), reads=not self.component.has_file)
-        specs = [tensor for block in [*self.component.blocks, self.component.non_block] for tensor in block.tensors]
-        slots = find_slots(self.module, [*specs, *self.component.buffers])
-        for slot in [slot for bundle in kept.values() for group in bundle.groups for slot in group.slots]:
-            slot.become_as(slots[slot.spec.name])
-        shares = []
-        for index, part in enumerate(self.plan.shares):
-            fixed = fixed_tensors(self.component, part.blocks, first=index == 0)
-            bundles = {
-                number: kept.get((index, number))
-                or Bundle(
-                    WeightGroup(
-                        self.component.blocks[number].name,
-                        [slots[tensor.name] for tensor in self.component.blocks[number].tensors],
-                        forms=self.plan.forms,
-                        shows_wide=self.guards_state,
-                    )
-                )
-                for number in part.blocks
-            }
-            beside = kept.get((index, None)) or Bundle(WeightGroup("", [slots[tensor.name] for tensor in fixed]))
-            shares.append(
-                DeviceShare(self.owner, devices[part.device], beside, bundles, self.ledger, host_replaces=host_replaces)
-            )
-        return shares
-
-    def find_kept(
-        self, component: Component, plan: ComponentPlan, devices: Mapping[str, Device], *, source: WeightsSource | None
-    ) -> dict[Home, Bundle]:
-        """Return what another plan of the component, which handed over, goes on with as it is packed."""
-        return find_kept(
-            self.packing.left,
-            self.module,
-            component,
-            plan,
-            source=source,
-            written=self.packing.written,
-            cpus=[name for name, device in devices.items() if device.is_cpu],
-        )
-
     # -- hooks
 
     def attach(self, progress: Callable[[int], None] | None = None) -> None:
@@ -243,7 +189,7 @@ class ManagedComponent:
         try:
             self.packing.pack(progress)
             for group in self.groups:
-                group.read_with(self.bring)
+                group.read_with(self.read_group)
             if self.packing.was_refused:  # plans to come choose what streams by what is locked
                 pinned = {
                     group.name: group.slab_bytes
@@ -253,8 +199,7 @@ class ManagedComponent:
                 tier = "pinned" if pinned else "host"
                 self.plan = replace(self.plan, tier=tier, pinned=frozenset(pinned), pinned_bytes=sum(pinned.values()))
             if self.guards_state:
-                self.moves = self.guard_moves()
-                self.layers = JoinedLayers(self.owner, self.module, self.shares, self.packing, self.places)
+                self.changes.begin(self.packing)
                 self.answers = DeviceAnswers(self.module, self.device_of, is_inside=self.forwards.is_entered)
             self.hook()
             if self.compiles:
@@ -288,14 +233,10 @@ class ManagedComponent:
         if self.answers is not None:
             self.answers.end()
         if ending is not Ending.DISCARDED:
-            self.follow_renamed()
+            self.changes.follow_renamed()
         self.unload()
-        if self.moves is not None:
-            self.packing.note_written(self.swaps.names)
-            if find_rival(self.marked_by_others) is None:  # else that was told, with the advice to release it
-                self.undone = self.moves.take_undone()
+        self.changes.stop(self.packing)
         slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
-        self.layers = self.look = None
         error: InvalidInput | None = None
         try:
             self.packing.end(ending)
@@ -307,8 +248,8 @@ class ManagedComponent:
             lent = packed.union(self.places.borrowed())
             self.module_caches.bring_home(slabs, others=self.places.lent_modules(), lent=lent)
         self.forwards.end()
-        self.moves = self.module_caches = self.answers = None
-        self.swaps.watch(())
+        self.changes.end()
+        self.module_caches = self.answers = None
         goes_on = ending is Ending.HANDED_OVER or (ending is Ending.TAKEN_BACK and self.has_taken_over)
         for part in self.module.modules():
             remove_hooks_of(self.forwards, part)
@@ -366,36 +307,20 @@ class ManagedComponent:
 
     # -- what others do with the module
 
-    def refuse_rivals(self) -> None:
-        """Refuse to compute while others move the weights, too. Looks where any of them would leave its mark.
-
-        Raises:
-            UnsafeState: they do.
-        """
-        rival = find_rival(self.marked_by_others)
-        if rival is not None:
-            raise UnsafeState(f"{self.owner} is managed, and has {rival}, or release it")
-
     def take_changes(self) -> bool:
         """Join layers that were added, and undo what ``Module.to`` and its like did; returns whether layers changed.
 
         Raises as `JoinedLayers.join`.
         """
-        if self.moves is None or self.layers is None:
-            return False
-        self.look = None
-        layers = self.layers
-        joins = layers.have_changed() or (bool(layers.slots) and self.moves.is_moved() and layers.have_other_forms())
-        if joins:
+        has_joined = self.changes.have_layers_changed()
+        if has_joined:
             self.join_layers()
-        if not self.moves.put_back() and not joins:
-            self.look = self.look_quickly()
-        return joins
+        self.changes.undo_moves(has_joined=has_joined)
+        return has_joined
 
     def join_layers(self) -> None:
         """Take layers along that were added to the module, or that are gone from it. Raises as `JoinedLayers.join`."""
-        assert self.layers is not None and self.moves is not None
-        joined = self.layers.join(self.component, self.plan, self.moves, self.find_blocks())
+        joined = self.changes.join(self.component, self.plan, self.find_blocks())
         self.component, self.plan = joined.component, joined.plan
         self.forwards.describe(self.component)
         if joined.changes_blocks:
@@ -403,84 +328,14 @@ class ManagedComponent:
         for handle in self.handles:
             handle.remove()
         self.handles = []
-        self.moves = self.guard_moves(after=self.moves)
+        self.changes.guard_anew()
         self.hook()
-        self.layers.take(joined.structure)
-
-    def tell_undone(self) -> None:
-        """Tell what was done to the weights and taken back (`MoveGuard.tell_undone`). Raises `UnsafeState`."""
-        if self.moves is not None:
-            self.moves.tell_undone()
-
-    def is_steady(self) -> bool:
-        """Whether one quick look finds the module as the last close one (`take_changes`) left it.
-
-        A host looks after its modules itself.
-        """
-        if self.moves is None:
-            return True
-        return self.look is not None and self.look.is_steady() and self.moves.is_settled
-
-    def look_quickly(self) -> SteadyLook | None:
-        """Return what quick looks compare with from now on; None where a quick look does not tell enough."""
-        assert self.layers is not None and self.moves is not None
-        groups = self.groups
-        if any(slot.is_quantized for group in groups for slot in group.slots) or peek_interpreter_stack() is not None:
-            return None  # torch.func's tensors have no place of their own
-        modules = self.layers.structure.modules
-        return SteadyLook(modules, self.marked_by_others, self.moves.plain_weights(), self.moves.samples())
-
-    def begin_loans(self) -> None:
-        """A pass begins: what others lent to the module computes on the device of its block."""
-        if self.swaps.loans:
-            self.swaps.begin()
-
-    def end_loans(self) -> None:
-        """The pass is over: the module holds the others' own tensors again."""
-        if self.swaps.loans:
-            self.swaps.end()
-
-    def refuse_changes(self) -> None:
-        """Undo changes that cannot be taken over, such as another dtype, and raise `UnsafeState` for them."""
-        self.follow_renamed()
-        self.put_back()
-        undone = self.moves.take_undone() if self.moves is not None else None
-        if undone is not None:
-            raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")
-
-    def tell_undone_at_release(self) -> None:
-        """Raise `UnsafeState`, once, for a change that was made before the release and that this undid."""
-        undone, self.undone = self.undone, None
-        if undone is not None:
-            raise UnsafeState(f"{self.owner}: {undone}; release() undid the change: make it again now")
-
-    def put_back(self) -> None:
-        """Undo what ``Module.to`` and its like did to the weights; the caller holds the manager's lock."""
-        self.look = None
-        if self.moves is not None:
-            self.moves.put_back()
-            if self.moves.gone is not None:
-                self.follow_renamed()
-
-    def guard_moves(self, after: MoveGuard | None = None) -> MoveGuard:
-        groups = [(group, share.device.torch_device) for share in self.shares for group in share.groups]
-        return MoveGuard(self.owner, groups, self.swaps, wait=self.finish_copies, after=after)
-
-    def follow_renamed(self) -> None:
-        """Update weights where other code has moved them within the module; forwards are refused from then on.
-
-        Until the component is released, or planned anew with what such code has put into the module beside that.
-        """
-        if self.moves is not None:
-            for name in self.places.follow_renamed():
-                self.moves.note_gone(name)
+        self.changes.accept(joined)
 
     def describe_anew(self) -> None:
         """Take the names that the module gives weights now, before another plan is made."""
-        self.follow_renamed()
-        if self.layers is not None:
-            self.component, self.plan = self.layers.describe_anew(self.component, self.plan)
-            self.forwards.describe(self.component)
+        self.component, self.plan = self.changes.describe_anew(self.component, self.plan)
+        self.forwards.describe(self.component)
 
     def describe_left(self) -> Component:
         """Return the component without the weights that its module has no place for any more."""
@@ -502,9 +357,7 @@ class ManagedComponent:
 
     def finish_copies(self) -> None:
         """Wait on the host until nothing is copied to any device."""
-        for share in self.shares:
-            if share.copies is not None:
-                share.copies.finish()
+        wait_for_copies(self.shares)
 
     def settle(self) -> None:
         """End open passes, wait for copies and forget staged ones: a host may then write any weight where it is."""
@@ -514,7 +367,7 @@ class ManagedComponent:
             if share.streamer is not None:
                 share.streamer.area.forget()
 
-    def bring(self, group: WeightGroup) -> None:
+    def read_group(self, group: WeightGroup) -> None:
         """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""
         with self.manager.lock.exclusive():
             if self.passes.is_busy():
@@ -535,7 +388,7 @@ class ManagedComponent:
         ``progress`` is called with the bytes of each block that was queued; what it raises cancels the loading.
         """
         queued = 0
-        self.look = None
+        self.changes.forget_look()
         self.forwards.note_unloaded()
         self.settle_books()
         try:
@@ -555,7 +408,7 @@ class ManagedComponent:
 
     def shrink(self, device: str, num_bytes: int) -> int:
         """Give back at least so many bytes of one device if they are there; returns them."""
-        self.put_back()
+        self.changes.put_back()
         self.forwards.note_unloaded()
         views = self.places.resident_views()
         freed = sum(share.shrink(num_bytes) for share in self.shares if share.device.name == device)
@@ -564,9 +417,8 @@ class ManagedComponent:
 
     def unload(self) -> int:
         """Leave every device; returns the bytes freed."""
-        self.put_back()
-        if self.layers is not None:
-            self.layers.bring_home()
+        self.changes.put_back()
+        self.changes.bring_layers_home()
         self.forwards.note_unloaded()
         views = self.places.resident_views()
         freed = sum(share.unload() for share in self.shares)

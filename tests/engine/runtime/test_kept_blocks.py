@@ -17,7 +17,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.api import Managed
-from highwater.memory.runtime import packing
+from highwater.memory.runtime import managed_component, packing
 from highwater.memory.runtime.bundle import Bundle
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.weight_group import WeightGroup
@@ -321,7 +321,7 @@ def test_where_the_second_component_fails_both_are_as_they_were(toys, machine, m
         }
         owner, name = {
             "unpack": (packing.Packing, "end"),
-            "prepare": (ManagedComponent, "build_shares"),
+            "prepare": (managed_component, "build_shares"),
             "measure": (packing.Packing, "measure"),
             "pack": (packing.Packing, "pack"),
             "go on": (packing.Packing, "go_on"),

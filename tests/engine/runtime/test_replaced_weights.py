@@ -326,7 +326,7 @@ def test_a_quick_look_sees_weights_without_memory_exchanged(machine, tmp_path: P
         old = Net()(X)
         for _ in range(3):
             net(X)
-        assert managed.members[0].managed.is_steady()
+        assert managed.members[0].managed.changes.is_steady()
         exchange_by_swapping(net)
         with pytest.raises(
             UnsafeState, match=r"up.weight', which rests in its file, was replaced; the change was undone"

@@ -1,0 +1,76 @@
+"""The shares of a component, one for each device of its plan: blocks that are packed already, and groups for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..planner.plan import ComponentPlan
+from ..planner.sizes import fixed_tensors
+from ..transfer.devices import Device
+from ..weights.component import Component
+from ..weights.source import WeightsSource
+from .bundle import Bundle
+from .device_share import DeviceShare
+from .kept_blocks import Home, find_kept
+from .ledger import Ledger
+from .packing import Packing
+from .parameter_slots import find_slots
+from .weight_group import WeightGroup
+
+__all__ = ["build_shares"]
+
+
+def build_shares(
+    owner: str,
+    module: nn.Module,
+    component: Component,
+    plan: ComponentPlan,
+    devices: Mapping[str, Device],
+    ledger: Ledger,
+    *,
+    source: WeightsSource | None,
+    earlier: Packing | None,
+    for_host: bool,
+) -> list[DeviceShare]:
+    """Return the shares of a plan, not loaded; nothing is packed yet but what stays packed.
+
+    Unpacks the blocks of an earlier packing, which handed over, that this plan does not go on with.
+
+    Args:
+        source: the files that the weights may rest in.
+        for_host: whether a host reads and writes single weights by itself.
+    """
+    kept: dict[Home, Bundle] = {}
+    if earlier is not None:
+        kept = find_kept(
+            earlier.left,
+            module,
+            component,
+            plan,
+            source=source,
+            written=earlier.written,
+            cpus=[name for name, device in devices.items() if device.is_cpu],
+        )
+        earlier.unpack_left(list(kept.values()), reads=not component.has_file)
+    specs = [tensor for block in [*component.blocks, component.non_block] for tensor in block.tensors]
+    slots = find_slots(module, [*specs, *component.buffers])
+    for slot in [slot for bundle in kept.values() for group in bundle.groups for slot in group.slots]:
+        slot.become_as(slots[slot.spec.name])
+    shares = []
+    for index, part in enumerate(plan.shares):
+        blocks = {}
+        for number in part.blocks:
+            block = component.blocks[number]
+            bundle = kept.get((index, number))
+            if bundle is None:
+                own = [slots[tensor.name] for tensor in block.tensors]
+                bundle = Bundle(WeightGroup(block.name, own, forms=plan.forms, shows_wide=not for_host))
+            blocks[number] = bundle
+        fixed = kept.get((index, None))
+        if fixed is None:
+            tensors = fixed_tensors(component, part.blocks, first=index == 0)
+            fixed = Bundle(WeightGroup("", [slots[tensor.name] for tensor in tensors]))
+        shares.append(DeviceShare(owner, devices[part.device], fixed, blocks, ledger, host_replaces=for_host))
+    return shares

@@ -1,0 +1,208 @@
+"""Changes that other code makes to a managed module: found before a pass, taken over, or undone and reported.
+
+What is looked at: hooks of other offloaders, layers that come and go, weights that are moved, converted, replaced or
+renamed. A quick look ([Note: steady looks] in `steady_look.py`) tells whether a close one is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+
+from ..errors import UnsafeState
+from ..planner.plan import ComponentPlan
+from ..weights.component import Component
+from .device_share import DeviceShare, wait_for_copies
+from .joined_layers import Joined, JoinedLayers
+from .move_guard import MoveGuard
+from .other_offloaders import find_rival
+from .packing import Packing
+from .steady_look import SteadyLook
+from .weight_places import WeightPlaces
+
+__all__ = ["OutsideChanges"]
+
+
+class OutsideChanges:
+    """What other code may do to the module of one component, and what becomes of that.
+
+    The caller holds the manager's lock. For a host that moves single weights itself, `begin` is never called: nothing
+    but other offloaders is looked for then.
+
+    Args:
+        blocks: the modules of the component's blocks.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        module: nn.Module,
+        blocks: Sequence[nn.Module],
+        shares: Sequence[DeviceShare],
+        places: WeightPlaces,
+    ) -> None:
+        self.owner = owner
+        self.module = module
+        self.shares = shares
+        self.places = places
+        self.swaps = places.swaps
+        first = blocks[0] if blocks else module
+        self.marked_by_others = list(dict.fromkeys([module, *blocks, *first.modules()]))
+        """A library that moves the weights, too, has its hooks on at least one of these modules."""
+        self.moves: MoveGuard | None = None
+        """Set from `begin` to `end`."""
+        self.layers: JoinedLayers | None = None
+        """Set from `begin` to `stop`."""
+        self.look: SteadyLook | None = None
+        """What the module held when a close look found nothing; None until then."""
+        self.undone: str | None = None
+        """The change of weights that `stop` found undone."""
+
+    def begin(self, packing: Packing) -> None:
+        """Look for changes from now on; the weights are packed."""
+        self.moves = self.guard_moves()
+        self.layers = JoinedLayers(self.owner, self.module, self.shares, packing, self.places)
+
+    def stop(self, packing: Packing) -> None:
+        """Look for layers no more, and note the changes so far: the weights are about to be given back."""
+        if self.moves is not None:
+            packing.note_written(self.swaps.names)
+            if find_rival(self.marked_by_others) is None:  # else that was told, with the advice to release it
+                self.undone = self.moves.take_undone()
+        self.layers = self.look = None
+
+    def end(self) -> None:
+        """Look for nothing any more: the module has its weights again."""
+        self.moves = None
+        self.swaps.watch(())
+
+    def guard_moves(self, after: MoveGuard | None = None) -> MoveGuard:
+        groups = [(group, share.device.torch_device) for share in self.shares for group in share.groups]
+        return MoveGuard(self.owner, groups, self.swaps, wait=partial(wait_for_copies, self.shares), after=after)
+
+    # -- before a pass
+
+    def is_steady(self) -> bool:
+        """Whether one quick look finds the module as the last close one left it.
+
+        A host looks after its modules itself.
+        """
+        if self.moves is None:
+            return True
+        return self.look is not None and self.look.is_steady() and self.moves.is_settled
+
+    def refuse_rivals(self) -> None:
+        """Refuse to compute while others move the weights, too. Looks where any of them would leave its mark.
+
+        Raises:
+            UnsafeState: they do.
+        """
+        rival = find_rival(self.marked_by_others)
+        if rival is not None:
+            raise UnsafeState(f"{self.owner} is managed, and has {rival}, or release it")
+
+    def have_layers_changed(self) -> bool:
+        """Whether layers were added to the module or are gone from it, so that they have to `join`."""
+        self.forget_look()
+        if self.moves is None or self.layers is None:
+            return False
+        layers = self.layers
+        return layers.have_changed() or (bool(layers.slots) and self.moves.is_moved() and layers.have_other_forms())
+
+    def join(self, component: Component, plan: ComponentPlan, blocks: Mapping[nn.Module, int]) -> Joined:
+        """Let layers join their blocks, or leave them. Raises as `JoinedLayers.join`.
+
+        The caller puts that in place, calls `guard_anew` and at last `accept`: until then layers count as changed.
+        """
+        assert self.layers is not None and self.moves is not None
+        return self.layers.join(component, plan, self.moves, blocks)
+
+    def guard_anew(self) -> None:
+        """Watch the weights that the groups have after a `join`."""
+        self.moves = self.guard_moves(after=self.moves)
+
+    def accept(self, joined: Joined) -> None:
+        """Take the module tree of the last `join` as current: all its consequences are in place."""
+        assert self.layers is not None
+        self.layers.take(joined.structure)
+
+    def undo_moves(self, *, has_joined: bool) -> None:
+        """Undo what ``Module.to`` and its like did; where nothing has changed, quick looks are enough from now on."""
+        if self.moves is not None and not self.moves.put_back() and not has_joined:
+            self.look = self.look_quickly()
+
+    def look_quickly(self) -> SteadyLook | None:
+        """Return what quick looks compare with from now on; None where a quick look does not tell enough."""
+        assert self.layers is not None and self.moves is not None
+        groups = [group for share in self.shares for group in share.groups]
+        if any(slot.is_quantized for group in groups for slot in group.slots) or peek_interpreter_stack() is not None:
+            return None  # torch.func's tensors have no place of their own
+        modules = self.layers.structure.modules
+        return SteadyLook(modules, self.marked_by_others, self.moves.plain_weights(), self.moves.samples())
+
+    def forget_look(self) -> None:
+        """Look closely the next time."""
+        self.look = None
+
+    def begin_loans(self) -> None:
+        """A pass begins: what others lent to the module computes on the device of its block."""
+        if self.swaps.loans:
+            self.swaps.begin()
+
+    def end_loans(self) -> None:
+        """The pass is over: the module holds the others' own tensors again."""
+        if self.swaps.loans:
+            self.swaps.end()
+
+    # -- between passes
+
+    def put_back(self) -> None:
+        """Undo what ``Module.to`` and its like did to the weights."""
+        self.forget_look()
+        if self.moves is not None:
+            self.moves.put_back()
+            if self.moves.gone is not None:
+                self.follow_renamed()
+
+    def follow_renamed(self) -> None:
+        """Update weights where other code has moved them within the module; forwards are refused from then on.
+
+        Until the component is released, or planned anew with what such code has put into the module beside that.
+        """
+        if self.moves is not None:
+            for name in self.places.follow_renamed():
+                self.moves.note_gone(name)
+
+    def describe_anew(self, component: Component, plan: ComponentPlan) -> tuple[Component, ComponentPlan]:
+        """Return both by the names that the module gives weights now, before another plan is made."""
+        self.follow_renamed()
+        return (component, plan) if self.layers is None else self.layers.describe_anew(component, plan)
+
+    def bring_layers_home(self) -> None:
+        """Move weights of layers that have not joined yet to host memory."""
+        if self.layers is not None:
+            self.layers.bring_home()
+
+    # -- reports
+
+    def tell_undone(self) -> None:
+        """Report what was done to the weights and undone (`MoveGuard.tell_undone`). Raises `UnsafeState`."""
+        if self.moves is not None:
+            self.moves.tell_undone()
+
+    def refuse(self) -> None:
+        """Undo changes that cannot be taken over, such as another dtype, and raise `UnsafeState` for them."""
+        self.follow_renamed()
+        self.put_back()
+        undone = self.moves.take_undone() if self.moves is not None else None
+        if undone is not None:
+            raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")
+
+    def tell_undone_at_release(self) -> None:
+        """Raise `UnsafeState`, once, for a change that was made before the release and that this undid."""
+        undone, self.undone = self.undone, None
+        if undone is not None:
+            raise UnsafeState(f"{self.owner}: {undone}; release() undid the change: make it again now")
