@@ -1,4 +1,4 @@
-"""The shares of a component, one for each device of its plan: blocks that are packed already, and groups for the others."""
+"""The shares of a component, one per device of its plan, of blocks that are packed already and of new groups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def build_shares(
             component,
             plan,
             source=source,
-            written=earlier.written,
+            written=earlier.written.names,
             cpus=[name for name, device in devices.items() if device.is_cpu],
         )
         earlier.unpack_left(list(kept.values()), reads=not component.has_file)

@@ -46,6 +46,11 @@ class ComputingWeight(nn.Parameter):
         DATA.__set__(self, value)
         self.looked.append(self)
 
+    def take_written(self) -> bool:
+        """Return whether it was written to through ``.data`` since the last call."""
+        alias, self.alias = self.alias, None
+        return alias is not None and alias._version > 0
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)

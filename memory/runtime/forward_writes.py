@@ -49,8 +49,7 @@ def take_looked(group: WeightGroup) -> tuple[bool, str | None]:
     """
     is_written, refused = False, None
     for weight in group.views.looked:
-        is_written |= weight.alias is not None and weight.alias._version > 0
-        weight.alias = None
+        is_written |= weight.take_written()
         if is_pointed_elsewhere(group, weight):
             refused = take_data(group, weight) or refused
             is_written = True

@@ -265,7 +265,7 @@ class JoinedLayers:
         for _, slot in tree.added:
             if isinstance(slot.held, AbsentWeight):  # made of one of ours
                 slot.hold(at_home(slot.held))
-        self.packing.note_replaced(slot.spec for _, slot in tree.added)
+        self.packing.written.note_replaced(slot.spec for _, slot in tree.added)
         return self.describe(component, plan)
 
     def bring_home(self) -> None:

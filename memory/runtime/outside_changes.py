@@ -69,7 +69,7 @@ class OutsideChanges:
     def stop(self, packing: Packing) -> None:
         """Look for layers no more, and note the changes so far: the weights are about to be given back."""
         if self.moves is not None:
-            packing.note_written(self.swaps.names)
+            packing.written.note(self.swaps.names)
             if find_rival(self.marked_by_others) is None:  # else that was told, with the advice to release it
                 self.undone = self.moves.take_undone()
         self.layers = self.look = None

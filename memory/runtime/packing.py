@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from ..errors import InvalidInput
@@ -14,16 +14,17 @@ from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
 from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import PAGE_BYTES
-from ..weights.component import Component, TensorSpec
+from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .added_layers import bring_home
 from .bundle import Bundle
 from .device_share import DeviceShare
 from .ledger import Kind, Ledger
-from .parameter_slots import ParameterSlot, differs_from_file
+from .parameter_slots import ParameterSlot
 from .unpacking import discard, unpack
 from .weight_group import WeightGroup
 from .weight_store import FileStore, HostStore
+from .written_weights import WrittenWeights, renamed
 
 __all__ = ["Ending", "Packing"]
 
@@ -79,23 +80,15 @@ class Packing:
             slot.spec.name for group in self.groups for slot in group.slots if slot.held.is_meta
         )
         """The weights that came under management without memory."""
-        self.written = frozenset[str]()
-        """The weights that are not what their file has any more."""
-        self.doubtful = frozenset[str]()
-        """The weights that were in RAM, and may have been written to there: compared with their file before they rest
-        in it."""
-        self.packed_versions: dict[int, int] = {}
-        """The version of each group's weight store in host memory as it was packed, by the group's id."""
+        self.written = WrittenWeights(source)
         self.left: list[Bundle] = []
         """Packed blocks that wait for the managed component which goes on with them; the same list for both."""
         if after is not None:
-            self.came_on_meta, self.written, self.left = after.came_on_meta, after.written, after.left
-            self.doubtful = after.doubtful
+            self.came_on_meta, self.left = after.came_on_meta, after.left
         self.kept = [bundle for share in shares for bundle in share.bundles if bundle in self.left]
         """The blocks that were packed before."""
         if after is not None:
-            known = [id(group) for bundle in self.kept for group in bundle.groups if id(group) in after.packed_versions]
-            self.packed_versions = {number: after.packed_versions[number] for number in known}
+            self.written.go_on_from(after.written, [group for bundle in self.kept for group in bundle.groups])
 
     @property
     def groups(self) -> list[WeightGroup]:
@@ -149,14 +142,14 @@ class Packing:
                 else:
                     self.pack_share(share, progress)
         if self.plan.tier == "disk":
-            self.doubtful = frozenset()
+            self.written.end_doubts()
         self.left.clear()
         for tier, num_bytes in self.host_bytes.items():
             self.charge(tier, num_bytes)
         for group in self.groups:
             group.at_rest.charge_to(self.charge_host)
             if group.at_rest.store is not None and not any(group in bundle.groups for bundle in self.kept):
-                self.packed_versions[id(group)] = group.at_rest.version
+                self.written.note_packed(group)
 
     def open_files(self) -> AbstractContextManager[object]:
         """Keep the files open meanwhile that weights are read from."""
@@ -191,9 +184,7 @@ class Packing:
                         others.append(share.copies.wait)
         for number, lock in locks.items():
             self.host_bytes["pinned"] += lock.arena.num_bytes
-            for wait in lock.waits:
-                wait()
-            lock.waits[:] = waits[number]
+            lock.copy_by(waits[number])
 
     def unpack_left(self, kept: Collection[Bundle] = (), *, reads: bool = False) -> None:
         """Unpack the blocks that no managed component goes on with.
@@ -260,7 +251,7 @@ class Packing:
                 group.pack(slab)
                 taken["host"] += 0 if slab.data.is_pinned() else group.slab_bytes
             taken["pinned"] += slabs.locked_bytes
-            self.packed_versions[id(group)] = group.at_rest.version
+            self.written.note_packed(group)
         group.at_rest.charge_to(self.charge_host)
         bundle.add(group)
         self.added_bytes[group] = taken
@@ -282,35 +273,20 @@ class Packing:
             self.host_bytes[tier] -= num_bytes
             self.charge(tier, -num_bytes)
 
-    def note_written(self, names: Iterable[str]) -> None:
-        """Weights of these names are not what their file has any more."""
-        self.written |= frozenset(names)
-
-    def note_replaced(self, specs: Iterable[TensorSpec]) -> None:
-        """The module holds weights of its own for these: what the files have of them is not what they are."""
-        if self.source is not None:
-            self.note_written(spec.name for spec in specs if self.source.holds(spec))
-
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
         for group in self.groups:
             group.rename(names)
-        self.came_on_meta = frozenset(names.get(name, name) for name in self.came_on_meta)
-        self.written = frozenset(names.get(name, name) for name in self.written)
-        self.doubtful = frozenset(names.get(name, name) for name in self.doubtful)
-        if self.source is not None:
-            stored = self.source.files
-            self.note_written([new for old, new in names.items() if old not in stored and new in stored])
-            self.source.rename({old: new for old, new in names.items() if old in stored})
+        self.came_on_meta = renamed(self.came_on_meta, names)
+        self.written.rename(names)
 
     def leave_in_file(self, share: DeviceShare) -> None:
         """Leave a share's weights in their file; they reach the device through bounce buffers."""
         assert self.source is not None and share.bounce is not None
         for group in share.groups:
             if group.at_rest.store is None:
-                doubtful = [s for s in group.slots if s.spec.name in self.doubtful and self.source.holds(s.spec)]
-                self.note_written(slot.spec.name for slot in doubtful if differs_from_file(slot, self.source))
-                group.rest_in_file(self.source, share.bounce, written=self.written)
+                self.written.compare(group)
+                group.rest_in_file(self.source, share.bounce, written=self.written.names)
             assert isinstance(group.at_rest.store, FileStore)
             self.host_bytes["host"] += group.at_rest.store.kept_bytes
         share.bounce.fill_from(self.source)
@@ -348,12 +324,7 @@ class Packing:
         Raises:
             InvalidInput: weights rest in a file that has changed; they stay without memory.
         """
-        if self.plan.tier == "disk":
-            left = [group for group in self.groups if group.host_slab is not None]
-            self.written |= {slot.spec.name for group in left for slot in group.slots if not slot.is_buffer}
-        elif self.source is not None:
-            rewritten = [group for group in self.groups if self.may_be_written(group)]
-            self.doubtful |= {slot.spec.name for group in rewritten for slot in group.slots if not slot.is_buffer}
+        self.written.note_end(self.groups, on_disk=self.plan.tier == "disk")
         error: InvalidInput | None = None
         staying = self.to_leave(ending)
         self.left += [bundle for bundle in staying if bundle not in self.left]
@@ -372,11 +343,6 @@ class Packing:
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         if error is not None:
             raise error
-
-    def may_be_written(self, group: WeightGroup) -> bool:
-        """Whether weights in RAM may have been written to since they were packed; what was never packed may have
-        been."""
-        return group.at_rest.store is None or self.packed_versions.get(id(group)) != group.at_rest.version
 
     def to_leave(self, ending: Ending) -> list[Bundle]:
         """Return the blocks that stay packed: all that are, or those that were before."""
@@ -413,4 +379,4 @@ class Packing:
         elif ending is Ending.HANDED_OVER:  # half packed
             unpack(group, group.at_rest.names_in_file)
         else:  # a model with memory for half of its weights would be of no use
-            unpack(group, group.at_rest.names_in_file & self.came_on_meta if not self.written else ())
+            unpack(group, group.at_rest.names_in_file & self.came_on_meta if not self.written.names else ())

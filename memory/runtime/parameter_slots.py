@@ -119,7 +119,7 @@ class ParameterSlot:
 
 
 def find_slots(module: nn.Module, specs: Sequence[TensorSpec]) -> dict[str, ParameterSlot]:
-    """Return an entry per described weight of a module, by name.
+    """Return a slot for each described weight of a module, by name.
 
     Raises:
         UnsafeState: the module has no weight of a name.

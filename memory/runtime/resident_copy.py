@@ -18,7 +18,7 @@ class DeviceCopy:
     """A slab on a device whose copy was queued.
 
     Args:
-        views: what the module holds for each entry.
+        views: what the module holds, one per slot.
         buffers_begin: where the slab has no more weights, but plain buffers.
     """
 

@@ -147,6 +147,12 @@ class ArenaLock:
     waits: list[Callable[[], object]]
     """Functions called before unlocking: each waits for copies from the slabs."""
 
+    def copy_by(self, waits: Iterable[Callable[[], object]]) -> None:
+        """Wait for the copies so far, and before unlocking for those that these functions wait for."""
+        for wait in self.waits:
+            wait()
+        self.waits[:] = waits
+
 
 @dataclass(frozen=True, slots=True)
 class HostSlab:

@@ -317,7 +317,7 @@ def find_changed_weights(managed: ManagedComponent) -> list[tuple[str, str]]:
     with source.held():
         for group in managed.groups:
             if isinstance(group.at_rest.store, FileStore) or (
-                group.at_rest.store is not None and is_written(managed, group)
+                group.at_rest.store is not None and managed.packing.written.is_known_of(group)
             ):
                 continue
             for index, slot in enumerate(group.slots):
@@ -333,11 +333,3 @@ def find_changed_weights(managed: ManagedComponent) -> list[tuple[str, str]]:
                     if not all(same_bits(own.detach().cpu(), read) for own, read in pairs):
                         changed.append((group.name, slot.spec.name))
     return changed
-
-
-def is_written(managed: ManagedComponent, group: WeightGroup) -> bool:
-    """Whether other code is known to have written to a group's weights since they were packed."""
-    packing = managed.packing
-    known = packing.written | packing.doubtful
-    by_name = any(slot.spec.name in known for slot in group.slots)
-    return by_name or packing.packed_versions.get(id(group), group.at_rest.version) != group.at_rest.version
