@@ -66,7 +66,7 @@ def verify(
         arguments = copy_arguments((args, kwargs), [*modules, *objects])
         try:
             side = run_side(lambda: call(*arguments[0], **arguments[1]), recording, room_bytes=room_bytes)
-            side.arguments = [show(leaf, room_bytes=room_bytes) for leaf in leaves_in(arguments)]
+            side.note_arguments([show(leaf, room_bytes=room_bytes) for leaf in leaves_in(arguments)])
             return side
         finally:
             go_through(snapshot.put_back)

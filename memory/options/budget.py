@@ -136,7 +136,7 @@ def parse_budget_item(
     target = "*"
     begin = scanner.position
     match = scanner.match(WORD)
-    scanner.position = begin
+    scanner.go_to(begin)
     if match and match[0] != "unlimited":
         target = parse_target(scanner, devices, components, others=others)
         if not scanner.take("="):
@@ -172,7 +172,7 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
     word = scanner.match(WORD)
     if word and word[0] == "unlimited":
         return BudgetItem(target=target)
-    scanner.position = begin
+    scanner.go_to(begin)
     match = scanner.match(SIZE)
     if match is None:
         scanner.fail("a size is missing; allowed: 6GiB, 80%, -1GiB or unlimited", at=begin)

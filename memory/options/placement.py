@@ -100,6 +100,10 @@ class Scanner:
         self.what = what
         self.position = 0
 
+    def go_to(self, position: int) -> None:
+        """Go on reading there."""
+        self.position = position
+
     def skip_blanks(self) -> None:
         while self.position < len(self.text) and self.text[self.position].isspace():
             self.position += 1
@@ -175,7 +179,7 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
         component = resolve_kind(scanner, scanner.text[begin : scanner.position].strip(), components, begin)
         scanner.take("=")
     else:
-        scanner.position = begin
+        scanner.go_to(begin)
     splits = parse_place(scanner, devices)
     tier = None
     if scanner.take(":"):
@@ -210,7 +214,7 @@ def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[SplitRatio,
         if scanner.peek("&"):
             scanner.fail("'auto' chooses the devices itself; name every device of a split")
         return ()
-    scanner.position = begin
+    scanner.go_to(begin)
     splits = [SplitRatio(device=parse_device_name(scanner, devices))]
     while scanner.take("&"):
         scanner.skip_blanks()
@@ -239,7 +243,7 @@ def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
         if number:
             name = f"{name}:{number[0].lstrip('0') or 0}"
         else:  # the colon begins a tier
-            scanner.position = after_name
+            scanner.go_to(after_name)
     canonical = canonical_device(name)
     if canonical not in devices:
         scanner.fail(f"this machine has no device {name!r}; {allowed_values(name, [AUTO, *devices])}", at=begin)
@@ -277,7 +281,7 @@ def parse_tier(scanner: Scanner, devices: Collection[str]) -> str:
     match = scanner.match(WORD)
     if match and match[0] in TIERS:
         return match[0]
-    scanner.position = begin
+    scanner.go_to(begin)
     if match and names_device(match[0]):
         return parse_device_name(scanner, devices)
     word = match[0] if match else ""

@@ -267,7 +267,7 @@ def parse_base(scanner: Scanner) -> str | None:
         return number[0]
     word = scanner.match(WORD)
     if word is None or word[0] == "unlimited" or scanner.peek("=") or scanner.peek(":"):
-        scanner.position = 0
+        scanner.go_to(0)
         return None
     lowered = word[0].lower()
     if lowered == AUTO:
@@ -287,7 +287,7 @@ def parse_setting(scanner: Scanner, devices: Collection[str], components: Sequen
     match = scanner.match(WORD)
     word = match[0] if match else ""
     if word not in SETTINGS or word in components:
-        scanner.position = begin
+        scanner.go_to(begin)
         return None
     target = "*"
     if word == "reserve" and scanner.take(":"):

@@ -321,7 +321,7 @@ class DeviceShare:
             assert streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
             staging_slot = streamer.acquire(number)
             self.computing[number] = staging_slot  # first: after an interrupt only what is noted here is given back
-            streamer.area.use(staging_slot)
+            staging_slot.use(self.copies)
             if self.times.watch is not None:
                 self.times.start(number, staging_slot.stream)
             bundle.compute_from(staging_slot.slab, self.memory.scratch)

@@ -65,6 +65,33 @@ class StagingSlot:
         """Whether all bytes of this version are there, or their copies are queued."""
         return self.version == version and not self.missing_bytes
 
+    def take(self, version: int, *, missing_bytes: int) -> None:
+        """Copies of this version are queued, of all but so many bytes."""
+        self.version, self.missing_bytes = version, missing_bytes
+
+    def lose(self, num_bytes: int) -> None:
+        """So many bytes are overwritten by another block."""
+        self.missing_bytes += num_bytes
+
+    def forget(self) -> None:
+        """Hold no version: copies begin and may fail, or the weights were written to past their version."""
+        self.version = None
+
+    def use(self, copies: CopyStream) -> None:
+        """The block computes from now on: the compute stream waits for its bytes."""
+        self.in_use = True
+        self.stream = copies.await_on_compute(self.ready)
+
+    def give_back(self, copies: CopyStream, number: int) -> None:
+        """The block has computed: the bytes may be overwritten when the compute stream reaches this point.
+
+        Args:
+            number: of this use.
+        """
+        copies.mark_free(self.free, self.stream)
+        self.in_use = False
+        self.last_use = number
+
 
 class StagingArea:
     """Device memory through which the streamed blocks of one device pass ([Note: offsets] in
@@ -131,7 +158,7 @@ class StagingArea:
             else:
                 last_use = owner.last_use if owner else 0
                 free.append((last_use if last_use > self.last_awaited else 0, begin, end, owner))
-        staging_slot.version = None  # until all is queued: reading a file may fail
+        staging_slot.forget()  # until all is queued: reading a file may fail
         for pieces in touching(free) if len(free) > 1 else (free,) if free else ():  # first what is free first
             for _, begin, end, owner in pieces:
                 self.claim(begin, end, owner, staging_slot)
@@ -140,8 +167,7 @@ class StagingArea:
             self.bytes_moved += end - begin
         if free:
             self.copies.mark_ready(staging_slot.ready)
-        staging_slot.missing_bytes = left_bytes
-        staging_slot.version = version
+        staging_slot.take(version, missing_bytes=left_bytes)
         return not left_bytes
 
     def claim(self, begin: int, end: int, owner: StagingSlot | None, staging_slot: StagingSlot) -> None:
@@ -151,26 +177,19 @@ class StagingArea:
             self.copies.await_free(owner.ready, owner.free)
             self.last_awaited = max(self.last_awaited, owner.last_use)
             if owner is not staging_slot:
-                owner.missing_bytes += end - begin
+                owner.lose(end - begin)
         self.occupancy.take(begin, end, staging_slot)
 
-    def use(self, staging_slot: StagingSlot) -> None:
-        """Mark a slot as computing: the compute stream waits for its bytes."""
-        staging_slot.in_use = True
-        staging_slot.stream = self.copies.await_on_compute(staging_slot.ready)
-
     def give_back(self, staging_slot: StagingSlot) -> None:
-        """Mark a slot as free: its bytes may be overwritten when the compute stream reaches this point."""
-        self.copies.mark_free(staging_slot.free, staging_slot.stream)
-        staging_slot.in_use = False
+        """As `StagingSlot.give_back`, with the number of this use."""
         self.num_uses += 1
-        staging_slot.last_use = self.num_uses
+        staging_slot.give_back(self.copies, self.num_uses)
 
     def forget(self) -> None:
         """Treat the bytes of every block as outdated; for writes that bypass versions (``.data``)."""
         for staging_slot in self:
             assert not staging_slot.in_use
-            staging_slot.version = None
+            staging_slot.forget()
 
     def __iter__(self) -> Iterator[StagingSlot]:
         for staging_slots in self.staging_slots.values():

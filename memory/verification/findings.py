@@ -105,6 +105,10 @@ class Side:
     error: Exception | None = None
     recording: Recording | None = None
 
+    def note_arguments(self, shown: list[Shown]) -> None:
+        """Note what the call left in its arguments."""
+        self.arguments = shown
+
 
 def run_side(call: Callable[[], Any], recording: Recording | None, *, room_bytes: int) -> Side:
     """Make one call. An exception is its result, except for refusals, interrupts and out of memory."""

@@ -91,9 +91,9 @@ def faults_of(managed: ManagedComponent) -> Iterator[Fault]:
             if (
                 isinstance(group.at_rest.store, HostStore) and group.at_rest.blocks_host
             ):  # else its arena stays: others lie in it, too
-                yield group, "store", None
+                yield group.at_rest, "store", None
             if group.at_rest.store is not None and group.slab_bytes:
-                yield group, "store", HostStore(torch.empty(group.slab_bytes + 256, dtype=torch.uint8))
+                yield group.at_rest, "store", HostStore(torch.empty(group.slab_bytes + 256, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("form", FORMS)

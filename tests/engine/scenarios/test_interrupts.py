@@ -24,7 +24,7 @@ from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.packing import Packing
 from highwater.memory.runtime.placed_tensors import PlacedTensors
 from highwater.memory.runtime.prefetch import Streamer
-from highwater.memory.runtime.staging import StagingArea
+from highwater.memory.runtime.staging import StagingArea, StagingSlot
 from highwater.memory.runtime.weight_group import WeightGroup
 from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.transfer.copy_stream import CopyStream
@@ -52,7 +52,7 @@ STEPS = [
     (StagingArea, "claim"),
     (StagingArea, "fill"),
     (StagingArea, "give_back"),
-    (StagingArea, "use"),
+    (StagingSlot, "use"),
     (WeightGroup, "compute_from"),
     (WeightGroup, "rest"),
     (Occupancy, "take"),

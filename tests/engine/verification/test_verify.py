@@ -19,7 +19,7 @@ from highwater.memory import InvalidInput, Managed, manage, verify
 from highwater.memory.errors import UnsafeState
 from highwater.memory.runtime.block_state import BlockState
 from highwater.memory.runtime.deep_copies import OwnHook
-from highwater.memory.runtime.staging import StagingArea
+from highwater.memory.runtime.staging import StagingSlot
 from highwater.memory.verification import recording, reference, snapshot
 
 VERIFYING = [module.__file__ for module in (recording, reference, snapshot, verify)]
@@ -379,29 +379,29 @@ def test_a_weight_that_is_flipped_on_the_device_counts_as_written_and_is_named(t
         managed.release()
 
 
-def test_a_weight_that_is_flipped_in_staging_memory_is_found(toys, machine) -> None:
+def test_a_weight_that_is_flipped_in_staging_memory_is_found(toys, machine, monkeypatch) -> None:
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         managed = managed_net(toys, manager, "streamed")
         managed_component = managed.members[0].managed
         managed_component.module(x)
         (share,) = managed_component.shares
-        area, number = share.streamer.area, max(share.streamer.groups)
+        number, use = max(share.streamer.groups), StagingSlot.use
 
-        def corrupt(stay):
-            StagingArea.use(managed_component.shares[0].streamer.area, stay)
-            if stay.block == number:
+        def corrupt(staging_slot, copies):
+            use(staging_slot, copies)
+            if staging_slot.block == number:
                 managed_component.finish_copies()
-                flip(stay.slab)
-                stay.version = None  # copied anew next time
+                flip(staging_slot.slab)
+                staging_slot.forget()  # copied anew next time
 
-        area.use = corrupt
+        monkeypatch.setattr(StagingSlot, "use", corrupt)
         found = managed.verify(x)
-        del area.use, corrupt
+        monkeypatch.undo()
         name = managed_component.component.blocks[number].name
         assert first_place(found) == name and "from equal inputs" in found.first.text
         managed.release()
-        del share, area
+        del share
 
 
 def test_a_copy_that_comes_late_is_found(sim, toys) -> None:
