@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,16 @@ class PreviewText:
         return {"text": (self.value,)}
 
 
+@contextmanager
+def no_partial_file(path: Path) -> Iterator[None]:
+    """Remove a file that an error in the body, such as a full disk, leaves empty or incomplete."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
 class ImageSaveHelper:
     """Writes images as the host does, so that a PNG dropped on its page brings the workflow back."""
 
@@ -76,7 +87,7 @@ class ImageSaveHelper:
             pixels = (image.cpu().clamp(0, 1) * 255).byte().numpy()
             filename = f"{name}_{number:05}_.png"
             path = Path(folder) / filename
-            with naming_path(path):
+            with naming_path(path), no_partial_file(path):
                 Image.fromarray(pixels).save(path, pnginfo=metadata, compress_level=compress_level)
             results.append(SavedResult(filename, subfolder, "output"))
         return SavedImages(results)

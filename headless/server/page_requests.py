@@ -42,6 +42,7 @@ OBJECT_BYTES = 64
 BODY_TIMEOUT_S = 120.0
 
 DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EROFS)
+NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 BAD_NAME = (errno.ENAMETOOLONG, errno.EINVAL, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -177,7 +178,9 @@ def texts(values: Any) -> list[str]:
 
 @web.middleware
 async def explain_bad_input(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer 400 with one line where a request's values cannot be used, and 507 where the disk takes no more."""
+    """Answer with one line: 400 where a request's values cannot be used, 507 where the disk takes no more, 403 where
+    the system does not let this process at a file.
+    """
     try:
         return await handler(request)
     except InvalidInput as error:
@@ -185,6 +188,8 @@ async def explain_bad_input(request: web.Request, handler: Handler) -> web.Strea
     except OSError as error:
         if error.errno in DISK_FULL:
             return web.json_response({"error": f"nothing was saved: {error.strerror}"}, status=507)
+        if error.errno in NOT_ALLOWED:
+            return web.json_response({"error": f"the system does not allow this: {error.strerror}"}, status=403)
         if error.errno in BAD_NAME:
             return web.json_response(
                 {"error": f"this system does not accept the file name: {error.strerror}"}, status=400

@@ -60,7 +60,14 @@ class UserDirectory:
     # -- settings
 
     def settings(self) -> dict[str, Any]:
-        """Return what was set; a broken file counts as nothing set, so that the page still opens."""
+        """Return what was set; a broken or unreadable file counts as nothing set, so that the page still opens."""
+        try:
+            return self.read_settings()
+        except OSError:
+            return {}
+
+    def read_settings(self) -> dict[str, Any]:
+        """Return what was set; nothing where the file is broken or not there. Raises OSError if it cannot be read."""
         try:
             found = parse_json((self.folder / SETTINGS_FILE).read_bytes())
         except (FileNotFoundError, InvalidInput):
@@ -68,8 +75,13 @@ class UserDirectory:
         return found if isinstance(found, dict) else {}
 
     def change_settings(self, changes: dict[str, Any]) -> None:
-        """Set some of the settings. Raises `InvalidInput` where they would be more than a page has."""
-        text = json.dumps({**self.settings(), **changes}, indent=2, allow_nan=False)
+        """Set some of the settings.
+
+        Raises:
+            InvalidInput: they would be more than a page has.
+            OSError: those that are set cannot be read, and would be lost; or the file cannot be written.
+        """
+        text = json.dumps({**self.read_settings(), **changes}, indent=2, allow_nan=False)
         if len(text) > MAX_SETTINGS_BYTES:
             raise InvalidInput(f"the settings would have {len(text)} bytes; allowed: at most {MAX_SETTINGS_BYTES}")
         self.write(SETTINGS_FILE, text.encode())

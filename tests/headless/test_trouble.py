@@ -92,7 +92,7 @@ def test_a_full_disk_behind_standard_output_is_named(arguments: list[str]) -> No
     assert (done.returncode, done.stderr) == (1, "highwater: standard output: No space left on device\n")
 
 
-def test_an_image_that_finds_no_space_names_its_file(tmp_path: Path) -> None:
+def test_an_image_that_finds_no_space_names_its_file_and_leaves_none(tmp_path: Path) -> None:
     script = (
         "import resource, sys, torch\n"
         "from highwater.headless.comfy_stub import comfy_ui, folder_paths\n"
@@ -105,6 +105,7 @@ def test_an_image_that_finds_no_space_names_its_file(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == str(tmp_path / "a" / "b_00001_.png"), done.stderr
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 ENCODINGS = [

@@ -7,7 +7,9 @@ import errno
 import gzip
 import json
 import os
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -387,6 +389,42 @@ def test_a_full_disk_leaves_what_was_there(with_server, monkeypatch: pytest.Monk
         assert sorted(path.name for path in server.user.iterdir()) == ["a.json", "comfy.settings.json"]
 
     with_server(body)
+
+
+def test_a_folder_without_permission_is_one_line_and_the_page_still_opens(
+    with_server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    async def body(server):
+        client = server.client
+        await client.post("/userdata/a.json", data=b"old")
+        await client.post("/settings", json={"a": 1})
+        line = "the system does not allow this: Permission denied"
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "mkstemp", refuse)
+            patch.setattr(Path, "unlink", refuse)
+            patch.setattr(os, "replace", refuse)
+            for method, path in (
+                ("POST", "/userdata/a.json"),
+                ("POST", "/userdata/b.json"),
+                ("POST", "/settings"),
+                ("DELETE", "/userdata/a.json"),
+                ("POST", "/userdata/a.json/move/c.json"),
+            ):
+                response = await client.request(method, path, data=b'{"a": 2}')
+                assert (response.status, (await response.json())["error"]) == (403, line), path
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", refuse)
+            assert "a" not in await server.get("/settings")
+            response = await client.post("/settings", json={"b": 2})  # else what cannot be read would be lost
+            assert (response.status, (await response.json())["error"]) == (403, line)
+        assert (await server.get("/settings"))["a"] == 1
+        assert (server.user / "a.json").read_bytes() == b"old"
+
+    with_server(body)
+    assert "Traceback" not in caplog.text
 
 
 def test_settings_stay_small_and_readable(with_server) -> None:
