@@ -120,7 +120,7 @@ class Bars:
             self.progress.update(task.id, completed=task.total)
 
     def print_ended(self) -> None:
-        """Print the bars, all of which have ended, above those to come: drawing takes as long as there are bars."""
+        """Print all bars, whose nodes have ended, as plain lines: a live display redraws all its bars every time."""
         ended = self.progress.tasks
         self.console.out.print(self.progress.make_tasks_table(ended))
         for task in ended:
@@ -129,9 +129,9 @@ class Bars:
 
 @contextmanager
 def waiting_for_blocks(runner: WorkflowRunner) -> Iterator[None]:
-    """While the manager works, let Ctrl-C wait for the block that is being loaded; a second one does not wait.
+    """Delay Ctrl-C until the block is loaded that the manager is loading; a second Ctrl-C interrupts at once.
 
-    An exception in the middle of a block would leave bytes on a device that no book has.
+    An exception in the middle of a block would leave bytes on a device that are not in the ledger.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

@@ -61,7 +61,7 @@ def draw_timeline(report: dict[str, Any], path: str | Path) -> None:
 
 
 def samples_at(times: list[float], samples: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """Return what a device held at each time: as at its last point, where it has none of its own."""
+    """Return a device's sample for each time; where it has none, its last one, with what was allocated as the peak."""
     own = {sample["t_s"]: sample for sample in samples if sample["device"] == name}
     last = {"component_bytes": {}, "allocated_bytes": 0, "peak_bytes": 0}
     found = []

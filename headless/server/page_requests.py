@@ -124,12 +124,12 @@ def parse_json(body: bytes) -> Any:
 
 
 def count_marks(text: bytes) -> int:
-    """Return how many values a JSON text holds at most."""
+    """Return the largest number of values that a JSON text of these brackets, commas and colons can contain."""
     return sum(map(text.count, b"[{,:"))
 
 
 def weigh_json(text: bytes) -> int:
-    """Return about how many bytes of memory a JSON text takes once it is read: an object for each value."""
+    """Estimate the bytes of memory that a JSON text takes when it is parsed: its length, and an object per value."""
     return len(text) + OBJECT_BYTES * count_marks(text)
 
 
@@ -178,8 +178,8 @@ def texts(values: Any) -> list[str]:
 
 @web.middleware
 async def explain_bad_input(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer with one line: 400 where a request's values cannot be used, 507 where the disk takes no more, 403 where
-    the system does not let this process at a file.
+    """Answer with one line: 400 for values that cannot be used, 507 for a full or read-only disk, 403 where
+    the system denies access to a file.
     """
     try:
         return await handler(request)

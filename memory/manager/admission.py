@@ -55,17 +55,17 @@ class Admission:
         """Yield the idle components on a device, other than the member, in the policy's order.
 
         Args:
-            cause: says for each victim, when its turn comes, what has to be freed for whom.
+            cause: called for each victim when it is its turn; returns what needs memory, and how much.
         """
         for victim in self.policy.order(self.capacity.candidates(device, member)):
             yield victim.because(cause())
 
     def make_room(self, device: Device, need_bytes: int, member: Member | None, *, keeps_bytes: int = 0) -> None:
-        """Evict idle components if the need would leave less than the low mark free, until the high mark is free.
+        """Evict idle components until the high mark is free, if the need would leave less than the low mark free.
 
         Args:
-            keeps_bytes: what stays free for the member's forwards, too. For a hosted member, other hosted components
-                keep the form in which they can compute.
+            keeps_bytes: what else stays free, for the member's forwards. For a hosted member this evicts other hosted
+                components only as far as they can still compute.
         """
         mark, asked = self.capacity.watermarks.of(device.name), self.left_free(device, member)
         self.clear(device, need_bytes, member, max(mark.low_bytes, asked), max(mark.high_bytes, asked))
@@ -82,7 +82,7 @@ class Admission:
         *,
         allow_unrunnable: bool = True,
     ) -> None:
-        """Evict idle components if the need would leave less than ``low`` free, until ``high`` is free; as `evict`."""
+        """Evict idle components until ``high`` bytes stay free, if the need would leave less than ``low`` free."""
         left = device.free_bytes() - need_bytes
         if left >= low:
             return
@@ -104,7 +104,7 @@ class Admission:
         return member.profile.left_free(device.name, component.name, component.kind, device.total_bytes())
 
     def clear_left_free(self, member: Member) -> bool:
-        """Evict idle components from the bytes that a loaded member's profile leaves free.
+        """Evict idle components until the bytes are free that a loaded member's profile leaves free.
 
         Returns whether it leaves any free.
         """
@@ -118,7 +118,8 @@ class Admission:
     def give_headroom(self, member: Member, size: Size) -> None:
         """Free what forwards of a size are known to need, for a component that its host has loaded.
 
-        Others lose what they can compute without; then the component itself streams more. Its host hears of both.
+        First other components are evicted as far as they can still compute; then the component itself streams more. The
+        host is told of both.
         """
         if not member.managed.is_loaded:
             return
@@ -144,14 +145,14 @@ class Admission:
         self.measures.sample()
 
     def keep_budgets(self, device: Device, device_bytes: int, member: Member) -> None:
-        """Evict idle siblings if with so many bytes of the member they held more than its budget for the device."""
+        """Evict idle siblings if they and ``device_bytes`` of the member exceed the member's budget for a device."""
         component = member.managed.component
         for budget in member.profile.budgets_for(device.name, component.name, component.kind):
             if budget.target == device.name:
                 self.keep_budget(budget, device, device_bytes, member)
 
     def keep_budget(self, budget: BudgetItem, device: Device, device_bytes: int, member: Member) -> None:
-        """Do the same for one budget, if it limits what weights take of the device."""
+        """Evict idle siblings for one budget, as `keep_budgets`; nothing if the budget sets no limit."""
         most = budget.most(device.total_bytes())
         if most is None:
             return
@@ -175,12 +176,12 @@ class Admission:
         exclude: Collection[Member] = (),
         allow_unrunnable: bool = True,
     ) -> int:
-        """Evict idle components until so many bytes of a device are freed; returns the bytes that really were.
+        """Evict idle components until ``num_bytes`` of a device are freed; returns the bytes that were freed.
 
         Args:
             cause: what needs the bytes, for the event log; the policy adds why this component leaves.
             exclude: components that stay because their host is about to load them.
-            allow_unrunnable: whether hosted components may lose the form in which they can compute.
+            allow_unrunnable: whether so much of hosted components may be evicted that they cannot compute.
         """
         freed = 0
         device = self.devices[device_name]
@@ -195,11 +196,11 @@ class Admission:
     def evict(
         self, member: Member, device: Device, num_bytes: int, reason: str, *, allow_unrunnable: bool = True
     ) -> int:
-        """Drop at least so many bytes of an idle component, or all that it has; returns the bytes freed.
+        """Evict at least ``num_bytes`` of an idle component, or all of it; returns the bytes freed.
 
         Args:
             reason: why this component leaves, for the event log.
-            allow_unrunnable: whether it may lose the form in which it can compute.
+            allow_unrunnable: whether so much of it may be evicted that it cannot compute.
         """
         if member.leases:
             raise UnsafeState(f"{member.id} computes and cannot be evicted")
@@ -216,7 +217,7 @@ class Admission:
         return freed
 
     def stream_more(self, member: Member, device: Device, ceiling: int, *, allow_unrunnable: bool) -> bool:
-        """Reduce a component to so many bytes in a form that can compute; False if no such form is small enough.
+        """Reduce a hosted component to ``ceiling`` bytes, with which it can still compute; False if it needs more.
 
         Its host counts it as loaded and may enter it without loading it again. Unless ``allow_unrunnable``, its least
         form is taken where none is small enough.

@@ -24,7 +24,7 @@ NOTICEABLE = 256
 
 
 def learn_times(member: Member, capacity: LiveCapacity) -> None:
-    """Take what was timed in a component's passes; it is planned again when all its blocks were timed."""
+    """Store the times that a component's passes measured. With the times of all its blocks it is planned again."""
     for share in member.managed.shares:
         seconds = share.times.take()
         if seconds is not None:
@@ -35,7 +35,7 @@ def learn_times(member: Member, capacity: LiveCapacity) -> None:
 
 
 def learn_needs(member: Member, capacity: LiveCapacity, current: Pass, needed: Mapping[str, int]) -> None:
-    """Take what a pass needed beside the weights, or that it ran out of memory, for plans to come.
+    """Store what a pass needed beside the weights, or that it ran out of memory; later plans use it.
 
     Args:
         needed: its peaks by device.
@@ -68,7 +68,7 @@ def learn_success(member: Member, capacity: LiveCapacity, size: Size, needed: Ma
 def learn_shortage(
     member: Member, capacity: LiveCapacity, size: Size, needed: Mapping[str, int], shortage: Shortage
 ) -> None:
-    """Take what a failed allocation tells, plan the next pass anew, and say in the error what it will keep free."""
+    """Store what a failed allocation shows, plan the next pass again, and add to the error what it will keep free."""
     share = find_short(member.managed.plan, capacity, shortage)
     if share is None:
         return
@@ -97,7 +97,7 @@ def learn_shortage(
 
 
 def learn_failed_load(member: Member, capacity: LiveCapacity, plan: ComponentPlan, error: BaseException) -> None:
-    """Load as little as can compute the next time: the device had less memory in one piece than it reported."""
+    """Note that loading failed although the plan fitted: the next load takes the least that can compute."""
     shortage = read_shortage(error)
     share = find_short(plan, capacity, shortage) if shortage is not None else None
     if share is None:
@@ -110,7 +110,7 @@ def learn_failed_load(member: Member, capacity: LiveCapacity, plan: ComponentPla
 
 
 def find_short(plan: ComponentPlan, capacity: LiveCapacity, shortage: Shortage) -> DevicePlan | None:
-    """Return the share whose device ran out of memory; None if that is none of the component's."""
+    """Return the share whose device ran out of memory; None if the component does not use that device."""
     shares = [share for share in plan.shares if not capacity.devices[share.device].is_cpu]
     if shortage.device_index is None:
         return min(shares, key=lambda share: capacity.devices[share.device].free_bytes(), default=None)
@@ -138,7 +138,7 @@ def free_at_entry(member: Member, capacity: LiveCapacity, device: Device) -> int
 
 
 def is_least(member: Member, share: DevicePlan) -> bool:
-    """Whether a share holds no more than it takes to compute at all."""
+    """Whether a share has only the least bytes that it needs to compute."""
     managed = member.managed
     is_first = share.device == managed.plan.shares[0].device
     return share.device_bytes <= least_bytes(managed.component, share.blocks, managed.plan.forms, first=is_first)

@@ -19,7 +19,7 @@ MAX_ENTRIES = 10_000
 
 
 class EventLog:
-    """Records; what is recorded of nodes and runs is measured by `Measures`."""
+    """Records events, points of the timeline, and the nodes and runs that `Measures` measures."""
 
     def __init__(self) -> None:
         self.begin = time.monotonic()

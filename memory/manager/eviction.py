@@ -36,7 +36,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Victim:
-    """A component that is to leave, and why it is this one."""
+    """A component that is to be evicted, and why this one was chosen."""
 
     component: str
     device_bytes: int
@@ -44,7 +44,7 @@ class Victim:
     """A few words for the event log, such as "least recently used"."""
 
     def because(self, cause: str) -> Victim:
-        """Return the victim with the whole reason: why bytes have to be freed, and why it is this component."""
+        """Return the victim with the whole reason: why memory is needed, then why this component was chosen."""
         return replace(self, reason=f"{cause}; {self.reason}")
 
 
@@ -52,12 +52,12 @@ class EvictionPolicy(Protocol):
     """Chooses the order in which idle components are evicted."""
 
     def order(self, candidates: Iterable[Candidate]) -> list[Victim]:
-        """Return every candidate once, the first to leave first; those to evict last come behind all others."""
+        """Return every candidate once, in the order of eviction; those marked ``evict_last`` at the end."""
         ...
 
 
 class LeastRecentlyUsed:
-    """The component that computed longest ago leaves first; of two never used, the larger."""
+    """Evicts the least recently used component first; of two that were never used, the larger."""
 
     def order(self, candidates: Iterable[Candidate]) -> list[Victim]:
         ranked = sorted(candidates, key=lambda each: (each.evict_last, each.last_use, -each.device_bytes))

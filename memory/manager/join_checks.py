@@ -38,7 +38,7 @@ def refuse_unsuitable(
     Args:
         sharers: the managed components, of every manager, that may have weights of the module.
         members: those of this manager.
-        lent: the places of weights that other components own and lend to this one.
+        lent: the weights that other components own and lend to this one.
         borrowers: the members to which this one lends.
     """
     name = component.name
@@ -67,7 +67,7 @@ def refuse_unsuitable(
 def find_managed(
     sharers: Iterable[WeightPlaces], members: Mapping[str, Member], borrowers: Collection[Member]
 ) -> dict[int, str]:
-    """Return by what each parameter is managed, by id, except by borrowers."""
+    """Return the managed component of each parameter, by the parameter's id; borrowers do not count."""
     lent_to = {other.managed.places for other in borrowers}
     found: dict[int, str] = {}
     for places in sharers:

@@ -30,7 +30,7 @@ __all__ = ["Leases", "MemberManager", "write_needs"]
 
 
 class Leases:
-    """Gives leases, each for a pass or another use, and takes them back.
+    """Gives leases on components and takes them back; loads what a lease needs.
 
     Args:
         needs_file: the file of learned needs of forwards; None: they are kept in memory only.
@@ -265,7 +265,7 @@ class Leases:
         self.event_log.note("plan", owner, num_bytes, "host", reason)
 
     def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
-        """Return a function that takes the bytes of each step and calls the watchers."""
+        """Return a function that is called with the bytes of each step of a loading, and tells the watchers."""
         done = 0
 
         def show(num_bytes: int) -> None:

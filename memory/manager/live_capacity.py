@@ -51,10 +51,10 @@ class LiveCapacity:
         self.pageable_links: dict[str, float] = {}
         """Bytes per second from other host memory, as far as they were measured in this process."""
         self.epoch = 0
-        """Counts changes of what there is to share; a plan of an older epoch is checked again."""
+        """Counts changes of the memory that plans share; a plan of an older epoch is checked again."""
 
     def outdate_plans(self) -> None:
-        """Note that there is more or less to share: every component checks its plan when it is used next."""
+        """Note that free memory has changed: every component checks its plan when it is used next."""
         self.epoch += 1
 
     def key_of(self, component: Component, device: str, member: Member | None = None) -> Key:
@@ -69,7 +69,7 @@ class LiveCapacity:
         return digest, self.device_digests[device]
 
     def kept_for_sharing(self, member: Member | None, device: str) -> int:
-        """Return the bytes that a member leaves free: the least form of its lenders, and what its borrowers need.
+        """Return the bytes that a member leaves free for its lenders' least form and for its borrowers' forwards.
 
         A borrower is loaded before its lenders ([Note: sharing] in `weights/sharing.py`).
         """
@@ -107,7 +107,7 @@ class LiveCapacity:
         return unlearned_bytes(found.total_bytes())
 
     def leaves_enough(self, member: Member, size: Size) -> bool:
-        """Whether as much is free now as forwards of a size are known to need, or may need. Asks the driver."""
+        """Whether enough is free now for what forwards of a size need, or may need. Asks the driver."""
         for share in member.managed.plan.shares:
             device = self.devices[share.device]
             if device.is_cpu:
@@ -121,14 +121,14 @@ class LiveCapacity:
         return True
 
     def lasting_bytes(self, device: str, idle: Candidate) -> int:
-        """Return the bytes that an idle component keeps to be able to compute, while its host counts it as loaded."""
+        """Return the bytes of an idle component that stay while its host counts it as loaded: the least to compute."""
         member = self.members[idle.component]
         if not (member.is_hosted and member.managed.is_loaded):
             return 0
         return min(idle.device_bytes, computable(member, {device: 0})[device])
 
     def foreign_bytes(self, device: Device) -> int:
-        """Return what other programs, the driver and other libraries have of a device, beside torch's allocator."""
+        """Return the bytes of a device that are in use by anything but torch's allocator in this process."""
         memory = device.memory()
         return memory.total - memory.free - memory.allocated
 
@@ -227,7 +227,9 @@ class LiveCapacity:
         evicts: bool = True,
         in_pass: bool = False,
     ) -> ComponentPlan:
-        """Return the plan that a member would get now, by all that is known of it; moves nothing.
+        """Return the plan for a member with the memory, needs and times that are known now; moves nothing.
+
+        The member's own plan is returned, and none is made, where it would move nothing.
 
         Raises:
             InvalidInput, DoesNotFit: as `plan_components`.
@@ -239,13 +241,13 @@ class LiveCapacity:
         return confirm_plan(*chosen) or replan(*chosen)
 
     def end_run(self, member: Member) -> None:
-        """End a run of a member: what an older, larger one needed is kept no more."""
+        """End a run of a member: what only an earlier, larger run needed is no longer kept free."""
         if member.end_run():
             shares = member.managed.plan.shares
             self.needs.decay(self.key_of(member.managed.component, share.device, member) for share in shares)
 
     def note_link(self, device: Device, speed: float, *, is_pinned: bool) -> bool:
-        """Take the first measured speed of copies to a device; returns whether it was not known before.
+        """Store the first measured speed of copies to a device; returns whether it was unknown before.
 
         Only the link's own speed, from page-locked memory, is remembered beyond this process: the other depends on what
         else the host does.

@@ -75,7 +75,7 @@ class MemoryManager:
 
     @property
     def is_busy_here(self) -> bool:
-        """Whether this thread is in the middle of a change: a load, an eviction, an entry in the books."""
+        """Whether this thread is in the middle of a load, an eviction or an entry in the ledger."""
         return self.lock.is_held_here()
 
     def bytes_moved(self) -> int:
@@ -84,7 +84,7 @@ class MemoryManager:
         return self.registry.moved_by_released + sum(member.managed.bytes_moved for member in members)
 
     def count_bytes(self) -> Counter[Entry]:
-        """Return what components have where, counted by them, not read from the books; for `Ledger.check`."""
+        """Return the bytes of each component in each place as the components count them, for `Ledger.check`."""
         total: Counter[Entry] = Counter()
         for member in list(self.members.values()):
             for place, kind, num_bytes in member.managed.count_bytes():
@@ -115,7 +115,7 @@ class MemoryManager:
             return self.registry.replace(members, **choices)
 
     def remove(self, member: Member) -> None:
-        """Release a component: nothing of it stays on a device, in the books or in hooks. Idempotent.
+        """Release a component: nothing of it stays on a device, in the ledger or in hooks. Idempotent.
 
         Never waits: a garbage collection may call this in a thread that the holder of the lock waits for. Then the
         component is removed when the lock is released, before another thread gets it.
@@ -124,7 +124,7 @@ class MemoryManager:
             self.lock.run_or_defer(partial(self.registry.detach, member))
 
     def discard(self, member: Member) -> None:
-        """Release a component whose module is not used any more: it keeps no weights, but those that it lends."""
+        """Release a component whose module is not used any more: it gets no weights back, unless it lends some."""
         if not self.is_lent(member):
             member.discard_weights()
         self.remove(member)
@@ -346,13 +346,13 @@ class MemoryManager:
 
 
 def newest(entries: deque[Any], number: int) -> list[Any]:
-    """Return so many of the last entries, the oldest first."""
+    """Return the last ``number`` entries, the oldest first."""
     found = list(islice(reversed(entries), number))
     found.reverse()
     return found
 
 
 def discard(listeners: list[Any], listener: object) -> None:
-    """Remove a listener; once is enough."""
+    """Remove a listener. Idempotent."""
     if listener in listeners:
         listeners.remove(listener)

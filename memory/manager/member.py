@@ -94,26 +94,26 @@ class Member:
         self.block_seconds: dict[int, float] | None = None
         """The measured compute time of each block, in the order in which they ran."""
         self.taken_seconds: dict[str, dict[int, float]] = {}
-        """The same by device, until all devices of a split have timed their blocks, which may be in several passes."""
+        """The measured times by device, while those of other devices of a split are missing."""
 
     def come_with(self, other: Member) -> None:
-        """Share a device's budget with all that came under management by the call with which the other one came."""
+        """Join the other one's call: the members of a call share a budget for a device."""
         self.call.discard(self)
         self.call = other.call
         self.call.add(self)
 
     def borrow_from(self, lenders: Iterable[Member]) -> None:
-        """Take others as the owners of weights that its module has, too."""
+        """Note the members that own weights which its module uses, too."""
         self.lenders = tuple(lenders)
         for lender in self.lenders:
             lender.borrowers.add(self)
 
     def watch(self, look: Callable[[], None] | None) -> None:
-        """Call a function before each use from now on, which may refuse it; None: no more."""
+        """Set the function that is called before each use and may refuse it; None for none."""
         self.look = look
 
     def keep(self, kept: bool) -> None:
-        """Evict it last, or as all others."""
+        """Evict it last (True), or in the usual order (False)."""
         self.evict_last = kept
 
     def note_use(self, number: int, now_s: float) -> None:
@@ -163,7 +163,7 @@ class Member:
         self.managed = managed
 
     def take_profile(self, profile: OffloadProfile, choices: tuple[object, ...]) -> None:
-        """Take over another profile, and what else was chosen with it; times of blocks are measured again."""
+        """Set another profile and its other choices; times of blocks are measured again."""
         self.profile, self.choices = profile, choices
         self.block_seconds, self.taken_seconds = None, {}
         self.outdate_plan()
@@ -179,7 +179,7 @@ class Member:
         self.digest = digest
 
     def note_times(self, device: str, seconds: dict[int, float]) -> None:
-        """Take the times of the blocks on one of its devices; with those of all it is planned again."""
+        """Store the times of the blocks on one of its devices. With those of all devices it is planned again."""
         self.taken_seconds[device] = seconds
         devices = [share.device.name for share in self.managed.shares]
         if all(name in self.taken_seconds for name in devices):
@@ -193,26 +193,26 @@ class Member:
         self.settled.clear()
 
     def excuse(self, size: Size) -> bool:
-        """Return whether another program's bytes excuse the failure of a pass; of an input size only once."""
+        """Whether the failure of a pass may be blamed on another program: once for each input size."""
         is_first = size not in self.spoiled
         self.spoiled.add(size)
         return is_first
 
     def beware(self) -> None:
-        """Note that a part of the same call ran out of memory."""
+        """Note that another component of the same call ran out of memory: plan its next pass with more free memory."""
         self.is_wary = True
 
     def note_failed_load(self, device: str) -> None:
-        """Note that a device had too little memory for what was to be loaded: next time it gets the least form."""
+        """Note that a device had too little memory to load it as planned: next time it gets the least form."""
         self.short_on.add(device)
 
     def count_pass(self) -> bool:
-        """Count a pass outside of runs; returns whether enough are done to count as a run, and begins again then."""
+        """Count a pass outside of runs; returns True, and starts again, each time that enough passes count as a run."""
         self.num_passes = (self.num_passes + 1) % PASSES_OF_A_RUN
         return self.num_passes == 0
 
     def end_run(self) -> bool:
-        """End a run: what an older, larger one needed counts no more; returns whether anything was measured in it."""
+        """End a run: needs of the run before it are forgotten; returns whether this run measured any."""
         if not self.activation_bytes:
             return False
         self.activation_before, self.activation_bytes = self.activation_bytes, Counter()
@@ -229,7 +229,7 @@ class Members(dict[str, Member]):
         self.by_module: dict[int, Member] = {}
         """The members that no host manages, by the ids of their modules."""
         self.prefixed: defaultdict[str, set[str]] = defaultdict(set)
-        """The ids of members by what they have before a slash."""
+        """The ids of members by the part before the first slash."""
 
     def has(self, member: Member) -> bool:
         """Whether a component is under management, and not released."""

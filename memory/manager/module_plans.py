@@ -39,7 +39,7 @@ class Draft:
     plan: Plan
 
     def holds(self, described: Sequence[Component], machine: Machine, profile: OffloadProfile) -> bool:
-        """Whether planning again would give the same."""
+        """Whether planning again would give the same plan."""
         return self.described == tuple(described) and all(
             fresh_plan_holds(component, self.plan[component.name], machine, profile) for component in self.components
         )
@@ -133,7 +133,7 @@ def plan_modules(
 
 
 def describe_split(describe: Callable[..., Component], num_devices: int, largest_bytes: int | None) -> Component:
-    """Return a component in blocks that are cut only if there are fewer of them than devices."""
+    """Return a component in blocks; they are cut only if there are fewer of them than devices."""
     component = describe(largest_bytes=sys.maxsize)
     return component if len(component.blocks) >= num_devices else describe(largest_bytes=largest_bytes)
 

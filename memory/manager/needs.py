@@ -52,7 +52,7 @@ def digest_device(device: Device) -> str:
 
 
 def is_within(size: Size, other: Size) -> bool:
-    """Whether no input of a size is larger than its like of the other."""
+    """Whether each input of a size is at most as large as the same input of the other."""
     return len(size) == len(other) and size[:2] == other[:2] and all(map(int.__le__, size[2:], other[2:]))
 
 
@@ -86,7 +86,11 @@ class Need:
         return KeptFree(num_bytes=max(self.seen_bytes, self.guard_bytes), why="an earlier run needed it")
 
     def fail(self, free_bytes: int, *, is_least: bool) -> None:
-        """Note that a forward ran out of memory with so much free beside the weights, in their least form or not."""
+        """Note that a forward ran out of memory, and how much had been free beside the weights.
+
+        Args:
+            is_least: the weights had their least form.
+        """
         self.failed_bytes, self.guard_bytes = max(1, self.failed_bytes, free_bytes), 0
         self.used_s = int(time.time())
         if is_least:
@@ -97,7 +101,7 @@ class Need:
                 self.futile_bytes, self.patience = 0, PATIENCE
 
     def succeed(self, peak_bytes: int, free_bytes: Callable[[], int]) -> bool:
-        """Note that a forward completed; returns whether that is worth writing down.
+        """Note that a forward completed; returns whether the need has changed and is to be written to the file.
 
         Args:
             free_bytes: returns what was free beside the weights; called only where it matters.
@@ -185,7 +189,7 @@ class Needs:
         return KeptFree(num_bytes=most.num_bytes, why=why, is_known=False)
 
     def bounded(self, sizes: Mapping[Size, Need], size: Size, need: Need) -> KeptFree:
-        """Return what to keep free after a failure: no more than a larger input needed that completed."""
+        """Return what to keep free after a failure: at most what a larger input needed that completed."""
         larger = [
             other.kept()
             for at, other in sizes.items()

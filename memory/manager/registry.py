@@ -161,7 +161,7 @@ class Registry:
     def find_managed(
         self, modules: Mapping[str, nn.Module], choices: Mapping[str, tuple[object, ...]]
     ) -> dict[str, Member]:
-        """Return the members whose modules are among these, by the names given here.
+        """Return the members that manage some of these modules already, by the names given here.
 
         Raises:
             InvalidInput: other choices were made for one of them.
@@ -251,7 +251,7 @@ class Registry:
     def put_back(
         self, member: Member, managed: ManagedComponent, profile: OffloadProfile, choices: tuple[object, ...]
     ) -> None:
-        """Give a component its former profile and form again; it is released if that fails."""
+        """Restore a component's former profile and form; it is released if that fails."""
         self.detach(member, Ending.HANDED_OVER)
         member.take_profile(profile, choices)
         try:

@@ -26,7 +26,7 @@ class SharedWeights:
         self.members = members
 
     def find_near(self, members: Iterable[Member]) -> list[WeightPlaces]:
-        """Return what may share weights with components, themselves included while they are managed."""
+        """Return the managed components that may share weights with some members, with the members themselves."""
         ids = {id(weight) for member in members for weight in member.managed.places.known_weights()}
         ids |= {id(weight) for member in members for _, weight in named_tensors(member.managed.module)}
         return find_holders(ids)
@@ -112,7 +112,7 @@ class SharedWeights:
                     raise UnsafeState(f"{other.id} borrows weights of {lender.id}; release that first")
 
     def take_back(self, member: Member, module: nn.Module) -> None:
-        """Stop updating a borrower's module: it keeps the shared weights at rest."""
+        """End what is lent to a borrower's module: it keeps the shared weights as they rest now."""
         for lender in member.lenders:
             if self.members.get(lender.id) is lender:
                 lender.managed.places.take_back_from(module)

@@ -28,7 +28,7 @@ NO_DEVICES: Mapping[str, Mapping[str, int]] = {}
 
 
 class Timeline:
-    """The last points of all devices, up to a number.
+    """The latest points of all devices, at most ``max_points``.
 
     A point is left out where components have as many bytes as at the last one, and no more was allocated since than
     that point says; the next point takes over its peak.
@@ -108,7 +108,7 @@ def find_changes(before: Mapping[str, int], now: Mapping[str, int]) -> Mapping[s
 
 
 def apply(changes: Mapping[str, int], held: dict[str, int]) -> None:
-    """Bring bytes by component up to a point."""
+    """Apply the changes of one point to the bytes by component."""
     held.update(changes)
     for name, num_bytes in changes.items():
         if not num_bytes:

@@ -23,7 +23,7 @@ __all__ = ["WorkingMemory"]
 class WorkingMemory:
     """The memory that one share computes and copies with; every allocation is entered in the ledger as it happens.
 
-    The caller forgets views of what it frees.
+    A caller that frees memory drops its views of it first.
 
     Args:
         copies: None for the CPU, where nothing is copied and only encoded weights need scratch.
@@ -109,7 +109,7 @@ class WorkingMemory:
         return self.streamer is not None and self.staging == (plan.staging_bytes, plan.offsets)
 
     def allocate_staging(self, plan: DevicePlan, blocks: Mapping[int, Bundle], order: Sequence[int]) -> None:
-        """Allocate what a plan wants. ``order``: that of all blocks in the last whole pass."""
+        """Allocate the staging memory of a plan. ``order``: the blocks as they ran in the last whole pass."""
         assert self.copies is not None
         streamed = {number: blocks[number] for number in plan.streamed}
         sizes = {number: bundle.slab_bytes for number, bundle in streamed.items()}

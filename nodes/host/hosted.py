@@ -42,7 +42,7 @@ class Token:
 
 
 class Hosted(HostedComponent):
-    """A component of core's, and what all clones of its patcher share beside it."""
+    """A component of core's model, and the other state that all clones of its patcher share."""
 
     def __init__(self, name: str, kind: str, request: Request, notes: Iterable[str] = ()) -> None:
         super().__init__(

@@ -210,7 +210,7 @@ class HighwaterPatcher(ModelPatcher):
     # -- what core reads on modules and on the model
 
     def mark_modules(self) -> None:
-        """Say that parameters hold the patches, and let core's casting stand by outside the blocks."""
+        """Mark modules: their parameters contain the patches, and core casts them in calls outside of blocks."""
         for name, module in self.model.named_modules():
             if module._parameters:
                 wrapped = {kind: self.weight_wrapper_patches.get(f"{name}.{kind}", []) for kind in ("weight", "bias")}
