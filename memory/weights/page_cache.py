@@ -6,7 +6,8 @@ So before pages are read Linux is asked which of them it has (``mincore``, 3 ms 
 the process may neither write to nor owns Linux says that all pages are there; then nothing is dropped, nor where the
 system cannot tell or takes no such advice (macOS, Windows). The system reads ahead of what it was asked for, so the
 question covers what may come with a read, too, and what did is dropped when the file is closed. It keeps some pages
-together in larger pieces, and drops no part of one: at the edge of two reads such a piece may stay.
+together in larger pieces, and drops one as a whole or not at all: so what lies at the edges of reads is looked at again
+when the file is closed; what others brought back there after the last read goes, too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ __all__ = ["PageCache"]
 
 # The system reads ahead no further than this: twice what a device may be set to, in every kernel so far.
 READ_AHEAD_REACH = 32 * MIB
+# No piece in which it keeps pages of 4 KiB together is larger.
+PIECE_PAGES = 2 * MIB // PAGE_BYTES
 
-UNKNOWN, OURS, THEIRS = range(3)
-ARE_UNKNOWN, ARE_OURS = re.compile(rb"\x00+"), re.compile(rb"\x01+")
+UNKNOWN, OURS, THEIRS, DROPPED = range(4)
+ARE_UNKNOWN, ARE_OURS = re.compile(rb"[\x00\x03]+"), re.compile(rb"\x01+")
 ARE_THERE = re.compile(rb"\x02+")
 # What mincore says of a page is in the lowest bit.
 STATES = bytes(THEIRS if answer & 1 else OURS for answer in range(256))
+READ = bytes.maketrans(bytes([OURS, THEIRS]), bytes([DROPPED, UNKNOWN]))
+LEFT = bytes.maketrans(bytes([DROPPED]), bytes([OURS]))
 
 
 class PageCache:
@@ -51,6 +56,8 @@ class PageCache:
         """Of pages at the edge of what was read, the bytes that were read of each so far."""
         self.begun_ours: set[int] = set()
         """Those among them that a read brought in, while the file is closed."""
+        self.edges: set[int] = set()
+        """The pages at which reads began and ended since the file was opened."""
 
     def look(self, file: FileIO, begin: int, end: int) -> None:
         """Find out which pages are there, before what lies between two bytes is read, and what comes with it."""
@@ -58,6 +65,7 @@ class PageCache:
             self.states = bytearray(self.num_pages)
             for page in self.begun_ours:
                 self.states[page] = OURS
+        self.edges |= {begin // PAGE_BYTES, end // PAGE_BYTES}
         first, last = begin // PAGE_BYTES, min(self.num_pages, -(-(end + READ_AHEAD_REACH) // PAGE_BYTES))
         for stretch in ARE_UNKNOWN.finditer(self.states, first, last):
             found = resident_pages(file, *stretch.span())
@@ -78,7 +86,7 @@ class PageCache:
         for ours in ARE_OURS.finditer(self.states, first, last):
             begin, end = (page * PAGE_BYTES for page in ours.span())
             os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-        self.states[first:last] = bytes(last - first)
+        self.states[first:last] = self.states[first:last].translate(READ)
 
     def completes(self, page: int, begin: int, end: int) -> bool:
         """Whether all tensors in a page have been read once now that those between two bytes were."""
@@ -98,6 +106,10 @@ class PageCache:
         for page in self.begun_ours:
             self.states[page] = THEIRS  # stays until all of it was read
         states, self.states = self.states, None
+        for edge in self.edges:
+            near = slice(max(0, edge - PIECE_PAGES), edge + PIECE_PAGES)
+            states[near] = states[near].translate(LEFT)
+        self.edges.clear()
         if file is None:
             return
         for ours in ARE_OURS.finditer(states):

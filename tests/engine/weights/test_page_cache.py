@@ -158,3 +158,38 @@ def test_an_open_file_that_is_another_by_now_is_refused_until_it_comes_back(tmp_
             aside.rename(own)
         weights.read_into(targets_of(["t1"]), files=files)
         assert len(files.files) == 1
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]], ids=str)
+def test_nothing_stays_where_one_read_ends_and_the_next_begins(tmp_path: Path, order: list[int]) -> None:
+    """The system reads ahead in pieces of up to 2 MiB, and drops one as a whole or not at all."""
+    path, cuts = tmp_path / "one.safetensors", [0, 19 * MIB + 12345, 37 * MIB + 54321, 56 * MIB]
+    raw = f'{{"t":{{"dtype":"U8","shape":[{cuts[-1]}],"data_offsets":[0,{cuts[-1]}]}}}}'.encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + os.urandom(MIB) * 56)
+    weights = WeightsFile(read_header(path))
+    forget(path)
+    if resident(path):
+        pytest.skip("this folder is in memory")
+    buffer = torch.empty(20 * MIB, dtype=torch.uint8)
+    with OpenFiles() as files:
+        for part in order:
+            target = buffer[: cuts[part + 1] - cuts[part]]
+            weights.read_into([("t", target, cuts[part])], drop_pages=True, files=files)
+    assert resident(path) == set()
+
+
+def test_what_others_brought_again_after_it_was_dropped_stays(tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    raw = f'{{"t":{{"dtype":"U8","shape":[{4 * MIB}],"data_offsets":[0,{4 * MIB}]}}}}'.encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + os.urandom(4 * MIB))
+    weights = WeightsFile(read_header(path))
+    forget(path)
+    if resident(path):
+        pytest.skip("this folder is in memory")
+    half = torch.empty(2 * MIB, dtype=torch.uint8)
+    with OpenFiles() as files:
+        weights.read_into([("t", half, 0)], drop_pages=True, files=files)
+        warm(path, range(500, 504))
+        weights.read_into([("t", half[:PAGE_BYTES], 500 * PAGE_BYTES)], drop_pages=True, files=files)
+        weights.read_into([("t", half, 2 * MIB)], drop_pages=True, files=files)
+    assert resident(path) >= {500, 501, 502, 503}
