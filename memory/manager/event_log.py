@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -75,19 +75,6 @@ class EventLog:
     def note_node(self, report: NodeReport) -> None:
         """Enter the report of a finished node."""
         self.nodes.append(report)
-
-    def note_point(
-        self,
-        device: str,
-        component_bytes: Mapping[str, int],
-        allocated_bytes: int,
-        peak_bytes: int,
-        *,
-        always: bool = False,
-    ) -> None:
-        """Enter a point of the timeline, if anything changed or ``always`` (`Timeline.add`)."""
-        now_s = round(self.now_s, 6)
-        self.timeline.add(now_s, device, component_bytes, allocated_bytes, peak_bytes, always=always)
 
     def tell(self, message: dict[str, Any]) -> None:
         """Call the listeners with a message."""

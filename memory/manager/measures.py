@@ -76,6 +76,7 @@ class Measures:
         self.devices = {device.name: device for device in devices if not device.is_cpu}
         self.ledger = ledger
         self.event_log = event_log
+        self.timeline = event_log.timeline
         self.bytes_moved = bytes_moved
         self.node: OpenNode | None = None
         self.intervals: dict[object, Interval] = {}
@@ -110,7 +111,7 @@ class Measures:
         self.weights_before[name] = weights
         for interval in self.intervals.values():
             interval.note(name, beside)
-        self.event_log.note_point(name, held, allocated, peak, always=always)
+        self.timeline.add(round(self.event_log.now_s, 6), name, held, allocated, peak, always=always)
         return allocated
 
     # -- intervals
