@@ -73,7 +73,9 @@ class Bundle:
     @property
     def blocks_host(self) -> bool:
         """Whether a copy to a device holds the host until it is done."""
-        return self.own.at_rest.blocks_host or (self.added is not None and self.added.at_rest.blocks_host)
+        own = self.own.at_rest.store
+        assert own is not None
+        return own.blocks_host or (self.added is not None and self.added.at_rest.blocks_host)
 
     def copy_to(self, target: torch.Tensor, begin: int, copies: CopyStream) -> None:
         """Queue copies of a part of the weights at rest, group after group, into a target on the device."""

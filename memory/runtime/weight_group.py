@@ -287,7 +287,9 @@ class WeightGroup:
         assert self.copy is not None
         self.rest()
         self.save_changes(self.copy)
-        self.placed.put(self.at_rest.tensors, self.at_rest.state)
+        store = self.at_rest.store
+        assert store is not None
+        self.placed.put(self.at_rest.tensors, store.state)
         self.kept.note(self.slots, self.copy.views)
         self.copy = None
         self.forget_views()
@@ -364,8 +366,10 @@ class WeightGroup:
         """Give the module what it holds between computes: its resident views, else the weights at rest."""
         if self.copy is not None:
             self.placed.put(self.copy.views, BlockState.RESIDENT)
-        elif self.at_rest.store is not None:  # else it computes in place, in the memory it came in
-            self.placed.put(self.at_rest.tensors, self.at_rest.state)
+        else:
+            store = self.at_rest.store
+            if store is not None:  # else it computes in place, in the memory it came in
+                self.placed.put(self.at_rest.tensors, store.state)
         self.origin = None
 
     def forget_views(self) -> None:

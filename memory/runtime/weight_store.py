@@ -17,6 +17,7 @@ from ..transfer.pinned_memory import HostSlab
 from ..transfer.slabs import SlabLayout
 from ..weights.file_reader import Target
 from ..weights.source import WeightsSource
+from .block_state import BlockState
 
 __all__ = ["FileStore", "HostStore"]
 
@@ -26,6 +27,9 @@ MOST_PARTS = 16
 
 class HostStore:
     """Weights in a slab of host memory, page-locked or not."""
+
+    state = BlockState.HOST
+    """The state of a group that neither computes nor has a copy on a device."""
 
     def __init__(self, slab: HostSlab) -> None:
         self.memory = slab
@@ -69,6 +73,7 @@ class FileStore:
         bounce: the buffers of the share, which opens them before anything is copied.
     """
 
+    state = BlockState.IN_FILE
     version = -1  # no slab's: what replaces the file is another weight store
     blocks_host = True  # which reads
 

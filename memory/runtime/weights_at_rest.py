@@ -19,7 +19,6 @@ from ..weights.quantized_leaves import leaves_of
 from ..weights.source import WeightsSource
 from ..weights.storage_form import EncodedForm
 from .absent_weight import stand_for
-from .block_state import BlockState
 from .encoded_weight import EncodedLeaves, EncodedWeight
 from .kept_tensors import KeptTensors
 from .parameter_slots import ParameterSlot, add_up, as_held, fill_slots, read_weights, repoint, store_weight
@@ -90,13 +89,6 @@ class WeightsAtRest:
                 vars(weight)["asked"] = asked
 
     # -- where they rest
-
-    @property
-    def state(self) -> BlockState:
-        """The state of a group that neither computes nor has a copy on a device."""
-        if self.store is None:
-            return BlockState.IN_PLACE
-        return BlockState.IN_FILE if isinstance(self.store, FileStore) else BlockState.HOST
 
     @property
     def host_slab(self) -> torch.Tensor | None:
