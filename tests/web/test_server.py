@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -281,6 +282,38 @@ def test_waiting_prompts_can_go_first_and_can_be_taken_out(with_server):
             assert (await server.get("/prompt"))["exec_info"]["queue_remaining"] == 1
             await server.client.post(f"/api/jobs/{running}/cancel")
             await page.wait_for_end(running)
+
+    with_server(body)
+
+
+def test_two_pages_queue_at_once_and_one_that_leaves_takes_nothing_with_it(with_server):
+    """A prompt of a page that has gone runs to its end; what the other one is told stays its own."""
+
+    async def body(server):
+        async with server.open_page("a") as page:
+            async with server.open_page("b") as other:
+                ids = [await one.queue(wait_graph(n)) for n, one in enumerate((page, other, page, other))]
+                await page.receive_until(lambda m: m["type"] == "progress")
+                saved = await asyncio.gather(
+                    *(server.client.post("/userdata/workflows%2Fw.json", data=b"%d" % n * 99) for n in range(8)),
+                    *(server.client.post(f"/settings/{n}", json=n) for n in range(8)),
+                )
+                assert {answer.status for answer in saved} == {200}
+            # The other one has left, while the first prompt runs and two of its own wait.
+            await server.client.post(f"/api/jobs/{ids[2]}/cancel")
+            server.waiting_node.may_end.set()
+            while (await server.get("/prompt"))["exec_info"]["queue_remaining"]:
+                await page.receive_until(lambda m: m["type"] == "status")
+            history = await server.get("/history")
+            assert {id: history[id]["status"]["status_str"] for id in history} == dict.fromkeys(
+                [ids[0], ids[1], ids[3]], "success"
+            )
+            told = {m["data"]["prompt_id"] for m in page.messages if "prompt_id" in m["data"]}
+            assert told == {ids[0]}
+            settings = await server.get("/settings")
+            assert [settings[str(n)] for n in range(8)] == list(range(8))
+            content = (server.user / "workflows" / "w.json").read_bytes()
+            assert len(content) == 99 and len(set(content)) == 1
 
     with_server(body)
 
