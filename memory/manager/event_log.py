@@ -76,6 +76,16 @@ class EventLog:
         """Enter the report of a finished node."""
         self.nodes.append(report)
 
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+        """Call a listener with every message from now on; returns what ends that, which may be called again."""
+        self.listeners.append(listener)
+
+        def end() -> None:
+            if listener in self.listeners:
+                self.listeners.remove(listener)
+
+        return end
+
     def tell(self, message: dict[str, Any]) -> None:
         """Call the listeners with a message."""
         for listener in list(self.listeners):

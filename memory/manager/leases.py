@@ -264,6 +264,16 @@ class Leases:
         reason = "a block was read into RAM from its file and stays there, because other code uses its weights"
         self.event_log.note("plan", owner, num_bytes, "host", reason)
 
+    def watch(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
+        """Call a watcher while components are loaded; returns what ends that, which may be called again."""
+        self.watchers.append(watcher)
+
+        def end() -> None:
+            if watcher in self.watchers:
+                self.watchers.remove(watcher)
+
+        return end
+
     def show_progress(self, member: Member, total: int) -> Callable[[int], None]:
         """Return a function that is called with the bytes of each step of a loading, and tells the watchers."""
         done = 0

@@ -194,8 +194,7 @@ class MemoryManager:
         as it was, or has its old profile. Weights that were encoded by then come back decoded.
         """
         require(watcher, Callable, what="watcher", allowed="a function of component, bytes done and bytes in all")  # type: ignore[arg-type]
-        self.leases.watchers.append(watcher)
-        return partial(discard, self.leases.watchers, watcher)
+        return self.leases.watch(watcher)
 
     def load(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
         """Load a hosted component now, within the ceilings that its host gives.
@@ -297,8 +296,7 @@ class MemoryManager:
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call the listener with every node's report and every eviction; returns what ends that."""
         require(listener, Callable, what="listener", allowed="a function of one dict")  # type: ignore[arg-type]
-        self.event_log.listeners.append(listener)
-        return partial(discard, self.event_log.listeners, listener)
+        return self.event_log.listen(listener)
 
     def device_reports(self) -> list[DeviceReport]:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
@@ -350,9 +348,3 @@ def newest(entries: deque[Any], number: int) -> list[Any]:
     found = list(islice(reversed(entries), number))
     found.reverse()
     return found
-
-
-def discard(listeners: list[Any], listener: object) -> None:
-    """Remove a listener. Idempotent."""
-    if listener in listeners:
-        listeners.remove(listener)
