@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..errors import UnsafeState
+from ..weights.component import Component
 from ..weights.module_component import is_callable
+from .parameter_slots import ParameterSlot
 
-__all__ = ["HookedModules"]
+__all__ = ["HookedModules", "block_modules", "modules_holding"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,3 +69,20 @@ def above_blocks(root: nn.Module, blocks: Mapping[nn.Module, int]) -> Iterator[n
     for name in [name for name, module in by_name.items() if module in blocks]:
         above = name.split(".")[:-1]
         yield from (by_name[".".join(above[:depth])] for depth in range(1, len(above) + 1))
+
+
+def block_modules(owner: str, root: nn.Module, component: Component) -> dict[nn.Module, int]:
+    """Return the modules of a component's blocks, with their numbers. Raises `UnsafeState` where one is gone."""
+    blocks: dict[nn.Module, int] = {}
+    for number, block in enumerate(component.blocks):
+        try:
+            blocks[root.get_submodule(block.name)] = number
+        except AttributeError:
+            what = f"{owner}: {block.name!r} is gone from its module"
+            raise UnsafeState(f"{what}: release it before such changes") from None
+    return blocks
+
+
+def modules_holding(slots: Iterable[ParameterSlot]) -> list[nn.Module]:
+    """Return the modules that hold any of these weights themselves."""
+    return list(dict.fromkeys(module for slot in slots for module, _ in slot.owners))

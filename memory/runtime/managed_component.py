@@ -27,7 +27,7 @@ from .forward_blocks import Forwards
 from .forward_hooks import ForwardHooks, remove_hooks_of
 from .forward_pass import ComponentManager, NoManager, Passes
 from .holders import attached
-from .hooked_modules import HookedModules
+from .hooked_modules import HookedModules, block_modules, modules_holding
 from .ledger import Kind, Ledger
 from .module_caches import ModuleCaches
 from .outside_changes import OutsideChanges
@@ -275,7 +275,9 @@ class ManagedComponent:
         self.forwards.take_modules(modules if self.guards_state else replace(modules, inner=frozenset()))
         self.hooks.lead_to(self.forwards, owner=self.owner, root=self.module)
         if len(self.shares) > 1:
-            for module in self.find_non_block_modules():
+            own = set(self.module.modules()) - {self.module}
+            holders = modules_holding(slot for group in self.shares[0].fixed.groups for slot in group.slots)
+            for module in [module for module in holders if module in own]:  # of non-block weights
                 before, after = (
                     OwnHook.on(module, function, owner=self.owner)
                     for function in (self.forwards.before_non_block, self.forwards.after_non_block)
@@ -287,16 +289,9 @@ class ManagedComponent:
 
     def find_hooked_modules(self) -> HookedModules:
         """Return which modules of the tree are what, as it is now. Raises `UnsafeState` where a block is gone."""
-        slots = [slot for share in self.shares for group in share.fixed.groups for slot in group.slots]
-        holders = {module for slot in slots for module, _ in slot.owners}
-        return HookedModules.find(self.module, self.find_blocks(), holders, self.places.lent_modules())
-
-    def find_non_block_modules(self) -> list[nn.Module]:
-        """Return the modules that hold non-block weights themselves, except the root."""
-        groups = self.shares[0].fixed.groups
-        holders = {module: None for group in groups for slot in group.slots for module, _ in slot.owners}
-        own = set(self.module.modules())
-        return [module for module in holders if module is not self.module and module in own]
+        holders = modules_holding(slot for share in self.shares for group in share.fixed.groups for slot in group.slots)
+        blocks = block_modules(self.owner, self.module, self.component)
+        return HookedModules.find(self.module, blocks, holders, self.places.lent_modules())
 
     def device_of(self, path: str) -> torch.device:
         """Return the device on which the submodule at a path computes: its block's, else the non-block weights'."""
@@ -320,7 +315,7 @@ class ManagedComponent:
 
     def join_layers(self) -> None:
         """Take layers along that were added to the module, or that are gone from it. Raises as `JoinedLayers.join`."""
-        joined = self.changes.join(self.component, self.plan, self.find_blocks())
+        joined = self.changes.join(self.component, self.plan, block_modules(self.owner, self.module, self.component))
         self.component, self.plan = joined.component, joined.plan
         self.forwards.describe(self.component)
         if joined.changes_blocks:
@@ -343,17 +338,6 @@ class ManagedComponent:
         blocks = [*self.component.blocks, self.component.non_block]
         *blocks, non_block = (replace(b, tensors=tuple(t for t in b.tensors if t.name not in lost)) for b in blocks)
         return replace(self.component, blocks=tuple(blocks), non_block=non_block)
-
-    def find_blocks(self) -> dict[nn.Module, int]:
-        """Return the modules of the blocks, with their numbers."""
-        blocks: dict[nn.Module, int] = {}
-        for number, block in enumerate(self.component.blocks):
-            try:
-                blocks[self.module.get_submodule(block.name)] = number
-            except AttributeError:
-                what = f"{self.owner}: {block.name!r} is gone from its module"
-                raise UnsafeState(f"{what}: release it before such changes") from None
-        return blocks
 
     def finish_copies(self) -> None:
         """Wait on the host until nothing is copied to any device."""
@@ -383,7 +367,7 @@ class ManagedComponent:
     # -- devices
 
     def load(self, plan: ComponentPlan, progress: Callable[[int], None] | None = None) -> int:
-        """Bring every device to the plan; returns the bytes queued. On any failure nothing stays anywhere.
+        """Load what the plan has on each device; returns the bytes queued. On any failure nothing stays anywhere.
 
         ``progress`` is called with the bytes of each block that was queued; what it raises cancels the loading.
         """
