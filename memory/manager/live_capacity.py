@@ -146,6 +146,7 @@ class LiveCapacity:
             )
             for other, held in held_here
             if other is not None and other is not member and not other.leases
+            if not other.managed.forwards.is_called_unseen()
         ]
 
     def computing(self, device: str, member: Member | None) -> tuple[tuple[str, int], ...]:

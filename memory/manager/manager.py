@@ -135,7 +135,7 @@ class MemoryManager:
 
     def refuse_computing(self, members: Iterable[Member]) -> None:
         """Raise `UnsafeState` if any of these computes now; the caller holds the lock."""
-        busy = [member.id for member in members if member.managed.passes.is_busy()]
+        busy = [member.id for member in members if member.managed.is_computing()]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
 

@@ -242,7 +242,7 @@ class Registry:
         gone = [member.id for member in members if not self.members.has(member)]
         if gone:
             raise UnsafeState(f"{', '.join(gone)}: was released; manage it again")
-        busy = [member.id for member in members if member.leases]
+        busy = [member.id for member in members if member.leases or member.managed.forwards.is_called_unseen()]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; profiles change between passes")
         for member in members:

@@ -9,6 +9,7 @@ later plans, and which parts of blocks other code calls.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -27,11 +28,15 @@ from .device_hops import DeviceHops
 from .device_mismatch import explain_mismatch
 from .device_share import DeviceShare
 from .execution_order import remember_order
-from .forward_pass import CALL_OF_A_MODULE, ComponentManager, Guest, NoManager, Pass, Passes
+from .forward_pass import ComponentManager, Guest, NoManager, Pass, Passes
 from .hooked_modules import HookedModules
 from .recomputing import in_backward
+from .thread_stacks import CALL_OF_A_MODULE, is_waiting
 
 __all__ = ["Forwards"]
+
+# How long the manager sleeps before it looks again whether a call that began without hooks has returned.
+WAIT_FOR_UNSEEN_S = 0.001
 
 
 class Forwards:
@@ -92,7 +97,8 @@ class Forwards:
         """Parts of blocks that no longer need hooks."""
         self.is_learned = False
         """Whether a pass has shown in which order blocks run, and which of their parts other code calls."""
-        self.watch_exits: Callable[[], None] = nothing
+        self.watch_inside: Callable[[], None] = nothing
+        self.find_unseen: Callable[[], Collection[int]] = tuple
         self.quiet_thread = 0
         """The thread that runs a quiet pass, 0 if none does ([Note: quiet passes])."""
 
@@ -110,8 +116,19 @@ class Forwards:
         self.is_loaded, self.is_timed = True, is_timed
 
     def note_unloaded(self) -> None:
-        """The devices are not as the plan says, or will not be in a moment."""
+        """The devices are not as the plan says, or will not be in a moment.
+
+        Waits for calls of blocks that began without hooks, as long as their threads do not wait themselves.
+        """
+        self.watch_inside()
+        while any(thread_id != get_ident() and not is_waiting(thread_id) for thread_id in self.find_unseen()):
+            time.sleep(WAIT_FOR_UNSEEN_S)
         self.is_loaded = False
+
+    def is_called_unseen(self) -> bool:
+        """Whether a call of a block is under way that began without hooks; later calls have hooks again."""
+        self.watch_inside()
+        return bool(self.find_unseen())
 
     def enter(self, module: nn.Module, inputs: Any) -> bool:
         """Enter through a module, and open a pass if none is open; False if another component has the module now."""
@@ -162,13 +179,18 @@ class Forwards:
         done, self.done_parts = self.done_parts, []
         return done
 
-    def before_whole_pass(self, watch_exits: Callable[[], None]) -> None:
-        """Set the function that adds hooks after calls. It is called before each pass that is not quiet."""
-        self.watch_exits = watch_exits
+    @property
+    def hooked(self) -> set[nn.Module]:
+        """The modules that have hooks in passes that are not quiet."""
+        return {*self.entries, *self.inner, *self.blocks, *self.parts}
+
+    def take_hooks(self, watch_inside: Callable[[], None], find_unseen: Callable[[], Collection[int]]) -> None:
+        """Set the functions that add the hooks without which quiet passes do, and that find calls without them."""
+        self.watch_inside, self.find_unseen = watch_inside, find_unseen
 
     def begin_pass(self, *, is_timed: bool) -> None:
         """Reset the state of the last pass and prepare the devices for this one. The weights are loaded already."""
-        self.watch_exits()
+        self.watch_inside()
         self.last_block = self.failed_block = None
         self.ran.clear()
         if len(self.shares) > 1:
@@ -412,7 +434,8 @@ class Forwards:
     def dismiss(self) -> None:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
         # Both refer to objects that refer to us: without this the module would live until the next garbage collection.
-        self.manager, self.watch_exits = NoManager(self.manager.lock), nothing
+        self.manager = NoManager(self.manager.lock)
+        self.take_hooks(nothing, tuple)
 
     def end(self) -> None:
         """Stop finishing passes: the groups are no longer managed."""
@@ -425,7 +448,7 @@ def has_failed(output: Any, current: Pass | None) -> bool:
 
 
 def nothing() -> None:
-    """Do nothing. Stands for `watch_exits` while no module has hooks that lead here."""
+    """Do nothing. Stands for `watch_inside` while no module has hooks that lead here."""
 
 
 def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:

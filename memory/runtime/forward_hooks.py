@@ -6,11 +6,13 @@ lock, and then calls the managed component that has the module by then; for that
 another block. torch reads the list of hooks before it calls the first. A hook that is removed meanwhile is still
 called, but without the keyword arguments for which it was registered.
 
-[Note: exits] In a quiet pass (`forward_blocks.py`) a block's return needs no work, but torch takes a microsecond to
-call a hook for it. So after the second quiet pass in a row only the root keeps its hook after calls. The hooks before
-calls stay on all modules: they detect a block that is called alone or traced. Such a call begins a pass that needs the
-hooks after calls again. These are added in time, because torch reads a module's hooks after calls only when its forward
-has returned.
+[Note: hooks of quiet passes] In a quiet pass (`forward_blocks.py`) a block's call needs no work, but torch takes two
+microseconds to call its hooks. So after the second quiet pass in a row only the entries keep their hooks before calls,
+and the root its hook after calls. A block that other code then calls by itself computes as in the plain module: its
+inputs have to be on the device, and the call does not count as a use of the component. The hooks come back before
+weights move, and with the next pass that is not quiet. A call that began without them keeps the component from being
+evicted: it is found on the stack of its thread (`thread_stacks.py`). Where code has once called a block by itself while
+there were hooks, they stay for good.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .deep_copies import OwnHook
 from .encoded_weight import NOT_TRACED
 from .forward_blocks import Forwards
 from .forward_pass import Pass
+from .thread_stacks import find_unseen
 
 __all__ = ["ForwardHooks", "remove_hooks_of"]
 
@@ -65,7 +68,13 @@ class ForwardHooks:
         self.handles: dict[nn.Module, RemovableHandle] = {}
         """The hooks before calls, by module."""
         self.exits: dict[nn.Module, RemovableHandle] = {}
-        """The hooks after calls, by module ([Note: exits])."""
+        """The hooks after calls, by module."""
+        self.left: set[nn.Module] = set()
+        """The modules that may be called without hooks, or whose calls that began so may be under way."""
+        self.is_complete = False
+        """Whether all modules have the hooks that they need in passes that are not quiet."""
+        self.is_called_inside = False
+        """Whether other code has called a block by itself ([Note: hooks of quiet passes])."""
         self.owner, self.root = "", ref(nn.Module())
         self.was_quiet = False
         """Whether the last pass was quiet."""
@@ -78,35 +87,53 @@ class ForwardHooks:
             root: the component's module; copying it is refused.
         """
         self.owner, self.root = owner, ref(root)
-        wanted = {*target.entries, *target.inner, *target.blocks, *target.parts}
-        for module in wanted - self.handles.keys():
-            remove_hooks_of(self, module)
-            before = self.own_hook(module, self.before if module is root else self.before_inside)
-            self.handles[module] = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        self.add_to(target)
         earlier, self.target = self.target, target
         if earlier is not None and earlier is not target:
             earlier.dismiss()
         self.end_detour()
-        self.remove_from(self.handles.keys() - wanted)
-        target.before_whole_pass(self.watch_exits)
-        self.watch_exits()
+        self.remove_from(self.handles.keys() - target.hooked)
+        target.take_hooks(self.watch_inside, self.find_unseen)
 
     def own_hook(self, module: nn.Module, function: Callable[..., Any]) -> OwnHook:
         return OwnHook.on(module, function, owner=self.owner, is_root=module is self.root())
 
-    def watch_exits(self) -> None:
-        """Add the missing hooks after calls."""
-        if self.exits.keys() == self.handles.keys():
-            return
-        for module in self.handles.keys() - self.exits.keys():
-            after = self.own_hook(module, self.after if module is self.root() else self.after_inside)
+    def add_to(self, target: Forwards) -> None:
+        """Add the missing hooks to all modules where forwards need them."""
+        root, hooked = self.root(), target.hooked
+        for module in hooked - self.handles.keys():
+            remove_hooks_of(self, module)
+            before = self.own_hook(module, self.before if module is root else self.before_inside)
+            self.handles[module] = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        for module in hooked - self.exits.keys():
+            after = self.own_hook(module, self.after if module is root else self.after_inside)
             self.exits[module] = module.register_forward_hook(after, always_call=True)
+        self.is_complete = True
 
-    def leave_exits(self) -> None:
-        """Remove the hooks after calls from all modules but the root."""
-        for module in [module for module in self.exits if module is not self.root()]:
-            self.exits[module].remove()
-            self.exits.pop(module)
+    def watch_inside(self) -> None:
+        """Add the hooks that quiet passes do without, unless they are there."""
+        if not self.is_complete and self.target is not None:
+            self.add_to(self.target)
+
+    def leave_inside(self, target: Forwards) -> None:
+        """Remove the hooks that quiet passes do without."""
+        self.is_complete = False
+        root = self.root()
+        for module in [module for module in self.exits if module is not root]:
+            self.exits.pop(module).remove()
+        inside = self.handles.keys() - target.entries - target.inner
+        self.left |= inside
+        self.remove_from(inside)
+
+    def find_unseen(self) -> set[int]:
+        """Return the threads in which calls are under way that began without hooks."""
+        if not self.left:
+            return set()
+        current = self.target.passes.open if self.target is not None else None
+        threads = find_unseen(self.left, HOOKS) - {current.thread_id if current is not None else 0}
+        if not threads and self.is_complete:
+            self.left = set()
+        return threads
 
     def detour(self) -> None:
         """Disable the hooks for this thread; other threads wait until `end_detour`. Requires that no pass is open."""
@@ -129,6 +156,7 @@ class ForwardHooks:
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
         self.remove_from(self.handles)
+        self.is_complete = False
         self.end_detour()
         if self.target is not None:
             self.target.dismiss()
@@ -192,14 +220,20 @@ class ForwardHooks:
         """Enter through a module; returns the forwards that let it in, None if the module is no longer managed."""
         while (target := self.target) is not None:
             if target.enter(module, inputs):
-                is_quiet = target.quiet_thread != 0
-                if is_quiet and self.was_quiet and len(self.exits) > 1:
-                    self.leave_exits()
-                self.was_quiet = is_quiet
+                if target.passes.depth == 1:
+                    self.note_entry(target, module)
                 return target
             if self.target is target:
                 break
         return None
+
+    def note_entry(self, target: Forwards, module: nn.Module) -> None:
+        """Note through which module a pass begins; decides which hooks it needs ([Note: hooks of quiet passes])."""
+        is_quiet = target.quiet_thread != 0
+        self.is_called_inside |= module in target.blocks and module not in target.entries
+        if is_quiet and self.was_quiet and self.is_complete and not self.is_called_inside:
+            self.leave_inside(target)
+        self.was_quiet = is_quiet
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -219,6 +253,9 @@ class ForwardHooks:
         if target.done_parts:
             self.remove_from(target.take_done_parts())
         return result
+
+
+HOOKS = (ForwardHooks.before.__code__, ForwardHooks.before_inside.__code__)
 
 
 def remove_hooks_of(owner: object, module: nn.Module) -> None:

@@ -24,16 +24,14 @@ from torch import nn
 from ..errors import UnsafeState
 from .deferring_lock import DeferringLock
 from .input_size import input_size
+from .thread_stacks import modules_called_in, waits_at
 
-__all__ = ["CALL_OF_A_MODULE", "ComponentManager", "Guest", "NoManager", "Pass", "Passes"]
+__all__ = ["ComponentManager", "Guest", "NoManager", "Pass", "Passes"]
 
-CALL_OF_A_MODULE = nn.Module._wrapped_call_impl.__code__
 # A thread that waits for a pass checks at this interval whether the pass was abandoned.
 LOOK_EVERY_S = 0.5
 # After so many checks that find the pass's thread in the same wait, the waiting thread gives up.
 LOOKS_UNTIL_STUCK = 10
-# Modules in whose functions a thread waits for another one; and the engine, which waits for a forward only in `begin`.
-WAITS, OURS = ("threading", "concurrent.futures", "queue", "multiprocessing.pool"), __name__.rsplit(".", 2)[0]
 
 
 class ComponentManager(Protocol):
@@ -108,33 +106,14 @@ class Pass:
         """Whether this thread runs the pass."""
         return self.thread_id == threading.get_ident()
 
-    def waits_at(self) -> tuple[int, int] | None:
-        """Return where its thread waits for another thread, outside of the engine; equal values mean the same wait."""
-        frame = sys._current_frames().get(self.thread_id)
-        inner = (frame, frame.f_lasti) if frame is not None else None
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(WAITS):
-            frame = frame.f_back
-        if inner is None or frame is None or frame is inner[0] or frame.f_globals.get("__name__", "").startswith(OURS):
-            return None
-        return id(inner[0]), inner[1]
-
     def is_on_stack(self) -> bool:
         """Whether a call of the outermost entry is under way in its thread. Walks that thread's stack."""
-        return any(called is self.running for called in self.calls_under_way())
+        return any(called is self.running for called in modules_called_in(self.thread_id))
 
     def is_called_in(self, module: nn.Module) -> bool:
         """Whether this thread's newest call, of this module, is inside the call that keeps the pass open."""
-        num_calls = sum(called is self.running for called in self.calls_under_way())
+        num_calls = sum(called is self.running for called in modules_called_in(self.thread_id))
         return num_calls > (self.running is module)
-
-    def calls_under_way(self) -> Iterator[nn.Module]:
-        """Yield the modules whose calls are under way in its thread, the innermost first."""
-        frame = sys._current_frames().get(self.thread_id)
-        while frame is not None:
-            # Reading a frame's variables keeps them alive, so only those of module calls are read.
-            if frame.f_code is CALL_OF_A_MODULE and "self" in frame.f_locals:
-                yield frame.f_locals["self"]
-            frame = frame.f_back
 
 
 class Guest(Pass):
@@ -214,7 +193,7 @@ class Passes:
             UnsafeState: the open pass waits for another thread, which is probably this one.
         """
         size = (self.number_of(module), *input_size(inputs))
-        waits_at, num_looks = None, 0
+        waits, num_looks = None, 0
         while True:
             with self.changed:
                 if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
@@ -222,8 +201,8 @@ class Passes:
                     break
             self.recover_abandoned()
             current = self.open
-            was_at, waits_at = waits_at, current.waits_at() if current is not None else None
-            num_looks = num_looks + 1 if waits_at is not None and waits_at == was_at else 0
+            waited, waits = waits, waits_at(current.thread_id) if current is not None else None
+            num_looks = num_looks + 1 if waits is not None and waits == waited else 0
             if num_looks >= LOOKS_UNTIL_STUCK and module is not self.root:
                 raise UnsafeState(
                     f"a part of {type(self.root).__name__} is called in thread {threading.current_thread().name!r} "

@@ -156,6 +156,10 @@ class ManagedComponent:
         """Whether its devices are as its plan says."""
         return self.forwards.is_loaded
 
+    def is_computing(self) -> bool:
+        """Whether a forward of it is running in any thread, or a call of one of its blocks without a forward."""
+        return self.passes.is_busy() or self.forwards.is_called_unseen()
+
     @property
     def groups(self) -> list[WeightGroup]:
         return [group for share in self.shares for group in share.groups]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
@@ -32,12 +36,13 @@ class Stopped(BaseException):
 
 
 def call(net, op: str, x: torch.Tensor) -> torch.Tensor | None:
-    shift = x * 0.5
+    given = x.to("sim:0")  # without hooks nothing moves the inputs of a block that is called by itself
+    shift = given * 0.5
     match op:
         case "forward":
             return net(x)
         case "block":
-            return net.singles[1](x, shift)
+            return net.singles[1](given, shift)
         case "rest":
             return net.embed(x)
         case "other thread":
@@ -45,7 +50,7 @@ def call(net, op: str, x: torch.Tensor) -> torch.Tensor | None:
 
             def run() -> None:
                 with torch.no_grad():
-                    found.append(net.doubles[0](x, shift))
+                    found.append(net.doubles[0](given, shift))
 
             thread = threading.Thread(target=run)
             thread.start()
@@ -101,24 +106,214 @@ def test_what_comes_next_to_quiet_passes_is_right(toys, machine, ops: list[str])
             manager.ledger.check()
 
 
+def has_hooks(module: nn.Module) -> tuple[bool, bool]:
+    """Whether anything is called before and after a module's forward."""
+    return bool(module._forward_pre_hooks), bool(module._forward_hooks)
+
+
 @torch.no_grad()
-def test_quiet_passes_have_no_hook_on_the_end_of_blocks(toys, machine) -> None:
+def test_quiet_passes_have_hooks_at_their_entries_only(toys, machine) -> None:
     x = torch.randn(2, 5, 64)
     with machine(8) as manager:
         net = toys.build_net()
         block = net.singles[1]
         with manage(net, "auto", manager=manager) as managed:
-            assert block._forward_hooks
+            (member,) = managed.members
+            changes = {
+                "embed": lambda: net.embed(x),  # a pass of its own, which may leave it loaded or not
+                "unload": member.managed.unload,
+                "shrink": lambda: member.managed.shrink("gpu:0", 1),
+                "watermark": lambda: manager.set_watermark("gpu:0", 7 * toys.MIB, 7 * toys.MIB),
+                "reprofile": lambda: managed.reprofile("0.45MiB"),
+            }
+            for name, change in changes.items():
+                manager.set_watermark("gpu:0", 0, 0)
+                assert has_hooks(block) == (True, True), name
+                for _ in range(4):
+                    net(x)
+                assert has_hooks(block) == (False, False), name
+                assert has_hooks(net.embed)[0] and has_hooks(net) == (True, True), name
+                change()
+            assert has_hooks(block) == (True, True)
             for _ in range(3):
                 net(x)
-            assert not block._forward_hooks and block._forward_pre_hooks and net._forward_hooks
-            net.embed(x)  # a pass of its own, which may leave it loaded or not
-            assert block._forward_hooks
+            assert has_hooks(block) == (True, True)
+        assert has_hooks(block) == has_hooks(net) == (False, False)
+
+
+@torch.no_grad()
+def test_blocks_that_were_called_by_themselves_keep_their_hooks(toys, machine) -> None:
+    """So such calls go on to count as uses of the component, and to move their inputs."""
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, "auto", manager=manager) as managed:
+            (member,) = managed.members
+            want = net.singles[1](x, x).cpu()
+            for _ in range(4):
+                net(x)
+            before = member.last_use
+            assert torch.equal(net.singles[1](x, x).cpu(), want)
+            assert member.last_use > before
+
+
+class Paused:
+    """Stops a module's forward in the middle of a block, in another thread, until it is told to go on."""
+
+    def __init__(self, block: nn.Module, x: torch.Tensor) -> None:
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+        self.found: list[torch.Tensor] = []
+        self.hook = block.down.register_forward_pre_hook(self.pause)
+        self.thread = threading.Thread(target=self.run, args=(block, x))
+        self.thread.start()
+        assert self.reached.wait(60)
+
+    def pause(self, module: nn.Module, args: object) -> None:
+        if threading.current_thread() is self.thread:
+            self.reached.set()
+            while not self.goes_on.is_set():  # computes, in the eyes of other threads
+                time.sleep(0.001)
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.found.append(block(x, x))
+
+    def finish(self) -> torch.Tensor:
+        self.goes_on.set()
+        self.thread.join()
+        self.hook.remove()
+        return self.found.pop()
+
+
+@torch.no_grad()
+def test_a_call_that_began_without_hooks_keeps_its_component_where_it_is(toys, machine) -> None:
+    x = torch.randn(2, 5, 64, device="sim:0")
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, "auto", manager=manager) as managed:
+            (member,) = managed.members
+            for _ in range(4):
+                out = net(x)
+            want = net.singles[1](x, x)
+            held = manager.ledger.held(member.id, "gpu:0")
+            paused = Paused(net.singles[1], x)
+            manager.set_watermark("gpu:0", 8 * toys.MIB, 8 * toys.MIB)  # evicts all that is idle
+            assert manager.ledger.held(member.id, "gpu:0") == held
+            with pytest.raises(UnsafeState, match="computes now"):
+                managed.reprofile("0.45MiB")
+            with pytest.raises(UnsafeState, match="computes now"):
+                managed.release()
+            assert torch.equal(paused.finish(), want)
+            manager.set_watermark("gpu:0", 0, 0)
+            manager.set_watermark("gpu:0", 8 * toys.MIB, 8 * toys.MIB)
+            assert manager.ledger.held(member.id, "gpu:0") == 0
+            manager.set_watermark("gpu:0", 0, 0)
+            assert torch.equal(net(x), out)
             managed.reprofile("0.45MiB")
-            for _ in range(3):
+            assert torch.equal(net(x), out)
+            del want, out
+
+
+class Marked:
+    """An object whose end can be seen."""
+
+
+@torch.no_grad()
+def test_looking_for_calls_without_hooks_keeps_nothing_alive(toys, machine) -> None:
+    def compute() -> weakref.ref[Marked]:
+        marked = Marked()
+        managed.members[0].managed.unload()
+        return weakref.ref(marked)
+
+    with machine(8) as manager:
+        net, x = toys.build_net(), torch.randn(2, 5, 64)
+        with manage(net, "auto", manager=manager) as managed:
+            for _ in range(4):
                 net(x)
-            assert block._forward_hooks
-        assert not block._forward_hooks and not block._forward_pre_hooks
+            gc.disable()
+            try:
+                assert compute()() is None
+            finally:
+                gc.enable()
+
+
+@torch.no_grad()
+def test_weights_move_after_a_call_that_began_without_hooks(toys, machine) -> None:
+    """A forward in another thread that has to load anew waits for it."""
+    x = torch.randn(2, 5, 64, device="sim:0")
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, "auto", manager=manager) as managed:
+            for _ in range(4):
+                out = net(x)
+            want = net.singles[1](x, x)
+            paused = Paused(net.singles[1], x)
+            events: list[str] = []
+
+            def unload() -> None:
+                managed.members[0].managed.unload()
+                events.append("unloaded")
+
+            thread = threading.Thread(target=unload)
+            thread.start()
+            while not has_hooks(net.singles[1])[0]:  # the hooks are back before it waits
+                time.sleep(0.001)
+            time.sleep(0.02)
+            assert not events
+            assert torch.equal(paused.finish(), want)
+            thread.join()
+            assert events and torch.equal(net(x), out)
+            del want, out
+
+
+@torch.no_grad()
+def test_a_block_without_hooks_may_move_its_own_component(toys, machine) -> None:
+    """Its own thread cannot wait for it: nothing is evicted under it, and what is told to leave leaves."""
+    x = torch.randn(2, 5, 64, device="sim:0")
+    with machine(8) as manager:
+        net = toys.build_net()
+        with manage(net, "auto", manager=manager) as managed:
+            (member,) = managed.members
+            for _ in range(4):
+                net(x)
+            want, block = net.singles[1](x, x), net.singles[1]
+            held = manager.ledger.held(member.id, "gpu:0")
+
+            def evict(module: nn.Module, args: object) -> None:
+                manager.set_watermark("gpu:0", 8 * toys.MIB, 8 * toys.MIB)
+                assert manager.ledger.held(member.id, "gpu:0") == held
+                with pytest.raises(UnsafeState, match="computes now"):
+                    managed.release()
+
+            hook = block.down.register_forward_pre_hook(evict)
+            assert torch.equal(block(x, x), want)
+            hook.remove()
+            manager.set_watermark("gpu:0", 0, 0)
+            managed.release()
+        assert not any(has_hooks(net.singles[1]))
+        del want
+
+
+@pytest.mark.parametrize("order", [("auto", "0.45MiB"), ("0.45MiB", "auto", "0.45MiB")])
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_a_compiled_model_computes_right_when_hooks_come_and_go(toys, machine, order: tuple[str, ...]) -> None:
+    x = torch.randn(2, 5, 64, device="sim:0")
+    with machine(8) as manager:
+        net = toys.build_net()
+        compiled = torch.compile(net, backend="eager")
+        with manage(net, order[0], manager=manager) as managed:
+            want = net(x)
+            for profile in order:
+                managed.reprofile(profile)
+                for evicts in (False, True):
+                    for _ in range(5):
+                        assert torch.equal(compiled(x), want), (profile, evicts)
+                    if evicts:
+                        managed.members[0].managed.unload()
+                assert torch.equal(compiled(x), want), profile
+            del want
+        torch._dynamo.reset()
 
 
 @torch.no_grad()
