@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .watched_data import is_same_view
+
 __all__ = ["ComputingWeight", "note_data"]
 
 DATA: Any = torch.Tensor.data  # the descriptor
@@ -35,7 +37,7 @@ class ComputingWeight(nn.Parameter):
     @property
     def data(self) -> torch.Tensor:
         alias = self.alias
-        if alias is None or alias.data_ptr() != self.data_ptr():
+        if alias is None or not is_same_view(alias, self):
             with torch.inference_mode(False):
                 alias = self.alias = DATA.__get__(self)
             self.looked.append(self)

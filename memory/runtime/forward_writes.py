@@ -13,6 +13,7 @@ import torch
 from ..errors import InvalidInput
 from .computing_parameter import DATA, ComputingWeight
 from .parameter_slots import ParameterSlot
+from .watched_data import is_same_view
 from .weight_group import WeightGroup
 from .weight_swaps import Swaps, foreign_tensors
 
@@ -98,15 +99,21 @@ def own_memory(group: WeightGroup, index: int) -> torch.Tensor:
 
 
 def is_pointed_elsewhere(group: WeightGroup, weight: ComputingWeight) -> bool:
+    """Whether a weight got other memory, or the same memory in another order."""
     index = place_of(group, weight)
-    return index is not None and weight.data_ptr() != own_memory(group, index).data_ptr()
+    return index is not None and not is_same_view(weight, own_memory(group, index))
 
 
 def take_data(group: WeightGroup, weight: ComputingWeight) -> str | None:
-    """Copy the tensor that was assigned to a weight's ``.data`` into the weight's own memory; undo the assignment."""
+    """Copy the tensor that was assigned to a weight's ``.data`` into the weight's own memory; undo the assignment.
+
+    The weight keeps its strides.
+    """
     index = place_of(group, weight)
     assert index is not None
     ours, given = own_memory(group, index), DATA.__get__(weight)
+    if given.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr():
+        given = given.clone()  # a view of our memory, which is written now
     refused = write_over(group.slots[index], ours, given)
     DATA.__set__(weight, ours)
     group.forget_views()  # this view has its own version counter now

@@ -34,6 +34,16 @@ DATA: Any = torch.Tensor.data  # the descriptor
 IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
+def is_same_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors show the same memory in the same order. Call it in `plainly`."""
+    return (
+        tensor.data_ptr() == other.data_ptr()
+        and tensor.shape == other.shape
+        and tensor.stride() == other.stride()
+        and tensor.dtype is other.dtype
+    )
+
+
 class Shown:
     """The tensors returned by ``.data`` of a weight and of its views.
 
@@ -51,7 +61,7 @@ class Shown:
         tensors.
         """
         alias = self.alias
-        if alias is None or alias.data_ptr() != whole.data_ptr() or alias.shape != whole.shape:
+        if alias is None or not is_same_view(alias, whole):
             with torch.inference_mode(False):
                 self.alias = alias = DATA.__get__(whole)
             self.aliases.append(alias)

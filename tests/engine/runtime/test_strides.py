@@ -180,3 +180,63 @@ def test_strides_that_are_assigned_are_kept(machine, change, way: str, forwards:
         got, want = ({k: v for k, v in strides_of(each).items() if "kernel" not in k} for each in (net, plain))
         assert got == want
         assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("profile", ["auto", "0.06MiB"])
+@torch.no_grad()
+def test_strides_that_other_code_changes_between_forwards_stay_changed(machine, profile: str, compiles: bool) -> None:
+    """The same memory read in another order; on the device, at rest, after an eviction and after the release."""
+    net, plain = build_net(), build_net()
+    x = X.to("sim:0")
+    with machine(8) as manager:
+        plain.to("sim:0")
+        managed = manage(net, profile, compile=compiles, manager=manager)
+        for _ in range(4):
+            net(x)
+        for change in (lambda: None, managed.members[0].managed.unload, lambda: managed.reprofile("auto")):
+            for each in (net, plain):
+                weight = each.blocks[2].mix.weight
+                weight.data = weight.data.t()
+            assert torch.allclose(net(x), plain(x), atol=1e-5)
+            change()
+            for _ in range(3):
+                assert torch.allclose(net(x), plain(x), atol=1e-5)
+        managed.release()
+        assert torch.equal(net.blocks[2].mix.weight, plain.blocks[2].mix.weight.cpu())
+        del x
+        plain.to("cpu")
+
+
+class Turning(nn.Module):
+    """Reads the memory of its weight in another order with each forward."""
+
+    def __init__(self, num_turns: int) -> None:
+        super().__init__()
+        self.mix = nn.Linear(64, 64, bias=False)
+        self.num_turns = num_turns
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.mix.weight
+        for _ in range(self.num_turns):
+            weight.data = weight.data.t()
+        return x + torch.tanh(self.mix(x))
+
+
+@pytest.mark.parametrize("profile", ["auto", "0.07MiB"])
+@pytest.mark.parametrize("num_turns", [1, 2, 3])
+@torch.no_grad()
+def test_strides_that_a_forward_changes_stay_changed(machine, profile: str, num_turns: int) -> None:
+    net, plain = (nn.Sequential(*(Turning(num_turns) for _ in range(6))) for _ in range(2))
+    plain.load_state_dict(net.state_dict())
+    x = torch.randn(2, 64)
+    with machine(8) as manager:
+        managed = manage(net, profile, manager=manager)
+        for evicts in (False, True):
+            for _ in range(5):
+                assert torch.allclose(net(x).cpu(), plain(x), atol=1e-4)
+            if evicts:
+                managed.members[0].managed.unload()
+        assert torch.allclose(net(x).cpu(), plain(x), atol=1e-4)
+        managed.release()
+    assert torch.allclose(net(x), plain(x), atol=1e-4)
