@@ -121,7 +121,7 @@ class ForwardHooks:
         root = self.root()
         for module in [module for module in self.exits if module is not root]:
             self.exits.pop(module).remove()
-        inside = self.handles.keys() - target.entries - target.inner
+        inside = self.handles.keys() - {*target.entries, *target.inner}
         self.left |= inside
         self.remove_from(inside)
 
