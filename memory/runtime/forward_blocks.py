@@ -157,7 +157,7 @@ class Forwards:
         else:
             self.begin_pass(is_timed=self.is_timed)
         if self.is_loaded and self.passes.open is not None:
-            self.passes.open.is_under_way = True
+            self.passes.open.begin_forward()
         return True
 
     def refuse_recursion(self, module: nn.Module, current: Pass) -> None:
@@ -251,7 +251,7 @@ class Forwards:
             self.passes.end(completed=not failed)
 
     def finish_pass(self, current: Pass, completed: bool) -> None:
-        current.is_under_way = False
+        current.end_forward()
         was_quiet, self.quiet_thread = self.quiet_thread, 0
         try:
             for share in self.shares if not was_quiet else ():
@@ -439,7 +439,7 @@ class Forwards:
 
     def end(self) -> None:
         """Stop finishing passes: the groups are no longer managed."""
-        self.passes.finish = lambda current, completed: None
+        self.passes.stop_finishing()
 
 
 def has_failed(output: Any, current: Pass | None) -> bool:

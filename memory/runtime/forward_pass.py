@@ -82,6 +82,10 @@ class NoManager:
     def note_read(self, num_bytes: int) -> None: ...
 
 
+def finish_nothing(current: Pass, completed: bool) -> None:
+    """Finish a pass of weights that are no longer managed."""
+
+
 class Pass:
     """One pass: its thread, and its open entries, the outermost first."""
 
@@ -101,6 +105,27 @@ class Pass:
         """Whether it ended without an exception."""
         self.running = module
         """The module whose call keeps the pass open."""
+
+    def begin_forward(self) -> None:
+        """What it needs is loaded: the forward runs from now on."""
+        self.is_under_way = True
+
+    def end_forward(self) -> None:
+        """The forward runs no more."""
+        self.is_under_way = False
+
+    def note_end(self, raised: BaseException | None) -> None:
+        """Note the exception that is handled as the pass ends; it completed if that is none of its own."""
+        self.error = raised if raised is not self.handled else None
+        self.is_completed = self.error is None
+
+    def note_completed(self, completed: bool) -> None:
+        """Note whether the pass that this one serves completed."""
+        self.is_completed = completed
+
+    def forget_errors(self) -> None:
+        """Forget exceptions: their frames may hold tensors."""
+        self.error = self.handled = None
 
     def is_here(self) -> bool:
         """Whether this thread runs the pass."""
@@ -276,21 +301,23 @@ class Passes:
         """
         current = self.here
         if current is not None:
-            raised = None if completed else sys.exc_info()[1]
-            current.error = raised if raised is not current.handled else None
-            current.is_completed = current.error is None
+            current.note_end(None if completed else sys.exc_info()[1])
             try:
                 self.finish(current, completed)
             finally:
-                current.error = current.handled = None  # their frames may hold tensors
+                current.forget_errors()
             self.close(current)
 
     def end_guest(self, current: Pass, *, completed: bool) -> None:
         """End a guest pass at the end of its borrower's pass. Idempotent."""
         if self.open is current:
-            current.is_completed = completed
+            current.note_completed(completed)
             self.finish(current, completed)
             self.close(current)
+
+    def stop_finishing(self) -> None:
+        """Do nothing more at the end of a pass."""
+        self.finish = finish_nothing
 
     def close(self, current: Pass) -> None:
         with self.changed:

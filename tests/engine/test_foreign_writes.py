@@ -27,7 +27,6 @@ ANYWHERE = {
 # File and assigned expression, with the reason.
 CORE = "the only file that sets fields of ComfyUI's objects; ComfyUI itself sets these from outside"
 DYNAMO = "torch._dynamo's marks of functions that are not traced"
-PASS = "what runs a pass notes in it how far it has come"
 OWN_TENSOR = "completes a tensor of our class; tensors are not made by `__init__`"
 ALLOWED = {
     "headless/arguments.py": {"setattr(namespace)": "argparse has actions fill its namespace"},
@@ -52,16 +51,6 @@ ALLOWED = {
         "other.shown": OWN_TENSOR,
         "tensor.is_view": OWN_TENSOR,
         "tensor.shown": OWN_TENSOR,
-    },
-    "memory/runtime/forward_blocks.py": {
-        "current.is_under_way": PASS,
-        "self.passes.finish": PASS,
-        "self.passes.open.is_under_way": PASS,
-    },
-    "memory/runtime/forward_pass.py": {
-        "current.error": PASS,
-        "current.handled": PASS,
-        "current.is_completed": PASS,
     },
     "nodes/host/core_fields.py": {"*": CORE},
 }
