@@ -56,6 +56,8 @@ class Hosted(HostedComponent):
         self.request = request
         self.patched: set[str] = set()
         """The keys of weights that contain their patches now."""
+        self.patchable: frozenset[str] | None = None
+        """The keys of weights to which core's loader applies patches; None until core was asked."""
         self.notes = list(notes)
         """What its node tells the user."""
         self.loaded_on: torch.device | None = None
@@ -73,6 +75,10 @@ class Hosted(HostedComponent):
     def note_loaded(self, device: torch.device | None) -> None:
         """Note where core has it loaded now."""
         self.loaded_on = device
+
+    def note_patchable(self, keys: frozenset[str]) -> None:
+        """Note what core's loader patches: it follows from the modules, and so holds for all clones."""
+        self.patchable = keys
 
     def note_patched(self, key: str) -> None:
         """Note that a weight contains its patches."""

@@ -87,6 +87,8 @@ class HighwaterPatcher(ModelPatcher):
         with self.use_ejected():
             self.unpatch_hooks()
             watch_evictions(tell_core_of)
+            if self.hosted.patchable is None:  # asked once, of plain weights: core looks at their sizes, too
+                self.hosted.note_patchable(self.keys_that_core_patches())
             with showing_loadings(on_bar(comfy.utils.ProgressBar(1).update_absolute)):
                 self.hosted.join(self.model, torch.device(device_to))
             self.write_patches(torch.device(device_to))
@@ -166,12 +168,21 @@ class HighwaterPatcher(ModelPatcher):
         """Make every patched weight the weight store's version, computed by core on the device; the original is
         kept."""
         for key, weight in self.hosted.weights.items():
-            if key in self.patches and key not in self.hosted.patched:
+            if key in self.patches and key not in self.hosted.patched and key in self.hosted.patchable:
                 original = weight.wide(torch.device("cpu"))
                 with weight.held_on(device):
                     self.patch_weight_to_device(key, device_to=device)
                 self.backup[key] = Backup(original, False)
                 self.hosted.note_patched(key)
+
+    def keys_that_core_patches(self) -> frozenset[str]:
+        """Return the keys whose patches core's own loader applies: it loads modules by its list, and leaves out
+        parameters of a module that has submodules with weights, such as Wan's ``modulation``."""
+        return frozenset(
+            f"{name}.{parameter}" if name else parameter
+            for *_, name, _module, parameters in self._load_list()
+            for parameter in parameters
+        )
 
     def write_originals(self) -> None:
         """Undo `write_patches`."""

@@ -242,6 +242,17 @@ def wan(graph: Graph, loaders: Loaders) -> None:
     graph.keep(graph.sampler(model, positive, negative, latent, cfg=3.0))
 
 
+def merge_wan(graph: Graph, loaders: Loaders) -> None:
+    """Core's loader leaves parameters of modules with children, such as ``modulation``, without patches."""
+    model = loaders.diffusion_model(graph, "tiny_wan.safetensors")
+    other = loaders.diffusion_model(graph, "other_wan.safetensors")
+    merged = graph.add("ModelMergeSimple", model1=model, model2=other, ratio=0.3)
+    positive, negative = (graph.conditioning(seed, width=4096) for seed in (1, 2))
+    latent = graph.add("EmptyHunyuanLatentVideo", width=64, height=64, length=5, batch_size=1)
+    graph.keep(graph.sampler(merged, positive, negative, latent, cfg=3.0))
+    graph.keep(graph.sampler(model, positive, negative, latent, cfg=3.0), "kept-plain")
+
+
 def text(graph: Graph, loaders: Loaders) -> None:
     clip = loaders.text_encoder(graph)
     graph.keep(graph.add("CLIPTextEncode", text="a lighthouse at (high:1.2) water", clip=clip))
@@ -319,6 +330,7 @@ CASES: dict[str, Callable[[Graph, Loaders], None]] = {
         merge,
         quantized,
         wan,
+        merge_wan,
         text,
         vision,
         checkpoint,

@@ -420,6 +420,7 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "diffusion_models/tiny_flux_fp8.safetensors": lambda: (with_fp8(flux(4, 6)), 0.05),
     "diffusion_models/big_flux.safetensors": lambda: (flux(12, 36, width=1280), 0.05),  # 2.97 GiB
     "diffusion_models/tiny_wan.safetensors": lambda: (wan(), 0.05),
+    "diffusion_models/other_wan.safetensors": lambda: (wan(), 0.05),
     "loras/tiny_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/other_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/shallow_sd_lora.safetensors": lambda: (sd_lora(), 0.1),
