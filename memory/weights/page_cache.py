@@ -6,8 +6,9 @@ So before pages are read Linux is asked which of them it has (``mincore``, 3 ms 
 the process may neither write to nor owns Linux says that all pages are there; then nothing is dropped, nor where the
 system cannot tell or takes no such advice (macOS, Windows). The system reads ahead of what it was asked for, so the
 question covers what may come with a read, too, and what did is dropped when the file is closed. It keeps some pages
-together in larger pieces, and drops one as a whole or not at all: so what lies at the edges of reads is looked at again
-when the file is closed; what others brought back there after the last read goes, too.
+together in larger pieces, and drops one as a whole or not at all; and it may read ahead again what was dropped already.
+So all that was dropped is looked at once more when the file is closed (6 ms for 1 GiB); what others brought back there
+after the last read goes, too. What the system is still reading ahead by then stays.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ __all__ = ["PageCache"]
 
 # The system reads ahead no further than this: twice what a device may be set to, in every kernel so far.
 READ_AHEAD_REACH = 32 * MIB
-# No piece in which it keeps pages of 4 KiB together is larger.
-PIECE_PAGES = 2 * MIB // PAGE_BYTES
 
 UNKNOWN, OURS, THEIRS, DROPPED = range(4)
 ARE_UNKNOWN, ARE_OURS = re.compile(rb"[\x00\x03]+"), re.compile(rb"\x01+")
@@ -56,8 +55,6 @@ class PageCache:
         """Of pages at the edge of what was read, the bytes that were read of each so far."""
         self.begun_ours: set[int] = set()
         """Those among them that a read brought in, while the file is closed."""
-        self.edges: set[int] = set()
-        """The pages at which reads began and ended since the file was opened."""
 
     def look(self, file: FileIO, begin: int, end: int) -> None:
         """Find out which pages are there, before what lies between two bytes is read, and what comes with it."""
@@ -65,7 +62,6 @@ class PageCache:
             self.states = bytearray(self.num_pages)
             for page in self.begun_ours:
                 self.states[page] = OURS
-        self.edges |= {begin // PAGE_BYTES, end // PAGE_BYTES}
         first, last = begin // PAGE_BYTES, min(self.num_pages, -(-(end + READ_AHEAD_REACH) // PAGE_BYTES))
         for stretch in ARE_UNKNOWN.finditer(self.states, first, last):
             found = resident_pages(file, *stretch.span())
@@ -105,11 +101,7 @@ class PageCache:
         self.begun_ours = {page for page in self.begun if self.states[page] == OURS}
         for page in self.begun_ours:
             self.states[page] = THEIRS  # stays until all of it was read
-        states, self.states = self.states, None
-        for edge in self.edges:
-            near = slice(max(0, edge - PIECE_PAGES), edge + PIECE_PAGES)
-            states[near] = states[near].translate(LEFT)
-        self.edges.clear()
+        states, self.states = self.states.translate(LEFT), None
         if file is None:
             return
         for ours in ARE_OURS.finditer(states):
