@@ -14,11 +14,19 @@ from ..weights.storage_form import AS_STORED
 from .encoded_weight import EncodedWeight
 from .move_detector import MoveDetector, is_of_another
 from .reported_device import plainly
-from .watched_data import WatchedTensor
+from .watched_data import WatchedTensor, retire_data
 from .weight_group import WeightGroup
 from .weight_store import FileStore
 
-__all__ = ["adopt_data", "adopt_swapped", "apart", "find_swapped", "separate_shared", "why_not_adopted"]
+__all__ = [
+    "adopt_at_rest",
+    "adopt_data",
+    "adopt_swapped",
+    "apart",
+    "find_swapped",
+    "separate_shared",
+    "why_not_adopted",
+]
 
 DATA: Any = torch.Tensor.data  # the descriptor
 
@@ -87,6 +95,8 @@ def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) 
             return None
         if slot.encoding is not None:
             return f"{name!r}{resting_form(group, index)} was replaced"
+        if group.copy is None and group.host_slab is not None:
+            retire_data(group.at_rest.tensors[index])
         for leaf, own in zip(moved, leaves, strict=True):
             own.copy_(leaf)
     return None
@@ -140,18 +150,58 @@ def adopt_swapped(group: WeightGroup, swapped: Iterable[tuple[int, torch.Tensor]
 
 def adopt_data(group: WeightGroup) -> None:
     """Write what was assigned to the ``.data`` of weights to the weights at rest, if dtype and shape are the same."""
-    slab = group.resting_slab
+    given: dict[int, torch.Tensor] = {}
     for index, (slot, leaves) in enumerate(zip(group.slots, resting_leaves(group), strict=True)):
         held = slot.held
         is_plain = slot.form is AS_STORED and not slot.is_buffer and not leaves[0].is_meta
         if is_plain and (held.dtype, held.shape) == (leaves[0].dtype, leaves[0].shape) and not held.is_meta:
             with torch.no_grad():
-                given = held.detach().to(leaves[0].device)
-                if given.data_ptr() == leaves[0].data_ptr():
-                    if given.stride() == leaves[0].stride():
-                        continue
-                    given = given.clone()
-                relaid = slab is not None and group.take_strides(index, given)
-                own = resting_leaves(group)[index][0] if relaid else leaves[0]
-                if not torch.equal(given, own):
-                    own.copy_(given)
+                here = held.detach().to(leaves[0].device)
+                is_same = here.data_ptr() == leaves[0].data_ptr()
+                if here.stride() != leaves[0].stride():
+                    given[index] = here.clone() if is_same else here
+                elif not is_same and not torch.equal(here, leaves[0]):
+                    given[index] = here
+    if given:
+        leave_memory(group, given)
+    for index, tensor in given.items():
+        with torch.no_grad():
+            if group.resting_slab is not None:
+                group.take_strides(index, tensor)
+            resting_leaves(group)[index][0].copy_(tensor)
+
+
+def adopt_at_rest(group: WeightGroup) -> str | None:
+    """Write what was assigned to the ``.data`` of a resident group's weights in host memory to its weight store.
+
+    Returns why that is impossible for one.
+    """
+    assert group.host_slab is not None
+    undone = None
+    for index, (weight, leaves) in enumerate(
+        zip(group.at_rest.tensors, group.layout.leaf_views(group.host_slab), strict=True)
+    ):
+        if type(weight) is not WatchedTensor:
+            continue
+        with plainly(), torch.no_grad():
+            if weight.data_ptr() == leaves[0].data_ptr() and weight.stride() == leaves[0].stride():
+                continue
+            if (weight.dtype, weight.shape) != (leaves[0].dtype, leaves[0].shape) or weight.is_meta:
+                undone = f"{group.slots[index].spec.name!r} was replaced by a {weight.dtype} {list(weight.shape)}"
+            elif not torch.equal(weight.detach(), leaves[0]):
+                retire_data(weight)
+                leaves[0].copy_(weight.detach())
+    return undone
+
+
+def leave_memory(group: WeightGroup, indices: Iterable[int]) -> None:
+    """Leave the former data of weights to other code that keeps them, before other values are written.
+
+    On a device the group gets other memory: costs its bytes there until other code drops the former data. In host
+    memory it stays where it is: former data that are given back are refused (`refuse_overwritten`).
+    """
+    if group.copy is not None:
+        with torch.inference_mode(False), torch.no_grad():
+            group.copy.move_to(group.copy.slab.clone())
+    for index in indices if group.host_slab is not None else ():
+        retire_data(group.at_rest.tensors[index])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from .form_functions import LEFT_ALONE
 from .parameter_slots import ParameterSlot
 from .recomputing import RestingWeight, in_backward, with_weights_on_device
 from .reported_device import answer_device, device_in_backward, device_of
+from .watched_data import refuse_overwritten, refuse_sharing
 
 __all__ = ["NOT_TRACED", "EncodedLeaves", "EncodedWeight"]
 
@@ -49,13 +50,19 @@ class EncodedLeaves:
         leaves: the leaves in the group's slab.
         wide: the form in which the weight computes.
         opened: a list to which this object adds itself when it opens a window; its caller then calls `settle`.
+        known: a set to which this object adds itself.
     """
 
     written: weakref.ref[EncodedLeaves] | None = None
     """The object of this class that was written to last."""
 
     def __init__(
-        self, leaves: Sequence[torch.Tensor], slot: ParameterSlot, wide: Form, opened: list[EncodedLeaves]
+        self,
+        leaves: Sequence[torch.Tensor],
+        slot: ParameterSlot,
+        wide: Form,
+        opened: list[EncodedLeaves],
+        known: weakref.WeakSet[EncodedLeaves],
     ) -> None:
         self.leaves = list(leaves)
         self.slot = slot
@@ -67,10 +74,14 @@ class EncodedLeaves:
         self.asked_dtype: torch.dtype | None = None
         """The dtype to which other code wanted to convert the weight."""
         self.has_ended = False
-        """Whether the weight is no longer encoded: `window` is then its plain tensor."""
+        """Whether the leaves are no longer the weight's: `window` is then a plain tensor in place of them."""
+        self.known = known
+        known.add(self)
 
     def end(self, plain: torch.Tensor) -> None:
-        """Show this plain tensor from now on: the weight is no longer encoded."""
+        """Show this plain tensor from now on: the weight is no longer encoded, or has other data. Idempotent."""
+        if self.has_ended:
+            return
         self.window = plain.detach()
         self.leaves = [self.window]
         self.opened, self.has_ended = [], True
@@ -123,6 +134,17 @@ class EncodedLeaves:
         """Return the dtype to which other code wanted to convert the weight since the last call."""
         asked, self.asked_dtype = self.asked_dtype, None
         return asked
+
+    def leave_to_aliases(self) -> EncodedLeaves:
+        """Return an object for the weight, whose ``.data`` is assigned. The aliases of the former data stay with this.
+
+        They show the former data, in memory of its own. The other object's window is open if this one's was.
+        """
+        other = EncodedLeaves(self.leaves, self.slot, self.wide, self.opened, self.known)
+        if self.window is not None:
+            other.open_window(for_views=False)
+        self.end(self.current())
+        return other
 
     def settle(self) -> None:
         """Encode what was written to the window, and close it. Raises as `store`."""
@@ -226,15 +248,29 @@ class EncodedWeight(RestingWeight, torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, EncodedWeight) and value.encoded is self.encoded:
             return  # writes to it are in the window already
+        refuse_overwritten(value)
         if value.shape != self.shape:
             name, has = self.encoded.slot.spec.name, list(self.shape)
             raise InvalidInput(f"weight {name!r}: a tensor of shape {list(value.shape)} was assigned; allowed: {has}")
-        if value.dtype is not self.dtype and not self.encoded.has_ended:
-            self.encoded.ask_for(value.dtype)
         with torch.no_grad():
             given = value.detach().to(self.encoded.leaves[0].device, self.dtype)
-            if not torch.equal(given, self.encoded.current()):  # equal values mean that the weight was only moved
+            if isinstance(given, EncodedWeight):
+                given = given.encoded.current()
+            is_equal = torch.equal(given, self.encoded.current())  # then the weight was only moved
+            if not self.encoded.has_ended:
+                self.encoded = self.encoded.leave_to_aliases()
+                if value.dtype is not self.dtype:
+                    self.encoded.ask_for(value.dtype)
+            if not is_equal or self.encoded.window is not None:
                 self.copy_(given)
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse, as for weights that rest as stored."""
+        refuse_sharing()
+
+    def show_as(self, other: EncodedWeight) -> None:
+        """Show the same leaves as another weight from now on."""
+        self.encoded = other.encoded
 
     def plain(self) -> torch.Tensor:
         """Return a wide copy as a plain tensor or parameter."""

@@ -1,10 +1,18 @@
-"""Torch functions by what they use of a weight at rest: only its form, or its memory."""
+"""Torch functions by what they do with a weight at rest: use its form or its memory, or write to it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
-__all__ = ["ASKS_FOR_FORM", "FORM", "GIVES_MEMORY", "LEFT_ALONE"]
+__all__ = ["ASKS_FOR_FORM", "FORM", "GIVES_MEMORY", "LEFT_ALONE", "writes", "writes_first"]
+
+AUGMENTED_ASSIGNMENTS = frozenset(
+    f"__i{name}__"
+    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+)
 
 # Functions and attributes that use only a tensor's form, or create another tensor of the same form.
 FORM_FUNCTIONS = """
@@ -32,3 +40,14 @@ GIVES_MEMORY = frozenset(["untyped_storage", "storage", "_typed_storage", "__arr
 
 # Functions that in a backward pass get the weight itself, not a copy on the device.
 LEFT_ALONE = (ASKS_FOR_FORM - frozenset(MAKES_LIKE.split())) | GIVES_MEMORY
+
+
+def writes_first(function: Callable[..., Any]) -> bool:
+    """Whether a torch function writes to its first argument."""
+    name = getattr(function, "__name__", "")
+    return name == "__setitem__" or name in AUGMENTED_ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
+
+
+def writes(function: Callable[..., Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether a torch function writes to any argument."""
+    return writes_first(function) or bool(kwargs and kwargs.get("out") is not None)

@@ -45,10 +45,6 @@ class KeptTensors:
         """Forget tensors that no code keeps."""
         self.given = [(slot, known) for slot, known in self.given if known() is not None]
 
-    def note_shown(self, encoded: EncodedLeaves) -> None:
-        """Note the leaves behind a wide tensor."""
-        self.shown.add(encoded)
-
     def note_reader(self, reader: ReadOnUse) -> None:
         """Note what a weight without memory calls to be read."""
         self.readers.add(reader)

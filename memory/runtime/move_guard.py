@@ -20,7 +20,16 @@ from torch import nn
 
 from ..errors import UnsafeState
 from ..weights.quantized_leaves import leaves_of
-from .adopted_values import adopt_data, adopt_swapped, apart, find_swapped, separate_shared, why_not_adopted
+from .adopted_values import (
+    adopt_at_rest,
+    adopt_data,
+    adopt_swapped,
+    apart,
+    find_swapped,
+    separate_shared,
+    why_not_adopted,
+)
+from .encoded_weight import EncodedWeight
 from .move_detector import MoveDetector
 from .parameter_slots import as_held, repoint
 from .reported_device import plainly
@@ -62,6 +71,7 @@ class MoveGuard:
         self.swaps = swaps
         swaps.watch(groups)
         self.opened = [group.at_rest.opened for group in self.groups]
+        self.written = [group.at_rest.aliases.written for group in self.groups]
         self.undone: str | None = None
         """The change of weights that was undone and has not been reported yet."""
         self.gone: str | None = None
@@ -81,9 +91,9 @@ class MoveGuard:
 
     @property
     def is_settled(self) -> bool:
-        """Whether no place is lent, every undone change is reported, and no window waits for `settle`."""
+        """Whether no place is lent, every undone change is reported, and no write to a weight at rest waits."""
         has_news = self.undone is not None or self.gone is not None or bool(self.swaps.loans)
-        return not has_news and not any(self.opened)
+        return not has_news and not any(self.opened) and not any(self.written)
 
     def plain_weights(self) -> set[int]:
         """Return the ids of the plain parameters that the module holds."""
@@ -99,18 +109,22 @@ class MoveGuard:
         Checks every weight's address. The caller holds the manager's lock.
         """
         is_laid_out_anew = was_settled = False
-        for group, index, held in self.swaps.take_back():
-            self.wait()
-            layout = group.layout.at_rest
-            self.undone = why_not_adopted(group, index, held) or self.undone
-            is_laid_out_anew = is_laid_out_anew or group.layout.at_rest is not layout
         for group in self.groups:
+            may_be_older = group.copy is not None and bool(group.at_rest.opened or group.at_rest.aliases.written)
+            group.at_rest.aliases.written.clear()
             if group.at_rest.opened:
                 was_settled = True
                 self.wait()
                 dtype = group.at_rest.settle()
                 if dtype is not None:
                     self.undone = f"its weights were changed to {dtype}"
+            if may_be_older:
+                self.undone = self.refresh(group) or self.undone
+        for group, index, held in self.swaps.take_back():
+            self.wait()
+            layout = group.layout.at_rest
+            self.undone = why_not_adopted(group, index, held) or self.undone
+            is_laid_out_anew = is_laid_out_anew or group.layout.at_rest is not layout
         changed = [group for group in self.groups if not group.placed.is_as_placed()]
         has_changed = bool(changed) or was_settled or bool(self.swaps.loans)
         if changed:
@@ -136,6 +150,25 @@ class MoveGuard:
             for detector in self.detectors:  # all of them: a block's buffers are in another group than its weights
                 self.undone = put_back(detector) or self.undone
         return has_changed
+
+    def refresh(self, group: WeightGroup) -> str | None:
+        """Copy a resident group's weights to the device again if other code wrote to those in host memory.
+
+        Such code has a parameter from the time when the group was not on the device. Returns what was undone.
+        """
+        copy, host_slab = group.copy, group.host_slab
+        if copy is None or host_slab is None or copy.store_version == group.at_rest.version:
+            return None
+        if copy.is_written:
+            copy.take_store_version(group.at_rest.version)
+            return "its weights were written on the device, and in RAM through parameters from before"
+        self.wait()
+        undone = adopt_at_rest(group)
+        group.at_rest.renew(renewed_resting(group))
+        copy.refresh(host_slab)
+        copy.take_store_version(group.at_rest.version)
+        group.forget_views()
+        return undone
 
     def find_slabs(self) -> frozenset[int]:
         """Return the addresses of all memory that weights lie in."""
@@ -210,16 +243,34 @@ def put_back(detector: MoveDetector) -> str | None:
     for slot, placed in zip(group.slots, group.placed.tensors, strict=True):
         if slot.is_buffer and slot.held.shape == placed.shape and slot.held.dtype != placed.dtype:
             slot.hold(placed)
+    is_newest = group.copy is not None and group.copy.store_version == group.at_rest.version
     adopt_data(group)
     group.at_rest.renew(renewed_resting(group))
     if group.copy is not None:
-        views = zip(group.slots, group.copy.views, group.at_rest.views(group.copy.slab), strict=True)
-        before = group.copy.views
-        group.copy.take_views([old if slot.is_plain_buffer else new for slot, old, new in views])
+        if is_newest:  # the same weights at rest, only other objects
+            group.copy.take_store_version(group.at_rest.version)
+        before, leaves = group.copy.views, group.layout.leaf_views(group.copy.slab)
+        group.copy.take_views([point_to(view, index, leaves[index], group) for index, view in enumerate(before)])
         group.kept.note_replaced(group.slots, before, group.copy.views)
     group.forget_views()
     group.rest()
     return undone
+
+
+def point_to(view: torch.Tensor, index: int, leaves: Sequence[torch.Tensor], group: WeightGroup) -> torch.Tensor:
+    """Point what the module holds of a resident copy to its leaves there; the same object where torch allows it."""
+    slot = group.slots[index]
+    if group.at_rest.shows(slot):
+        shown = group.at_rest.show(index, leaves)
+        if isinstance(view, EncodedWeight):
+            view.show_as(shown)
+            return view
+        return shown
+    if not slot.is_quantized and torch._has_compatible_shallow_copy_type(view, leaves[0]):
+        with torch.inference_mode(view.is_inference()):
+            DATA.__set__(view, leaves[0])
+        return view
+    return as_held(iter(leaves), slot)
 
 
 def renewed_resting(group: WeightGroup) -> list[torch.Tensor]:

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .form_functions import writes_first
+
 __all__ = ["RestingWeight", "in_backward", "is_recomputing", "with_weights_on_device"]
 
-AUGMENTED_ASSIGNMENTS = frozenset(
-    f"__i{name}__"
-    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-)
 ACCESSES = frozenset(["__set__", "__delete__"])
 DEVICE: Any = torch.Tensor.device  # the descriptor
 
@@ -66,8 +64,7 @@ def with_weights_on_device(
     if name in leaves_alone or name in ACCESSES:
         return None
     args, kwargs = tuple(args), dict(kwargs)
-    writes = name == "__setitem__" or name in AUGMENTED_ASSIGNMENTS or (name.endswith("_") and not name.endswith("__"))
-    written = args[:1] if writes else ()
+    written = args[:1] if writes_first(function) else ()
     read: Any = (args[len(written) :], {key: value for key, value in kwargs.items() if key != "out"})
     tensors = [each for each in tree_leaves((read, written)) if isinstance(each, torch.Tensor)]
     used = {id(each): device for each in tensors if (device := wanted_on(each)) is not None}

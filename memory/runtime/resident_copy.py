@@ -36,6 +36,8 @@ class DeviceCopy:
         self.buffers = [view for slot, view in zip(slots, self.views, strict=True) if slot.is_plain_buffer]
         self.buffers_begin = buffers_begin
         self.loaded_version = slab._version
+        self.store_version: int | None = None
+        """The version of the weight store from which it was copied."""
         self.tags: tuple[int, int] | None = None
         """The tags of the weights, and of the buffers behind them, after the copy was complete; None until then."""
         self.is_untagged = False
@@ -44,6 +46,20 @@ class DeviceCopy:
     def take_views(self, views: Sequence[torch.Tensor]) -> None:
         """Give the module other objects for the same memory from now on; those of buffers stay."""
         self.views = list(views)
+
+    def move_to(self, slab: torch.Tensor) -> None:
+        """Lie in other memory, with the same bytes, from now on; counts as written. The caller repoints the views."""
+        self.slab, self.loaded_version = slab, -1
+
+    def take_store_version(self, version: int) -> None:
+        """Be a copy of this version of the weight store from now on."""
+        self.store_version = version
+
+    def refresh(self, host_slab: torch.Tensor) -> None:
+        """Copy the weights, not the buffers, from the weight store again; waits for it."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.slab[: self.buffers_begin].copy_(host_slab[: self.buffers_begin])
+        self.loaded_version = self.slab._version
 
     def take_tags(self, weights: int, buffers: int) -> None:
         """Save the result of `find_tags` after the copy was complete."""

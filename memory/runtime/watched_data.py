@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -22,15 +22,28 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import UnsafeState
 from .deep_copies import copy_view
-from .form_functions import FORM, GIVES_MEMORY, LEFT_ALONE
+from .form_functions import FORM, GIVES_MEMORY, LEFT_ALONE, writes
 from .recomputing import RestingWeight, in_backward, is_recomputing, with_weights_on_device
 from .reported_device import Asked, answer_device, device_in_backward, plainly
 
-__all__ = ["AnyTensor", "WatchedTensor", "refuse_absent", "unwatch", "watch"]
+__all__ = [
+    "Aliases",
+    "AnyTensor",
+    "WatchedTensor",
+    "refuse_absent",
+    "refuse_overwritten",
+    "refuse_sharing",
+    "retire_data",
+    "unwatch",
+    "watch",
+]
 
 OWN = ("_is_param", "asked", "reader", "shown", "is_view", "is_data")
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 DATA: Any = torch.Tensor.data  # the descriptor
+# The version counter that tensors from ``.data`` get when other values are written to their memory. No program writes
+# to a tensor this often.
+OVERWRITTEN = 1 << 31
 IS_ALIAS_OF: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
@@ -44,14 +57,23 @@ def is_same_view(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
+class Aliases(list[torch.Tensor]):
+    """Tensors from ``.data`` of one group's weights; each shares its version counter with all of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[None] = []
+        """Not empty if weights at rest may have been written to since it was cleared."""
+
+
 class Shown:
     """The tensors returned by ``.data`` of a weight and of its views.
 
     Args:
-        aliases: a list of the weight's group; the counters of its tensors show writes through them.
+        aliases: those of the weight's group; the counters of its tensors show writes through them.
     """
 
-    def __init__(self, aliases: list[torch.Tensor]) -> None:
+    def __init__(self, aliases: Aliases) -> None:
         self.aliases = aliases
         self.alias: torch.Tensor | None = None
         """The tensor of which all others of this weight are views; they share its counter."""
@@ -89,6 +111,9 @@ class WatchedTensor(RestingWeight, torch.Tensor):
             given = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
             if given is not None:
                 return function(*given[0], **given[1])
+        if function not in FORM and writes(function, kwargs):
+            for tensor in watched_in((args, kwargs)):
+                note_write(tensor)
         if not all(issubclass(kind, WatchedTensor) for kind in types):
             return call_others(function, args, kwargs or {})
         with plainly():
@@ -122,6 +147,7 @@ class WatchedTensor(RestingWeight, torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         refuse_absent(value)
+        refuse_overwritten(value)
         with plainly():
             count_write(self)
             if IS_ALIAS_OF(value, self) and value.stride() != self.stride():
@@ -133,6 +159,10 @@ class WatchedTensor(RestingWeight, torch.Tensor):
         with plainly():
             count_write(self)
             return super().numpy(force=force)
+
+    def share_memory_(self) -> NoReturn:
+        """Refuse: torch would move the whole slab to other memory, and the engine would go on with the old one."""
+        refuse_sharing()
 
     def detach(self) -> torch.Tensor:
         """As `torch.Tensor.detach`; returns a tensor of the same class, which `nn.Parameter()` requires."""
@@ -262,17 +292,46 @@ def refuse_absent(value: torch.Tensor) -> None:
         raise UnsafeState("the data of a weight that rests in its file was assigned to another: assign its clone()")
 
 
+def refuse_overwritten(value: torch.Tensor) -> None:
+    """Refuse former data of a weight as ``.data``: their memory has the weight's newer values by now."""
+    with plainly():
+        is_overwritten = not value.is_inference() and value._version >= OVERWRITTEN
+    if is_overwritten:
+        raise UnsafeState("former data of a weight were assigned, but newer values are in their memory: keep a clone()")
+
+
+def refuse_sharing() -> NoReturn:
+    """Refuse to move a weight to shared memory. Raises `UnsafeState`."""
+    raise UnsafeState("a weight of a managed module cannot be moved to shared memory: release the module first")
+
+
+def retire_data(weight: torch.Tensor) -> None:
+    """Mark what ``.data`` of a weight has returned: other values are about to be written to its memory."""
+    shown: Shown | None = vars(weight).get("shown") if isinstance(weight, WatchedTensor) else None
+    if shown is not None and shown.alias is not None:
+        torch._C._autograd._unsafe_set_version_counter((shown.alias,), (OVERWRITTEN,))
+        weight.shown = Shown(shown.aliases)  # type: ignore[attr-defined]
+
+
 def count_write(tensor: torch.Tensor) -> None:
     if not tensor.is_inference():  # inference tensors have no counter and are never weight stores
         increment_version(tensor)
+    note_write(tensor)
 
 
-def watch(tensor: AnyTensor, asked: Asked | None = None, *, aliases: list[torch.Tensor] | None = None) -> AnyTensor:
+def note_write(tensor: torch.Tensor) -> None:
+    """Note that a weight at rest may have been written to: the copy of it on a device may be older now."""
+    shown: Shown | None = vars(tensor).get("shown")
+    if shown is not None and not shown.aliases.written:
+        shown.aliases.written.append(None)
+
+
+def watch(tensor: AnyTensor, asked: Asked | None = None, *, aliases: Aliases | None = None) -> AnyTensor:
     """Watch the ``.data`` of a plain parameter in memory; other tensors stay unchanged. Returns the same object.
 
     Args:
         asked: called when ``device`` is read; its result is reported unless it is None.
-        aliases: a list; tensors that ``.data`` returns are added to it.
+        aliases: those of its group; tensors that ``.data`` returns are added to them.
     """
     if type(tensor) is nn.Parameter:
         assert not tensor.is_meta

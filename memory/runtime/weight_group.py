@@ -280,6 +280,7 @@ class WeightGroup:
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
+        self.copy.take_store_version(self.at_rest.version)
         self.placed.put(self.copy.views, BlockState.RESIDENT)
 
     def drop(self) -> int:

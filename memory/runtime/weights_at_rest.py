@@ -24,7 +24,7 @@ from .kept_tensors import KeptTensors
 from .parameter_slots import ParameterSlot, add_up, as_held, fill_slots, read_weights, repoint, store_weight
 from .read_on_use import Readable, ReadOnUse
 from .reported_device import Asked, plainly
-from .watched_data import watch
+from .watched_data import Aliases, watch
 from .weight_layout import WeightLayout
 from .weight_store import FileStore, HostStore
 
@@ -68,7 +68,7 @@ class WeightsAtRest:
         """The module's own objects for weights that are shown wide; it has them again in `BlockState.IN_PLACE`."""
         self.opened: list[EncodedLeaves] = []
         """Encoded weights of which other code got views, or which it wanted to convert."""
-        self.aliases: list[torch.Tensor] = []
+        self.aliases = Aliases()
         """For each weight whose ``.data`` was read, a tensor that shares a version counter with the results."""
         self.past_writes = 0
         """The version counts of objects that are no longer weights at rest."""
@@ -232,7 +232,7 @@ class WeightsAtRest:
     def forget(self) -> None:
         """Drop the weight store and what shows it; the module keeps what it holds."""
         self.tensors, self.store, self.originals = [], None, {}
-        self.opened, self.aliases, self.counted = [], [], ([], 0, [])
+        self.opened, self.aliases, self.counted = [], Aliases(), ([], 0, [])
 
     # -- what the module holds for them
 
@@ -258,8 +258,8 @@ class WeightsAtRest:
 
     def show(self, index: int, leaves: Sequence[torch.Tensor]) -> EncodedWeight:
         """Return what the module holds at rest for the leaves of an encoded weight."""
-        encoded = EncodedLeaves(leaves, self.slots[index], self.layout.wide_form(index), self.opened)
-        self.kept.note_shown(encoded)
+        wide = self.layout.wide_form(index)
+        encoded = EncodedLeaves(leaves, self.slots[index], wide, self.opened, self.kept.shown)
         weight = EncodedWeight(encoded)
         weight._is_param = True
         vars(weight)["asked"] = self.asked

@@ -300,3 +300,22 @@ def test_saved_weights_have_their_values(toys, machine, tmp_path: Path, way: str
         for name, weight in net.named_parameters():
             assert torch.equal(weights[name], weight.clone()) and type(weights[name]) is nn.Parameter
         assert torch.equal(detached, net.embed.weight.clone())
+
+
+@pytest.mark.parametrize("way", ["streamed", "on disk", "fp8", "fp8 streamed"])
+@torch.no_grad()
+def test_moving_weights_to_shared_memory_is_refused(toys, machine, tmp_path: Path, way: str) -> None:
+    """Torch moves whole storages there, in which other weights lie, too."""
+    net, other, x = toys.build_net(), toys.build_net(), torch.randn(2, 3, DIM)
+    with machine(8, 8) as manager:
+        managed = take(net, way, manager, tmp_path)
+        want = net(x).cpu()
+        if way == "fp8":
+            managed.members[0].managed.unload()
+        with pytest.raises(UnsafeState, match=r"^a weight of a managed module [^\n]*: release the module first$"):
+            net.share_memory()
+        assert torch.equal(net(x).cpu(), want)
+        managed.release()
+        if "fp8" not in way:
+            assert all(torch.equal(weight, other.get_parameter(name)) for name, weight in net.named_parameters())
+        assert torch.equal(net.share_memory()(x), want)
