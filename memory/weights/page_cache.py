@@ -6,9 +6,7 @@ So before pages are read Linux is asked which of them it has (``mincore``, 3 ms 
 the process may neither write to nor owns Linux says that all pages are there; then nothing is dropped, nor where the
 system cannot tell or takes no such advice (macOS, Windows). The system reads ahead of what it was asked for, so the
 question covers what may come with a read, too, and what did is dropped when the file is closed. It keeps some pages
-together in larger pieces, and drops one as a whole or not at all; and it may read ahead again what was dropped already.
-So all that was dropped is looked at once more when the file is closed (6 ms for 1 GiB); what others brought back there
-after the last read goes, too. What the system is still reading ahead by then stays.
+together in larger pieces, and drops no part of one: at the edge of two reads such a piece may stay.
 """
 
 from __future__ import annotations
@@ -29,13 +27,11 @@ __all__ = ["PageCache"]
 # The system reads ahead no further than this: twice what a device may be set to, in every kernel so far.
 READ_AHEAD_REACH = 32 * MIB
 
-UNKNOWN, OURS, THEIRS, DROPPED = range(4)
-ARE_UNKNOWN, ARE_OURS = re.compile(rb"[\x00\x03]+"), re.compile(rb"\x01+")
+UNKNOWN, OURS, THEIRS = range(3)
+ARE_UNKNOWN, ARE_OURS = re.compile(rb"\x00+"), re.compile(rb"\x01+")
 ARE_THERE = re.compile(rb"\x02+")
 # What mincore says of a page is in the lowest bit.
 STATES = bytes(THEIRS if answer & 1 else OURS for answer in range(256))
-READ = bytes.maketrans(bytes([OURS, THEIRS]), bytes([DROPPED, UNKNOWN]))
-LEFT = bytes.maketrans(bytes([DROPPED]), bytes([OURS]))
 
 
 class PageCache:
@@ -82,7 +78,7 @@ class PageCache:
         for ours in ARE_OURS.finditer(self.states, first, last):
             begin, end = (page * PAGE_BYTES for page in ours.span())
             os.posix_fadvise(file.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
-        self.states[first:last] = self.states[first:last].translate(READ)
+        self.states[first:last] = bytes(last - first)
 
     def completes(self, page: int, begin: int, end: int) -> bool:
         """Whether all tensors in a page have been read once now that those between two bytes were."""
@@ -101,7 +97,7 @@ class PageCache:
         self.begun_ours = {page for page in self.begun if self.states[page] == OURS}
         for page in self.begun_ours:
             self.states[page] = THEIRS  # stays until all of it was read
-        states, self.states = self.states.translate(LEFT), None
+        states, self.states = self.states, None
         if file is None:
             return
         for ours in ARE_OURS.finditer(states):

@@ -160,42 +160,6 @@ def test_an_open_file_that_is_another_by_now_is_refused_until_it_comes_back(tmp_
         assert len(files.files) == 1
 
 
-def test_nothing_stays_where_one_read_ends_and_the_next_begins(tmp_path: Path, monkeypatch) -> None:
-    """On a system that keeps pages in pieces of 2 MiB, and drops a piece as a whole or not at all."""
-    path, cuts = tmp_path / "one.safetensors", [0, 5 * MIB + 12345, 11 * MIB + 54321, 16 * MIB]
-    raw = f'{{"t":{{"dtype":"U8","shape":[{cuts[-1]}],"data_offsets":[0,{cuts[-1]}]}}}}'.encode()
-    path.write_bytes(struct.pack("<Q", len(raw)) + raw + os.urandom(cuts[-1]))
-    weights, piece = WeightsFile(read_header(path)), 2 * MIB // PAGE_BYTES
-    there: set[int] = set()
-    read_chunk = weights.read_chunk
-
-    def read(file, chunk) -> tuple[int, int]:
-        begin, num_read = read_chunk(file, chunk)
-        there.update(range(begin // (2 * MIB), -(-(begin + num_read) // (2 * MIB))))
-        return begin, num_read
-
-    def advise(_: int, begin: int, num_bytes: int, advice: int) -> None:
-        if advice == os.POSIX_FADV_DONTNEED:
-            first, last = begin // PAGE_BYTES, (begin + num_bytes) // PAGE_BYTES
-            last = 10**9 if last == weights.pages.num_pages else last
-            there.difference_update({at for at in list(there) if first <= at * piece and (at + 1) * piece <= last})
-
-    monkeypatch.setattr(weights, "read_chunk", read)
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(
-        page_cache,
-        "resident_pages",
-        lambda file, first, last: bytes(page // piece in there for page in range(first, last)),
-    )
-    buffer = torch.empty(7 * MIB, dtype=torch.uint8)
-    with OpenFiles() as files:
-        for part in range(3):
-            target = buffer[: cuts[part + 1] - cuts[part]]
-            weights.read_into([("t", target, cuts[part])], drop_pages=True, files=files)
-        assert there, "no piece lies at an edge"
-    assert not there
-
-
 def test_what_others_brought_again_after_it_was_dropped_stays(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     raw = f'{{"t":{{"dtype":"U8","shape":[{4 * MIB}],"data_offsets":[0,{4 * MIB}]}}}}'.encode()
