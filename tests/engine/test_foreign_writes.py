@@ -51,6 +51,7 @@ ALLOWED = {
         "other.shown": OWN_TENSOR,
         "tensor.is_view": OWN_TENSOR,
         "tensor.shown": OWN_TENSOR,
+        "weight.shown": OWN_TENSOR,
     },
     "nodes/host/core_fields.py": {"*": CORE},
 }
