@@ -103,17 +103,13 @@ class Admission:
         component = member.managed.component
         return member.profile.left_free(device.name, component.name, component.kind, device.total_bytes())
 
-    def clear_left_free(self, member: Member) -> bool:
-        """Evict idle components until the bytes are free that a loaded member's profile leaves free.
-
-        Returns whether it leaves any free.
-        """
-        if not (member.profile.budgets or member.profile.reserve) or len(self.members) == 1:
-            return False
-        devices = [device for device in member.managed.accelerators if self.left_free(device, member)]
-        for device in devices:
-            self.make_room(device, 0, member)
-        return bool(devices)
+    def clear_left_free(self, member: Member) -> None:
+        """Evict idle components until the bytes are free that a loaded member's profile leaves free."""
+        if len(self.members) == 1:
+            return
+        for device in member.managed.accelerators:
+            if self.left_free(device, member):
+                self.make_room(device, 0, member)
 
     def give_headroom(self, member: Member, size: Size) -> None:
         """Free what forwards of a size are known to need, for a component that its host has loaded.

@@ -127,7 +127,7 @@ class Leases:
                 admission.give_headroom(member, size)
         elif not managed.is_loaded or member.planned_in_epoch != self.capacity.epoch or not is_settled:
             self.admit(member, size=size)
-        else:
+        elif member.leaves_free:
             admission.clear_left_free(member)
         if size is not None:
             member.settled.add(size)

@@ -168,6 +168,11 @@ class Member:
         self.block_seconds, self.taken_seconds = None, {}
         self.outdate_plan()
 
+    @property
+    def leaves_free(self) -> bool:
+        """Whether its profile says how many bytes of a device stay free."""
+        return bool(self.profile.budgets or self.profile.reserve)
+
     def outdate_plan(self) -> None:
         """Plan it again before its next pass."""
         self.planned_in_epoch = -1

@@ -263,7 +263,8 @@ class Forwards:
             if completed and self.ran.keys() == self.share_of.keys():
                 remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
         finally:
-            self.saving.end()
+            if self.saving.open:
+                self.saving.end()
             self.host = None
             self.calls.recover(is_here=current.is_here())
             try:

@@ -221,7 +221,7 @@ class Passes:
         waits, num_looks = None, 0
         while True:
             with self.changed:
-                if self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
+                if self.open is None or self.changed.wait_for(lambda: self.open is None, timeout=LOOK_EVERY_S):
                     self.open = mine = Pass(module, size) if guest_of is None else Guest(module, guest_of)
                     break
             self.recover_abandoned()

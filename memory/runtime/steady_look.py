@@ -67,11 +67,14 @@ class SteadyLook:
         self.tensors = list(map(id, held[len(self.children) :]))
         numbers = [index for index, each in enumerate(held) if id(each) in weights]
         self.take_weights = taker(numbers)
-        self.take_matrices = taker([index for index in numbers if held[index].dim() > 1])
+        # A plain parameter on the device is used as it is, until a full check before it leaves that. Elsewhere only its
+        # class tells of another order or dtype of the same memory: a watched weight gets another address then.
+        at_rest = [index for index in numbers if type(held[index]) is not nn.Parameter or held[index].is_cpu]
+        self.take_matrices = taker([index for index in at_rest if held[index].dim() > 1])
         # These have no address, but attributes of their own, which `torch.utils.swap_tensors` exchanges as well.
         placeless = (AbsentWeight, EncodedWeight)
         self.take_placeless = taker([index for index in numbers if isinstance(held[index], placeless)])
-        self.take_samples = taker([index for index in numbers if id(held[index]) in samples])
+        self.take_samples = taker([index for index in at_rest if id(held[index]) in samples])
         self.attributes = [vars(module) for module in marked]
         self.marks = self.find_marks()
         self.places = self.find_places(held)

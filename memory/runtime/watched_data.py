@@ -150,8 +150,8 @@ class WatchedTensor(RestingWeight, torch.Tensor):
         refuse_overwritten(value)
         with plainly():
             count_write(self)
-            if IS_ALIAS_OF(value, self) and value.stride() != self.stride():
-                value = value.clone()  # the new address makes the changed strides visible to checks of addresses
+            if IS_ALIAS_OF(value, self) and (value.stride() != self.stride() or value.dtype is not self.dtype):
+                value = value.clone()  # the new address makes the change visible to checks of addresses
             DATA.__set__(self, value)
 
     def numpy(self, *, force: bool = False) -> Any:
