@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-__all__ = ["explain_mismatch"]
+import torch
+from torch import nn
+
+from .thread_stacks import CALL_OF_A_MODULE
+from .weight_group import WeightGroup
+
+__all__ = ["explain_mismatch", "find_failed", "likely_remedy"]
 
 # The beginnings of torch's errors about devices.
 BEGINNINGS = (
@@ -73,3 +79,39 @@ def explain_mismatch(
     if likely is None:
         remedies.append("call reprofile() if layers were added")
     return f"{owner}: a tensor on {stranger} was used with weights on {at} {where}: {'; '.join(remedies)} ({told})"
+
+
+def find_failed(error: BaseException, blocks: Mapping[nn.Module, int]) -> int | None:
+    """Return the block in whose call an exception was raised, by its traceback; None if in none.
+
+    Args:
+        blocks: the numbers of the blocks, by their modules.
+    """
+    trace, number = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code is CALL_OF_A_MODULE:
+            number = blocks.get(trace.tb_frame.f_locals["self"], number)
+        trace = trace.tb_next
+    return number
+
+
+def likely_remedy(modules: Iterable[nn.Module], groups: Iterable[WeightGroup]) -> str | None:
+    """Return what helps if a tensor is to blame that a failed block is not loaded with; None without such a tensor.
+
+    Args:
+        modules: the modules of the block.
+        groups: what it is loaded with.
+    """
+    known = {owner for group in groups for slot in group.slots for owner in slot.owners}
+    for block in modules:
+        for path, module in block.named_modules():
+            for name, weight in (*module._parameters.items(), *module._buffers.items()):
+                if weight is not None and (module, name) not in known:
+                    added = f"{path}.{name}".removeprefix(".")
+                    return f"call reprofile() if weight {added!r} of the block was added or replaced"
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.device.type in ("cpu", "meta"):
+                    plain = f"{path}.{name}".removeprefix(".")
+                    what = f"{plain!r} of the block, a plain attribute"
+                    return f"if it is {what}, register it as a buffer and call reprofile()"
+    return None

@@ -25,13 +25,13 @@ from .backward import SavedWeights, SavingCalls
 from .compiled_blocks import untraced
 from .device_calls import DeviceCalls
 from .device_hops import DeviceHops
-from .device_mismatch import explain_mismatch
+from .device_mismatch import explain_mismatch, find_failed, likely_remedy
 from .device_share import DeviceShare
 from .execution_order import remember_order
 from .forward_pass import ComponentManager, Guest, NoManager, Pass, Passes
 from .hooked_modules import HookedModules
 from .recomputing import in_backward
-from .thread_stacks import CALL_OF_A_MODULE, is_waiting
+from .thread_stacks import is_waiting
 
 __all__ = ["Forwards"]
 
@@ -302,11 +302,15 @@ class Forwards:
             return
         where, at = "before its first block", self.shares[0]
         if self.quiet_thread:
-            where, self.last_block, self.failed_block = "outside its blocks", None, self.find_failed(error)
+            where, self.last_block, self.failed_block = "outside its blocks", None, find_failed(error, self.blocks)
         number = self.last_block if self.failed_block is None else self.failed_block
         if number is not None:
             where = f"{'after' if self.failed_block is None else 'in'} block {self.component.blocks[number].name}"
             at = self.share_of[number] if self.failed_block is not None else at
+        likely = None
+        if self.failed_block is not None:
+            modules = [module for module, number in self.blocks.items() if number == self.failed_block]
+            likely = likely_remedy(modules, self.share_of[self.failed_block].blocks[self.failed_block].groups)
         text = explain_mismatch(
             error,
             self.owner,
@@ -314,38 +318,10 @@ class Forwards:
             at.device.name,
             {str(share.device.torch_device): share.device.name for share in self.shares},
             streams=any(share.streamer is not None for share in self.shares),
-            likely=self.likely_remedy(self.failed_block) if self.failed_block is not None else None,
+            likely=likely,
         )
         if text is not None:
             error.args = (text,)
-
-    def likely_remedy(self, number: int) -> str | None:
-        """Return what helps if a tensor in a block is to blame that the block is not loaded with; None without one."""
-        groups = self.share_of[number].blocks[number].groups
-        known = {owner for group in groups for slot in group.slots for owner in slot.owners}
-        for block in [module for module, block_number in self.blocks.items() if block_number == number]:
-            for path, module in block.named_modules():
-                for name, weight in (*module._parameters.items(), *module._buffers.items()):
-                    if weight is not None and (module, name) not in known:
-                        added = f"{path}.{name}".removeprefix(".")
-                        return f"call reprofile() if weight {added!r} of the block was added or replaced"
-                for name, value in vars(module).items():
-                    if isinstance(value, torch.Tensor) and value.device.type in ("cpu", "meta"):
-                        plain = f"{path}.{name}".removeprefix(".")
-                        return (
-                            f"if it is {plain!r} of the block, a plain attribute, register it as a buffer and call "
-                            "reprofile()"
-                        )
-        return None
-
-    def find_failed(self, error: BaseException) -> int | None:
-        """Return the block in whose call an exception was raised, by its traceback; None if in none."""
-        trace, number = error.__traceback__, None
-        while trace is not None:
-            if trace.tb_frame.f_code is CALL_OF_A_MODULE:
-                number = self.blocks.get(trace.tb_frame.f_locals["self"], number)
-            trace = trace.tb_next
-        return number
 
     # -- blocks
 
