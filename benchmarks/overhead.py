@@ -83,6 +83,29 @@ def build(num_blocks: int, num_layers: int = NUM_LAYERS, dim: int = DIM) -> Stac
     return Stack(num_blocks, num_layers, dim).eval().requires_grad_(False)
 
 
+def build_flux() -> nn.Module:
+    """Return Flux's transformer with all its blocks and small layers: the host's time is that of queueing kernels."""
+    from diffusers import FluxTransformer2DModel
+
+    shape = {"attention_head_dim": 16, "num_attention_heads": 2, "axes_dims_rope": (4, 6, 6)}
+    widths = {"in_channels": 4, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    return FluxTransformer2DModel(**shape, **widths).eval().requires_grad_(False)
+
+
+def run_flux(model: nn.Module) -> Forward:
+    tokens, text = 16, 8
+    given = {
+        "hidden_states": torch.randn(1, tokens, 4),
+        "encoder_hidden_states": torch.randn(1, text, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "timestep": torch.ones(1),
+        "img_ids": torch.zeros(tokens, 3),
+        "txt_ids": torch.zeros(text, 3),
+    }
+    placed = {name: tensor.to("sim:0") for name, tensor in given.items()}
+    return lambda: model(**placed, return_dict=False)
+
+
 # -- the candidates: each yields a forward
 
 
@@ -224,6 +247,25 @@ def beside(
     return {name: (us - best["plain"]) / shape["num_blocks"] for name, us in best.items()}
 
 
+def real_forwards() -> tuple[float, float]:
+    """Return the CPU microseconds of a forward of Flux's transformer, all resident, and of the plain module's."""
+
+    @contextmanager
+    def managed() -> Iterator[Forward]:
+        manager = MemoryManager()
+        manager.set_watermark("*", 0, 0)
+        model = build_flux()
+        with manage(model, manager=manager, placement="gpu:0"):
+            yield run_flux(model)
+
+    @contextmanager
+    def unmanaged() -> Iterator[Forward]:
+        yield run_flux(build_flux().to("sim:0"))
+
+    best = cpu_us({"plain": unmanaged, "ours": managed}, NUM_ROUNDS)
+    return best["ours"], best["plain"]
+
+
 def cyclic_objects(make: Callable[[Stack], AbstractContextManager[Forward]]) -> int:
     """Return how many objects a steady forward leaves that only the garbage collector frees."""
     with make(build(NUM_BLOCKS)) as forward, torch.no_grad():
@@ -334,6 +376,9 @@ def measure() -> Result:
         what = f"all resident, devices in the machine: {num_devices}"
         add_row(what, resident["ours"], "accelerate's hook", resident["accelerate"], "1.0")
     simdevice.configure([DEVICE])
+    real, plain_us = real_forwards()
+    what = "all resident, Flux's transformer with small layers"
+    add_row(what, real, "the plain module", plain_us, "1.01", "us per forward")
     for what, make in {"all resident": ours, "streamed": streamed, "eight bits": eight_bits}.items():
         add_row(f"cyclic objects, {what}", cyclic_objects(make), "", "", "0", "objects per forward")
     alone, others, add_s = forwards_beside_others()
