@@ -76,7 +76,7 @@ class EventLog:
         """Enter the report of a finished node."""
         self.nodes.append(report)
 
-    def listen(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call a listener with every message from now on; returns what ends that, which may be called again."""
         self.listeners.append(listener)
 

@@ -296,7 +296,7 @@ class MemoryManager:
     def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
         """Call the listener with every node's report and every eviction; returns what ends that."""
         require(listener, Callable, what="listener", allowed="a function of one dict")  # type: ignore[arg-type]
-        return self.event_log.listen(listener)
+        return self.event_log.subscribe(listener)
 
     def device_reports(self) -> list[DeviceReport]:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
