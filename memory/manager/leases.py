@@ -48,8 +48,14 @@ class Leases:
         self.uses = itertools.count(1)
         self.leased: dict[str, Member] = {}
         """The members with leases, by id."""
+        self.pack_anew: Callable[[Member], None] | None = None
+        """Describes, plans and packs a component anew whose weights were converted (`Registry.pack_anew`)."""
         self.watchers: list[Callable[[str, int, int], None]] = []
         """Called with component, finished bytes and total bytes while a component is packed or loaded."""
+
+    def pack_with(self, pack_anew: Callable[[Member], None]) -> None:
+        """Set what packs a component anew whose weights were converted."""
+        self.pack_anew = pack_anew
 
     def acquire(self, member: Member, holder: object) -> None:
         """Admit a component and hold a lease on it. Loads it as planned, and evicts others for it.
@@ -116,11 +122,12 @@ class Leases:
         Args:
             size: the size of the forward's inputs, if known.
         """
-        managed, admission = member.managed, self.admission
+        admission = self.admission
         if member.look is not None:
             member.look()
-        if not managed.changes.is_steady():
+        if not member.managed.changes.is_steady():
             self.look_closely(member)
+        managed = member.managed
         is_settled = size is None or size in member.settled or self.capacity.leaves_enough(member, size)
         if member.is_hosted:
             if size is not None and not is_settled:
@@ -142,6 +149,11 @@ class Leases:
         if member.managed.take_changes():
             self.capacity.outdate_plans()
         member.managed.changes.tell_undone()
+        if member.managed.changes.given_up is not None:
+            for holder in [holder for holder in member.leases if isinstance(holder, Pass)]:
+                self.discard(member, holder)  # it ends with what managed the component until now
+            assert self.pack_anew is not None
+            self.pack_anew(member)
 
     def enter(self, member: Member, asking: MemberManager, current: Pass) -> bool:
         """Acquire a component for a pass; False if its module is now another managed component's, or not managed."""
@@ -149,6 +161,10 @@ class Leases:
             if self.members.get(member.id) is not member or member.managed.manager is not asking:
                 return False
             self.acquire_locked(member, current)
+            if member.managed.manager is not asking:  # packed anew: the pass begins again there
+                self.discard(member, current)
+                self.measures.end_interval(current)
+                return False
             if member.lenders:
                 self.acquire_lenders(member, member.managed)
             return True

@@ -42,6 +42,7 @@ class Registry:
         self.sharing = SharedWeights(self.members)
         self.ranks = itertools.count()
         self.moved_by_released = 0
+        leases.pack_with(self.pack_anew)
         """The bytes of weights that released members had copied to devices."""
 
     def add(
@@ -190,6 +191,31 @@ class Registry:
         packed again. Weights that rested encoded were rounded: another precision does not restore them.
         """
         self.refuse_unready(members)
+        return self.replace_ready(members, placement=placement, profile=profile, precision=precision)
+
+    def pack_anew(self, member: Member) -> None:
+        """Describe, plan and pack a component anew, by the same choices: other code converted its weights.
+
+        No pass of it runs. Raises as `replace`.
+        """
+        changes = member.managed.changes
+        changes.refuse()
+        what = changes.given_up
+        devices, tier, profile, precision = member.choices  # type: ignore[misc]
+        item = PlacementItem(component=member.name, devices=devices, tier=tier)
+        plan = self.replace_ready([member], placement=Placement(items=(item,)), profile=profile, precision=precision)
+        reason = f"{what} by other code: packed anew"
+        self.event_log.note("plan", member.id, 0, plan[member.name].shares[0].device, reason)
+
+    def replace_ready(
+        self,
+        members: Sequence[Member],
+        *,
+        placement: Placement,
+        profile: OffloadProfile,
+        precision: Precision | None,
+    ) -> Plan:
+        """As `replace`, for members that are ready for it."""
         members = sorted(members, key=lambda member: member.rank)
         for member in members:
             member.managed.describe_anew()

@@ -71,8 +71,6 @@ class EncodedLeaves:
         self.window: torch.Tensor | None = None
         self.has_views = False
         """Whether other code has views of the window."""
-        self.asked_dtype: torch.dtype | None = None
-        """The dtype to which other code wanted to convert the weight."""
         self.has_ended = False
         """Whether the leaves are no longer the weight's: `window` is then a plain tensor in place of them."""
         self.known = known
@@ -125,15 +123,15 @@ class EncodedLeaves:
                 increment_version(self.leaves[0])
         self.slot.rest_as(form)
 
-    def ask_for(self, dtype: torch.dtype) -> None:
-        """Note that other code wanted to convert the weight; the caller of `settle` says so."""
-        self.asked_dtype = dtype
-        self.opened.append(self)
+    def converted(self, plain: torch.Tensor) -> EncodedLeaves:
+        """Return an object that shows a plain tensor of another dtype or shape; aliases of former data stay with this.
 
-    def take_asked_dtype(self) -> torch.dtype | None:
-        """Return the dtype to which other code wanted to convert the weight since the last call."""
-        asked, self.asked_dtype = self.asked_dtype, None
-        return asked
+        The group sees that and gives the weight up ([Note: given up] in `converted_weights.py`).
+        """
+        self.end(self.current())
+        other = EncodedLeaves([plain], self.slot, Form.of(plain), [], self.known)
+        other.end(plain)
+        return other
 
     def leave_to_aliases(self) -> EncodedLeaves:
         """Return an object for the weight, whose ``.data`` is assigned. The aliases of the former data stay with this.
@@ -249,18 +247,18 @@ class EncodedWeight(RestingWeight, torch.Tensor):
         if isinstance(value, EncodedWeight) and value.encoded is self.encoded:
             return  # writes to it are in the window already
         refuse_overwritten(value)
-        if value.shape != self.shape:
-            name, has = self.encoded.slot.spec.name, list(self.shape)
-            raise InvalidInput(f"weight {name!r}: a tensor of shape {list(value.shape)} was assigned; allowed: {has}")
         with torch.no_grad():
+            if value.dtype is not self.dtype or value.shape != self.shape:
+                plain = (value.encoded.current() if isinstance(value, EncodedWeight) else value).detach()
+                self.encoded = self.encoded.converted(plain)
+                DATA.__set__(self, plain)
+                return
             given = value.detach().to(self.encoded.leaves[0].device, self.dtype)
             if isinstance(given, EncodedWeight):
                 given = given.encoded.current()
             is_equal = torch.equal(given, self.encoded.current())  # then the weight was only moved
             if not self.encoded.has_ended:
                 self.encoded = self.encoded.leave_to_aliases()
-                if value.dtype is not self.dtype:
-                    self.encoded.ask_for(value.dtype)
             if not is_equal or self.encoded.window is not None:
                 self.copy_(given)
 
@@ -271,6 +269,8 @@ class EncodedWeight(RestingWeight, torch.Tensor):
     def show_as(self, other: EncodedWeight) -> None:
         """Show the same leaves as another weight from now on."""
         self.encoded = other.encoded
+        if (self.dtype, self.shape) != (other.dtype, other.shape):  # it was converted
+            DATA.__set__(self, other)
 
     def plain(self) -> torch.Tensor:
         """Return a wide copy as a plain tensor or parameter."""

@@ -309,8 +309,12 @@ class ManagedComponent:
     def take_changes(self) -> bool:
         """Join layers that were added, and undo what ``Module.to`` and its like did; returns whether layers changed.
 
-        Raises as `JoinedLayers.join`.
+        Where weights were converted it does only that: `OutsideChanges.given_up` tells of it, and the component is to
+        be packed anew. Raises as `JoinedLayers.join`.
         """
+        if self.changes.take_converted():
+            self.forwards.note_unloaded()
+            return False
         has_joined = self.changes.have_layers_changed()
         if has_joined:
             self.join_layers()

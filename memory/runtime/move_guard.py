@@ -29,6 +29,7 @@ from .adopted_values import (
     separate_shared,
     why_not_adopted,
 )
+from .converted_weights import ConvertedWeight, find_all_converted, put_converted_aside
 from .encoded_weight import EncodedWeight
 from .move_detector import MoveDetector
 from .parameter_slots import as_held, repoint
@@ -76,6 +77,8 @@ class MoveGuard:
         """The change of weights that was undone and has not been reported yet."""
         self.gone: str | None = None
         """The name of a weight whose place was removed from the module."""
+        self.converted: list[ConvertedWeight] = []
+        """The converted weights that `put_back` put aside; `take_converted` returns them."""
         if after is not None:
             self.undone, self.gone = after.undone, after.gone
 
@@ -103,10 +106,22 @@ class MoveGuard:
         """Return the ids of one plain parameter of each group."""
         return {id(detector.group.slots[detector.plain[0][0]].held) for detector in self.detectors if detector.plain}
 
-    def put_back(self) -> bool:
+    def has_converted(self) -> bool:
+        """Whether the module holds weights of another dtype or shape than the groups gave it. For groups at rest."""
+        return bool(find_all_converted(self.groups))
+
+    def take_converted(self) -> list[ConvertedWeight]:
+        """Return the converted weights that `put_back` put aside, once."""
+        converted, self.converted = self.converted, []
+        return converted
+
+    def put_back(self, *, keeps_converted: bool = False) -> bool:
         """Undo moves and conversions of weights, and take over assigned values; returns whether anything had changed.
 
         Checks every weight's address. The caller holds the manager's lock.
+
+        Args:
+            keeps_converted: put converted and resized weights aside for `take_converted`, instead of reporting them.
         """
         is_laid_out_anew = was_settled = False
         for group in self.groups:
@@ -115,9 +130,7 @@ class MoveGuard:
             if group.at_rest.opened:
                 was_settled = True
                 self.wait()
-                dtype = group.at_rest.settle()
-                if dtype is not None:
-                    self.undone = f"its weights were changed to {dtype}"
+                group.at_rest.settle()
             if may_be_older:
                 self.undone = self.refresh(group) or self.undone
         for group, index, held in self.swaps.take_back():
@@ -129,6 +142,13 @@ class MoveGuard:
         has_changed = bool(changed) or was_settled or bool(self.swaps.loans)
         if changed:
             self.swaps.lend(changed)
+        converted = find_all_converted(self.groups) if keeps_converted else []
+        if converted:
+            self.wait()
+            self.converted += put_converted_aside(converted)
+            changed = [group for group in self.groups if not group.placed.is_as_placed()]
+        given_up = {id(each.group) for each in converted}
+        if changed:
             slabs = self.find_slabs()
             # All of them before any weight is written: they may lie in each other's memory.
             foreign = [
@@ -139,7 +159,7 @@ class MoveGuard:
             changed = [
                 group for group in changed if self.take_over(group, [each for each in foreign if each[0] is group])
             ]
-        if changed or is_laid_out_anew or any(detector.is_moved() for detector in self.detectors):
+        if changed or given_up or is_laid_out_anew or any(detector.is_moved() for detector in self.detectors):
             has_changed = True
             self.wait()
             slabs = self.find_slabs()
@@ -148,7 +168,8 @@ class MoveGuard:
             for detector, swapped in [(detector, find_swapped(detector)) for detector in self.detectors]:
                 self.undone = adopt_swapped(detector.group, swapped) or self.undone
             for detector in self.detectors:  # all of them: a block's buffers are in another group than its weights
-                self.undone = put_back(detector) or self.undone
+                undone = put_back(detector)
+                self.undone = self.undone if id(detector.group) in given_up else undone or self.undone
         return has_changed
 
     def refresh(self, group: WeightGroup) -> str | None:

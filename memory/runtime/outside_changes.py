@@ -15,6 +15,7 @@ from torch._C._functorch import peek_interpreter_stack
 from ..errors import UnsafeState
 from ..planner.plan import ComponentPlan
 from ..weights.component import Component
+from .converted_weights import give_up
 from .device_share import DeviceShare, wait_for_copies
 from .joined_layers import Joined, JoinedLayers
 from .move_guard import MoveGuard
@@ -60,10 +61,14 @@ class OutsideChanges:
         """What the module held when a close look found nothing; None until then."""
         self.undone: str | None = None
         """The change of weights that `stop` found undone."""
+        self.given_up: str | None = None
+        """The conversion for which groups gave up; the component is to be packed anew ([Note: given up])."""
+        self.packing: Packing | None = None
+        """Set from `begin` to `stop`."""
 
     def begin(self, packing: Packing) -> None:
         """Look for changes from now on; the weights are packed."""
-        self.moves = self.guard_moves()
+        self.moves, self.packing = self.guard_moves(), packing
         self.layers = JoinedLayers(self.owner, self.module, self.shares, packing, self.places)
 
     def stop(self, packing: Packing) -> None:
@@ -103,6 +108,16 @@ class OutsideChanges:
         rival = find_rival(self.marked_by_others)
         if rival is not None:
             raise UnsafeState(f"{self.owner} is managed, and has {rival}, or release it")
+
+    def take_converted(self) -> bool:
+        """Give up groups whose weights were converted or resized; returns whether any have, now or earlier.
+
+        Raises:
+            InvalidInput: weights that rest in a file are to be read for that, and the file has changed.
+        """
+        if self.moves is not None and self.moves.has_converted():
+            self.put_back()
+        return self.given_up is not None
 
     def have_layers_changed(self) -> bool:
         """Whether layers were added to the module or are gone from it, so that they have to `join`."""
@@ -163,9 +178,35 @@ class OutsideChanges:
         """Undo what ``Module.to`` and its like did to the weights."""
         self.forget_look()
         if self.moves is not None:
-            self.moves.put_back()
+            self.moves.put_back(keeps_converted=self.may_give_up())
+            self.give_up_converted(self.moves)
             if self.moves.gone is not None:
                 self.follow_renamed()
+
+    def may_give_up(self) -> bool:
+        """Whether weights can be converted: none is quantized, or shared with other components."""
+        own = set(self.module.modules())
+        slots = [slot for share in self.shares for group in share.groups for slot in group.slots]
+        is_lent = any(part not in own for slot in slots for part, _ in slot.owners)
+        return not (is_lent or self.places.manager.lenders() or any(slot.is_quantized for slot in slots))
+
+    def give_up_converted(self, moves: MoveGuard) -> None:
+        """Give up the groups of converted weights: they leave their devices, and their module has ordinary tensors."""
+        converted = moves.take_converted()
+        if not converted:
+            return
+        self.given_up = self.given_up or converted[0].change
+        groups = {id(each.group) for each in converted}
+        for share in self.shares:
+            share.recover()
+            for group in [group for group in share.groups if id(group) in groups]:
+                if group.copy is not None:
+                    share.drop_group(group)
+                give_up(group, [each for each in converted if each.group is group])
+            share.free_staging()
+            share.forget_views()
+        if self.packing is not None:
+            self.packing.settle_books()
 
     def follow_renamed(self) -> None:
         """Update weights where other code has moved them within the module; forwards are refused from then on.

@@ -307,6 +307,12 @@ class Packing:
         taken = count_slabs(slabs)
         return {**taken, "host": taken["host"] + kept_bytes + in_place_bytes}
 
+    def settle_books(self) -> None:
+        """Enter in the ledger what the weight stores take now: groups have given up theirs."""
+        for tier, num_bytes in self.count_bytes().items():
+            self.host_bytes[tier] = num_bytes
+            self.charge(tier, num_bytes - self.charged[tier])
+
     def charge_host(self, num_bytes: int) -> None:
         if num_bytes:
             self.host_bytes["host"] += num_bytes

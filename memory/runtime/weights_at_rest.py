@@ -269,14 +269,10 @@ class WeightsAtRest:
         """Return what the module holds at rest for a weight of one leaf, or of an encoded form."""
         return self.layout.wide_form(index) if self.shows(self.slots[index]) else self.layout.leaf_form(index)
 
-    def settle(self) -> torch.dtype | None:
-        """Take over what was written to encoded weights through views; returns what one was to be converted to."""
-        dtype = None
+    def settle(self) -> None:
+        """Take over what was written to encoded weights through views."""
         while self.opened:
-            encoded = self.opened.pop()
-            dtype = encoded.take_asked_dtype() or dtype
-            encoded.settle()
-        return dtype
+            self.opened.pop().settle()
 
     # -- giving them back
 

@@ -104,37 +104,39 @@ def test_a_buffer_that_is_replaced_at_rest_is_taken_along(toys, machine) -> None
 @pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
 @pytest.mark.parametrize("change", [torch.nn.Module.half, torch.nn.Module.double])
 @pytest.mark.parametrize("evicts", [False, True])
-def test_another_dtype_is_refused_and_taken_back(
+def test_another_dtype_is_taken_over(
     toys, machine, conversion: str, state: str, precision: str, change, evicts: bool
 ) -> None:
     with machine(8) as manager, torch.no_grad():
-        net = toys.build_net()
+        net, plain = toys.build_net(), toys.build_net()
+        with manage(plain, placement="gpu:0", precision=precision, manager=manager):
+            plain(X)  # rounds its weights as the other's are
         with manage(net, placement="gpu:0", precision=precision, manager=manager) as managed:
-            want = net(X).cpu()
-            if state == "at rest":
-                managed.members[0].managed.unload()
-            change(net)
-            if evicts:
-                managed.members[0].managed.unload()
-            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: release it before"):
-                net(X)
-            assert not managed.members[0].leases
-            for _ in range(2):
-                assert torch.equal(net(X).cpu(), want)
-            change(net)
-            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: release it before"):
-                managed.reprofile()
-            managed.reprofile()
-            assert torch.equal(net(X).cpu(), want)
-            if state == "at rest":
-                managed.members[0].managed.unload()
-            change(net)
-            with pytest.raises(UnsafeState, match=r"^model: [^\n]*torch\.(float16|float64)[^\n]*: make it again"):
-                managed.release()
-            managed.release()
-        assert {tensor.dtype for tensor in (*net.parameters(), *net.buffers())} == {torch.float32}
-        change(net)
-        assert net.out.weight.dtype is not torch.float32
+            assert torch.equal(net(X).cpu(), plain(X))
+            for step in ("pass", "reprofile", "release"):
+                for _ in range(2):
+                    if state == "at rest":
+                        managed.members[0].managed.unload()
+                    before = next(net.parameters()).dtype
+                    given = torch.nn.Module.float if before is not torch.float32 else change
+                    given(net)
+                    given(plain)
+                    assert {tensor.dtype for tensor in net.parameters()} == {next(plain.parameters()).dtype}
+                    if evicts:
+                        managed.members[0].managed.unload()
+                    if step == "reprofile":
+                        managed.reprofile()
+                    if step == "release":
+                        managed.release()
+                    inputs = X.to(next(plain.parameters()).dtype)
+                    for _ in range(2):
+                        assert torch.equal(net(inputs).cpu(), plain(inputs))
+                        manager.ledger.check()
+                    assert not managed.members[0].leases
+        assert all(tensor.device.type == "cpu" for tensor in (*net.parameters(), *net.buffers()))
+        assert (net.out.weight is net.embed.weight) == (plain.out.weight is plain.embed.weight)
+        for name, tensor in plain.state_dict().items():
+            assert torch.equal(net.state_dict()[name], tensor), name
 
 
 def test_an_error_in_the_body_is_not_replaced_by_what_the_release_undid(toys, machine) -> None:
