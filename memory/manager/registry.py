@@ -17,6 +17,7 @@ from ..runtime.managed_component import ManagedComponent, Phase
 from ..runtime.packing import Ending
 from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component, guess_kind
+from ..weights.module_component import component_from_module
 from ..weights.sharing import NOTHING_SHARED
 from ..weights.source import WeightsSource
 from .join_checks import refuse_odd, refuse_shared_split, refuse_unsuitable
@@ -202,10 +203,22 @@ class Registry:
         changes.refuse()
         what = changes.given_up
         devices, tier, profile, precision = member.choices  # type: ignore[misc]
+        if tier == "disk" and not self.has_files_as_it_is(member):
+            tier = None
+            reason = "its files do not hold its weights as they are now: they rest in RAM"
+            self.event_log.note("plan", member.id, 0, "host", reason)
         item = PlacementItem(component=member.name, devices=devices, tier=tier)
-        plan = self.replace_ready([member], placement=Placement(items=(item,)), profile=profile, precision=precision)
+        plan = self.replace_ready(
+            [member], placement=Placement(items=(item,)), profile=profile, precision=precision, keeps_choices=True
+        )
         reason = f"{what} by other code: packed anew"
         self.event_log.note("plan", member.id, 0, plan[member.name].shares[0].device, reason)
+
+    def has_files_as_it_is(self, member: Member) -> bool:
+        """Whether a component's files hold its weights in the dtypes and shapes that its module has now."""
+        managed = member.managed
+        described = component_from_module(managed.module, name=member.name, kind=managed.component.kind)
+        return managed.source is not None and managed.source.covers(described)
 
     def replace_ready(
         self,
@@ -214,8 +227,9 @@ class Registry:
         placement: Placement,
         profile: OffloadProfile,
         precision: Precision | None,
+        keeps_choices: bool = False,
     ) -> Plan:
-        """As `replace`, for members that are ready for it."""
+        """As `replace`, for members that are ready for it; ``keeps_choices``: these are not new ones of the user's."""
         members = sorted(members, key=lambda member: member.rank)
         for member in members:
             member.managed.describe_anew()
@@ -250,7 +264,8 @@ class Registry:
             for member, component in zip(members, components, strict=True):
                 self.detach(member, Ending.HANDED_OVER)
                 item = asked.item_for(member.name, kinds[member.name])
-                member.take_profile(profile, choices_of(item, profile, precision))
+                chosen = member.choices if keeps_choices else choices_of(item, profile, precision)
+                member.take_profile(profile, chosen)
                 new = component, plan[component.name], sources.get(component.name)
                 self.prepare(member, modules[member.name], *new, self.sharing.find_near([member]), after=member.managed)
                 self.attach(member, self.sharing.find_near([member]))

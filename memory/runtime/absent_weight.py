@@ -24,7 +24,8 @@ from .watched_data import AnyTensor, WatchedTensor, refuse_absent
 
 __all__ = ["AbsentWeight", "Reader", "stand_for"]
 
-# Calls that ``Module.to`` and similar methods make for each parameter. The engine undoes them, so they read no file.
+# Calls that ``Module.to`` and similar methods make for each parameter. The engine undoes moves, so they read no file;
+# to another dtype the weight itself is converted.
 CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", "float", "double", "type"))
 
 
@@ -58,7 +59,12 @@ class AbsentWeight(WatchedTensor):
         given: Any = (args, dict(kwargs or {}))
         name = getattr(function, "__name__", "")
         converts = name in CONVERSIONS and not args[0].is_data
-        asks = converts or name in ASKS_FOR_FORM or function in FORM
+        if converts:
+            with plainly():
+                moved = function(*args, **(kwargs or {}))
+            if not isinstance(moved, torch.Tensor) or moved.dtype is args[0].dtype:
+                return moved
+        asks = name in ASKS_FOR_FORM or function in FORM
         # If another argument has no memory either (a layer before its weights are loaded), only the form matters.
         if not asks and not any(map(has_no_memory, tree_leaves(given))):
             given = tree_map_only(AbsentWeight, AbsentWeight.present, given)

@@ -2,7 +2,7 @@
 
 [Note: given up] ``Module.to(dtype)``, ``half()`` and ``float()``, which diffusers calls inside its pipelines, give a
 weight another dtype; transformers gives embeddings another shape. The group of such a weight was laid out, planned and
-entered in the books for the former one. So it gives up: it leaves its device, and the module has ordinary tensors again,
+entered in the books for the former one. So it gives up: it leaves its device, the module has ordinary tensors again,
 with what the other code made of them. The component is then described, planned and packed anew as its module is now,
 before its next pass or where it gets another profile; a release leaves it as it is.
 """
@@ -74,7 +74,7 @@ def find_converted(group: WeightGroup, *, buffers: bool) -> list[ConvertedWeight
         form = None
         for module, name in slot.owners:
             held = module._parameters.get(name)
-            if held is None:
+            if held is None or held.is_meta:
                 continue
             form = form or group.at_rest.held_form(index)
             is_plain = isinstance(held, EncodedWeight) and held.encoded.has_ended  # converted, and back

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-from ..errors import InvalidInput, UnsafeState
+from ..errors import UnsafeState
 from ..transfer.slabs import Form
 from .deep_copies import Copied
 from .form_functions import LEFT_ALONE

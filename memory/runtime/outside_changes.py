@@ -184,7 +184,9 @@ class OutsideChanges:
                 self.follow_renamed()
 
     def may_give_up(self) -> bool:
-        """Whether weights can be converted: none is quantized, or shared with other components."""
+        """Whether converted weights are taken over: none is quantized or shared, and no other offloader has hooks."""
+        if find_rival(self.marked_by_others) is not None:
+            return False
         own = set(self.module.modules())
         slots = [slot for share in self.shares for group in share.groups for slot in group.slots]
         is_lent = any(part not in own for slot in slots for part, _ in slot.owners)

@@ -23,6 +23,7 @@ from .computing_views import ComputingViews
 from .kept_tensors import KeptTensors
 from .parameter_slots import ParameterSlot, add_up, fill_slots, read_weights, store_weight
 from .placed_tensors import PlacedTensors
+from .reported_device import plainly
 from .resident_copy import DeviceCopy
 from .weight_layout import WeightLayout
 from .weight_store import FileStore
@@ -242,12 +243,31 @@ class WeightGroup:
             InvalidInput: the file has changed. The group is as before.
         """
         assert isinstance(self.at_rest.store, FileStore)
+        given = self.find_given(self.at_rest.store)
         with torch.inference_mode(False), torch.no_grad():
             slab = allocate_slab(self.slab_bytes)
             self.at_rest.store.read_whole(slab.data)
         self.at_rest.rest_in(slab)
         with self.without_gone_places():  # a weight may be asked for while other code moves it to another name
             self.rest()
+        for table, name, tensor in given:
+            table[name] = tensor
+
+    def find_given(self, store: FileStore) -> list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
+        """Return what other code has put in places of a group that rests in its file; the next look takes it over.
+
+        A module that is converted has its weights changed one by one, and one of them may be read meanwhile.
+        """
+        if self.copy is not None or not self.placed.tensors:
+            return []
+        leaves = store.resting_leaves()
+        return [
+            (table, name, held)
+            for slot, first in zip(self.slots, map(self.layout.first_leaf, range(len(self.slots))), strict=True)
+            if not slot.is_buffer and not slot.is_quantized
+            for table, name in ((slot.tensors_of(module), name) for module, name in slot.owners)
+            if (held := table.get(name)) is not None and not held.is_meta and is_other(held, leaves[first])
+        ]
 
     @contextmanager
     def without_gone_places(self) -> Iterator[None]:
@@ -408,3 +428,10 @@ class WeightGroup:
         own += [self.copy.views, self.copy.buffers] if self.copy is not None else []
         lists = {id(tensors): tensors for tensors in own}.values()  # some are the same
         return sum(each is tensor for tensors in lists for each in tensors)
+
+
+def is_other(held: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether a tensor in memory is not where a leaf rests, or no longer has its form."""
+    with plainly():
+        is_there = not leaf.is_meta and held.data_ptr() == leaf.data_ptr()
+        return not is_there or (held.dtype, held.shape) != (leaf.dtype, leaf.shape)

@@ -56,6 +56,7 @@ class WrittenWeights:
         """
         if on_disk:
             self.note(names_in([group for group in groups if group.host_slab is not None]))
+            self.doubtful |= names_in([group for group in groups if group.at_rest.store is None])  # given up
         elif self.source is not None:
             self.doubtful |= names_in([group for group in groups if self.may_be_written(group)])
 

@@ -183,16 +183,36 @@ METHODS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda pipe: pipe.unet.enable_layerwise_casting(torch.float8_e4m3fn, compute_dtype=torch.float32),
         CAST,
     ),
-    "to another dtype": (
-        lambda pipe: pipe.to(torch.float16),
-        r"unet: its weights were changed to torch.float16; the change was undone",
-    ),
     "remove_all_hooks": (lambda pipe: pipe.remove_all_hooks(), AT_ONCE),
     "to the device": (lambda pipe: pipe.to("sim:0"), ""),
     "to the host": (lambda pipe: pipe.to("cpu"), ""),
     "maybe_free_model_hooks": (lambda pipe: pipe.maybe_free_model_hooks(), ""),
     "reset_device_map": (lambda pipe: pipe.reset_device_map(), ""),
 }
+
+
+@pytest.mark.parametrize("profile", ["auto", "0.06MiB"])
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_converted_there_and_back_has_rounded_weights(machine, profile: str, runs: bool) -> None:
+    with machine(8) as manager:
+        manager.set_watermark("*", 0, 0)
+        pipe = build_diffusion()
+        plain = diffusers.DDPMPipeline(copy.deepcopy(pipe.unet), pipe.scheduler)
+        managed = manage(pipe, profile, placement="gpu:0", manager=manager)
+        if runs:
+            assert torch.equal(run(pipe), run(plain))
+        for _ in range(2):
+            for each in (pipe, plain):
+                each.to(torch.float16)
+                each.to(torch.float32)
+            assert torch.equal(run(pipe), run(plain))
+            assert managed.plan["unet"].streams == (profile != "auto")
+        managed.release()
+        weights = pipe.unet.state_dict()
+        assert all(torch.equal(weights[name], weight) for name, weight in plain.unet.state_dict().items())
+        del pipe, plain, weights
+        gc.collect()
 
 
 @pytest.mark.parametrize("profile", ["auto", "0.06MiB"])
