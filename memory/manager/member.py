@@ -5,16 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias
 from weakref import WeakSet
 
 from torch import nn
 
+from ..options.placement import SplitRatio
+from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..runtime.input_size import Size
 from ..runtime.managed_component import ManagedComponent
 from ..runtime.packing import Ending
 
-__all__ = ["Member", "Members"]
+__all__ = ["Choices", "Member", "Members"]
+
+Choices: TypeAlias = tuple[tuple[SplitRatio, ...], str | None, OffloadProfile, Precision | None]
+"""Devices, tier, profile and precision that were chosen for a component."""
 
 # Outside of runs, after so many passes what an older, larger one needed counts less.
 PASSES_OF_A_RUN = 64
@@ -40,7 +46,7 @@ class Member:
         profile: OffloadProfile,
         is_hosted: bool,
         rank: int,
-        choices: tuple[object, ...],
+        choices: Choices,
         patterns: Mapping[str, str] | None,
     ) -> None:
         self.id = member_id
@@ -162,7 +168,7 @@ class Member:
         """Take another managed component as its own."""
         self.managed = managed
 
-    def take_profile(self, profile: OffloadProfile, choices: tuple[object, ...]) -> None:
+    def take_profile(self, profile: OffloadProfile, choices: Choices) -> None:
         """Set another profile and its other choices; times of blocks are measured again."""
         self.profile, self.choices = profile, choices
         self.block_seconds, self.taken_seconds = None, {}

@@ -23,7 +23,7 @@ from ..weights.source import WeightsSource
 from .join_checks import refuse_odd, refuse_shared_split, refuse_unsuitable
 from .leases import Leases, MemberManager
 from .live_capacity import LiveCapacity
-from .member import Member
+from .member import Choices, Member
 from .module_plans import Draft, bytes_in_ram, plan_modules
 from .shared_weights import SharedWeights
 
@@ -160,9 +160,7 @@ class Registry:
                 self.sharing.take_back(member, module)
             raise
 
-    def find_managed(
-        self, modules: Mapping[str, nn.Module], choices: Mapping[str, tuple[object, ...]]
-    ) -> dict[str, Member]:
+    def find_managed(self, modules: Mapping[str, nn.Module], choices: Mapping[str, Choices]) -> dict[str, Member]:
         """Return the members that manage some of these modules already, by the names given here.
 
         Raises:
@@ -202,7 +200,7 @@ class Registry:
         changes = member.managed.changes
         changes.refuse()
         what = changes.given_up
-        devices, tier, profile, precision = member.choices  # type: ignore[misc]
+        devices, tier, profile, precision = member.choices
         if tier == "disk" and not self.has_files_as_it_is(member):
             tier = None
             reason = "its files do not hold its weights as they are now: they rest in RAM"
@@ -289,9 +287,7 @@ class Registry:
         for member in members:
             member.managed.changes.refuse()
 
-    def put_back(
-        self, member: Member, managed: ManagedComponent, profile: OffloadProfile, choices: tuple[object, ...]
-    ) -> None:
+    def put_back(self, member: Member, managed: ManagedComponent, profile: OffloadProfile, choices: Choices) -> None:
         """Restore a component's former profile and form; it is released if that fails."""
         self.detach(member, Ending.HANDED_OVER)
         member.take_profile(profile, choices)
@@ -406,6 +402,6 @@ def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str,
         raise InvalidInput(f"{what} {quoted(unknown)}: no such component; {known}")
 
 
-def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> tuple[object, ...]:
+def choices_of(item: PlacementItem, profile: OffloadProfile, precision: Precision | None) -> Choices:
     """Return the choices for a component, to compare them with those of another call."""
     return item.devices, item.tier, profile, precision

@@ -121,7 +121,8 @@ def in_memory(converted: ConvertedWeight) -> torch.Tensor:
         return nn.Parameter(held.encoded.current().to("cpu", copy=True), requires_grad=False)
     with plainly(), torch.no_grad(), torch.inference_mode(held.is_inference()):
         if is_ours or type(held) is not nn.Parameter:
-            return DATA.__get__(held).detach().to("cpu")
+            data: torch.Tensor = DATA.__get__(held)
+            return data.detach().to("cpu")
         if held.device.type != "cpu":
             held.data = held.detach().to("cpu")
     return held
