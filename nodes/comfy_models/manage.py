@@ -18,6 +18,8 @@ COST = (
     "original. A model that cannot be managed is passed on unchanged. The node says which of this happened."
 )
 
+NOTHING = "not managed: its loader gave no {}; a checkpoint may contain none"
+
 
 class HighwaterManageModel(ModelNode):
     @classmethod
@@ -58,7 +60,8 @@ class HighwaterManageCLIP(ModelNode):
     def execute(cls, clip: Any, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        return answer_with(cls, lambda request: host.manage_clip(clip, request), asked)
+        notes = [] if host.patcher_of(clip) is not None else [NOTHING.format("text encoder")]
+        return answer_with(cls, lambda request: host.manage_clip(clip, request), asked, notes)
 
 
 class HighwaterManageVAE(ModelNode):
@@ -79,4 +82,5 @@ class HighwaterManageVAE(ModelNode):
     def execute(cls, vae: Any, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        return answer_with(cls, lambda request: host.manage_vae(vae, request), asked)
+        notes = [] if host.patcher_of(vae) is not None else [NOTHING.format("VAE")]
+        return answer_with(cls, lambda request: host.manage_vae(vae, request), asked, notes)

@@ -97,10 +97,12 @@ def read_request(
     return request, notes
 
 
-def answer_with(node: type[io.ComfyNode], make: Callable[[Request], Any], asked: Mapping[str, Any]) -> io.NodeOutput:
+def answer_with(
+    node: type[io.ComfyNode], make: Callable[[Request], Any], asked: Mapping[str, Any], more_notes: Sequence[str] = ()
+) -> io.NodeOutput:
     """Return the model that a node makes of what its inputs ask for. Raises as `read_request`."""
     request, notes = read_request(node, **asked)
-    return answer(make(request), notes=notes)
+    return answer(make(request), notes=[*notes, *more_notes])
 
 
 def answer(*models: Any, notes: list[str]) -> io.NodeOutput:

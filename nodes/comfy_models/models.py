@@ -185,7 +185,7 @@ class HighwaterLoadCheckpoint(ModelNode):
         notes += [
             f"{ckpt_name} contains no {part}"
             for part, loaded in (("text encoder", clip), ("VAE", vae))
-            if loaded is None
+            if host.patcher_of(loaded) is None
         ]  # fmt: skip
         return answer(model, clip, vae, notes=notes)
 

@@ -1,7 +1,7 @@
 """The only place that speaks to ``comfy.*``; imported when a node of a ComfyUI model executes, never before."""
 
 from .adopting import notes_for
-from .hosted import Request
+from .hosted import Request, patcher_of
 from .loading import (
     load_checkpoint,
     load_clip_vision,
@@ -27,6 +27,7 @@ __all__ = [
     "manage_model",
     "manage_vae",
     "notes_for",
+    "patcher_of",
     "verify_clip",
     "verify_model",
     "verify_vae",

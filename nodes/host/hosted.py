@@ -16,7 +16,7 @@ from ...memory.options.placement import AUTO_PLACEMENT, Placement
 from ...memory.options.precision import DEFAULT_PRECISION, Precision
 from ...memory.options.profile import OffloadProfile
 
-__all__ = ["UNLIMITED_BYTES", "Hosted", "Request", "hosted_of", "is_cpu"]
+__all__ = ["UNLIMITED_BYTES", "Hosted", "Request", "hosted_of", "is_cpu", "patcher_of"]
 
 # Core says "everything" with this many bytes.
 UNLIMITED_BYTES = 1e30
@@ -123,6 +123,11 @@ def hosted_of(model: Any) -> Hosted | None:
     """Return what hangs on a model of ours; None for others, and for what is no model."""
     hosted: Hosted | None = getattr(model, "highwater", None)
     return hosted
+
+
+def patcher_of(part: Any) -> Any:
+    """Return the patcher of a text encoder or VAE; None for what a loader gives where a file lacks that part."""
+    return getattr(part, "patcher", None)
 
 
 def is_cpu(device: Any) -> bool:

@@ -16,7 +16,7 @@ from ...memory.errors import InvalidInput
 from ...memory.hosted_component import refuse_damaged
 from .adopting import adopt, adopt_control, adopt_vae
 from .core_fields import set_clip, set_reload, set_vision
-from .hosted import Request
+from .hosted import Request, patcher_of
 
 __all__ = [
     "load_checkpoint",
@@ -67,7 +67,10 @@ def read_vae(path: str) -> Any:
 
 
 def read_checkpoint(path: str) -> tuple[ModelPatcher, Any, Any]:
-    """Return model, text encoder and VAE; None for those that the file lacks."""
+    """Return model, text encoder and VAE; for a text encoder that the file lacks None, for a VAE an empty shell.
+
+    So the nodes that use them say what is missing, in core's own words.
+    """
     model, clip, vae, _vision = load_static(
         comfy.sd.load_checkpoint_guess_config,
         path,
@@ -75,8 +78,7 @@ def read_checkpoint(path: str) -> tuple[ModelPatcher, Any, Any]:
         output_clip=True,
         embedding_directory=folder_paths.get_folder_paths("embeddings"),
     )
-    # Of a file without a VAE core makes an empty shell.
-    return model, clip, vae if getattr(vae, "patcher", None) is not None else None
+    return model, clip, vae
 
 
 # -- loading as ours
@@ -128,16 +130,16 @@ def reload_vae(path: str, request: Request, disable_dynamic: bool = True) -> Mod
 
 
 def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any]:
-    """Load a checkpoint file: model, text encoder and VAE; None for those that it lacks."""
+    """Load a checkpoint file: model, text encoder and VAE; what it lacks is as `read_checkpoint` returns it."""
     check_file(path)
     model, clip, vae = read_checkpoint(path)
     name = Path(path).stem
-    model = adopt(model, name=name, kind="diffusion", request=request)
+    model = adopt(model, name=f"{name}/model", kind="diffusion", request=request)
     set_reload(model, reload_checkpoint, (path, request), 0)
-    if clip is not None:
+    if patcher_of(clip) is not None:
         set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request))
         set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
-    if vae is not None:
+    if patcher_of(vae) is not None:
         adopt_vae(vae, f"{name}/vae", request)
         set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
     return model, clip, vae
@@ -146,7 +148,7 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
 def reload_checkpoint(path: str, request: Request, disable_dynamic: bool = True) -> tuple[Any, Any, Any]:
     """Return the three patchers of a checkpoint, as core's factories with an index do."""
     model, clip, vae = load_checkpoint(path, request)
-    return model, clip.patcher if clip is not None else None, vae.patcher if vae is not None else None
+    return model, patcher_of(clip), patcher_of(vae)
 
 
 def load_controlnet(path: str, request: Request) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from highwater.tests.comfyui.graphs import CORE, Graph, Link, Loaders, sample_flux
+from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
 
@@ -42,6 +42,42 @@ def test_a_checkpoint_of_a_diffusion_model_alone(gpu_host: HostProcess) -> None:
     assert result.outcome == "success"
     for part in ("text encoder", "VAE"):
         assert any(f"only_sd.safetensors contains no {part}" in line for line in told(result))
+
+
+@pytest.mark.expects_errors
+@pytest.mark.parametrize("kind", ["ours", "managed"])
+@pytest.mark.parametrize("part", ["clip", "vae"])
+def test_a_part_that_a_checkpoint_lacks_fails_with_cores_words(host: HostProcess, kind: str, part: str) -> None:
+    """Where it is used, as behind core's own loader; what the file has works."""
+
+    def run(loaders: Loaders) -> PromptResult:
+        graph = Graph()
+        model, clip, vae = loaders.checkpoint(graph, "only_sd.safetensors")
+        if part == "clip":
+            graph.keep(graph.add("CLIPTextEncode", text="a fox", clip=clip))
+        else:
+            latent = graph.add("EmptyLatentImage", width=32, height=32, batch_size=1)
+            positive, negative = (graph.conditioning(seed, width=768) for seed in (1, 2))
+            latent = graph.sampler(model, positive, negative, latent, steps=1)
+            graph.keep(graph.add("VAEDecode", samples=latent, vae=vae))
+        return host.run(graph.nodes)
+
+    expected, actual = (run(loaders) for loaders in (CORE, Loaders(kind=kind)))
+    assert expected.outcome == actual.outcome == "error"
+    assert actual.error.partition("\n  File")[0] == expected.error.partition("\n  File")[0]
+    assert "is invalid: None" in actual.error
+    host.forget()
+
+
+@pytest.mark.parametrize("kind", ["ours", "managed"])
+def test_the_parts_of_a_checkpoint_are_named_by_its_file(gpu_host: HostProcess, kind: str) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    CASES["checkpoint"](graph, Loaders(kind=kind))
+    assert gpu_host.run(graph.nodes).outcome == "success"
+    names = {component["id"] for component in gpu_host.part("components")}
+    assert names == {f"shallow_sd/{part}" for part in ("model", "clip", "vae")}
+    gpu_host.forget()
 
 
 class WithOurControlNet(Loaders):
