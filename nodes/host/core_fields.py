@@ -28,6 +28,7 @@ __all__ = [
     "set_clip",
     "set_control",
     "set_device",
+    "set_device_of",
     "set_held_bytes",
     "set_loaded",
     "set_reload",
@@ -179,6 +180,11 @@ def set_loaded(model: torch.nn.Module, device: torch.device, patches_uuid: Any) 
     model.lowvram_patch_counter = 0
     model.device = torch.device(device)
     model.current_weight_patches_uuid = patches_uuid
+
+
+def set_device_of(model: torch.nn.Module, device: torch.device) -> None:
+    """Set the device on which core believes a model to be."""
+    model.device = device  # type: ignore[assignment]
 
 
 def set_held_bytes(model: torch.nn.Module, num_bytes: int) -> None:

@@ -22,7 +22,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ...memory.hosted_component import device_name, watch_evictions
 from ..progress import on_bar, showing_loadings
-from .core_fields import hang_on, mark_module, set_held_bytes, set_loaded
+from .core_fields import hang_on, mark_module, set_device_of, set_held_bytes, set_loaded
 from .guides import refuse_inputs_elsewhere
 from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
 
@@ -131,6 +131,12 @@ class HighwaterPatcher(ModelPatcher):
             self.hosted.unload()
             self.write_originals()
             self.unmark_modules()
+            # No device: core would call ``Module.to``. That moves nothing here, but puts wrappers of its own around
+            # quantized weights, whose scales are copies: what is written to the weights at rest would not show in them.
+            super().unpatch_model(None, unpatch_weights)
+            if device_to is not None:
+                set_device_of(self.model, device_to)
+            return
         super().unpatch_model(device_to, unpatch_weights)
 
     # -- weight hooks: core writes into parameters between steps

@@ -162,6 +162,23 @@ def test_a_lora_leaves_nothing_behind(gpu_host: HostProcess, mode: str, referenc
         assert_same(ours(gpu_host, case, ON_GPUS[mode]), reference(gpu_host, case))
 
 
+@pytest.mark.parametrize("mode", ["resident", "streamed", "split", "managed and streamed"])
+def test_a_lora_leaves_nothing_behind_on_quantized_weights(gpu_host: HostProcess, mode: str) -> None:
+    """A quantized weight and its scale change together; core moves the model between two LoRAs."""
+
+    def run(loaders: Loaders, strength: float | None) -> Tensors:
+        graph = Graph()
+        model = loaders.diffusion_model(graph, "tiny_flux_fp8.safetensors")
+        graph.add("TestHold", value=model)
+        graph.keep(sample_flux(graph, model if strength is None else lora(graph, model, strength)))
+        return gpu_host.run(graph.nodes).kept()
+
+    expected = {strength: run(CORE, strength) for strength in (None, 1.0, -0.5)}
+    gpu_host.forget()
+    for strength in (None, 1.0, -0.5, None, 1.0, 1.0, None):
+        assert_same(run(ON_GPUS[mode], strength), expected[strength])
+
+
 @pytest.mark.parametrize("case", ["plain", "lora_at_1", "guided"])
 @pytest.mark.parametrize("profile", ["auto", "3MiB"])
 def test_cores_eight_bit_weights_are_managed_as_they_are(
