@@ -20,14 +20,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
-from .prompts import names_our_node, title_of, workflow_id_of
+from .prompts import digests_of, names_our_node, title_of, workflow_id_of
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["EVENT", "Boundaries", "features", "install"]
+__all__ = ["EVENT", "Boundaries", "features", "install", "shown_as"]
 
 EVENT = "highwater.memory"
+# Of so many nodes it is remembered where they ran last.
+NUM_REMEMBERED = 20_000
 FEATURES = ("run_boundaries", "node_boundaries", "events")
 NO_PROVIDERS = "missing: this ComfyUI has no cache providers; update it to 0.33 or newer"
 
@@ -68,6 +70,13 @@ class Boundaries:
         # What the host calls the open node, and what the page calls it.
         self.open_node: str | None = None
         self.shown_node: str | None = None
+        self.digests: dict[str, str] = {}
+        """What the results of this run's nodes follow from."""
+        self.started: set[str] = set()
+        self.ran_at: dict[str, tuple[str, str | None]] = {}
+        """Digest -> the node and the workflow that computed it last."""
+        self.shown_as: dict[tuple[str, str | None], tuple[str, str | None]] = {}
+        """A node whose result was there already -> the one that computed it: the page shows the same of both."""
         # Features that are not in effect, and why.
         self.lost: dict[str, str] = {}
 
@@ -86,6 +95,7 @@ class Boundaries:
         workflow_id = workflow_id_of(extra_data)
         self.manage().begin_run(prompt_id, workflow_id or f"prompt {prompt_id[:8]}")
         self.run_id, self.workflow_id = prompt_id, workflow_id
+        self.digests, self.started = digests_of(graph or {}), set()
         self.add_handler(self)
 
     @quietly("run_boundaries")
@@ -93,6 +103,7 @@ class Boundaries:
         if self.run_id is None or self.manager is None:
             return
         self.close_node()
+        self.tell_results_of_others()
         self.run_id = self.workflow_id = None
         self.manager.end_run()
 
@@ -106,6 +117,8 @@ class Boundaries:
         # What a node expands into has ids that the page does not know; there it is shown as the node itself.
         shown = graph.get_display_node_id(node_id)
         self.open_node, self.shown_node = node_id, shown
+        self.started.add(shown)
+        remember(self.ran_at, self.digests.get(node_id, ""), (shown, self.workflow_id))
         self.manager.begin_node(shown, title_of(node), workflow_id=self.workflow_id)
 
     @quietly("node_boundaries")
@@ -122,6 +135,27 @@ class Boundaries:
                 self.manager.end_node()
             finally:
                 self.open_node = self.shown_node = None
+
+    def tell_results_of_others(self) -> None:
+        """Tell the page of nodes of this workflow that did not run, because another node had the same result."""
+        before = self.pairs()
+        for node_id, digest in self.digests.items():
+            here, there = (node_id, self.workflow_id), self.ran_at.get(digest)
+            if node_id in self.started or there == here:
+                self.shown_as.pop(here, None)
+            elif there is not None:
+                remember(self.shown_as, here, there)
+        pairs = self.pairs()
+        if pairs != before:
+            told = [pair for pair in pairs if pair["workflow_id"] == self.workflow_id]
+            self.publish({"type": "shown_as", "nodes": told})
+
+    def pairs(self) -> list[dict[str, str | None]]:
+        """Return the nodes whose result another node computed, with that node."""
+        return [
+            {"node_id": node_id, "workflow_id": workflow_id, "as_node_id": there[0], "as_workflow_id": there[1]}
+            for (node_id, workflow_id), there in list(self.shown_as.items())
+        ]
 
     def manage(self) -> MemoryManager:
         """Return the manager that every workflow shares, and subscribe to its messages."""
@@ -143,6 +177,14 @@ class Boundaries:
         return next(((item[2], item[3]) for item in running if item[1] == prompt_id), (None, None))
 
 
+def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put a pair last; the oldest one leaves where there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > NUM_REMEMBERED:
+        del known[next(iter(known))]
+
+
 # -- in the real host
 
 installed: list[Boundaries] = []
@@ -152,6 +194,11 @@ def features() -> dict[str, bool | str]:
     """Return for every feature True if it is in effect, else why not."""
     lost = installed[0].lost if installed else dict.fromkeys(FEATURES, "missing: this process is not ComfyUI")
     return {name: lost.get(name, True) for name in FEATURES}
+
+
+def shown_as() -> list[dict[str, str | None]]:
+    """Return the nodes whose result another node computed, for a page that opens."""
+    return installed[0].pairs() if installed else []
 
 
 def install(server: Any) -> None:

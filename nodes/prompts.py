@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["half_character", "names_our_node", "title_of", "workflow_id_of"]
+__all__ = ["digests_of", "half_character", "names_our_node", "title_of", "workflow_id_of"]
 
 OUR_PREFIX = "Highwater"
 HALF = re.compile("[\ud800-\udfff]")
@@ -24,6 +26,36 @@ def workflow_id_of(extra_data: Any) -> str | None:
     for key in ("extra_pnginfo", "workflow", "id"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, str) else None
+
+
+def digests_of(graph: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return for each node of a graph in API format what its results follow from: its class, its values, and the same
+    of the nodes that it is linked to. Nodes of two workflows with one digest share a result that the host keeps."""
+    digests: dict[str, str] = {}
+    waiting = list(graph)
+    seen: set[str] = set()
+    while waiting:
+        node_id = waiting[-1]
+        inputs = graph[node_id].get("inputs", {})
+        sources = [value[0] for value in inputs.values() if is_link(value, graph)]
+        missing = [source for source in sources if source not in digests and source not in seen]
+        seen.add(node_id)
+        if missing and node_id not in digests:
+            waiting += missing
+            continue
+        waiting.pop()
+        if node_id not in digests:
+            named = {
+                name: ["from", digests.get(value[0]), value[1]] if is_link(value, graph) else value
+                for name, value in sorted(inputs.items())
+            }
+            text = json.dumps([graph[node_id].get("class_type"), named], default=str)
+            digests[node_id] = hashlib.blake2b(text.encode(errors="replace"), digest_size=16).hexdigest()
+    return digests
+
+
+def is_link(value: Any, graph: Mapping[str, Any]) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in graph
 
 
 def half_character(text: str) -> str | None:

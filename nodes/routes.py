@@ -6,12 +6,12 @@ The same in ComfyUI and in our own server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
-from .boundaries import features
+from .boundaries import features, shown_as
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -31,7 +31,7 @@ def add_routes(server: Any) -> None:
         running, _ = server.prompt_queue.get_current_queue_volatile()
         return bool(running)
 
-    for method, path, handler in make_routes(is_running=is_running, host_features=features):
+    for method, path, handler in make_routes(is_running=is_running, host_features=features, find_shown_as=shown_as):
         server.routes.route(method, path)(handler)
 
 
@@ -41,6 +41,7 @@ def make_routes(
     host_features: Callable[[], Mapping[str, bool | str]],
     examine: Callable[[], dict[str, Any]] | None = None,
     find_manager: Callable[[], MemoryManager | None] = existing_manager,
+    find_shown_as: Callable[[], list[dict[str, str | None]]] = list,
 ) -> list[Route]:
     """Return our addresses with what answers them.
 
@@ -49,6 +50,7 @@ def make_routes(
         host_features: what of the report this host keeps up to date, and why not the rest.
         examine: says whether the pack is in effect; looks at the ComfyUI that this process is by default.
         find_manager: returns the manager; None: there is none yet. Only what needs one makes it.
+        find_shown_as: returns the nodes that the page shows as others, whose results they have.
     """
     from aiohttp import web
 
@@ -83,7 +85,9 @@ def make_routes(
     async def get_report(request: web.Request) -> web.StreamResponse:
         """Return the report; ``?only=nodes,components`` leaves out the rest, which can be long."""
         try:
-            report = await asyncio.to_thread(make_report, find_manager(), host_features(), request.query.get("only"))
+            report = await asyncio.to_thread(
+                make_report, find_manager(), host_features(), request.query.get("only"), find_shown_as()
+            )
         except InvalidInput as error:
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response(report)
@@ -119,7 +123,10 @@ def list_needs(*, forgets: bool = False) -> dict[str, Any]:
 
 
 def make_report(
-    manager: MemoryManager | None, host_features: Mapping[str, bool | str], only: str | None = None
+    manager: MemoryManager | None,
+    host_features: Mapping[str, bool | str],
+    only: str | None = None,
+    shown_as: Sequence[Mapping[str, str | None]] = (),
 ) -> dict[str, Any]:
     """Return the manager's report, an empty one without a manager, and what of it this host keeps up to date.
 
@@ -132,4 +139,4 @@ def make_report(
     from ..memory.manager.report import empty_report, parts_of
 
     report = empty_report() if manager is None else manager.report()
-    return parts_of(report | {"host_features": dict(host_features)}, only)
+    return parts_of(report | {"host_features": dict(host_features), "shown_as": list(shown_as)}, only)

@@ -8,6 +8,7 @@ import { makeAsker, makeSoon } from "./report.js";
 
 /** @typedef {import("./readout.js").NodeReport} NodeReport */
 /** @typedef {import("./readout.js").ComponentReport} ComponentReport */
+/** @typedef {import("./readout.js").ShownAs} ShownAs */
 
 // An own key on the page's store becomes reactive in the page's own Vue. That is what makes badges live in
 // Nodes 2.0, where nothing else tells a badge to be drawn again; the page offers no documented way.
@@ -30,6 +31,11 @@ function texts() {
 
 /** The newest report of every node: workflow id, "" where none is known -> node id -> report. @type {Map<string, Map<string, NodeReport>>} */
 const reports = new Map();
+/**
+ * Nodes whose result another node computed, of this workflow or another; they show what that one does.
+ * Workflow id -> node id -> the other. @type {Map<string, Map<string, ShownAs>>}
+ */
+const shownAs = new Map();
 /** What is loaded now, as far as the page has asked. @type {ComponentReport[]} */
 let components = [];
 
@@ -39,28 +45,47 @@ function keep(node) {
   const nodes = reports.get(id) ?? new Map();
   nodes.delete(node.node_id); // the newest comes last: a subgraph's node shows the last of its inner ones
   reports.set(id, nodes.set(node.node_id, node));
+  shownAs.get(id)?.delete(node.node_id); // it ran itself
+}
+
+/** @param {ShownAs[]} pairs all those of their workflows */
+function keepShownAs(pairs) {
+  for (const pair of pairs) shownAs.set(pair.workflow_id ?? "", new Map());
+  for (const pair of pairs) shownAs.get(pair.workflow_id ?? "")?.set(pair.node_id, pair);
 }
 
 /** Show what is known of the nodes of the open workflow; those of others wait until it is opened. */
 function showNodes() {
   const root = app.rootGraph;
   for (const id of ["", root.id]) {
-    for (const node of reports.get(id)?.values() ?? []) {
-      const text = badgeText(node, tiersOf(components, node), precisionOf(components, node));
-      for (const key of keysOf(root, node.node_id)) texts()[key] = text;
+    for (const node of reports.get(id)?.values() ?? []) showNode(root, node.node_id, node);
+    for (const pair of shownAs.get(id)?.values() ?? []) {
+      const node = reports.get(pair.as_workflow_id ?? "")?.get(pair.as_node_id);
+      if (node) showNode(root, pair.node_id, node);
     }
   }
   app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
 }
 
 /**
+ * @param {import("./readout.js").GraphLike} root
+ * @param {string} nodeId where it is shown
+ * @param {NodeReport} node
+ */
+function showNode(root, nodeId, node) {
+  const text = badgeText(node, tiersOf(components, node), precisionOf(components, node));
+  for (const key of keysOf(root, nodeId)) texts()[key] = text;
+}
+
+/**
  * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer.
- * @param {{ components: ComponentReport[], nodes?: NodeReport[] }} report
+ * @param {{ components: ComponentReport[], nodes?: NodeReport[], shown_as?: ShownAs[] }} report
  */
 function take(report) {
   components = report.components;
   const isNews = (/** @type {NodeReport} */ node) => !reports.get(node.workflow_id ?? "")?.has(node.node_id);
   (report.nodes ?? []).filter(isNews).forEach(keep);
+  keepShownAs(report.shown_as ?? []);
   showNodes();
 }
 
@@ -127,11 +152,16 @@ app.registerExtension({
         showNodes();
         askComponents();
       }
+      if (detail.type === "shown_as") {
+        shownAs.delete(detail.workflow_id ?? "");
+        keepShownAs(detail.nodes);
+        showNodes();
+      }
       notify(noticeOfEvent(detail));
     });
     api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, components.length > 0)));
     // Events are not repeated after a reload.
-    await ask("nodes,components");
+    await ask("nodes,components,shown_as");
   },
 });
 

@@ -8,6 +8,8 @@
  * @typedef {{ node_id: string, workflow_id: string | null, peak_bytes: Record<string, number> }} NodeReport
  * @typedef {{ node_id: string | null, workflow_id: string | null, precision: string,
  *   tiers: Record<string, number> }} ComponentReport
+ * @typedef {{ node_id: string, workflow_id: string | null, as_node_id: string, as_workflow_id: string | null }} ShownAs
+ *   a node whose result another node computed, and that node
  * @typedef {{ id: string | number, graph?: GraphLike | null, subgraph?: GraphLike }} NodeLike
  * @typedef {{ id: string, rootGraph?: GraphLike, getNodeById(id: string | number): NodeLike | null }} GraphLike
  */

@@ -54,6 +54,9 @@ assert.deepEqual(errors, [], "errors in the page");
 const first = await page.evaluate(() => app.rootGraph.serialize());
 await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
 await eventually("another workflow", inPage, isEmpty);
+// It runs: nothing is computed again, as the host has all results. Its loader shows what the first one's does.
+await run();
+await eventually("another workflow with the same results", inPage, (badges) => IN_RAM.test(badges[LOADER]));
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 await eventually("the first one again", inPage, isShown);
 await page.reload();

@@ -16,7 +16,7 @@ from highwater.memory import existing_manager
 from highwater.memory.manager import default
 from highwater.nodes import boundaries
 from highwater.nodes.boundaries import Boundaries
-from highwater.nodes.prompts import names_our_node
+from highwater.nodes.prompts import digests_of, names_our_node
 
 OURS = {"1": {"class_type": "HighwaterMemoryReport", "inputs": {}}}
 CORE = {
@@ -254,3 +254,49 @@ def test_a_provider_that_cannot_be_registered_is_said_and_the_prompt_goes_on(
     boundaries.install(server)
     assert server.handlers[0]({"prompt": OURS}) == {"prompt": OURS}
     assert str(boundaries.features()["run_boundaries"]).startswith("failed: AttributeError")
+
+
+def test_a_result_that_another_workflow_computed_is_told_with_its_node() -> None:
+    """Also under another id of the same workflow, as after it was put into a subgraph; until it runs itself."""
+    loader = {"class_type": "HighwaterLoadVAE", "inputs": {"vae_name": "a"}}
+    first = {"1": loader, "2": {"class_type": "VAEDecode", "inputs": {"vae": ["1", 0]}}}
+    second = {"7:1": loader, "7:2": {"class_type": "VAEDecode", "inputs": {"vae": ["7:1", 0]}}, "8": {**loader}}
+    other = {"1": {"class_type": "HighwaterLoadVAE", "inputs": {"vae_name": "b"}}, "2": first["2"]}
+    server = FakeServer()
+    follows = Boundaries(server, lambda _: None)
+
+    def run(graph: dict[str, Any], workflow: str, *started: str) -> list[tuple[str | None, ...]]:
+        extra = {"extra_pnginfo": {"workflow": {"id": workflow}}}
+        server.running = [(0, "prompt", graph, extra, [])]
+        follows.run_started("prompt")
+        for node_id in started:
+            follows.node_started(node_id, FakeGraph(graph))
+            follows.node_ended(node_id)
+        follows.run_ended("prompt")
+        assert follows.lost == {}
+        return sorted(
+            (pair["node_id"], pair["as_node_id"], pair["as_workflow_id"])
+            for pair in follows.pairs()
+            if pair["workflow_id"] == workflow
+        )
+
+    assert run(first, "A", "1", "2") == []
+    assert [message for message in server.sent if message["type"] == "shown_as"] == []
+    assert run(first, "B") == [("1", "1", "A"), ("2", "2", "A")]
+    assert (server.sent[-1]["type"], server.sent[-1]["workflow_id"]) == ("shown_as", "B")
+    assert server.sent[-1]["nodes"] == follows.pairs()
+    assert run(second, "A") == [("7:1", "1", "A"), ("7:2", "2", "A"), ("8", "1", "A")]
+    assert run(other, "B", "1", "2") == []
+    assert run(first, "B", "2") == [("1", "1", "A")]
+
+
+def test_digests_follow_values_and_links_however_deep() -> None:
+    def chain(number: int, value: str) -> dict[str, Any]:
+        rest = {str(n): {"class_type": "N", "inputs": {"x": [str(n - 1), 0]}} for n in range(1, number)}
+        return {"0": {"class_type": "N", "inputs": {"x": value}}, **rest}
+
+    one, other = digests_of(chain(5000, "a")), digests_of(dict(reversed(chain(5000, "a").items())))
+    assert one == other and len(set(one.values())) == 5000
+    assert not set(one.values()) & set(digests_of(chain(5000, "b")).values())
+    loop = {"1": {"class_type": "N", "inputs": {"x": ["2", 0]}}, "2": {"class_type": "N", "inputs": {"x": ["1", 0]}}}
+    assert digests_of(loop).keys() == {"1", "2"}
