@@ -103,12 +103,23 @@ def find_model(named: str) -> Path:
 
 
 def make_tiny_pipelines() -> dict[str, Any]:
-    """Make the missing tiny pipelines in the host's folder of pipelines: about 10 s, 60 MB."""
+    """Make the missing tiny pipelines in the host's folder of pipelines: about 10 s, 60 MB.
+
+    Raises:
+        InvalidInput: the folder cannot be written, or the libraries that make them do not work.
+    """
     import folder_paths
 
+    from ..memory.errors import InvalidInput
+    from .pipelines.diffusers_pipelines import one_line
     from .pipelines.tiny_pipelines import ensure_pipelines
 
-    folders = ensure_pipelines(folder_paths.get_folder_paths("diffusers")[0])
+    try:
+        folders = ensure_pipelines(folder_paths.get_folder_paths("diffusers")[0])
+    except (InvalidInput, MemoryError):
+        raise
+    except Exception as error:  # diffusers imports its parts when they are used: any of them may be broken
+        raise InvalidInput(f"the tiny pipelines cannot be made: {one_line(error)}") from error
     return {"pipelines": {name: str(folder) for name, folder in folders.items()}}
 
 

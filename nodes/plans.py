@@ -15,8 +15,16 @@ from ..memory.planner.plan import Machine, Plan, plan_components
 from ..memory.weights.component import Component, component_from_files
 from ..memory.weights.known_forms import FORMS
 from ..memory.weights.module_component import component_from_module
+from ..memory.weights.safetensors_header import read_header
 
 __all__ = ["plan_files", "plan_pipeline"]
+
+# What a checkpoint's loader makes of it: each part's kind, and what its weights' names begin with.
+CHECKPOINT_PARTS = {
+    "model": ("diffusion", ("model.diffusion_model.",)),
+    "clip": ("text", ("cond_stage_model.", "conditioner.", "text_encoders.")),
+    "vae": ("vae", ("first_stage_model.", "vae.")),
+}
 
 
 def plan_files(paths: Sequence[Path], machine: Machine, *, profile: str, placement: str, precision: str | None) -> Plan:
@@ -28,10 +36,12 @@ def plan_files(paths: Sequence[Path], machine: Machine, *, profile: str, placeme
     names = [path.stem for path in paths]
     if len(set(names)) < len(names):
         raise InvalidInput(f"two files are named {max(names, key=names.count)!r}; plan them one at a time")
-    parts = [describe([path], path.stem) for path in paths]
-    for path, part in zip(paths, parts, strict=True):
-        if not part.weight_bytes:
+    parts = []
+    for path in paths:
+        found = describe_checkpoint(path) or [describe([path], path.stem)]
+        if not any(part.weight_bytes for part in found):
             raise InvalidInput(f"{path}: holds no weights, so there is nothing to plan")
+        parts += found
     return plan_parts(parts, machine, profile=profile, placement=placement, precision=precision)
 
 
@@ -58,6 +68,17 @@ def plan_parts(
         profile=parse_profile(profile, devices=devices, components=names),
         precision=parse_precision(precision, forms=FORMS),
     )
+
+
+def describe_checkpoint(path: Path) -> list[Component]:
+    """Return the parts of a checkpoint, each as its loader names it; none for a file of one model alone."""
+    names = [tensor.name for tensor in read_header(path).tensors]
+    has = {part: any(name.startswith(begins) for name in names) for part, (_, begins) in CHECKPOINT_PARTS.items()}
+    return [
+        component_from_files([path], name=f"{path.stem}/{part}", kind=kind, begins=begins)
+        for part, (kind, begins) in CHECKPOINT_PARTS.items()
+        if has["model"] and has[part]
+    ]
 
 
 def describe(paths: Sequence[Path], name: str) -> Component:

@@ -204,7 +204,8 @@ def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int
         return meanings.pop()
     if meanings:
         scanner.fail(f"component {word!r} is ambiguous: {', '.join(sorted(meanings))}", at=at)
-    scanner.fail(f"component {word!r} is unknown; {allowed_values(word, ['*', *KINDS, *components, *others])}", at=at)
+    allowed = dict.fromkeys(["*", *KINDS, *components, *others])  # components may be called as a kind
+    scanner.fail(f"component {word!r} is unknown; {allowed_values(word, allowed)}", at=at)
 
 
 def parse_place(scanner: Scanner, devices: Collection[str]) -> tuple[SplitRatio, ...]:

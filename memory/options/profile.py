@@ -54,6 +54,8 @@ LARGEST_PREFETCH = 4
 NAMES = ("pinned", "quantize", "on_demand")
 SETTINGS = ("pinned", "prefetch", "quantize", "disk", "reserve", "compile")
 NUMBER = re.compile(r"\d+(?=\s*(,|$))", re.ASCII)
+# A profile's number with what no size has behind it.
+WRONGLY_SEPARATED = re.compile(r"[1-5]\s*(?=[;:+&|/])", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,6 +259,12 @@ def parse_base(scanner: Scanner) -> str | None:
     """Consume the name or number of a profile if the text begins with one."""
     scanner.skip_blanks()
     begin = scanner.position
+    if begin == len(scanner.text):
+        scanner.fail(f"it is empty; {ALLOWED}")
+    numbered = scanner.match(WRONGLY_SEPARATED)
+    if numbered:
+        found = scanner.text[scanner.position]
+        scanner.fail(f"{found!r} is unexpected after profile {numbered[0].strip()}; allowed: ','")
     number = scanner.match(NUMBER)
     if number:
         if number[0] not in TITLES:
@@ -331,5 +339,6 @@ def parse_names(scanner: Scanner, components: Sequence[str], *, with_language: b
         if not names and match[0] in ("all", "none", "*"):
             return () if match[0] == "none" else ALL_COMPONENTS
         is_plain = match[0] == LANGUAGE and with_language
-        names.append(match[0] if is_plain else resolve_kind(scanner, match[0], components, begin))
+        others = [*(() if names else ("all", "none")), *((LANGUAGE,) if with_language else ())]
+        names.append(match[0] if is_plain else resolve_kind(scanner, match[0], components, begin, others=others))
     return tuple(dict.fromkeys(names))

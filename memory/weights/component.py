@@ -88,15 +88,21 @@ class Component:
         return self.non_block.weight_bytes + sum(block.weight_bytes for block in self.blocks)
 
 
-def component_from_files(paths: Sequence[str | Path], *, name: str | None = None, kind: str | None = None) -> Component:
+def component_from_files(
+    paths: Sequence[str | Path], *, name: str | None = None, kind: str | None = None, begins: tuple[str, ...] = ("",)
+) -> Component:
     """Describe a safetensors file, or the shards of one model, from the headers alone.
+
+    Args:
+        begins: what the names of its weights begin with; others are not its.
 
     Raises:
         InvalidInput: as `read_header`.
     """
     headers = [read_header(path) for path in paths]
     name = name or headers[0].path.stem
-    tensors = [spec_from_header(tensor) for header in headers for tensor in header.tensors]
+    found = [tensor for header in headers for tensor in header.tensors if tensor.name.startswith(begins)]
+    tensors = [spec_from_header(tensor) for tensor in found]
     component = group_tensors(name, kind or guess_kind(name), tensors, lambda path: True)
     return replace(component, has_file=True, from_header=True)
 

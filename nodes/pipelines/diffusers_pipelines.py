@@ -170,7 +170,8 @@ def import_diffusers() -> Any:
     """Import diffusers (several seconds the first time).
 
     Raises:
-        InvalidInput: diffusers or transformers is not installed, or diffusers is older than what is tested.
+        InvalidInput: diffusers or transformers is not installed or fails as it is imported, or diffusers is older
+            than what is tested.
     """
     from ...memory.errors import InvalidInput
 
@@ -184,6 +185,8 @@ def import_diffusers() -> Any:
             import diffusers
     except ModuleNotFoundError as error:
         raise InvalidInput(f"{error.name} is not installed, and pipelines need it; run: {TO_INSTALL}") from None
+    except Exception as error:  # a broken or mismatched installation fails with whatever it likes
+        raise InvalidInput(f"diffusers cannot be imported: {one_line(error)}; run: {TO_INSTALL}") from error
     numbers = tuple(map(int, re.findall(r"\d+", diffusers.__version__)[:2]))
     if numbers < OLDEST_DIFFUSERS:
         raise InvalidInput(

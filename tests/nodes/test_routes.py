@@ -146,6 +146,21 @@ def test_a_plan_of_the_hosts_files_moves_nothing(ask: Callable[..., Any], models
     assert not default_manager().members
 
 
+def test_a_checkpoint_is_planned_as_the_parts_that_its_loader_makes(ask: Callable[..., Any], models: Path) -> None:
+    (models / "checkpoints").mkdir()
+    names = ["model.diffusion_model.blocks.0.weight", "model.diffusion_model.blocks.1.weight", "model_ema.decay"]
+    names += ["cond_stage_model.layers.0.weight", "first_stage_model.decoder.weight"]
+    weights = {name: torch.ones(64, 64) for name in names}
+    save_file(weights, models / "checkpoints" / "sd.safetensors")
+    save_file({names[0]: weights[names[0]]}, models / "checkpoints" / "alone.safetensors")
+    files = "file=checkpoints/sd.safetensors&file=checkpoints/alone.safetensors"
+    status, answer = ask("GET", f"/highwater/plan?{files}&profile=4&precision=as%20stored")
+    assert status == 200, answer
+    planned = [(part["component"], part["weight_bytes"]) for part in answer["plans"]["files"]["components"]]
+    of_one = 64 * 64 * 4
+    assert planned == [("sd/model", 2 * of_one), ("sd/clip", of_one), ("sd/vae", of_one), ("alone/model", of_one)]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -216,3 +231,31 @@ def test_tiny_pipelines_are_made_without_the_network(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
     )
     assert told.stdout.split()[-1:] == ["3"], told.stderr
+
+
+def test_a_broken_installation_of_diffusers_is_told_in_one_line(
+    ask: Callable[..., Any], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails as a whole, or when one of its parts is used."""
+
+    class Broken:
+        __version__ = "99.0"
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"Failed to import diffusers.{name}\n(look up to see its traceback)")
+
+    monkeypatch.setitem(sys.modules, "diffusers", Broken())
+    status, answer = ask("POST", "/highwater/tiny-pipelines")
+    assert status == 400 and "\n" not in answer["error"]
+    assert "Failed to import diffusers." in answer["error"]
+
+    class Finder:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "diffusers":
+                raise AttributeError("module 'torch' has no attribute 'xpu'")
+
+    monkeypatch.delitem(sys.modules, "diffusers")
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    status, answer = ask("POST", "/highwater/tiny-pipelines")
+    assert status == 400
+    assert answer["error"].startswith("diffusers cannot be imported: ") and "pip install" in answer["error"]

@@ -199,6 +199,15 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
     [
         ("12", 1, "'12' is not a profile and has no unit; allowed: 1 to 5, auto, or a size such as 6GiB"),
         ("4,12", 3, "'12' has no unit"),
+        ("", 1, "it is empty; allowed: auto, 1 to 5, HighRAM_HighVRAM"),
+        ("  ", 3, "it is empty; allowed: auto, 1 to 5"),
+        ("4;vae=1GiB", 2, "';' is unexpected after profile 4; allowed: ','"),
+        (
+            "4,pinned=yes",
+            10,
+            "'yes' is unknown; allowed: *, diffusion, text, vae, control, vision, all, none",
+        ),
+        ("4,quantize=yes", 12, "vision, all, none, language"),
         ("4,4", 3, "'4' has no unit"),
         ("fast", 1, "'fast' is unknown; allowed: auto, 1 to 5, HighRAM_HighVRAM"),
         ("high", 1, "'high' is ambiguous: HighRAM_HighVRAM, HighRAM_LowVRAM"),
@@ -233,6 +242,15 @@ def test_a_wrong_profile_names_column_and_choices(text: str, column: int, words:
         parse_profile(text, devices=DEVICES)
     assert f"column {column}:" in str(error.value)
     assert words in str(error.value)
+
+
+def test_what_may_be_named_is_listed_once() -> None:
+    """Components of a pipeline may be called as a kind is."""
+    for parse, text in ((parse_profile, "pinned=yes"), (parse_placement, "yes=gpu:0")):
+        with pytest.raises(InvalidInput) as error:
+            parse(text, devices=DEVICES, components=["vae", "transformer"])
+        allowed = str(error.value).partition("allowed: ")[2].split(", ")
+        assert "vae" in allowed and "transformer" in allowed and len(allowed) == len(set(allowed))
     assert "\n" not in str(error.value)
 
 
