@@ -82,9 +82,7 @@ class Comparison:
         """Note weights that the file lacks."""
         if keys:
             names = ", ".join(keys[:NUM_LISTED]) + (", ..." if len(keys) > NUM_LISTED else "")
-            self.notes.append(
-                f"{len(keys)} weights are missing in the file; the reference uses the managed values: {names}"
-            )
+            self.notes.append(f"missing in the file, so that the reference uses the managed values: {names}")
 
     def result(self, how: str) -> Verification:
         """Return the result of the comparison. Raises the reference's exception, if it has one.

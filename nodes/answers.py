@@ -22,6 +22,7 @@ __all__ = [
     "describe_devices",
     "describe_profiles",
     "examine_host",
+    "findings_text",
     "make_tiny_pipelines",
     "plan_models",
     "plans_text",
@@ -141,3 +142,14 @@ def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
         num_nvidia=driver_devices(),
         features=features,
     )
+
+
+def findings_text(found: Mapping[str, Any]) -> str:
+    """Return what `examine_host` found as text: warnings with their remedies first, then the rest."""
+    findings = sorted(found["findings"], key=lambda finding: not finding["is_warning"])
+    lines = [f"Highwater: {found['num_warnings'] or 'no'} warning{'s' if found['num_warnings'] != 1 else ''}", ""]
+    for finding in findings:
+        lines.append(f"{'WARNING' if finding['is_warning'] else 'ok':<8}{finding['check']}: {finding['text']}")
+        if finding["remedy"]:
+            lines.append(f"{'':<8}what to do: {finding['remedy']}")
+    return "\n".join([*lines, ""])

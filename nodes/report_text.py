@@ -13,6 +13,7 @@ NUM_EVENTS = 10
 NUM_NODES = 50
 # What stands of a node for each device that it used, and its field in the report.
 AMOUNTS = {"weights": "weights_bytes", "activations": "activation_bytes", "peak": "peak_bytes"}
+IN_RAM = ("pinned", "host")
 DONE = {"evict": "evicted", "load": "loaded", "release": "released"}
 
 
@@ -51,15 +52,18 @@ def describe_all_runs(report: Mapping[str, Any]) -> list[Section]:
 def devices_section(report: Mapping[str, Any]) -> Section:
     from ..memory.units import format_bytes
 
-    rows = [
-        [
-            device["name"],
-            f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}",
-            f"Highwater {format_bytes(device['managed_bytes'])}",
-            f"other {format_bytes(device['other_bytes'])}",
-        ]
-        for device in report["devices"]
-    ]
+    in_ram = sum(component["tiers"].get(tier, 0) for component in report["components"] for tier in IN_RAM)
+    rows = []
+    for device in report["devices"]:
+        resting = in_ram if device["name"] == "cpu" else 0  # the ledger has what rests in RAM by its tiers
+        rows.append(
+            [
+                device["name"],
+                f"{format_bytes(device['free_bytes'])} free of {format_bytes(device['total_bytes'])}",
+                f"Highwater {format_bytes(device['managed_bytes'] + resting)}",
+                f"other {format_bytes(max(0, device['other_bytes'] - resting))}",
+            ]
+        )
     return Section(title="Devices", lines=align_columns(rows))
 
 
@@ -102,14 +106,14 @@ def nodes_section(
         name = "" if node["run_id"] == last else names[node["run_id"]]
         rows.append([name, f"{node['node_id']} {node['title']}", f"{node['seconds']:.2f}", *cells])
         last = node["run_id"]
-    lines = [above, heads, *rows] if rows else []
+    lines = [*([above] if devices else []), heads, *rows] if rows else []
     aligned = align_columns([line[0 if names_runs else 1 :] for line in lines], num_left=2 if names_runs else 1)
     if len(nodes) < len(all_nodes):
         aligned.append(f"only the last {len(nodes)} nodes of this run")
-    return Section(
-        title="Memory per node and device: the weights it used, its activations, and the peak of the device",
-        lines=aligned,
+    what = (
+        "the weights it used, its activations, and the peak of the device" if devices or not rows else "no GPU was used"
     )
+    return Section(title=f"Memory per node and device: {what}", lines=aligned)
 
 
 def last_events(report: Mapping[str, Any]) -> Section:

@@ -92,6 +92,13 @@ def make_routes(
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response(report)
 
+    async def get_findings(request: web.Request) -> web.StreamResponse:
+        """Return what `nodes/doctor.py` finds: text for a browser's window, JSON for all others."""
+        findings = await asyncio.to_thread(tell_findings)
+        if "text/html" in request.headers.get("Accept", ""):
+            return web.Response(text=asked().findings_text(findings))
+        return web.json_response(findings)
+
     async def post_free(request: web.Request) -> web.StreamResponse:
         """Evict every idle component; not while a prompt runs, which would load it all again."""
         if is_running():
@@ -106,7 +113,7 @@ def make_routes(
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
         ("GET", "/highwater/devices", telling(lambda _: tell_devices())),
         ("GET", "/highwater/plan", telling(lambda words: asked().plan_models(manager(), words.items()))),
-        ("GET", "/highwater/doctor", telling(lambda _: tell_findings())),
+        ("GET", "/highwater/doctor", get_findings),
         ("GET", "/highwater/needs", telling(lambda _: list_needs())),
         ("POST", "/highwater/tiny-pipelines", telling(lambda _: asked().make_tiny_pipelines())),
         ("POST", "/highwater/needs/forget", telling(lambda _: list_needs(forgets=True))),

@@ -143,6 +143,7 @@ app.registerExtension({
 
   afterConfigureGraph() {
     showNodes();
+    showReports();
   },
 
   async setup() {
@@ -170,6 +171,19 @@ function notify(notice) {
   if (notice) app.extensionManager.toast.add({ ...notice, life: NOTICE_MS });
 }
 
+/** The boxes of Memory Report nodes. @type {Map<ComfyNode, HTMLElement>} */
+const reportBoxes = new Map();
+/** @param {string} key what `keyOf` said */
+const reportKey = (key) => `highwater report ${key}`;
+
+/** Show the last report of each node again after a reload: the page keeps no text of nodes. */
+function showReports() {
+  for (const [node, box] of reportBoxes) {
+    const key = keyOf(node);
+    if (key && !box.textContent) box.textContent = sessionStorage.getItem(reportKey(key)) ?? "";
+  }
+}
+
 /**
  * Give a node of ours a box for its text; the page shows the text of its own nodes only.
  * @param {ComfyNode} node
@@ -182,6 +196,14 @@ function addTextBox(node) {
   node.onExecuted = function (output) {
     onExecuted?.call(this, output);
     box.textContent = (output?.text ?? []).join("\n");
+    const key = keyOf(node);
+    if (key) sessionStorage.setItem(reportKey(key), box.textContent);
+  };
+  reportBoxes.set(node, box);
+  const onRemoved = node.onRemoved;
+  node.onRemoved = function () {
+    reportBoxes.delete(node);
+    onRemoved?.call(this);
   };
 }
 

@@ -75,7 +75,7 @@ class LeastRecentlyUsed:
 
 # -- why bytes have to be freed
 
-UNLOADED_BY_HOST = "its host took it off the device"
+UNLOADED_BY_HOST = "ComfyUI unloaded it"
 
 
 def short_of_memory(newcomer: str | None, need_bytes: int, free_bytes: int, reserved_bytes: int) -> str:

@@ -159,7 +159,7 @@ def why_unavailable(part: StoreSpec) -> str:
     if part.on_cpu:
         return "it computes on the CPU"
     if not part.has_file:
-        return "its files are not known (files=) or do not hold its weights as they are"
+        return "its files are not known or do not hold its weights as they are"
     return f"precision {part.precision.name!r} was requested, and files are used only as stored"
 
 

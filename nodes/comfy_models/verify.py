@@ -37,7 +37,7 @@ class HighwaterVerify(io.ComfyNode):
                 io.Latent.Input(
                     "latent_image",
                     optional=True,
-                    tooltip="For the model's step. If no model is connected, the VAE decodes it.",
+                    tooltip="For the model's step. If no model or no image is connected, the VAE decodes it.",
                 ),
                 io.Clip.Input(
                     "clip", optional=True, tooltip="From a Highwater loader or Manage CLIP: it encodes the text."
@@ -87,11 +87,11 @@ class HighwaterVerify(io.ComfyNode):
         from ...memory.errors import InvalidInput
         from ..host import verify_clip, verify_model, verify_vae
 
-        decoded = None if model is not None else latent_image
+        decoded = latent_image if model is None or image is None else None
         if model is not None and (positive is None or latent_image is None):
             raise InvalidInput("model needs positive and latent_image; connect both")
         if vae is not None and image is None and decoded is None:
-            raise InvalidInput("vae needs image, or latent_image if no model is connected; connect one of them")
+            raise InvalidInput("vae needs image or latent_image; connect one of them")
         found = []
         if clip is not None:
             found.append(verify_clip(clip, text))

@@ -50,6 +50,8 @@ def adopt(
     if is_cpu(device) and wanted != Precision.AS_STORED:
         asked = f"profile {profile.name}: " if by_profile else ""
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")
+    if covers(profile.on_demand, name, kind):
+        notes.append(f"profile {profile.name}: disk is ignored for {name}: ComfyUI keeps its own models in RAM")
     hosted = Hosted(name, kind, request, notes)
     if not is_cpu(device):
         hosted.planned_bytes(model or patcher.model, device)  # refuses a budget that no form of this model meets

@@ -16,7 +16,7 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...memory.errors import InvalidInput
-from ...memory.hosted_component import Comparison, Verification, same_bits
+from ...memory.hosted_component import Comparison, Verification, device_name, same_bits
 from . import loading
 from .adopting import notes_for
 from .core_fields import copy_state, drop_backups, own_patches, put_parameter, set_clip, set_vae, take_off
@@ -148,13 +148,14 @@ def unload(patcher: ModelPatcher) -> None:
 def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher, str]:
     """Return core's own patcher with the patches of ours, over a model of its own, and how that was made."""
     model = read_model_again(patcher)
-    how = f"ComfyUI's own load of the same file on {patcher.load_device}"
+    device = device_name(patcher.load_device)
+    how = f"ComfyUI's own load of the same file on {device}"
     if model is None:
         unload(patcher)
         patcher.leave_host()
         model = copy.deepcopy(patcher.model)
         take_off(model)
-        how = f"ComfyUI's own load of a copy of the weights on {patcher.load_device}; the loader names no file"
+        how = f"ComfyUI's own load of a copy of the weights on {device}; the loader names no file"
     carried = patcher.clone()
     for kind in list(carried.wrappers):  # what we hang on our models is not core's, and looks for them
         carried.remove_wrappers_with_key(kind, GUIDES_KEY)

@@ -62,6 +62,7 @@ def find_pipeline(name: str) -> Path:
         InvalidInput: no such pipeline; a shared workflow may name one that this machine lacks.
     """
     from ...memory.errors import InvalidInput, allowed_values
+    from .tiny_pipelines import RECIPES
 
     check_relative_path(name, "pipeline ")
     parts = name.split("/")
@@ -73,7 +74,9 @@ def find_pipeline(name: str) -> Path:
     folders = pipeline_folders()
     roots = ", ".join(map(str, pipeline_roots())) or "nowhere"
     allowed = allowed_values(name, sorted(folders)) if folders else f"there is no folder with a {MODEL_INDEX}"
-    raise InvalidInput(f"pipeline {name!r} was not found; {allowed}; searched in {roots}")
+    is_ours = name in RECIPES
+    remedy = "; to make it, choose Extensions, Highwater, make tiny pipelines in the menu" if is_ours else ""
+    raise InvalidInput(f"pipeline {name!r} was not found; {allowed}; searched in {roots}{remedy}")
 
 
 def pipeline_roots() -> list[Path]:

@@ -38,15 +38,16 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any]]:
     running: list[Any] = []
     add_routes(server)
 
-    def ask(method: str, path: str, *, is_running: bool = False) -> tuple[int, Any]:
+    def ask(method: str, path: str, *, is_running: bool = False, accept: str = "*/*") -> tuple[int, Any]:
         running[:] = [(0, "prompt-1", {}, {}, [], {})] if is_running else []
 
         async def main() -> tuple[int, Any]:
             app = web.Application()
             app.add_routes(server.routes)
             async with TestClient(TestServer(app)) as client:
-                response = await client.request(method, path)
-                return response.status, await response.json()
+                response = await client.request(method, path, headers={"Accept": accept})
+                is_json = response.content_type == "application/json"
+                return response.status, await (response.json() if is_json else response.text())
 
         return asyncio.run(main())
 
@@ -198,6 +199,11 @@ def test_the_host_is_examined_from_inside(
     assert f"0.33.0 at {tmp_path}, running with --cuda-device 1" in texts
     assert "--cuda-device 1 selects the devices that torch sees" in texts
     assert answer["features"]["run_boundaries"] == "missing: this process is not ComfyUI"
+    status, page = ask("GET", "/highwater/doctor", accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    first, _, *lines = page.splitlines()
+    assert status == 200 and first == f"Highwater: {answer['num_warnings']} warnings"
+    assert all(any(text in line for line in lines) for text in texts)
+    assert lines[0].startswith("WARNING ") and lines[-1].startswith("ok ")
 
 
 def test_the_variables_are_those_that_the_process_was_started_with() -> None:

@@ -40,6 +40,7 @@ await eventually("Nodes 2.0 after the switch", inPage, allBytes);
 await page.reload();
 await eventually("example is open again", exampleIsOpen, hasOurs);
 await eventually("Nodes 2.0 after a reload", inPage, allBytes);
+await eventually("report after a reload", () => document.querySelector(".highwater-text")?.textContent ?? "", (text) => text.includes("tiny-flux/transformer"));
 
 // A graph of another id has nothing yet, though its nodes have the same ids. Then it runs, in fp8.
 await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));

@@ -18,6 +18,7 @@ interface ComfyNode {
   subgraph?: ComfyGraph;
   badges: (ComfyBadge | (() => ComfyBadge))[];
   onExecuted?: (this: ComfyNode, output: { text?: string[] }) => void;
+  onRemoved?: (this: ComfyNode) => void;
   addDOMWidget(
     name: string,
     type: string,
