@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +135,30 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
     check_file(path)
     model, clip, vae = read_checkpoint(path)
     name = Path(path).stem
-    model = adopt(model, name=f"{name}/model", kind="diffusion", request=request)
-    set_reload(model, reload_checkpoint, (path, request), 0)
+    refused: list[str] = []
+    with collecting(refused):
+        model = adopt(model, name=f"{name}/model", kind="diffusion", request=request)
+        set_reload(model, reload_checkpoint, (path, request), 0)
     if patcher_of(clip) is not None:
-        set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request))
-        set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
+        with collecting(refused):
+            set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", request=request))
+            set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
     if patcher_of(vae) is not None:
-        adopt_vae(vae, f"{name}/vae", request)
-        set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
+        with collecting(refused):
+            adopt_vae(vae, f"{name}/vae", request)
+            set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
+    if refused:
+        raise InvalidInput("; ".join(dict.fromkeys(refused)))
     return model, clip, vae
+
+
+@contextmanager
+def collecting(refused: list[str]) -> Iterator[None]:
+    """Keep what the body refuses, so that all parts of a checkpoint are told of at once."""
+    try:
+        yield
+    except InvalidInput as error:
+        refused.append(str(error))
 
 
 def reload_checkpoint(path: str, request: Request, disable_dynamic: bool = True) -> tuple[Any, Any, Any]:

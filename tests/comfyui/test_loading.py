@@ -80,6 +80,29 @@ def test_the_parts_of_a_checkpoint_are_named_by_its_file(gpu_host: HostProcess, 
     gpu_host.forget()
 
 
+@pytest.mark.expects_errors
+def test_a_budget_that_is_too_small_for_several_parts_is_told_at_once(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    CASES["checkpoint"](graph, Loaders(profile="0.25MiB"))
+    result = gpu_host.run(graph.nodes)
+    assert result.outcome == "error"
+    message = result.error.partition("\n  File")[0]
+    for part in ("model", "clip", "vae"):
+        assert f"shallow_sd/{part} needs" in message
+    gpu_host.forget()
+
+
+def test_disk_is_told_to_have_no_effect_on_cores_own_models(gpu_host: HostProcess) -> None:
+    gpu_host.forget()
+    graph = Graph()
+    graph.add("TestHold", value=Loaders(profile="4,disk=diffusion").diffusion_model(graph))
+    graph.add("TestHold", value=Loaders(profile="4,disk=diffusion").vae(graph))
+    lines = [line for line in told(gpu_host.run(graph.nodes)) if "disk" in line]
+    assert lines == ["profile 4: disk is ignored for tiny_flux: ComfyUI keeps its own models in RAM"]
+    gpu_host.forget()
+
+
 class WithOurControlNet(Loaders):
     def controlnet(self, graph: Graph, name: str = "shallow_sd_control.safetensors") -> Link:
         return Loaders(placement="cpu").controlnet(graph, name)

@@ -138,7 +138,9 @@ def test_a_flipped_weight_is_found_and_its_block_named(gpu_host: HostProcess, pr
     gpu_host.forget()
 
 
-def test_the_parts_of_a_checkpoint(gpu_host: HostProcess) -> None:
+@pytest.mark.parametrize("has_image", [True, False], ids=["image", "latent alone"])
+def test_the_parts_of_a_checkpoint(gpu_host: HostProcess, has_image: bool) -> None:
+    """Without an image the VAE decodes the latent of the model's step."""
     gpu_host.forget()
     graph = Graph()
     model, clip, vae = Loaders().checkpoint(graph)
@@ -154,7 +156,7 @@ def test_the_parts_of_a_checkpoint(gpu_host: HostProcess) -> None:
         latent_image=latent,
         clip=clip,
         vae=vae,
-        image=image,
+        **({"image": image} if has_image else {}),
     )
     assert found.result.outcome == "success", found.result.error
     verdicts = [line for line in found.report if not line.startswith(" ")]
@@ -208,7 +210,7 @@ def test_bad_input_is_one_line(gpu_host: HostProcess, what: str) -> None:
     elif what == "no latent":
         inputs, words = {"model": core}, "connect both"
     elif what == "no image":
-        inputs, words = {"vae": CORE.vae(graph)}, "vae needs image, or latent_image"
+        inputs, words = {"vae": CORE.vae(graph)}, "vae needs image or latent_image"
     found = run(gpu_host, graph, **inputs)
     assert found.result.outcome == "error"
     assert words in found.result.error.splitlines()[0]
