@@ -218,9 +218,9 @@ def markdown(rows: Mapping[str, list[Row]], comfyui: str) -> str:
         "# Blocks",
         "",
         "The blocks that Highwater finds in each model at its real size, in bfloat16. Blocks can be streamed;",
-        "the weights outside of blocks always stay on the device. If these are more than 5 % of a model, the",
-        "last column lists them. `python -m benchmarks.block_table` makes these tables; the sizes that differ",
-        "from the defaults of a class are in `benchmarks/model_sizes.json`.",
+        "non-block weights always stay on the device. If these are more than 5 % of a model, the last column",
+        "lists them. `python -m benchmarks.block_table` makes these tables; the sizes that differ from the",
+        "defaults of a class are in `benchmarks/model_sizes.json`.",
         "",
         f"diffusers {version('diffusers')}, transformers {version('transformers')}, ComfyUI {comfyui}.",
     ]

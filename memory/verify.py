@@ -86,7 +86,7 @@ def verify(
         managed = run(recorders[0])
         unwatched = run(None)
         changed = [
-            f"{member.name}: {group.name or 'weights outside the blocks'}"
+            f"{member.name}: {group.name or 'non-block weights'}"
             for member in members
             for group in written_since(manager, member, tags)
         ]
@@ -174,7 +174,7 @@ def find_lost_weights(members: Sequence[Member]) -> list[Difference]:
         Difference(
             place=f"{member.name}.{block or weight}" if len(members) > 1 else block or weight,
             what="weights",
-            text=f"{weight} in host memory differs from its file; this is no fault if a program changed it on purpose",
+            text=f"{weight} in host memory differs from its file; expected if a program changed it",
         )
         for member in members
         for block, weight in find_changed_weights(member.managed)

@@ -47,7 +47,7 @@ def precision_input(*, optional: bool = False) -> io.Input:
 
 
 def precision_tooltip() -> str:
-    quantized = numbers_of(Precision.QUANTIZED)
+    quantized = numbers_of(Precision.ENCODED)
     assert quantized is not None
     return " ".join(
         [

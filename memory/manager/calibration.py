@@ -159,5 +159,5 @@ def promise(member: Member, capacity: LiveCapacity, device: str, size: Size) -> 
     share = next(share for share in plan.shares if share.device == device)
     if share.keeps_bytes:
         return f"the next run keeps {format_bytes(share.keeps_bytes)} free for {member.id}"
-    quantized = Precision.QUANTIZED.name
-    return f"no plan leaves more: choose a smaller size, tiles or fewer frames, {quantized!r}, or another device"
+    encoded = Precision.ENCODED.name
+    return f"no plan leaves more: choose a smaller size, tiles or fewer frames, {encoded!r}, or another device"

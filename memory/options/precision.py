@@ -22,15 +22,15 @@ class Precision:
 
     AS_STORED: ClassVar[Precision]
     """Nothing is encoded."""
-    QUANTIZED: ClassVar[Precision]
-    """What a profile means by ``quantize``."""
+    ENCODED: ClassVar[Precision]
+    """The storage form that a profile's ``quantize`` chooses."""
 
     def __post_init__(self) -> None:
         require(self.name, str, what="precision", allowed="the name of a storage form")
 
 
 Precision.AS_STORED = Precision("as stored")
-Precision.QUANTIZED = Precision("fp8 scaled")
+Precision.ENCODED = Precision("fp8 scaled")
 
 DEFAULT_PRECISION = Precision.AS_STORED
 """What a host's components have where no precision was chosen."""

@@ -75,7 +75,7 @@ class OffloadProfile:
     prefetch_blocks: int | None = None
     """How many blocks are prefetched beside the one that computes, 1 to 4; None: the planner chooses."""
     quantize: tuple[str, ...] = ()
-    """The components that rest in `Precision.QUANTIZED` where no precision was chosen; may name ``language``."""
+    """The components that rest in `Precision.ENCODED` where no precision was chosen; may name ``language``."""
     on_demand: tuple[str, ...] = ()
     """The components that are not kept in RAM, where a file has their weights."""
     reserve: tuple[BudgetItem, ...] = ()

@@ -99,8 +99,8 @@ def refuse_small_limit(
     """Raise the error of a component whose least form exceeds the limit.
 
     Args:
-        fixed_bytes, largest_bytes, scratch_bytes: what that form takes: beside the blocks, for the largest of them, and
-            for decoded weights.
+        fixed_bytes, largest_bytes, scratch_bytes: what that form takes: for non-block weights and buffers, for the
+            largest block, and for decoded weights.
 
     Raises:
         InvalidInput: the user's budget or reserve is the reason.
@@ -109,7 +109,7 @@ def refuse_small_limit(
     least_bytes = fixed_bytes + largest_bytes + scratch_bytes
     decodes = f", {format_bytes(scratch_bytes)} to decode weights" if scratch_bytes else ""
     form = (
-        f"at least {format_bytes(least_bytes)} ({format_bytes(fixed_bytes)} outside of blocks, "
+        f"at least {format_bytes(least_bytes)} ({format_bytes(fixed_bytes)} of non-block weights, "
         f"{format_bytes(largest_bytes)} for the largest block{decodes})"
     )
     budget = smallest_budget(component, capacity, profile)
@@ -135,7 +135,7 @@ def refuse_small_limit(
         holders.append(f"{len(capacity.computing) - MAX_HOLDERS} more compute")
     remedies = ["wait until it has computed" if len(capacity.computing) == 1 else "wait until they have computed"]
     remedies = [*(remedies if holders else ()), *(["lower the watermark"] if capacity.kept_free_bytes else ())]
-    remedies += [f"choose {Precision.QUANTIZED.name!r}", "place it on another device"]
+    remedies += [f"choose {Precision.ENCODED.name!r}", "place it on another device"]
     told = ", ".join([f"{format_bytes(capacity.kept_free_bytes)} reserved", *holders])
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} available of "

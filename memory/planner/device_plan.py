@@ -86,7 +86,7 @@ class DevicePlan:
 
     def text(self) -> str:
         """Return the device's bytes in one line for people."""
-        parts = [f"{format_bytes(self.fixed_bytes)} outside of blocks"]
+        parts = [f"{format_bytes(self.fixed_bytes)} of non-block weights"]
         if self.blocks:
             parts.append(
                 f"{len(self.resident)} of {len(self.blocks)} blocks resident ({format_bytes(self.resident_bytes)})"
@@ -249,7 +249,7 @@ class Allowed:
 
     @property
     def left_bytes(self) -> int:
-        """What blocks may take, beside what is outside of blocks and what weights are decoded into."""
+        """What blocks may take, beside non-block weights, buffers and what weights are decoded into."""
         return self.limit_bytes - self.whole.fixed_bytes - self.whole.scratch_bytes
 
     @property

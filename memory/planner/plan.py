@@ -270,8 +270,8 @@ def draft(
     reasons: list[str] = [*component.shares]
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
-    by_profile = precision is None and is_quantized(component, profile)
-    precision = Precision.QUANTIZED if by_profile else precision or Precision.AS_STORED
+    by_profile = precision is None and profile_encodes(component, profile)
+    precision = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
     forms = choose_forms(component, precision)
     if (numbers := numbers_of(precision)) is not None:
         if not forms:
@@ -306,8 +306,8 @@ def only_for_blocks(
     return used
 
 
-def is_quantized(component: Component, profile: OffloadProfile) -> bool:
-    """Whether the profile quantizes a component, its kind, or all language models and it is one."""
+def profile_encodes(component: Component, profile: OffloadProfile) -> bool:
+    """Whether the profile's ``quantize`` names a component, its kind, or all language models and it is one."""
     kinds = [component.kind]
     if component.kind == "text" and is_language_model(component):
         kinds.append(LANGUAGE)
@@ -383,7 +383,7 @@ def refuse_streaming_at_tier_device(sizes: Sizes, tier: str | None, shares: Sequ
     if tier == "device" and any(share.streamed for share in shares):
         raise DoesNotFit(
             f"{sizes.component.name} at tier 'device' needs {format_bytes(sizes.all_resident_bytes)}, "
-            f"which its budget does not hold; choose tier 'pinned' or 'host', or precision {Precision.QUANTIZED.name!r}"
+            f"which its budget does not hold; choose tier 'pinned' or 'host', or precision {Precision.ENCODED.name!r}"
         )
 
 

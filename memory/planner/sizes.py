@@ -1,4 +1,4 @@
-"""Bytes of a component in each of its forms: fixed beside the blocks, at rest, and decoded.
+"""Bytes of a component in each of its forms: fixed (non-block weights and buffers), at rest, and decoded.
 
 Plans add these numbers, and the engine allocates by the same functions, so the two cannot differ.
 """
@@ -94,7 +94,7 @@ class Sizes:
         )
 
     def fixed_tensors(self, blocks: Collection[int], *, first: bool) -> list[TensorSpec]:
-        """Return what stays on a device beside its blocks: their buffers; on the first one what is in no block, too."""
+        """Return what stays on a device: its blocks' buffers; on the first one non-block weights and buffers, too."""
         own = frozenset(blocks)
         buffers = [
             buffer
@@ -146,7 +146,7 @@ def paths_above(path: str) -> Iterator[str]:
 
 
 def fixed_tensors(component: Component, blocks: Collection[int], *, first: bool) -> list[TensorSpec]:
-    """Return what stays on a device beside its blocks, as `Sizes.fixed_tensors`."""
+    """Return what stays on a device, as `Sizes.fixed_tensors`."""
     return Sizes(component, AS_THEY_CAME).fixed_tensors(blocks, first=first)
 
 
@@ -181,4 +181,4 @@ def explain_non_block(component: Component) -> str:
     if len(layers) > len(sizes):
         sizes.append("smaller layers")
     share = f"{format_bytes(non_block_bytes)} ({non_block_bytes / total_bytes:.0%})"
-    return f"{share} are outside of blocks and never streamed: {', '.join(sizes)}"
+    return f"non-block weights have {share} and are never streamed: {', '.join(sizes)}"

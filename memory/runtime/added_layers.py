@@ -23,7 +23,7 @@ from ..weights.quantized_leaves import form_of, leaves_of
 from .encoded_weight import EncodedWeight
 from .parameter_slots import ParameterSlot, repoint
 
-__all__ = ["Structure", "Tree", "bring_home", "walk"]
+__all__ = ["Structure", "Tree", "return_to_host", "walk"]
 
 
 class Structure:
@@ -135,7 +135,7 @@ def describe(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name="", dtype=dtype, shape=shape, leaves=leaf_bytes(tensor))
 
 
-def bring_home(slots: Iterable[ParameterSlot]) -> None:
+def return_to_host(slots: Iterable[ParameterSlot]) -> None:
     """Move weights that are on a device to host memory. They stay the same objects where torch allows it."""
     for slot in slots:
         if slot.held.device.type not in ("cpu", "meta"):

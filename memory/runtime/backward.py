@@ -132,7 +132,7 @@ class SavedWeights:
         return weight.as_strided(saved.size, saved.stride, saved.offset)
 
     def find(self, tensor: torch.Tensor) -> tuple[WeightGroup, int] | None:
-        """Return the group and index of the weight whose memory a tensor shares; None if none."""
+        """Return the group and index of the weight whose memory a tensor shares, else None."""
         if self.places is None:
             self.places = locate_weights(self.groups)
         leaf = next(iter(leaves_of(tensor)), None)

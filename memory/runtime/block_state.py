@@ -10,9 +10,9 @@ __all__ = ["BlockState"]
 class BlockState(enum.Enum):
     """What the module of a group holds, registered as its parameters and buffers, and what that costs.
 
-    Between forwards a group is in one of the first four. In a forward a block goes to `COMPUTING` and back, unless the
-    module already holds tensors that compute: in a quiet pass ([Note: quiet passes] in `forward_blocks.py`), and in
-    place on the CPU. Groups outside of blocks keep their state.
+    Between forwards a group is `IN_PLACE`, `HOST`, `IN_FILE` or `RESIDENT`. In a forward a block goes to `COMPUTING`
+    and back, unless the module already holds tensors that compute: in a quiet pass ([Note: quiet passes] in
+    `forward_blocks.py`), and in place on the CPU. The group of non-block weights keeps its state.
     """
 
     IN_PLACE = "in place"
@@ -28,4 +28,5 @@ class BlockState(enum.Enum):
     weight store."""
     COMPUTING = "computing"
     """Views that its forward can use: the resident slab, staging memory, or on the CPU the host slab; encoded weights
-    in the scratch. Costs what the share has for that anyway; the module must not be read from outside."""
+    in the scratch. Costs no memory of its own: it is in the resident slab, the staging slot or the scratch. The module
+    must not be read from outside."""

@@ -12,7 +12,7 @@ __all__ = ["Bundle"]
 
 
 class Bundle:
-    """The groups of a block, or of what stays beside the blocks: its own, and one for layers that were added.
+    """The groups of a block, or of the non-block weights: its own, and one for layers that were added.
 
     On a device each resident group has a slab of its own. In staging memory they lie one behind the other, so that the
     block comes as one.

@@ -153,7 +153,7 @@ class DeviceHops:
                 for tensor in group
             ]
 
-    def bring_home(self, value: Any, home: torch.device, others: Iterable[torch.device]) -> Any:
+    def return_to(self, value: Any, home: torch.device, others: Iterable[torch.device]) -> Any:
         """Return a value with its tensors of other devices copied to the home device."""
         for device in others:
             value = Visit(self, None, device, home, [], ()).bring(value)
@@ -234,7 +234,7 @@ class Visit:
         return {number: own for number, (_, own) in self.brought.items()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the caller's tensor, or a view of it, of which a callee's tensor is the copy; None if none."""
+        """Return the caller's tensor, or a view of it, of which a callee's tensor is the copy; else None."""
         for own, twin in self.pairs:
             if twin.inside is tensor:
                 return own

@@ -63,7 +63,7 @@ class Forwards:
         self.owner = owner
         self.guests: list[tuple[Forwards, Pass]] = []
         """The passes of lenders, which stay open as long as the pass of this component."""
-        self.host: Forwards | None = None
+        self.borrower: Forwards | None = None
         """The borrower for which a pass of this component is open."""
         self.component = component
         self.shares = shares
@@ -219,9 +219,9 @@ class Forwards:
         if self.passes.here is None:
             self.passes.begin(self.passes.root, note, guest_of=module)
 
-    def begin_guest(self, host: Forwards) -> None:
+    def begin_guest(self, borrower: Forwards) -> None:
         """Prepare the weights for a borrower's pass. The manager has loaded them already."""
-        self.host = host
+        self.borrower = borrower
         self.begin_pass(is_timed=False)
 
     def is_entered(self) -> bool:
@@ -242,7 +242,7 @@ class Forwards:
             if failed:
                 self.explain_failure()
             elif self.away and self.is_loaded:
-                output = self.hops.bring_home(output, self.home, self.away)
+                output = self.hops.return_to(output, self.home, self.away)
             return self.calls.leave(module, output, failed=failed)
         except BaseException:
             failed = True
@@ -265,7 +265,7 @@ class Forwards:
         finally:
             if self.saving.open:
                 self.saving.end()
-            self.host = None
+            self.borrower = None
             self.calls.recover(is_here=current.is_here())
             try:
                 self.manager.give_back(current)
@@ -288,7 +288,7 @@ class Forwards:
         """The device on which the innermost open call computes."""
         if self.calls.open:
             return self.calls.open[-1].visit.device
-        return self.home if self.host is None else self.host.here
+        return self.home if self.borrower is None else self.borrower.here
 
     def flows_on(self) -> torch.device | None:
         """Return the device of the activations in this thread's running forward; None outside of forwards."""

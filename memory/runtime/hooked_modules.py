@@ -41,7 +41,7 @@ class HookedModules:
 
         Args:
             blocks: the modules of the blocks, with their numbers.
-            holders: the modules that hold weights beside the blocks.
+            holders: the modules that hold non-block weights.
             lent: the parts that other components own, whose hooks see the calls of these.
         """
         children = (child for child in root.children() if is_callable(child) and child not in lent)

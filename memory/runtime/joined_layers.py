@@ -16,7 +16,7 @@ from ..planner.plan import ComponentPlan
 from ..weights.component import Component, TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES
 from .absent_weight import AbsentWeight
-from .added_layers import Structure, Tree, bring_home, walk
+from .added_layers import Structure, Tree, return_to_host, walk
 from .bundle import Bundle
 from .device_share import DeviceShare
 from .holders import find_holders
@@ -268,11 +268,11 @@ class JoinedLayers:
         self.packing.written.note_replaced(slot.spec for _, slot in tree.added)
         return self.describe(component, plan)
 
-    def bring_home(self) -> None:
+    def return_to_host(self) -> None:
         """Move weights of layers that were added, and have not joined yet, to host memory."""
         if self.have_changed():
             tree = Tree(self.module, [*self.own, *self.slots], {}, self.came_with, lent=self.places.lent_places())
-            bring_home(slot for _, slot in tree.added)
+            return_to_host(slot for _, slot in tree.added)
 
 
 def has_other_form(slot: ParameterSlot) -> bool:

@@ -31,7 +31,7 @@ __all__ = ["Home", "find_kept"]
 LEAST_KEPT_SHARE = 15 / 16
 
 Home = tuple[int, int | None]
-"""The number of a device's part in the plan, and of a block; None for the weights outside of blocks."""
+"""The number of a device's part in the plan, and of a block; None for the non-block weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

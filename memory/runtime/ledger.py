@@ -40,7 +40,7 @@ class Ledger:
 
     def __init__(self, count: Callable[[], Mapping[Entry, int]] | None = None) -> None:
         self.count = count
-        self.books: defaultdict[str, dict[tuple[str, Kind], int]] = defaultdict(dict)
+        self.rows: defaultdict[str, dict[tuple[str, Kind], int]] = defaultdict(dict)
         """The entries of each place."""
         self.num_changes: Counter[str] = Counter()
         """How often each place has changed."""
@@ -52,14 +52,14 @@ class Ledger:
         """Every entry with its bytes; empty once everything is released."""
         return {
             (place, component, kind): num_bytes
-            for place, book in list(self.books.items())
-            for (component, kind), num_bytes in list(book.items())
+            for place, row in list(self.rows.items())
+            for (component, kind), num_bytes in list(row.items())
         }
 
     def copy(self) -> Ledger:
         """Return a copy of the ledger, which later changes do not affect."""
         copy = Ledger()
-        copy.books.update((place, dict(book)) for place, book in list(self.books.items()))
+        copy.rows.update((place, dict(row)) for place, row in list(self.rows.items()))
         return copy
 
     # -- changing entries
@@ -107,17 +107,17 @@ class Ledger:
     def write(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
         self.num_changes[place] += 1  # before and after the change: a summary read in between counts as outdated
         if num_bytes:
-            self.books[place][component, kind] = num_bytes
+            self.rows[place][component, kind] = num_bytes
         else:
-            self.books[place].pop((component, kind), None)
+            self.rows[place].pop((component, kind), None)
         self.num_changes[place] += 1
 
     # -- reading entries
 
     def entry(self, place: str, component: str, kind: Kind) -> int:
         """Return the bytes of one entry."""
-        book = self.books.get(place)
-        return book.get((component, kind), 0) if book else 0
+        row = self.rows.get(place)
+        return row.get((component, kind), 0) if row else 0
 
     def used(self, place: str) -> int:
         """Return the bytes of all components in a place."""
@@ -125,12 +125,12 @@ class Ledger:
 
     def held(self, component: str, place: str) -> int:
         """Return the bytes of one component in a place."""
-        book = self.books.get(place)
-        return sum([book.get((component, kind), 0) for kind in Kind]) if book else 0
+        row = self.rows.get(place)
+        return sum([row.get((component, kind), 0) for kind in Kind]) if row else 0
 
     def bytes_by_place(self, component: str) -> dict[str, int]:
         """Return the bytes of one component by place; empty once everything is released."""
-        held = ((place, self.held(component, place)) for place in sorted(self.books))
+        held = ((place, self.held(component, place)) for place in sorted(self.rows))
         return {place: num_bytes for place, num_bytes in held if num_bytes}
 
     def by_component(self, place: str) -> Mapping[str, int]:
@@ -142,8 +142,8 @@ class Ledger:
         known = self.summaries.get(place)
         if known is None or known[0] != num_changes:
             held: dict[str, int] = {}
-            book = self.books.get(place)
-            for (component, _), num_bytes in list(book.items()) if book else ():
+            row = self.rows.get(place)
+            for (component, _), num_bytes in list(row.items()) if row else ():
                 held[component] = held.get(component, 0) + num_bytes
             self.summaries[place] = known = num_changes, held, sum(held.values())
         return known[1:]

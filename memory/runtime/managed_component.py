@@ -250,7 +250,7 @@ class ManagedComponent:
             groups = [group for bundle in self.packing.left for group in bundle.groups]
             packed = {place for group in groups for slot in group.slots for place in slot.owners}
             lent = packed.union(self.places.borrowed())
-            self.module_caches.bring_home(slabs, others=self.places.lent_modules(), lent=lent)
+            self.module_caches.return_to_host(slabs, others=self.places.lent_modules(), lent=lent)
         self.forwards.end()
         self.changes.end()
         self.module_caches = self.answers = None
@@ -363,8 +363,9 @@ class ManagedComponent:
         """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""
         with self.manager.lock.exclusive():
             if self.passes.is_busy():
+                rests = f"{group.name} rests" if group.name else "non-block weights rest"
                 raise UnsafeState(
-                    f"{self.owner} computes now, and {group.name or 'the part beside its blocks'} rests in its file: "
+                    f"{self.owner} computes now, and {rests} in its file: "
                     "use its weights before or after the forward, or choose another placement"
                 )
             self.settle()

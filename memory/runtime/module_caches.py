@@ -66,7 +66,7 @@ class ModuleCaches:
             if holds(holder, key, tensor):
                 holder[key] = tensor.to(device)
 
-    def bring_home(
+    def return_to_host(
         self,
         slabs: Collection[torch.Tensor],
         *,

@@ -111,7 +111,7 @@ class MoveDetector:
         return [*places, *(group.at_rest.held_form(number).strides for number, _ in self.plain)]
 
     def changed_dtype(self) -> torch.dtype | None:
-        """Return the dtype to which a weight was converted; None if none was."""
+        """Return the dtype to which a weight was converted; else None."""
         group = self.group
         if not self.plain:
             leaf = leaves_of(self.slot.held)[0] if self.slot is not None and self.slot.owners else None

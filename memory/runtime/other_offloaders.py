@@ -22,7 +22,7 @@ MOVING_HOOKS = {
     "group_offloading": "diffusers' group offloading: load it without",
     "lazy_prefetch_group_offloading": "diffusers' group offloading: load it without",
     "layerwise_casting": (
-        f"diffusers' layerwise casting: load it without and use precision={Precision.QUANTIZED.name!r}"
+        f"diffusers' layerwise casting: load it without and use precision={Precision.ENCODED.name!r}"
     ),
 }
 

@@ -128,7 +128,7 @@ class OutsideChanges:
         return layers.have_changed() or (bool(layers.slots) and self.moves.is_moved() and layers.have_other_forms())
 
     def join(self, component: Component, plan: ComponentPlan, blocks: Mapping[nn.Module, int]) -> Joined:
-        """Let layers join their blocks, or leave them. Raises as `JoinedLayers.join`.
+        """Move layers into the blocks that they are in now, or out of theirs. Raises as `JoinedLayers.join`.
 
         The caller puts that in place, calls `guard_anew` and at last `accept`: until then layers count as changed.
         """
@@ -227,7 +227,7 @@ class OutsideChanges:
     def bring_layers_home(self) -> None:
         """Move weights of layers that have not joined yet to host memory."""
         if self.layers is not None:
-            self.layers.bring_home()
+            self.layers.return_to_host()
 
     # -- reports
 

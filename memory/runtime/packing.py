@@ -16,7 +16,7 @@ from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
-from .added_layers import bring_home
+from .added_layers import return_to_host
 from .bundle import Bundle
 from .device_share import DeviceShare
 from .ledger import Kind, Ledger
@@ -238,7 +238,7 @@ class Packing:
         self.remove_added(share, bundle)
         if not slots:
             return
-        bring_home(slots)
+        return_to_host(slots)
         group = WeightGroup(bundle.name, slots, beside=bundle.own)
         taken: Counter[str] = Counter()
         if share.copies is None:  # they compute in place, in the memory they came in

@@ -131,7 +131,7 @@ class AllocatorBytes(NamedTuple):
     """The bytes of a device that torch's allocator has."""
 
     reserved: int
-    """Allocated from the driver: in use or cached."""
+    """What torch calls reserved: allocated from the driver, in use or cached. A watermark's reserve is none of it."""
     allocated: int
     """In use by live tensors."""
     peak: int
@@ -145,6 +145,7 @@ class DeviceMemory(NamedTuple):
     free: int
     """Bytes that an allocation can get: free in the driver or cached by the allocator."""
     reserved: int
+    """As in `AllocatorBytes`, and so are the next two."""
     allocated: int
     peak: int
 

@@ -46,7 +46,7 @@ def adopt(
         set_device(patcher, device)
         return annotate(patcher, f"not managed: {reason}")
     by_profile = precision is None and covers(profile.quantize, name, kind)
-    wanted = Precision.QUANTIZED if by_profile else precision or Precision.AS_STORED
+    wanted = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
     if is_cpu(device) and wanted != Precision.AS_STORED:
         asked = f"profile {profile.name}: " if by_profile else ""
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")

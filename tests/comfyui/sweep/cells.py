@@ -211,7 +211,7 @@ def request_for(model: torch.nn.Module, kind: str, form: str) -> Request:
     placement = SPLIT if form.startswith("split") else "auto"
     if form.endswith("streamed"):
         return streamed_request(model, kind, placement)
-    precision = Precision.QUANTIZED if form == "fp8" else Precision.AS_STORED
+    precision = Precision.ENCODED if form == "fp8" else Precision.AS_STORED
     return Request(placement=parse_placement(placement, devices=GPUS), precision=precision)
 
 

@@ -232,12 +232,12 @@ def test_profiles_have_mmgps_values(
 )
 def test_a_profile_quantizes_the_diffusion_model_and_language_models_but_not_clip(profile: str, cast: set[str]) -> None:
     decided = plan(PIPELINES["flux"], machine(24, 64), profile)
-    assert {p.component for p in decided.components if p.precision == Precision.QUANTIZED} == cast
+    assert {p.component for p in decided.components if p.precision == Precision.ENCODED} == cast
     for p in decided.components:
         assert any("kept in eight bits: profile" in reason for reason in p.reasons) == (p.component in cast)
 
 
-@pytest.mark.parametrize("precision", [Precision.AS_STORED, Precision.QUANTIZED])
+@pytest.mark.parametrize("precision", [Precision.AS_STORED, Precision.ENCODED])
 def test_a_precision_that_was_asked_for_beats_the_profile(precision: Precision) -> None:
     for profile in ("auto", "4"):
         assert flux(profile, precision=precision).precision is precision

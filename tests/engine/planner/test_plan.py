@@ -91,7 +91,7 @@ def with_ram(on: Machine, num_bytes: int) -> Machine:
 sizes_of_blocks = st.lists(st.integers(1, 4000).map(lambda n: n * 512), min_size=1, max_size=60)
 
 
-@given(sizes_of_blocks, st.integers(1, 200 * MIB), st.sampled_from([Precision.AS_STORED, Precision.QUANTIZED]))
+@given(sizes_of_blocks, st.integers(1, 200 * MIB), st.sampled_from([Precision.AS_STORED, Precision.ENCODED]))
 def test_device_bytes_never_exceed_what_is_available(sizes: list[int], available: int, precision: Precision) -> None:
     part = component(sizes)
     try:
@@ -140,7 +140,7 @@ def test_a_split_without_ratios_fits_where_any_cut_does(
 ) -> None:
     part = component(sizes := sizes[:12])
     assume(len(sizes) >= num_devices)
-    precision = data.draw(st.sampled_from([Precision.AS_STORED, Precision.QUANTIZED]))
+    precision = data.draw(st.sampled_from([Precision.AS_STORED, Precision.ENCODED]))
     cast = choose_forms(part, precision)
     drawn = data.draw(st.permutations(range(1, len(sizes))))
     bounds = [0, *sorted(drawn[: num_devices - 1]), len(sizes)]
@@ -340,7 +340,7 @@ def test_a_reserve_that_leaves_too_little_is_the_users_error() -> None:
 
 def test_fp8_halves_what_streams_and_needs_scratch() -> None:
     stored = plan(component([MIB] * 8))["transformer"]
-    cast = plan(component([MIB] * 8), precision=Precision.QUANTIZED)["transformer"]
+    cast = plan(component([MIB] * 8), precision=Precision.ENCODED)["transformer"]
     assert cast.shares[0].resident_bytes * 2 == stored.shares[0].resident_bytes
     assert cast.shares[0].scratch_bytes == MIB
     assert stored.shares[0].scratch_bytes == 0
@@ -475,7 +475,7 @@ def test_tier_disk_can_be_asked_for_where_there_is_a_file() -> None:
     part = component([MIB] * 8)
     assert plan(from_file(part), placement="gpu:0:disk")["transformer"].tier == "disk"
     with pytest.raises(InvalidInput, match="allowed: device, pinned, host"):
-        plan(from_file(part), placement="gpu:0:disk", precision=Precision.QUANTIZED)
+        plan(from_file(part), placement="gpu:0:disk", precision=Precision.ENCODED)
     with pytest.raises(InvalidInput, match="allowed: host"):
         plan(from_file(part), placement="cpu:disk")
 
@@ -485,8 +485,8 @@ def test_a_profiles_eight_bits_give_way_to_the_disk_and_the_users_do_not() -> No
     by_profile = plan(part, on=here, profile="1")["transformer"]
     assert (by_profile.tier, by_profile.precision) == ("disk", Precision.AS_STORED)
     assert "stays as stored: profile 1 quantizes only weights that are kept in RAM" in by_profile.reasons
-    by_user = plan(part, on=here, precision=Precision.QUANTIZED)["transformer"]
-    assert (by_user.tier, by_user.precision) == ("pinned", Precision.QUANTIZED)
+    by_user = plan(part, on=here, precision=Precision.ENCODED)["transformer"]
+    assert (by_user.tier, by_user.precision) == ("pinned", Precision.ENCODED)
 
 
 def test_a_link_does_not_tell_how_fast_a_file_is_read() -> None:

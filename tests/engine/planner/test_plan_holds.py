@@ -62,7 +62,7 @@ def planned(part: Component, on: Machine, profile: str, precision: Precision | N
     sizes=[512 * 1000] * 19,
     part_of_it=0.8,
     profile="40%",
-    precision=Precision.QUANTIZED,
+    precision=Precision.ENCODED,
     pinned=434,  # none of the blocks, which is known only when all of them are planned
     first_needs=None,
     needs="the same",
@@ -72,7 +72,7 @@ def planned(part: Component, on: Machine, profile: str, precision: Precision | N
     sizes_of_blocks,
     st.floats(0.3, 1.5),
     st.sampled_from(PROFILES),
-    st.none() | st.sampled_from([Precision.AS_STORED, Precision.QUANTIZED]),
+    st.none() | st.sampled_from([Precision.AS_STORED, Precision.ENCODED]),
     st.integers(0, 60 * MIB) | st.just(1 << 40),
     kept,
     kept | st.just("the same"),

@@ -49,7 +49,7 @@ def build(num_blocks: int, buffers: list[str], width: int = 16) -> Component:
 )
 def test_each_buffer_is_with_its_block_and_each_weight_is_counted_once(num_blocks: int, buffers: list, data) -> None:
     part = build(num_blocks, buffers)
-    forms = choose_forms(part, data.draw(st.sampled_from([Precision.AS_STORED, Precision.QUANTIZED])))
+    forms = choose_forms(part, data.draw(st.sampled_from([Precision.AS_STORED, Precision.ENCODED])))
     sizes, cut = Sizes(part, forms), data.draw(st.integers(0, num_blocks))
     runs = tuple(range(cut)), tuple(range(cut, num_blocks))
     for index, run in enumerate(runs):
@@ -72,7 +72,7 @@ def test_each_buffer_is_with_its_block_and_each_weight_is_counted_once(num_block
     )
 
 
-@pytest.mark.parametrize("precision", [Precision.AS_STORED, Precision.QUANTIZED])
+@pytest.mark.parametrize("precision", [Precision.AS_STORED, Precision.ENCODED])
 @pytest.mark.parametrize("available_bytes", [GIB, 96 * KIB])
 @pytest.mark.parametrize("placement", ["gpu:0", "gpu:0&gpu:1", "gpu:0:disk", "cpu"])
 def test_a_plan_adds_up_each_block_once(

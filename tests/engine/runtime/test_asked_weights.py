@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Asking(nn.Module):
-    """Has no weight beside its blocks, and asks those that are not there."""
+    """Has no non-block weights, and asks those that are not there."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def test_wrong_entries_are_found_and_named(computed, form: str) -> None:
         wrong: list[tuple[Entry, int]] = []
         for entry, num_bytes in ledger.entries.items():
             wrong += [(entry, num_bytes + 1), (entry, num_bytes - 1), (entry, 0)]
-            wrong += [((place, "net", kind), 1) for place in ledger.books for kind in Kind]
+            wrong += [((place, "net", kind), 1) for place in ledger.rows for kind in Kind]
             wrong += [((entry[0], "gone", entry[2]), num_bytes), ((entry[0], "net", entry[2]), -num_bytes)]
         for (place, component, kind), num_bytes in wrong:
             before = ledger.entry(place, component, kind)

@@ -204,7 +204,7 @@ def build_net(name: str) -> nn.Module:
 
 
 def round_to_eight_bits(net: nn.Module) -> None:
-    for name in choose_forms(component_from_module(net, name="model"), Precision.QUANTIZED):
+    for name in choose_forms(component_from_module(net, name="model"), Precision.ENCODED):
         weight = net.get_parameter(name)
         scale = find_scale(weight, name=name)
         weight.copy_(encode_fp8(weight, scale).to(weight.dtype) * scale)

@@ -108,7 +108,7 @@ def build(way: str) -> Net:
         torch.manual_seed(0)
         net = Net().eval().requires_grad_(False)
     if way.startswith("eight bits"):
-        for name in choose_forms(component_from_module(net, name="model"), Precision.QUANTIZED):
+        for name in choose_forms(component_from_module(net, name="model"), Precision.ENCODED):
             weight = net.get_parameter(name)
             scale = find_scale(weight, name=name)
             weight.copy_(encode_fp8(weight, scale).to(weight.dtype) * scale)

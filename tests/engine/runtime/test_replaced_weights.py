@@ -76,7 +76,7 @@ def build(way: str) -> Net:
     """Return a module whose weights lose nothing in eight bits where they are to rest in them."""
     net = Net()
     if way.startswith("eight bits"):
-        for name in choose_forms(component_from_module(net, name="model"), Precision.QUANTIZED):
+        for name in choose_forms(component_from_module(net, name="model"), Precision.ENCODED):
             round_off(net.get_parameter(name))
     return net
 

@@ -197,7 +197,7 @@ def test_an_embedder_stays_in_the_rest_and_the_plan_says_so(machine) -> None:
     component = component_from_module(net, name="net")
     assert [block.name for block in component.blocks] == [f"layers.{n}" for n in range(4)]
     line = explain_non_block(component)
-    assert line == "0.49MiB (66%) are outside of blocks and never streamed: embed 0.49MiB", line
+    assert line == "non-block weights have 0.49MiB (66%) and are never streamed: embed 0.49MiB", line
     assert explain_non_block(component_from_module(net["layers"], name="net")) == ""
 
 

@@ -155,7 +155,7 @@ def test_the_weights_at_rest_are_never_rewritten(toys, machine) -> None:
 
 def test_only_matrices_of_blocks_are_cast(toys) -> None:
     net = toys.build_net()
-    cast = choose_forms(component_from_module(net, name="net"), Precision.QUANTIZED)
+    cast = choose_forms(component_from_module(net, name="net"), Precision.ENCODED)
     blocks = [f"doubles.{n}" for n in range(3)] + [f"singles.{n}" for n in range(5)]
     assert set(cast) == {f"{block}.{matrix}.weight" for block in blocks for matrix in ("up", "down")}
 
@@ -163,7 +163,7 @@ def test_only_matrices_of_blocks_are_cast(toys) -> None:
 def test_parts_that_a_class_wants_kept_are_kept(toys) -> None:
     net = toys.build_net()
     net._keep_in_fp32_modules = ["down"]
-    cast = choose_forms(component_from_module(net, name="net"), Precision.QUANTIZED)
+    cast = choose_forms(component_from_module(net, name="net"), Precision.ENCODED)
     assert cast and not any("down" in name for name in cast)
 
 
@@ -173,14 +173,14 @@ def test_classes_declare_by_patterns_wherever_they_are(toys) -> None:
     net._skip_layerwise_casting_patterns = ["^singles$", r"doubles\.0\.d"]
     net.doubles[1]._keep_in_fp32_modules_strict = {"^up$", "["}
     specs = component_from_module(nn.ModuleDict({"inner": net}), name="net")
-    cast = choose_forms(specs, Precision.QUANTIZED)
+    cast = choose_forms(specs, Precision.ENCODED)
     assert set(cast) == {
         "inner.doubles.0.up.weight",
         "inner.doubles.1.down.weight",
         "inner.doubles.2.up.weight",
         "inner.doubles.2.down.weight",
     }
-    line = explain_wide(specs, Precision.QUANTIZED)
+    line = explain_wide(specs, Precision.ENCODED)
     assert "of the blocks stay as stored: '^singles$' of Net " in line and "'^up$' of Block" in line, line
 
 
@@ -188,9 +188,9 @@ def test_what_a_model_of_16_bits_has_in_32_stays_so(toys) -> None:
     net = toys.build_net(dtype=torch.bfloat16)
     net.doubles[1].up.float()
     component = component_from_module(net, name="net")
-    assert "doubles.1.up.weight" not in choose_forms(component, Precision.QUANTIZED)
-    assert "stored in F32 beside BF16" in explain_wide(component, Precision.QUANTIZED)
-    assert explain_wide(component_from_module(net.float(), name="net"), Precision.QUANTIZED) == ""
+    assert "doubles.1.up.weight" not in choose_forms(component, Precision.ENCODED)
+    assert "stored in F32 beside BF16" in explain_wide(component, Precision.ENCODED)
+    assert explain_wide(component_from_module(net.float(), name="net"), Precision.ENCODED) == ""
 
 
 def test_release_gives_back_widened_weights_of_the_old_dtype(toys) -> None:

@@ -188,7 +188,7 @@ def test_a_form_goes_by_its_name_wherever_a_user_meets_one(toys, machine, form, 
 
 
 def test_a_profile_that_quantizes_says_how_weights_rest(toys, machine, form, monkeypatch) -> None:
-    monkeypatch.setattr(Precision, "QUANTIZED", Precision(form.numbers.name))
+    monkeypatch.setattr(Precision, "ENCODED", Precision(form.numbers.name))
     with machine(4) as manager, torch.no_grad():
         for net in (toys.build_net(), nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))):
             with manage({"diffusion": net}, "1", placement="gpu:0", manager=manager) as managed:
