@@ -244,7 +244,7 @@ class Managed:
             InvalidInput: weights rest in a file that has changed: they stay without memory, all else is released.
                 Call it again when the file is restored to read them.
             UnsafeState: one of them computes; or, when all are released, weights were changed meanwhile to what the
-                engine cannot take over (another dtype or shape): these are as they were before.
+                engine cannot take over: these are as they were before.
         """
         self.leave(tells=True)
 

@@ -69,7 +69,7 @@ class Leases:
         Raises:
             DoesNotFit, InvalidInput: no plan fits the device or the budget; devices keep what they hold.
             torch.OutOfMemoryError, or another error while loading: the component was unloaded from all devices.
-            UnsafeState: the dtype of the weights was changed; the change was undone.
+            UnsafeState: weights were changed in a way that cannot be taken over; the change was undone.
             In each case no lease is held.
         """
         with self.lock.exclusive():

@@ -21,7 +21,7 @@ from .bundle import Bundle
 from .device_share import DeviceShare
 from .holders import find_holders
 from .module_caches import at_home
-from .move_guard import MoveGuard
+from .move_guard import GONE, MoveGuard
 from .packing import Packing
 from .parameter_slots import ParameterSlot
 from .weight_places import WeightPlaces
@@ -120,7 +120,7 @@ class JoinedLayers:
             module._parameters[name] = weight
         tree = Tree(self.module, self.own, blocks, self.came_with, lent=self.places.lent_places())
         if gone:
-            raise UnsafeState(f"{self.owner}: {gone[0]!r} is gone from its module: release it before such changes")
+            raise UnsafeState(f"{self.owner}: {gone[0]!r} is gone from its module: {GONE}")
         self.refuse_added([slot for _, slot in tree.added])
         has_changed = False
         for share in self.shares:

@@ -39,9 +39,11 @@ from .weight_group import WeightGroup
 from .weight_store import FileStore
 from .weight_swaps import Swaps, foreign_tensors
 
-__all__ = ["MoveGuard"]
+__all__ = ["GONE", "MoveGuard"]
 
 DATA: Any = torch.Tensor.data  # the descriptor
+GONE = "release it before such changes, or call reprofile() after them"
+"""The remedies where a weight is gone from its place."""
 Foreign: TypeAlias = tuple[WeightGroup, int, tuple[nn.Module, str], torch.Tensor | None]
 """A place that does not hold its group's tensor: the index of the weight, the place, and what is there."""
 
@@ -234,7 +236,7 @@ class MoveGuard:
     def tell_undone(self) -> None:
         """Report a change that was undone, once; a removed weight, each time. Raises `UnsafeState` for both."""
         if self.gone is not None:
-            raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: release it before such changes")
+            raise UnsafeState(f"{self.owner}: {self.gone!r} is gone from its module: {GONE}")
         undone = self.take_undone()
         if undone is not None:
             raise UnsafeState(f"{self.owner}: {undone}; the change was undone: release it before such changes")

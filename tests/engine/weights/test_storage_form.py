@@ -503,7 +503,7 @@ def test_messages_say_how_weights_rest(toys, machine, form) -> None:
         with managed_net(net, manager, "resident", form):
             with pytest.raises(UnsafeState, match=f"rests {rests}: release it"):
                 net.load_state_dict(state)
-            net.singles[1].up.weight = nn.Parameter(torch.zeros(7, 64), requires_grad=False)
+            net.singles[1].up.weight = nn.Parameter(torch.zeros(192, 64, device="meta"), requires_grad=False)
             with pytest.raises(UnsafeState, match=rf"which rests {rests}, was replaced by"):
                 net(X)
             assert torch.equal(net(X).cpu(), code_weights(toys.build_net(), form)(X))
