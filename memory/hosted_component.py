@@ -7,7 +7,7 @@ the values of `options/`, errors and units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,7 @@ class HostedComponent:
         try:
             draft = plan_modules(
                 {self.name: module},
-                manager.capacity.machine(None, freed_bytes=bytes_in_ram([module]), is_hosted=True),
+                manager.machine(freed_bytes=bytes_in_ram([module]), is_hosted=True),
                 placement=self.placement_on(device),
                 profile=self.profile,
                 precision=self.precision,
@@ -310,6 +310,4 @@ class EvictionListener:
 
 def watch_evictions(tell: Callable[[nn.Module], None]) -> None:
     """Call a function with the module of every hosted component that lost bytes of a device. Idempotent."""
-    listeners: Collection[Any] = default_manager().event_log.listeners
-    if EvictionListener(tell) not in listeners:
-        default_manager().subscribe(EvictionListener(tell))
+    default_manager().subscribe(EvictionListener(tell), unless_equal=True)

@@ -125,7 +125,10 @@ def make_tiny_pipelines() -> dict[str, Any]:
 
 
 def start_environment() -> dict[str, str]:
-    """Return the variables that this process was started with."""
+    """Return the variables that this process was started with.
+
+    Python's own copy of them does not tell what the user set: ComfyUI writes there what ``--cuda-device`` chooses.
+    """
     import psutil
 
     return psutil.Process().environ()

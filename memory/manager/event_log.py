@@ -76,9 +76,16 @@ class EventLog:
         """Enter the report of a finished node."""
         self.nodes.append(report)
 
-    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-        """Call a listener with every message from now on; returns what ends that, which may be called again."""
-        self.listeners.append(listener)
+    def subscribe(
+        self, listener: Callable[[dict[str, Any]], None], *, unless_equal: bool = False
+    ) -> Callable[[], None]:
+        """Call a listener with every message from now on; returns what ends that, which may be called again.
+
+        Args:
+            unless_equal: where a listener that equals this one is subscribed, that one stays the only one.
+        """
+        if not (unless_equal and listener in self.listeners):
+            self.listeners.append(listener)
 
         def end() -> None:
             if listener in self.listeners:

@@ -176,8 +176,7 @@ class Leases:
                 raise UnsafeState(
                     f"{member.id} uses weights of {lender.id}, which was released: release {member.id}, too"
                 )
-            forwards = lender.managed.forwards
-            for guest in (guest for host, guest in managed.forwards.guests if host is forwards):
+            for guest in managed.forwards.guests_in(lender.managed.forwards):
                 self.acquire_locked(lender, guest)
                 member.note_lender_entry(lender)
             if not lender.leases:

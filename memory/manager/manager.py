@@ -162,10 +162,10 @@ class MemoryManager:
         """Return the plan of every component by its id; takes no lock."""
         return {member.id: member.managed.plan for member in list(self.members.values())}
 
-    def machine(self) -> Machine:
-        """Return what a newcomer may plan with now, in live numbers."""
+    def machine(self, *, freed_bytes: int = 0, is_hosted: bool = False) -> Machine:
+        """Return what a newcomer may plan with now, in live numbers (`LiveCapacity.machine`)."""
         with self.exclusive():
-            return self.capacity.machine(None)
+            return self.capacity.machine(None, freed_bytes=freed_bytes, is_hosted=is_hosted)
 
     # -- leases
 
@@ -180,6 +180,16 @@ class MemoryManager:
     def lease(self, member: Member) -> AbstractContextManager[None]:
         """Hold a component for a while, such as a whole sampling run, and loaded as `acquire` does it."""
         return self.leases.lease(member)
+
+    def hold(self, member: Member, holder: object) -> None:
+        """Keep a component from being evicted or replaced until `let_go`. Loads nothing."""
+        with self.exclusive():
+            self.leases.hold(member, holder)
+
+    def let_go(self, member: Member, holder: object) -> None:
+        """End what `hold` began. Idempotent."""
+        with self.exclusive():
+            self.leases.discard(member, holder)
 
     def load_now(self, member: Member) -> None:
         """Load a component for a method that uses its weights (`Leases.load_now`)."""
@@ -293,10 +303,16 @@ class MemoryManager:
             self.event_log.tell({"type": "node", **told, "devices": devices})
             return told
 
-    def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-        """Call the listener with every node's report and every eviction; returns what ends that."""
+    def subscribe(
+        self, listener: Callable[[dict[str, Any]], None], *, unless_equal: bool = False
+    ) -> Callable[[], None]:
+        """Call the listener with every node's report and every eviction; returns what ends that.
+
+        Args:
+            unless_equal: where a listener that equals this one is subscribed, that one stays the only one.
+        """
         require(listener, Callable, what="listener", allowed="a function of one dict")  # type: ignore[arg-type]
-        return self.event_log.subscribe(listener)
+        return self.event_log.subscribe(listener, unless_equal=unless_equal)
 
     def device_reports(self) -> list[DeviceReport]:
         """Return what each device has in all, free, and of managed weights; asks the driver."""

@@ -30,7 +30,10 @@ CONVERSIONS = frozenset(("to", "cpu", "cuda", "xpu", "npu", "half", "bfloat16", 
 
 
 class Reader(Protocol):
-    """Reads a weight that rests in its file."""
+    """Reads a weight that rests in its file.
+
+    A protocol because `ReadOnUse`, which does it, needs the slots of weights, and these need this file.
+    """
 
     def __call__(self) -> torch.Tensor:
         """Read the weight into memory; returns the tensor that the module then holds."""

@@ -149,8 +149,8 @@ class Forwards:
         except BaseException:
             end_guests(guests, completed=False)
             raise
-        for lender, _ in guests:
-            lender.begin_guest(self)
+        for other, _ in guests:
+            other.begin_guest(self)
         if self.is_quiet and module is self.passes.root and not guests:
             self.shares[0].begin_quiet_pass()
             self.quiet_thread = get_ident()
@@ -218,6 +218,10 @@ class Forwards:
             self.passes.abandon(current)
         if self.passes.here is None:
             self.passes.begin(self.passes.root, note, guest_of=module)
+
+    def guests_in(self, lender: Forwards) -> list[Pass]:
+        """Return the passes of a lender that stay open for the pass of this component."""
+        return [current for forwards, current in self.guests if forwards is lender]
 
     def begin_guest(self, borrower: Forwards) -> None:
         """Prepare the weights for a borrower's pass. The manager has loaded them already."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from ..errors import UnsafeState
 from .deferring_lock import DeferringLock
 from .input_size import input_size
 from .thread_stacks import modules_called_in, waits_at
+from .weight_group import WeightGroup
 
 __all__ = ["ComponentManager", "Guest", "NoManager", "Pass", "Passes"]
 
@@ -34,8 +35,29 @@ LOOK_EVERY_S = 0.5
 LOOKS_UNTIL_STUCK = 10
 
 
+class Lender(Protocol):
+    """What a borrower needs of a `ManagedComponent` that owns weights of its module; a protocol because that comes
+    after this file.
+    """
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def groups(self) -> Iterable[WeightGroup]: ...
+
+    @property
+    def forwards(self) -> Any:
+        """Its `Forwards`, which come after this file."""
+        ...
+
+
 class ComponentManager(Protocol):
-    """What a managed component asks of its manager."""
+    """What a managed component asks of its manager.
+
+    A protocol because the manager's room comes after this one: `MemberManager` answers while the module is the
+    component's, and `NoManager` stands in for it afterwards.
+    """
 
     @property
     def lock(self) -> DeferringLock:
@@ -50,7 +72,7 @@ class ComponentManager(Protocol):
         """End the lease of a pass, which may have failed. Idempotent."""
         ...
 
-    def lenders(self) -> Sequence[Any]:
+    def lenders(self) -> Sequence[Lender]:
         """Return the components that own weights which this one borrows ([Note: sharing] in `sharing.py`).
 
         In the same order for all borrowers.
@@ -76,7 +98,7 @@ class NoManager:
 
     def give_back(self, current: Pass) -> None: ...
 
-    def lenders(self) -> Sequence[Any]:
+    def lenders(self) -> Sequence[Lender]:
         return ()
 
     def note_read(self, num_bytes: int) -> None: ...

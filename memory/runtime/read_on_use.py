@@ -14,7 +14,10 @@ __all__ = ["ReadOnUse", "Readable"]
 
 
 class Readable(Protocol):
-    """What a weight without memory asks of its group."""
+    """What a weight without memory asks of its group.
+
+    A protocol because `WeightGroup`, which answers, is made of the weights at rest, and these need this file.
+    """
 
     def read_weight(self, slot: ParameterSlot) -> torch.Tensor:
         """Read the group into host memory, and return what the module then holds for the weight."""

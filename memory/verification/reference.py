@@ -101,7 +101,7 @@ class Reference:
     def begin(self) -> None:
         self.plan = self.managed.plan if self.managed.is_loaded else None
         with self.manager.exclusive():
-            self.manager.leases.hold(self.member, self)
+            self.manager.hold(self.member, self)
             self.managed.unload()
             self.managed.finish_copies()
         self.managed.hooks.detour()
@@ -129,7 +129,7 @@ class Reference:
                 with suppress(torch.OutOfMemoryError):
                     self.managed.load(self.plan)
                     self.managed.finish_copies()
-            self.manager.leases.discard(self.member, self)
+            self.manager.let_go(self.member, self)
         self.plan = None
         self.managed.passes.close(self.hold)
 

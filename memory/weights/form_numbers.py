@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -33,6 +33,11 @@ class LeafNumbers:
         return -(-num_groups * self.bits // 8)
 
 
+def every_shape(tensor: TensorSpec) -> bool:
+    """Say that a form is defined for weights of every shape."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormNumbers:
     """A storage form in numbers and words; `known_forms` says which class encodes and decodes it.
@@ -42,16 +47,18 @@ class FormNumbers:
         rests: how a weight rests, in a message.
         effect: what it does to a model, after its name, in a tooltip.
         leaves: in the order of the leaves that the form's class makes.
+        suits: whether the form is defined for a weight of this shape, such as rows of whole groups.
     """
 
     name: str
     rests: str
     effect: str
     leaves: tuple[LeafNumbers, ...]
+    suits: Callable[[TensorSpec], bool] = every_shape
 
     def takes(self, tensor: TensorSpec) -> bool:
         """Whether a weight can rest in this form."""
-        return tensor.encodable and tensor.dtype in WIDE_DTYPES
+        return tensor.encodable and tensor.dtype in WIDE_DTYPES and self.suits(tensor)
 
     def leaf_bytes(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the bytes of each leaf at rest."""

@@ -1,7 +1,7 @@
 """The forms in which weights can be encoded: each has its numbers here, and its class in a file of its own.
 
-A new form is such a file and its lines here. Plans are made from the numbers, so a form's file is imported only when
-weights are encoded or decoded.
+A new form is one file with its class, and here its numbers and its entry in `FORMS`. Plans are made from the numbers,
+so the file of a form is imported only when weights are encoded or decoded.
 """
 
 from __future__ import annotations

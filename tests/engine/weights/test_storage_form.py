@@ -82,6 +82,7 @@ class PackedInt4(RowInt8):
         rests="in int4",
         effect="keeps block weights in int4 with a scale per row",
         leaves=(LeafNumbers(bits=4), LeafNumbers(bits=32, group=ROW)),
+        suits=lambda tensor: math.prod(tensor.shape[1:]) % 2 == 0,
     )
     largest = 7
 
@@ -185,6 +186,19 @@ def test_a_form_goes_by_its_name_wherever_a_user_meets_one(toys, machine, form, 
             assert [component["precision"] for component in manager.report()["components"]] == [name]
             found = managed.verify(lambda: net(X))
             assert any(f"weights {rests}; the reference decodes the stored values" in note for note in found.notes)
+
+
+@torch.no_grad()
+def test_a_weight_that_does_not_suit_its_form_rests_as_it_came(machine, monkeypatch) -> None:
+    register(PackedInt4, monkeypatch)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 33), nn.Linear(33, 64)) for _ in range(3))).requires_grad_(False)
+    want = copy.deepcopy(net)
+    for block in want:
+        block[0].weight.copy_(coded(PackedInt4, block[0].weight))
+    with machine(4) as manager, manage(net, placement="gpu:0", precision="int4 rows", manager=manager) as managed:
+        assert torch.equal(net(X).cpu(), want(X))
+        (plan,) = managed.plan.components
+        assert sorted(plan.forms) == [f"{number}.0.weight" for number in range(3)]
 
 
 def test_a_profile_that_quantizes_says_how_weights_rest(toys, machine, form, monkeypatch) -> None:
