@@ -33,7 +33,7 @@ def test_the_watermarks_widgets_show_the_engines_marks() -> None:
     assert (parse_bytes(shown["low"]), parse_bytes(shown["high"])) == (marks.low_bytes, marks.high_bytes)
     page = Path(inspect.getfile(node)).parents[1] / "web" / "docs" / "HighwaterWatermark.md"
     for mark in ("low", "high"):
-        (line,) = (line for line in page.read_text().splitlines() if line.startswith(f"| **{mark}**"))
+        (line,) = (line for line in page.read_text().splitlines() if line.startswith(f"- **{mark}**"))
         assert f"`{shown[mark]}`" in line
 
 
