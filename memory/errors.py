@@ -7,11 +7,13 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-__all__ = ["DoesNotFit", "InvalidInput", "UnsafeState", "allowed_values", "one_line", "quoted", "require"]
+__all__ = ["DoesNotFit", "InvalidInput", "UnsafeState", "allowed_values", "one_line", "quoted", "reason_of", "require"]
 
 # The most characters of a quoted text, and of an unbroken word such as a path, in a message; less than 300 together.
 LARGEST_QUOTE = 100
 LARGEST_WORD = 180
+# The most characters of what a library says.
+LARGEST_REASON = 300
 TOO_LONG = re.compile(
     rf"""(?<!\w)'(?:[^'\\]|\\.){{{LARGEST_QUOTE},}}'(?!\w)|"(?:[^"\\]|\\.){{{LARGEST_QUOTE},}}"|\S{{{LARGEST_WORD},}}"""
 )
@@ -56,6 +58,12 @@ def shortened(text: str) -> str:
     """Return a text; if it is too long, only its two ends and its length."""
     most = LARGEST_QUOTE if text[0] in "'\"" else LARGEST_WORD
     return f"{text[: most - 40]}...{text[-20:]} ({len(text)} characters)" if len(text) > most else text
+
+
+def reason_of(error: BaseException | str) -> str:
+    """Return what a library says of a failure as one short line; libraries often write paragraphs."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= LARGEST_REASON else text[: LARGEST_REASON - 3] + "..."
 
 
 def quoted(value: object) -> str:

@@ -24,6 +24,7 @@ from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRa
 from .options.precision import DEFAULT_PRECISION, Precision
 from .options.profile import OffloadProfile
 from .transfer.devices import list_devices
+from .units import format_bytes
 from .verification.comparison import same_bits
 from .verification.findings import Verification
 from .verify_hosted import Comparison
@@ -133,7 +134,7 @@ class HostedComponent:
         plan = self.member.managed.plan
         return (
             f"{self.member.id}: {sum(len(share.resident) for share in plan.shares)} of {plan.num_blocks} blocks "
-            f"resident, {self.held_bytes / 2**20:.2f} MB on {' & '.join(share.device for share in plan.shares)}"
+            f"resident, {format_bytes(self.held_bytes)} on {' & '.join(share.device for share in plan.shares)}"
         )
 
     def describe(self, module: nn.Module) -> Component:

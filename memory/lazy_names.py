@@ -11,9 +11,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-__all__ = ["import_library", "lazy_names"]
+__all__ = ["LIBRARIES", "import_library", "lazy_names"]
 
 LIBRARIES = ("diffusers", "transformers")
+"""The model libraries: modules of nothing else are imported, and classes of nothing else are taken, by name."""
 
 
 def lazy_names(package: str, names_of: Mapping[str, Sequence[str]]) -> tuple[list[str], Callable[[str], Any]]:

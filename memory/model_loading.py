@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .errors import InvalidInput, quoted, require
+from .errors import InvalidInput, quoted, reason_of, require
 from .model_class import bounded_parameters, build_on_meta, find_class, read_config
 from .name_matching import StoredWeight, match_names
 from .runtime.holders import refuse_managed
@@ -29,7 +29,6 @@ __all__ = ["load_model", "load_weights", "source_of"]
 Paths = str | Path | Sequence[str | Path]
 
 SHARD_NUMBER = re.compile(r"-\d{5}-of-(\d{5})(?=\.safetensors$)")
-MAX_REASON = 300  # characters of what a library says
 
 sources: WeakKeyDictionary[nn.Module, WeightsSource] = WeakKeyDictionary()
 """The files of modules on the meta device."""
@@ -78,8 +77,9 @@ def load_model(
     except Exception as error:
         if model_class is not None:
             raise
-        reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
-        raise InvalidInput(f"{paths[0]}: {found.__name__} cannot be made from its config: {reason}") from error
+        raise InvalidInput(
+            f"{paths[0]}: {found.__name__} cannot be made from its config: {reason_of(error)}"
+        ) from error
     to_read = []
     for weight in match_names(module, source, paths[0], ignore_unexpected=ignore_unexpected):
         with torch.inference_mode(False):

@@ -111,8 +111,7 @@ def make_tiny_pipelines() -> dict[str, Any]:
     """
     import folder_paths
 
-    from ..memory.errors import InvalidInput
-    from .pipelines.diffusers_pipelines import one_line
+    from ..memory.errors import InvalidInput, reason_of
     from .pipelines.tiny_pipelines import ensure_pipelines
 
     try:
@@ -120,7 +119,7 @@ def make_tiny_pipelines() -> dict[str, Any]:
     except (InvalidInput, MemoryError):
         raise
     except Exception as error:  # diffusers imports its parts when they are used: any of them may be broken
-        raise InvalidInput(f"the tiny pipelines cannot be made: {one_line(error)}") from error
+        raise InvalidInput(f"the tiny pipelines cannot be made: {reason_of(error)}") from error
     return {"pipelines": {name: str(folder) for name, folder in folders.items()}}
 
 

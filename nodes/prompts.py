@@ -8,9 +8,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["digests_of", "half_character", "names_our_node", "title_of", "workflow_id_of"]
+__all__ = ["HALF", "digests_of", "invalid_character", "names_our_node", "title_of", "workflow_id_of"]
 
 OUR_PREFIX = "Highwater"
+# Halves of characters in UTF-16, which UTF-8 cannot encode.
 HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -58,10 +59,10 @@ def is_link(value: Any, graph: Mapping[str, Any]) -> bool:
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and value[0] in graph
 
 
-def half_character(text: str) -> str | None:
-    """Return where a text holds half of a character, which no file and no tokenizer takes; None for a good text."""
+def invalid_character(text: str) -> str | None:
+    """Return where a text has half of a character, which no file and no tokenizer takes; None for a valid text."""
     half = HALF.search(text)
-    return f"holds half of a character ({ascii(half[0])[1:-1]}) at position {half.start()}" if half else None
+    return f"contains an invalid character ({ascii(half[0])[1:-1]}) at position {half.start()}" if half else None
 
 
 def title_of(node: Mapping[str, Any], default: str | None = None) -> str:

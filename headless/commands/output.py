@@ -9,12 +9,13 @@ import re
 import sys
 from typing import Any
 
+from ...nodes.prompts import HALF
+
 __all__ = ["OUTPUT", "drop_output", "json_line", "open_output", "print_json"]
 
 OUTPUT = "standard output"
 ESCAPES = "backslashreplace"
 
-HALF = re.compile("[\ud800-\udfff]")
 # Halves that do not stand for a byte of a file's name that the system's encoding lacks.
 OTHER_HALF = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 ESCAPED_HALF = re.compile(r"\\ud[89a-f]")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...memory.errors import allowed_values
-from ...nodes.prompts import half_character
+from ...nodes.prompts import invalid_character
 from ..comfy_stub.comfy_io import ComfyNode, Input, Schema
 
 __all__ = ["MAX_TOLD", "Link", "check_link", "check_value", "describe", "expectation", "validated_names"]
@@ -81,8 +81,8 @@ def check_value(value: Any, item: Input, *, limits: bool) -> Any:
     elif item.io_type == "STRING":
         if not isinstance(value, str):
             raise wrong
-        if (problem := half_character(value)) is not None:
-            raise ValueError(f"{problem}; allowed: whole characters")
+        if (problem := invalid_character(value)) is not None:
+            raise ValueError(f"{problem}; allowed: text that UTF-8 can encode")
     elif item.io_type == "BOOLEAN":
         if not isinstance(value, bool):
             raise wrong

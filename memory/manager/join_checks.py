@@ -60,7 +60,7 @@ def refuse_unsuitable(
         if module.get_buffer(spec.name).is_meta and not (source is not None and source.holds(spec)):
             raise InvalidInput(
                 f"{name}: buffer {spec.name!r} is on meta, and no file has it as {spec.dtype} {list(spec.shape)}; "
-                "allowed: one that its file has as it is, or with memory on cpu"
+                "load the buffer on the CPU, or name a file that contains it"
             )
 
 
@@ -100,7 +100,7 @@ def refuse_odd(name: str, module: nn.Module) -> None:
             raise InvalidInput(f"{what} is {str(parameter.layout).removeprefix('torch.')}; allowed: dense, .to_dense()")
         if parameter.is_quantized:
             raise InvalidInput(
-                f"{what} is {parameter.dtype}, of torch.ao; allowed: optimum-quanto, or as it was before"
+                f"{what} is quantized by torch.ao, which is not supported; use optimum-quanto or the unquantized model"
             )
         if parameter.numel() and not parameter.is_meta and not is_traceable_wrapper_subclass(parameter):
             if not has_memory(parameter):
@@ -111,8 +111,8 @@ def refuse_odd(name: str, module: nn.Module) -> None:
         for attribute, tensor in vars(part).items():
             if isinstance(tensor, torch.Tensor) and attribute not in computed and address_of(tensor) in addresses:
                 raise InvalidInput(
-                    f"{name}: {path + '.' if path else ''}{attribute}, which is no parameter, shares the memory "
-                    "of one, which will move; make it a parameter"
+                    f"{name}: {path + '.' if path else ''}{attribute} shares memory with a parameter; "
+                    "register it as a parameter"
                 )
 
 

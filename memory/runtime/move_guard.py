@@ -184,7 +184,7 @@ class MoveGuard:
             return None
         if copy.is_written:
             copy.take_store_version(group.at_rest.version)
-            return "its weights were written on the device, and in RAM through parameters from before"
+            return "its weights were changed both on the device and in RAM; the two cannot be merged"
         self.wait()
         undone = adopt_at_rest(group)
         group.at_rest.renew(renewed_resting(group))

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from .nested_tensors import find_tensors, replace_tensors
+from .nested_tensors import OPAQUE, find_tensors, replace_tensors
 
 __all__ = ["Stores", "exchange", "find_shared_states", "tensors_of"]
 
@@ -24,7 +23,6 @@ __all__ = ["Stores", "exchange", "find_shared_states", "tensors_of"]
 DEPTH = 3
 # A larger container is not a store of maps but, for example, a vocabulary.
 MAX_ITEMS = 4096
-OPAQUE = (nn.Module, type, ModuleType, FunctionType, MethodType, torch.Generator)
 Place = tuple[Any, Any, Any]
 """A dict, list or deque, a key in it, and the tensor or tuple there."""
 

@@ -10,14 +10,12 @@ import torch
 
 from ..planner.staging_layout import Occupancy, Offsets
 from ..transfer.copy_stream import CopyStream
+from .weight_store import MOST_PARTS
 
 __all__ = ["StagingArea", "StagingSlot"]
 
 Piece: TypeAlias = tuple[int, int, int, "StagingSlot | None"]
 """The use that must end before the bytes are overwritten (0: the copy stream has waited for it); begin, end, owner."""
-
-# How many views of a slot are kept.
-MOST_PARTS = 16
 
 
 class CopySource(Protocol):

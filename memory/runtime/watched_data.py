@@ -297,7 +297,7 @@ def refuse_overwritten(value: torch.Tensor) -> None:
     with plainly():
         is_overwritten = not value.is_inference() and value._version >= OVERWRITTEN
     if is_overwritten:
-        raise UnsafeState("former data of a weight were assigned, but newer values are in their memory: keep a clone()")
+        raise UnsafeState("this .data was overwritten since it was read; assign a clone()")
 
 
 def refuse_sharing() -> NoReturn:

@@ -21,7 +21,7 @@ from .block_state import BlockState
 
 __all__ = ["FileStore", "HostStore"]
 
-# How many views of a slab are kept.
+# How many views of a slab, or of a staging slot, are kept.
 MOST_PARTS = 16
 
 

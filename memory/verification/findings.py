@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DoesNotFit, InvalidInput, UnsafeState
+from ..errors import DoesNotFit, InvalidInput, UnsafeState, reason_of
 from ..transfer.devices import HostMemory
 from ..units import GIB
 from .comparison import Gap, Shown, compare_leaves, leaves_in, show
@@ -239,14 +239,15 @@ def compare_ends(unwatched: Side, managed: Side, reference: Side) -> list[Differ
         elif managed.error is None and unwatched.error is None:
             gap = compare_leaves(alone, theirs)
             if gap is not None:
-                text = f"{gap.path} {gap.text}; only in the run without recording: a copy comes too late"
+                text = (
+                    f"{gap.path} {gap.text}; differs only when nothing is recorded: probably a missing wait for a copy"
+                )
                 found.append(from_gap(gap, f"the {what}", text.strip(), what=what))
     if unwatched.error is not None and managed.error is None:
-        text = f"fails only in the run without recording: {one_line(unwatched.error)}"
+        text = f"fails only when nothing is recorded: {one_line(unwatched.error)}"
         found.append(Difference(place="the call", text=text, what="error"))
     return found
 
 
 def one_line(error: BaseException) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else text[:297] + "..."
+    return reason_of(f"{type(error).__name__}: {error}")

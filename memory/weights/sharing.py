@@ -72,7 +72,7 @@ def find_shared(modules: Mapping[str, nn.Module], same: Mapping[int, int] | None
             lent={number: tuple(places) for number, places in lent[name].items()},
             samples={owner: samples[name][owner] for owner in sorted(samples[name], key=order.__getitem__)},
             texts=tuple(
-                f"{format_bytes(num_bytes[name][owner])} belong to {owner} and are counted there, such as {path}"
+                f"shares {format_bytes(num_bytes[name][owner])} with {owner}, which counts them; for example {path}"
                 for owner, path in samples[name].items()
             ),
         )

@@ -5,7 +5,7 @@ from ...memory.lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "diffusers_pipelines": ["import_diffusers", "one_line", "quiet_libraries"],
+        "diffusers_pipelines": ["import_diffusers", "quiet_libraries"],
         "pipeline": [
             "HighwaterLoadPipeline",
             "HighwaterSamplePipeline",

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...memory.lazy_names import LIBRARIES
+
 __all__ = ["find_component_class", "find_pipeline_class"]
 
-LIBRARIES = ("diffusers", "transformers")
 PIPELINES = "diffusers.pipelines."
 # What stands for a class whose own requirements are not installed: to use it is an error that says which.
 STAND_INS = ".utils.dummy_"

@@ -25,7 +25,6 @@ __all__ = ["find_sources", "import_diffusers", "load_pipeline", "quiet_libraries
 # Older ones import what a folder names, and run Python files in it. The floor of the optional requirements, too.
 OLDEST_DIFFUSERS = (0, 42)
 TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' transformers accelerate"
-MAX_REASON = 300  # characters
 # Where the tokenizers of transformers, in Rust, have the error that they end with; it is no `Exception`.
 PANICS = "pyo3_runtime"
 
@@ -39,7 +38,7 @@ def load_pipeline(folder: Path) -> Any:
     Raises:
         InvalidInput: diffusers is not installed or too old, or the folder is not one that it can load in full.
     """
-    from ...memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput, reason_of
     from .component_classes import find_component_class, find_pipeline_class
 
     dtypes = check_pipeline(folder)
@@ -62,7 +61,7 @@ def load_pipeline(folder: Path) -> Any:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__module__ != PANICS:
             raise  # an interrupt
-        raise InvalidInput(f"{folder}: diffusers cannot load it: {one_line(error)}") from error
+        raise InvalidInput(f"{folder}: diffusers cannot load it: {reason_of(error)}") from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -95,7 +94,7 @@ def taken_components(pipeline_class: Any, folder: Path, index: dict[str, Any]) -
     Raises:
         InvalidInput: a component is neither a library and a class nor null.
     """
-    from ...memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput, reason_of
 
     origins = component_origins(folder, index)
     parameters = inspect.signature(pipeline_class).parameters.values()
@@ -104,7 +103,7 @@ def taken_components(pipeline_class: Any, folder: Path, index: dict[str, Any]) -
         origin = index.get(name)
         if name not in origins and origin is not None and not (isinstance(origin, list) and None in origin):
             raise InvalidInput(
-                f"{folder / MODEL_INDEX}: component {name!r} is {one_line(repr(origin))}; allowed: [library, class]"
+                f"{folder / MODEL_INDEX}: component {name!r} is {reason_of(repr(origin))}; allowed: [library, class]"
             )
     return {name: origins[name] for name in origins if any(name == parameter.name for parameter in parameters)}
 
@@ -173,7 +172,7 @@ def import_diffusers() -> Any:
         InvalidInput: diffusers or transformers is not installed or fails as it is imported, or diffusers is older
             than what is tested.
     """
-    from ...memory.errors import InvalidInput
+    from ...memory.errors import InvalidInput, reason_of
 
     # transformers holds the text encoders; without accelerate a model is initialised twice over in RAM, and
     # those that keep some layers in fp32 (Wan) cannot be loaded at all.
@@ -186,7 +185,7 @@ def import_diffusers() -> Any:
     except ModuleNotFoundError as error:
         raise InvalidInput(f"{error.name} is not installed, and pipelines need it; run: {TO_INSTALL}") from None
     except Exception as error:  # a broken or mismatched installation fails with whatever it likes
-        raise InvalidInput(f"diffusers cannot be imported: {one_line(error)}; run: {TO_INSTALL}") from error
+        raise InvalidInput(f"diffusers cannot be imported: {reason_of(error)}; run: {TO_INSTALL}") from error
     numbers = tuple(map(int, re.findall(r"\d+", diffusers.__version__)[:2]))
     if numbers < OLDEST_DIFFUSERS:
         raise InvalidInput(
@@ -211,9 +210,3 @@ def quiet_libraries() -> Iterator[None]:
                 restored.callback(library_logging.enable_progress_bar)
                 library_logging.disable_progress_bar()
         yield
-
-
-def one_line(error: BaseException | str) -> str:
-    """Return an error's message as one short line; the libraries often write paragraphs."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

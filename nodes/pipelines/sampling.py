@@ -107,11 +107,11 @@ def longest_prompt(pipe: Any) -> int:
 def check_sampling(pipe: Any, sampling: Sampling, *, makes_frames: bool) -> None:
     """Refuse what the library would round or quietly ignore."""
     from ...memory.errors import InvalidInput
-    from ..prompts import half_character
+    from ..prompts import invalid_character
 
     for name in ("prompt", "negative_prompt"):
-        if (problem := half_character(getattr(sampling, name))) is not None:
-            raise InvalidInput(f"{name} {problem}; allowed: whole characters")
+        if (problem := invalid_character(getattr(sampling, name))) is not None:
+            raise InvalidInput(f"{name} {problem}; allowed: text that UTF-8 can encode")
     for name in ("width", "height"):
         pixels = getattr(sampling, name)
         if pixels % PIXEL_STEP:

@@ -410,8 +410,8 @@ def build_odd(kind: str, toys) -> torch.nn.Module:
         ("zeros", "'singles.1.table' is a Parameter without memory; allowed: a dense tensor"),
         ("fake", "'table' is a FakeTensor without memory; allowed: a dense tensor"),
         ("mkldnn", "'table' is _mkldnn; allowed: dense, .to_dense()"),
-        ("torch.ao", "'table' is torch.qint8, of torch.ao"),
-        ("flat", "flat, which is no parameter, shares the memory of one"),
+        ("torch.ao", "'table' is quantized by torch.ao, which is not supported; use optimum-quanto or"),
+        ("flat", "flat shares memory with a parameter; register it as a parameter"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -134,7 +134,7 @@ def test_what_is_in_common_is_counted_once(toys, machine) -> None:
             described = sum(plan.weight_bytes for plan in managed.plan.components)
             buffers = sum(b.nbytes for b in {id(b): b for m in (net, guide) for b in m.buffers()}.values())
             assert sum(everything.values()) <= described <= sum(everything.values()) + buffers + 4096
-            assert "belong to transformer and are counted there" in managed.plan.text()
+            assert "with transformer, which counts them; for example " in managed.plan.text()
             guide(X)
             assert torch.equal(steps(net, guide), steps(net, guide))
             held = sum(manager.ledger.held(member.id, "gpu:0") for member in managed.members)
