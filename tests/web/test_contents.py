@@ -115,9 +115,9 @@ def test_every_profile_that_a_page_shows_is_one(node_id: str):
     from highwater.memory.options.profile import parse_profile
 
     page = (WEB / "docs" / f"{node_id}.md").read_text()
-    (row,) = (line for line in page.splitlines() if line.startswith("| **profile**"))
+    (row,) = (line for line in page.splitlines() if line.startswith("- **profile**"))
     _, _, examples = page.partition("**Profiles by example**")
-    shown = re.findall(r"`([^`]+)`", row) + re.findall(r"^\| `([^`]+)`", examples, re.MULTILINE)
+    shown = re.findall(r"`([^`]+)`", row) + re.findall(r"^- `([^`]+)`", examples, re.MULTILINE)
     assert {"auto", "1", "5", "4", "-2GiB"} <= set(shown) and any("," in profile for profile in shown)
     for profile in shown:
         parse_profile(profile, devices=["cpu", "gpu:0", "gpu:1"])
@@ -127,7 +127,7 @@ def test_every_precision_that_a_page_shows_can_be_chosen():
     for node_id in WITH_PROFILE:
         sockets = {**INFO[node_id]["input"]["required"], **INFO[node_id]["input"].get("optional", {})}
         page = (WEB / "docs" / f"{node_id}.md").read_text()
-        (row,) = (line for line in page.splitlines() if line.startswith("| **precision**"))
+        (row,) = (line for line in page.splitlines() if line.startswith("- **precision**"))
         options = sockets["precision"][1]["options"]
         assert options[0] == sockets["precision"][1]["default"] == "as stored"
         assert all(f"`{option}`" in row for option in options)
