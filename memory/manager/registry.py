@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ..errors import InvalidInput, UnsafeState, allowed_values, quoted
-from ..options.placement import Placement, PlacementItem
+from ..options.placement import Placement, PlacementItem, SplitRatio
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
@@ -201,6 +201,8 @@ class Registry:
         changes.refuse()
         what = changes.given_up
         devices, tier, profile, precision = member.choices
+        # Where `auto` put it, because its pipeline may have made tensors for there by now.
+        devices = devices or tuple(SplitRatio(device=share.device) for share in member.managed.plan.shares)
         if tier == "disk" and not self.has_files_as_it_is(member):
             tier = None
             reason = "its files do not hold its weights as they are now: they rest in RAM"
