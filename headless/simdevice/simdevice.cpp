@@ -395,7 +395,7 @@ void record_access(Allocation& allocation, const Access& now, const VectorClock&
                   " bytes that " + earlier.name + " on " + stream_name(earlier.stream) +
                   (earlier.writes ? " writes" : " reads") + ", and nothing orders the two");
     }
-    // Whoever comes after the new access comes after the earlier one too, so the new one stands for both.
+    // An access that is ordered after the new one is ordered after the earlier one too, so only the new one is kept.
     const bool covered = now.begin <= earlier.begin && earlier.end <= now.end;
     return ordered && covered && (now.writes || !earlier.writes);
   };

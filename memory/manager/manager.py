@@ -196,12 +196,12 @@ class MemoryManager:
         self.leases.load_now(member)
 
     def watch_loading(self, watcher: Callable[[str, int, int], None]) -> Callable[[], None]:
-        """Call the watcher with component, bytes done and bytes in all, and return what ends that.
+        """Call the watcher with component, bytes done and bytes in all; returns a function that ends this.
 
-        It hears of each block that is loaded, and, as a module comes under management or gets another profile, of each
-        that is packed into host memory, every 4 MiB or sooner of what is read from files for that. What it raises
-        cancels it and comes out of the forward that needed the loading, or out of the call, after which the module is
-        as it was, or has its old profile. Weights that were encoded by then come back decoded.
+        It is called for each block that is loaded. When a module is managed or gets another profile, it is called for
+        each block that is packed into host memory, and while files are read for that, at least every 4 MiB. An error
+        that the watcher raises cancels the loading or packing. The forward or the call that needed it raises the same
+        error; the module is then as it was before, or has its old profile. Encoded weights come back decoded.
         """
         require(watcher, Callable, what="watcher", allowed="a function of component, bytes done and bytes in all")  # type: ignore[arg-type]
         return self.leases.watch(watcher)

@@ -95,7 +95,7 @@ class Measures:
                 self.look(name, always=always)
 
     def look(self, name: str, *, always: bool = False) -> int:
-        """Take a device's peak for all that is measured, and reset it; returns what is allocated there now.
+        """Add a device's peak to every open measurement, then reset the peak; returns the bytes allocated there now.
 
         Reads the allocator's numbers once.
         """

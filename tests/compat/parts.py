@@ -195,7 +195,7 @@ def fill_zeros(module: Any) -> Any:
 
 
 def sharpen(model: Any) -> Any:
-    """Let what a language model says depend on its layers, as a trained one's: at first they add next to nothing."""
+    """Scale a language model's layers so that its output depends on them: untrained, they add next to nothing."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

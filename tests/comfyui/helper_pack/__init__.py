@@ -313,7 +313,7 @@ async def send_functions(request: web.Request) -> web.Response:
 
 @PromptServer.instance.routes.post("/highwater_test/forget_needs")
 async def forget_needs(request: web.Request) -> web.Response:
-    """Let the pack forget what models were seen to need: tests share a host, and some run it out of memory."""
+    """Delete what the pack learned of models' needs: tests share a host, and some run it out of memory."""
     for name, module in list(sys.modules.items()):
         manager = module.existing_manager() if name.endswith("highwater.memory.manager.default") else None
         if manager is not None:

@@ -63,7 +63,7 @@ STEPS = [
 
 @pytest.fixture(autouse=True)
 def others_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for a pass that nobody runs any more finds that out soon."""
+    """A thread that waits for a pass learns soon that no thread runs it any more."""
     monkeypatch.setattr("highwater.memory.runtime.forward_pass.LOOK_EVERY_S", 0.01)
 
 
@@ -76,7 +76,7 @@ def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, kind: object, step: str) -> list[int]:
-    """Let a `KeyboardInterrupt` come behind a call of a step; returns the countdown to it, which runs from 1 on."""
+    """Raise a `KeyboardInterrupt` behind a call of a step; returns the countdown to it, which runs from 1 on."""
     original, left = getattr(kind, step), [0]
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:

@@ -220,7 +220,7 @@ def move(value: Any, device: str) -> Any:
 
 
 def to_eight_bits(pipe: Any, names: dict[str, frozenset[str]]) -> None:
-    """Let the weights that rest in eight bits have the values that they have then."""
+    """Give weights that will rest in eight bits the values that they have when decoded."""
     for part, module in parts_of(pipe).items():
         for name, weight in module.named_parameters():
             if name.replace(".base_layer", "") in {cast.replace(".base_layer", "") for cast in names.get(part, ())}:
@@ -272,7 +272,7 @@ class Pair:
             to_eight_bits(self.other, self.cast)
 
     def move_resting(self) -> None:
-        """Let layers be on the CPU that rest there in the managed pipeline: peft computes 16 bits in 32 there."""
+        """Put layers on the CPU that rest there in the managed pipeline: peft computes 16 bits in 32 there."""
         for part, module in parts_of(self.own).items():
             others = dict(parts_of(self.other)[part].named_modules())
             for name, layer in module.named_modules():

@@ -216,7 +216,7 @@ def test_waiting_for_a_pass_keeps_nothing_of_it_alive(machine) -> None:
 
 @contextmanager
 def paused(net: torch.nn.Module, pool: ThreadPoolExecutor) -> Iterator[list[torch.Tensor]]:
-    """Let another thread compute, and stop in the middle of a block; behind it, its result is in the list."""
+    """Run a forward in another thread that stops inside a block meanwhile; afterwards the list has its result."""
     inside, go_on = threading.Event(), threading.Event()
 
     def wait(*_: object) -> None:
