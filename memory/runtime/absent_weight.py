@@ -129,9 +129,9 @@ def stand_for(tensor: AnyTensor, reader: Reader, asked: Asked | None = None) -> 
     """
     if isinstance(tensor, AbsentWeight):
         tensor.reader = reader  # a component that was released before could not read it
-        vars(tensor)["asked"] = asked
     elif type(tensor) is nn.Parameter:
         tensor.__class__ = AbsentWeight  # type: ignore[assignment]
         tensor.reader, tensor._is_param = reader, True  # type: ignore[attr-defined]
-        vars(tensor)["asked"] = asked
+    if isinstance(tensor, AbsentWeight):
+        tensor.answer_with(asked)
     return tensor

@@ -1,5 +1,11 @@
 """The forward hooks of a module. They stay in place while the managed components that they call change.
 
+`ForwardHooks` and `Forwards` are two classes because they live for different times. The hooks belong to the module:
+`ForwardHooks` has torch's handles of them, knows which modules have them now, and makes other threads wait. A component
+that gets another profile hands it over to the one that follows (`lead_to`). `Forwards` belongs to one component with
+one plan: it has the open pass, the lease, the blocks and their devices, and ends with the component. Each knows the
+other while the hooks lead there: weights that move need all hooks back first. `Forwards.dismiss` ends that.
+
 [Note: one set of hooks] Another thread may call the module at any time, also while the module gets another profile or
 is released. So the hooks stay until its weights are complete again. A hook makes such a thread wait for the manager's
 lock, and then calls the managed component that has the module by then; for that component the called module may be

@@ -29,6 +29,10 @@ DEVICE: Any = torch.Tensor.device  # the descriptor
 class RestingWeight:
     """A mixin of tensor classes for weights at rest, whose blocks compute on another device."""
 
+    def answer_with(self, asked: Callable[[], torch.device | None] | None) -> None:
+        """Call this function from now on when it is asked for its device ([Note: asked] in `reported_device.py`)."""
+        vars(self)["asked"] = asked
+
     def device_in_backward(self) -> torch.device | None:
         """Return the device on which a backward pass needs the weight; None if the weight is on it, or if it is
         unknown.

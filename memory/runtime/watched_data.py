@@ -345,7 +345,7 @@ def watch(tensor: AnyTensor, asked: Asked | None = None, *, aliases: Aliases | N
             # made by other code, from a weight or a view
             tensor.shown, tensor.is_view = Shown(aliases), False
     if isinstance(tensor, WatchedTensor):
-        vars(tensor)["asked"] = asked
+        tensor.answer_with(asked)
     return tensor
 
 

@@ -23,6 +23,7 @@ from .encoded_weight import EncodedLeaves, EncodedWeight
 from .kept_tensors import KeptTensors
 from .parameter_slots import ParameterSlot, add_up, as_held, fill_slots, read_weights, repoint, store_weight
 from .read_on_use import Readable, ReadOnUse
+from .recomputing import RestingWeight
 from .reported_device import Asked, plainly
 from .watched_data import Aliases, watch
 from .weight_layout import WeightLayout
@@ -85,8 +86,8 @@ class WeightsAtRest:
         """Make the weights at rest call this function when they are asked for their device."""
         self.asked = asked
         for weight in self.tensors:
-            if "asked" in vars(weight):
-                vars(weight)["asked"] = asked
+            if isinstance(weight, RestingWeight):
+                weight.answer_with(asked)
 
     # -- where they rest
 
@@ -262,7 +263,7 @@ class WeightsAtRest:
         encoded = EncodedLeaves(leaves, self.slots[index], wide, self.opened, self.kept.shown)
         weight = EncodedWeight(encoded)
         weight._is_param = True
-        vars(weight)["asked"] = self.asked
+        weight.answer_with(self.asked)
         return weight
 
     def held_form(self, index: int) -> Form:

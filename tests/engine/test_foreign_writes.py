@@ -27,6 +27,8 @@ ANYWHERE = {
 # File and assigned expression, with the reason.
 CORE = "the only file that sets fields of ComfyUI's objects; ComfyUI itself sets these from outside"
 DYNAMO = "torch._dynamo's marks of functions that are not traced"
+MODULE = "a module of the user, which has no method for it; undone at release, or after the forward"
+CALLERS = "repeats on a caller's container what was done to the copy of it"
 OWN_TENSOR = "completes a tensor of our class; tensors are not made by `__init__`"
 ALLOWED = {
     "headless/arguments.py": {"setattr(namespace)": "argparse has actions fill its namespace"},
@@ -34,6 +36,7 @@ ALLOWED = {
     "headless/commands/output.py": {"sys.stdout": "what libraries print goes to the other stream meanwhile"},
     "memory/api.py": {"module._hf_hook": "accelerate's attribute, which diffusers asks for the execution device"},
     "memory/runtime/compiled_blocks.py": {
+        "vars(block).pop": "the end of `block.forward`: its class has the plain function",
         "block.forward": "a compiled block computes by another function; undone at release",
         "marked._torchdynamo_disable": DYNAMO,
         "marked._torchdynamo_disable_msg": DYNAMO,
@@ -45,16 +48,30 @@ ALLOWED = {
         "tensor.reader": OWN_TENSOR,
     },
     "memory/runtime/computing_parameter.py": {"weight.alias": OWN_TENSOR, "weight.looked": OWN_TENSOR},
+    "memory/runtime/device_answers.py": {
+        "vars(part)[KEY]": MODULE,
+        "vars(part).pop": MODULE,
+    },
+    "memory/runtime/module_caches.py": {"vars(module)[name]": MODULE},
+    "memory/runtime/nested_tensors.py": {
+        "object.__delattr__(container)": CALLERS,
+        "object.__setattr__(container)": CALLERS,
+    },
+    "memory/verification/argument_copies.py": {"object.__setattr__(copied)": "completes a copy; `copy.copy` made it"},
     "memory/runtime/encoded_weight.py": {"weight.encoded": OWN_TENSOR},
     "memory/runtime/watched_data.py": {
         "other.is_view": OWN_TENSOR,
         "other.shown": OWN_TENSOR,
         "tensor.is_view": OWN_TENSOR,
         "tensor.shown": OWN_TENSOR,
+        "vars(copied).update": "completes a deep copy, which gets the attributes that others gave the tensor",
+        "vars(tensor).pop": "the tensor is given back: it has torch's own class and no attributes of ours any more",
         "weight.shown": OWN_TENSOR,
     },
     "nodes/host/core_fields.py": {"*": CORE},
 }
+
+CHANGES_DICT = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -124,6 +141,13 @@ def is_named(value: ast.expr, names: Collection[str]) -> bool:
     return isinstance(value, ast.Name) and value.id in names
 
 
+def owner_of_dict(value: ast.expr) -> ast.expr | None:
+    """Return whose attributes ``vars(...)`` or ``....__dict__`` are; None for other expressions."""
+    if isinstance(value, ast.Call) and is_named(value.func, ["vars"]) and value.args:
+        return value.args[0]
+    return value.value if isinstance(value, ast.Attribute) and value.attr == "__dict__" else None
+
+
 def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
     """Yield line, expression and attribute of each assignment to an object that its function did not make."""
     classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
@@ -136,7 +160,19 @@ def foreign_writes(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
         for target in targets_of(node):
             if isinstance(target, ast.Attribute) and not is_named(target.value, own):
                 yield target.lineno, ast.unparse(target), target.attr
+            owner = owner_of_dict(target.value) if isinstance(target, ast.Subscript) else None
+            if owner is not None and not is_named(owner, own):
+                yield target.lineno, ast.unparse(target), ""
         called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Attribute):
+            owner, expression = (
+                owner_of_dict(called.value) if called.attr in CHANGES_DICT else None,
+                ast.unparse(called),
+            )
+            if expression in ("object.__setattr__", "object.__delattr__"):
+                owner, expression = node.args[0], f"{expression}({ast.unparse(node.args[0])})"
+            if owner is not None and not is_named(owner, own):
+                yield node.lineno, expression, ""
         if isinstance(called, ast.Name) and called.id in ("setattr", "delattr") and not is_named(node.args[0], own):
             yield node.lineno, f"{called.id}({ast.unparse(node.args[0])})", ""
         for child in ast.iter_child_nodes(node):
@@ -185,6 +221,16 @@ def test_what_is_allowed_is_there() -> None:
         "class A:\n    def f(self): B.b = 1",
         "class A:\n    def f(self):\n        def g(a): a.b = 1",
         "def f(self):\n    def g(a): a().b = 1",
+        "def f(a): vars(a)['b'] = 1",
+        "def f(a): vars(a)['b'] += 1",
+        "def f(a): del vars(a)['b']",
+        "def f(a): vars(a).pop('b')",
+        "def f(a): vars(a).update(b=1)",
+        "def f(a): a.__dict__['b'] = 1",
+        "def f(a): a.__dict__.setdefault('b', 1)",
+        "def f(a): object.__setattr__(a, 'b', 1)",
+        "def f(a): object.__delattr__(a, 'b')",
+        "class A:\n    def f(self): vars(self.a)['b'] = 1",
         "a = A()\ndef f(): a.b = 1",
         "a = find()\na.b = 1",
     ],
@@ -200,6 +246,11 @@ def test_it_is_seen(code: str) -> None:
         "def f():\n    a: A = A()\n    a.b = 1",
         "def f():\n    a, c = A(), 2\n    a.b = 1",
         "def f(): a[0] = 1",
+        "def f(): vars()['b'] = 1",
+        "def f(a): vars(a).get('b')",
+        "def f(a): a.pop('b')",
+        "class A:\n    def f(self): vars(self)['b'] = 1",
+        "class A:\n    def f(self): object.__setattr__(self, 'b', 1)",
         "class A:\n    def f(self): self.b = 1",
         "class A:\n    def f(self):\n        def g(): self.b = 1",
         "class A:\n    @classmethod\n    def f(cls):\n        a = cls()\n        a.b = 1",
