@@ -18,15 +18,14 @@ FILES = sorted(path for area in ("memory", "nodes", "headless") for path in (PAC
 ANYWHERE = {
     "__class__": "Python's way to give an object that others refer to another class",
     "_is_param": "torch's mark of tensors of other classes that are parameters",
-    "args": "an exception's text, to which the place is added as it passes",
     "atexit": "`weakref.finalize` has no argument for it",
     "data": "torch's way to point a tensor that others refer to to other memory",
-    "grad": "torch's gradient of a copied tensor",
 }
 
 # File and assigned expression, with the reason.
 CORE = "the only file that sets fields of ComfyUI's objects; ComfyUI itself sets these from outside"
 DYNAMO = "torch._dynamo's marks of functions that are not traced"
+ERROR = "an exception's text, to which the place is added as it passes"
 MODULE = "a module of the user, which has no method for it; undone at release, or after the forward"
 CALLERS = "repeats on a caller's container what was done to the copy of it"
 OWN_TENSOR = "completes a tensor of our class; tensors are not made by `__init__`"
@@ -48,6 +47,8 @@ ALLOWED = {
         "tensor.reader": OWN_TENSOR,
     },
     "memory/runtime/computing_parameter.py": {"weight.alias": OWN_TENSOR, "weight.looked": OWN_TENSOR},
+    "memory/manager/oom_message.py": {"error.args": ERROR},
+    "memory/runtime/forward_blocks.py": {"error.args": ERROR},
     "memory/runtime/device_answers.py": {
         "vars(part)[KEY]": MODULE,
         "vars(part).pop": MODULE,
@@ -64,6 +65,7 @@ ALLOWED = {
         "other.shown": OWN_TENSOR,
         "tensor.is_view": OWN_TENSOR,
         "tensor.shown": OWN_TENSOR,
+        "copied.grad": "torch's gradient of a copied tensor",
         "vars(copied).update": "completes a deep copy, which gets the attributes that others gave the tensor",
         "vars(tensor).pop": "the tensor is given back: it has torch's own class and no attributes of ours any more",
         "weight.shown": OWN_TENSOR,
