@@ -26,12 +26,12 @@ import torch
 
 from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
-from highwater.memory.runtime.bundle import Bundle
-from highwater.memory.runtime.device_share import DeviceShare
+from highwater.memory.runtime.blocks.bundle import Bundle
+from highwater.memory.runtime.blocks.placed_tensors import PlacedTensors
+from highwater.memory.runtime.changes.move_guard import MoveGuard
+from highwater.memory.runtime.devices.device_share import DeviceShare
 from highwater.memory.runtime.managed_component import ManagedComponent
-from highwater.memory.runtime.move_guard import MoveGuard
 from highwater.memory.runtime.outside_changes import OutsideChanges
-from highwater.memory.runtime.placed_tensors import PlacedTensors
 from highwater.memory.transfer.devices import find_device
 from highwater.memory.transfer.link_speed import link_bytes_per_s
 

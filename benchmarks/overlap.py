@@ -3,8 +3,8 @@
 The engine streams a stack of equal blocks whose compute and copy times are set exactly. A run's time is compared
 with the longer of all computing and all copying, which no schedule can beat, plus one copy: that of the first
 streamed block, which only a resident block before it can hide. The same runs with weights in pageable memory, and in
-a file that is read as fast, whose copies hold the host ([Note: blocking copies] in `memory/runtime/prefetch.py`). Two
-schedules that others use stand beside them, written as recurrences.
+a file that is read as fast, whose copies hold the host ([Note: blocking copies] in
+`memory/runtime/devices/prefetch.py`). Two schedules that others use stand beside them, written as recurrences.
 """
 
 from __future__ import annotations

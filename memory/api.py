@@ -23,7 +23,7 @@ from .options.profile import OffloadProfile
 from .options.profile_arguments import build_profile
 from .pipeline_parts import Parts
 from .planner.plan import Plan
-from .runtime.other_offloaders import ExecutionMark
+from .runtime.changes.other_offloaders import ExecutionMark
 from .transfer.devices import list_devices
 from .verification.findings import Verification
 from .verify import verify

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .runtime.parameter_slots import ParameterSlot
-from .runtime.weight_group import WeightGroup
+from .runtime.blocks.weight_group import WeightGroup
+from .runtime.tensors.parameter_slots import ParameterSlot
 from .verification.comparison import same_bits
 from .verification.reference import read_at_rest
 from .weights.quantized_leaves import leaves_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .errors import InvalidInput
-from .runtime.parameter_slots import split_owner
+from .runtime.tensors.parameter_slots import split_owner
 from .weights.file_reader import torch_dtype
 from .weights.safetensors_header import TensorHeader
 from .weights.source import WeightsSource

@@ -18,8 +18,8 @@ from torch import nn
 from .errors import InvalidInput, UnsafeState
 from .manager.manager import MemoryManager
 from .manager.member import Member
-from .runtime.weight_group import WeightGroup
-from .runtime.weight_store import HostStore
+from .runtime.blocks.weight_group import WeightGroup
+from .runtime.blocks.weight_store import HostStore
 from .verification.argument_copies import copy_arguments
 from .verification.comparison import leaves_in, show
 from .verification.findings import Difference, Side, Verification, compare_sides, kept_bytes, run_side

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsafeState
-from .runtime.parameter_slots import ParameterSlot
+from .runtime.tensors.parameter_slots import ParameterSlot
 from .verification.findings import (
     NUM_LISTED,
     Difference,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState
 from ..options.budget import BudgetItem
-from ..runtime.input_size import Size
+from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..units import format_bytes
 from .eviction import EvictionPolicy, Victim, over_budget, short_beside_weights, short_of_memory

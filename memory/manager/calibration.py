@@ -9,8 +9,8 @@ from ..errors import DoesNotFit, InvalidInput
 from ..options.precision import Precision
 from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.sizes import least_bytes
-from ..runtime.forward_pass import Pass
-from ..runtime.input_size import Size
+from ..runtime.forwards.forward_pass import Pass
+from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..units import format_bytes
 from .live_capacity import LiveCapacity

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
-from ..runtime.module_caches import address_of, computed_weights
-from ..runtime.other_offloaders import find_rival, is_scripted
-from ..runtime.parameter_slots import split_owner
+from ..runtime.changes.other_offloaders import find_rival, is_scripted
+from ..runtime.forwards.module_caches import address_of, computed_weights
+from ..runtime.tensors.parameter_slots import split_owner
 from ..runtime.weight_places import WeightPlaces
 from ..weights.component import Component
 from ..weights.source import WeightsSource

@@ -15,9 +15,9 @@ from typing import TypeGuard
 import torch
 
 from ..errors import UnsafeState
-from ..runtime.deferring_lock import DeferringLock
-from ..runtime.forward_pass import Guest, Pass
-from ..runtime.input_size import Size
+from ..runtime.forwards.deferring_lock import DeferringLock
+from ..runtime.forwards.forward_pass import Guest, Pass
+from ..runtime.forwards.input_size import Size
 from ..runtime.managed_component import ManagedComponent
 from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times

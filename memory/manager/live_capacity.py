@@ -12,7 +12,7 @@ from functools import partial
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from ..planner.plan import ComponentPlan, confirm_plan, replan
 from ..planner.sizes import least_bytes
-from ..runtime.input_size import Size
+from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device, HostMemory
 from ..transfer.link_speed import known_link, link_bytes_per_s
 from ..transfer.pinned_memory import pin_limit_bytes

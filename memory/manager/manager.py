@@ -17,8 +17,8 @@ from torch import nn
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
 from ..planner.capacity import Machine
 from ..planner.plan import ComponentPlan, Plan
-from ..runtime.deferring_lock import DeferringLock
-from ..runtime.ledger import Entry, Ledger
+from ..runtime.devices.ledger import Entry, Ledger
+from ..runtime.forwards.deferring_lock import DeferringLock
 from ..transfer.devices import Device, list_devices
 from .admission import Admission
 from .event_log import EventLog

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..runtime.ledger import Ledger
+from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device
 from .event_log import EventLog
 from .report import NodeReport

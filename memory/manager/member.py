@@ -13,7 +13,7 @@ from torch import nn
 from ..options.placement import SplitRatio
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
-from ..runtime.input_size import Size
+from ..runtime.forwards.input_size import Size
 from ..runtime.managed_component import ManagedComponent
 from ..runtime.packing import Ending
 

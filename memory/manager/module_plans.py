@@ -17,7 +17,7 @@ from ..options.profile import OffloadProfile, covers
 from ..planner.capacity import Machine
 from ..planner.plan import Plan, fresh_plan_holds, plan_components
 from ..planner.sizes import least_bytes
-from ..runtime.execution_order import in_execution_order
+from ..runtime.forwards.execution_order import in_execution_order
 from ..weights.component import Component, guess_kind
 from ..weights.form_numbers import AS_THEY_CAME
 from ..weights.module_component import component_from_module

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..planner.capacity import EVERYTHING, KeptFree
-from ..runtime.input_size import Size
+from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..weights.component import Component
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInput
-from ..runtime.input_size import Size
+from ..runtime.forwards.input_size import Size
 from ..user_folders import cache_folder
 from .needs import Key, Need
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import InvalidInput, allowed_values
-from ..runtime.ledger import Ledger
+from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device
 from .member import Member
 from .watermark import Watermark

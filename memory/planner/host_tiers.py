@@ -27,7 +27,7 @@ __all__ = ["StoreSpec", "choose_tiers", "lock_pages", "may_be_pinned"]
 
 # In which order components get the RAM: what is read most often first.
 KINDS_BY_USE = ("diffusion", "control", "vae", "vision", "text")
-# [Note: blocking copies] in `runtime/prefetch.py`.
+# [Note: blocking copies] in `runtime/devices/prefetch.py`.
 NOT_AHEAD = "pageable copies are synchronous and cannot be prefetched"
 
 

@@ -9,7 +9,7 @@ for each; an odd number of equal blocks needs two rounds of them, which passes t
 
 [Note: steady state] Passes follow each other, so the first blocks of the next pass are copied while the last of this
 one compute. Copies go in the order of use, one after the other; a block computes when the block before it has and its
-own bytes are there. That holds for synchronous copies, too ([Note: blocking copies] in `runtime/prefetch.py`).
+own bytes are there. That holds for synchronous copies, too ([Note: blocking copies] in `runtime/devices/prefetch.py`).
 After a pass or two every further one takes the same time: that is what `pass_seconds` finds.
 """
 

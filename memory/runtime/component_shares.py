@@ -11,13 +11,13 @@ from ..planner.sizes import fixed_tensors
 from ..transfer.devices import Device
 from ..weights.component import Component
 from ..weights.source import WeightsSource
-from .bundle import Bundle
-from .device_share import DeviceShare
+from .blocks.bundle import Bundle
+from .blocks.weight_group import WeightGroup
+from .devices.device_share import DeviceShare
+from .devices.ledger import Ledger
 from .kept_blocks import Home, find_kept
-from .ledger import Ledger
 from .packing import Packing
-from .parameter_slots import find_slots
-from .weight_group import WeightGroup
+from .tensors.parameter_slots import find_slots
 
 __all__ = ["build_shares"]
 

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from torch import nn
 
 from ..errors import UnsafeState
-from .added_layers import Structure
+from .blocks.added_layers import Structure
 from .weight_places import WeightPlaces
 
 __all__ = ["attached", "find_holders", "find_sharers", "refuse_managed"]

@@ -15,15 +15,15 @@ from ..errors import InvalidInput, UnsafeState
 from ..planner.plan import ComponentPlan
 from ..weights.component import Component, TensorSpec
 from ..weights.module_component import SAFETENSORS_NAMES
-from .absent_weight import AbsentWeight
-from .added_layers import Structure, Tree, return_to_host, walk
-from .bundle import Bundle
-from .device_share import DeviceShare
+from .blocks.added_layers import Structure, Tree, return_to_host, walk
+from .blocks.bundle import Bundle
+from .changes.move_guard import GONE, MoveGuard
+from .devices.device_share import DeviceShare
+from .forwards.module_caches import at_home
 from .holders import find_holders
-from .module_caches import at_home
-from .move_guard import GONE, MoveGuard
 from .packing import Packing
-from .parameter_slots import ParameterSlot
+from .tensors.absent_weight import AbsentWeight
+from .tensors.parameter_slots import ParameterSlot
 from .weight_places import WeightPlaces
 
 __all__ = ["Joined", "JoinedLayers"]

@@ -20,10 +20,10 @@ from ..transfer.pinned_memory import ArenaLock
 from ..weights.component import Component, TensorSpec
 from ..weights.known_forms import encoded_form
 from ..weights.source import WeightsSource
-from .bundle import Bundle
-from .parameter_slots import ParameterSlot, find_slots
-from .weight_group import WeightGroup
-from .weight_store import FileStore, HostStore
+from .blocks.bundle import Bundle
+from .blocks.weight_group import WeightGroup
+from .blocks.weight_store import FileStore, HostStore
+from .tensors.parameter_slots import ParameterSlot, find_slots
 
 __all__ = ["Home", "find_kept"]
 

@@ -18,27 +18,27 @@ from ..transfer.devices import Device
 from ..weights.component import Component
 from ..weights.form_numbers import rests_of
 from ..weights.source import WeightsSource
-from .compiled_blocks import CompiledBlocks
+from .blocks.weight_group import WeightGroup
+from .blocks.weight_store import FileStore
+from .blocks.weight_swaps import Swaps
+from .changes.state_dict_guard import StateGuard
 from .component_shares import build_shares
-from .deep_copies import OwnHook
-from .device_answers import DeviceAnswers
-from .device_share import wait_for_copies
-from .forward_blocks import Forwards
-from .forward_hooks import ForwardHooks, remove_hooks_of
-from .forward_pass import ComponentManager, NoManager, Passes
+from .devices.device_share import wait_for_copies
+from .devices.ledger import Kind, Ledger
+from .forwards.compiled_blocks import CompiledBlocks
+from .forwards.device_answers import DeviceAnswers
+from .forwards.forward_blocks import Forwards
+from .forwards.forward_hooks import ForwardHooks, remove_hooks_of
+from .forwards.forward_pass import ComponentManager, NoManager, Passes
+from .forwards.hooked_modules import HookedModules, block_modules, modules_holding
+from .forwards.module_caches import ModuleCaches
 from .holders import attached
-from .hooked_modules import HookedModules, block_modules, modules_holding
-from .ledger import Kind, Ledger
-from .module_caches import ModuleCaches
 from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
-from .recomputing import in_backward
-from .reported_device import Asked
-from .state_dict_guard import StateGuard
-from .weight_group import WeightGroup
+from .tensors.deep_copies import OwnHook
+from .tensors.recomputing import in_backward
+from .tensors.reported_device import Asked
 from .weight_places import WeightPlaces
-from .weight_store import FileStore
-from .weight_swaps import Swaps
 
 __all__ = ["ManagedComponent", "Phase"]
 

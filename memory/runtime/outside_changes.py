@@ -15,13 +15,13 @@ from torch._C._functorch import peek_interpreter_stack
 from ..errors import UnsafeState
 from ..planner.plan import ComponentPlan
 from ..weights.component import Component
-from .converted_weights import give_up
-from .device_share import DeviceShare, wait_for_copies
+from .changes.converted_weights import give_up
+from .changes.move_guard import MoveGuard
+from .changes.other_offloaders import find_rival
+from .changes.steady_look import SteadyLook
+from .devices.device_share import DeviceShare, wait_for_copies
 from .joined_layers import Joined, JoinedLayers
-from .move_guard import MoveGuard
-from .other_offloaders import find_rival
 from .packing import Packing
-from .steady_look import SteadyLook
 from .weight_places import WeightPlaces
 
 __all__ = ["OutsideChanges"]

@@ -16,15 +16,15 @@ from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
-from .added_layers import return_to_host
-from .bundle import Bundle
-from .device_share import DeviceShare
-from .ledger import Kind, Ledger
-from .parameter_slots import ParameterSlot
-from .unpacking import discard, unpack
-from .weight_group import WeightGroup
-from .weight_store import FileStore, HostStore
-from .written_weights import WrittenWeights, renamed
+from .blocks.added_layers import return_to_host
+from .blocks.bundle import Bundle
+from .blocks.unpacking import discard, unpack
+from .blocks.weight_group import WeightGroup
+from .blocks.weight_store import FileStore, HostStore
+from .changes.written_weights import WrittenWeights, renamed
+from .devices.device_share import DeviceShare
+from .devices.ledger import Kind, Ledger
+from .tensors.parameter_slots import ParameterSlot
 
 __all__ = ["Ending", "Packing"]
 

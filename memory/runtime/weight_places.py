@@ -8,15 +8,15 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import nn
 
-from .absent_weight import AbsentWeight
-from .added_layers import Structure
-from .device_share import DeviceShare
-from .encoded_weight import EncodedWeight
-from .forward_pass import ComponentManager, NoManager
-from .parameter_slots import ParameterSlot
-from .read_on_use import ReadOnUse
-from .weight_group import WeightGroup
-from .weight_swaps import Swaps
+from .blocks.added_layers import Structure
+from .blocks.read_on_use import ReadOnUse
+from .blocks.weight_group import WeightGroup
+from .blocks.weight_swaps import Swaps
+from .devices.device_share import DeviceShare
+from .forwards.forward_pass import ComponentManager, NoManager
+from .tensors.absent_weight import AbsentWeight
+from .tensors.encoded_weight import EncodedWeight
+from .tensors.parameter_slots import ParameterSlot
 
 __all__ = ["WeightPlaces"]
 

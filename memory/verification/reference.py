@@ -27,12 +27,12 @@ from torch import nn
 from ..manager.manager import MemoryManager
 from ..manager.member import Member
 from ..planner.plan import ComponentPlan
-from ..runtime.device_hops import DeviceHops, Visit
-from ..runtime.forward_pass import Hold
+from ..runtime.blocks.weight_group import WeightGroup
+from ..runtime.blocks.weight_store import FileStore
+from ..runtime.forwards.device_hops import DeviceHops, Visit
+from ..runtime.forwards.forward_pass import Hold
 from ..runtime.managed_component import ManagedComponent
-from ..runtime.parameter_slots import ParameterSlot, as_held
-from ..runtime.weight_group import WeightGroup
-from ..runtime.weight_store import FileStore
+from ..runtime.tensors.parameter_slots import ParameterSlot, as_held
 from ..weights.quantized_leaves import leaves_of
 from .comparison import same_bits
 from .recording import remove_hooks_of

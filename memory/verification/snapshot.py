@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.parameter_slots import ParameterSlot
+from ..runtime.tensors.parameter_slots import ParameterSlot
 from ..weights.quantized_leaves import leaves_of
 from .comparison import same_bits
 

@@ -34,33 +34,33 @@ ALLOWED = {
     "memory/lazy_names.py": {"setattr(sys.modules[package])": "a module's own names, once they are imported"},
     "headless/commands/output.py": {"sys.stdout": "what libraries print goes to the other stream meanwhile"},
     "memory/api.py": {"module._hf_hook": "accelerate's attribute, which diffusers asks for the execution device"},
-    "memory/runtime/compiled_blocks.py": {
+    "memory/runtime/forwards/compiled_blocks.py": {
         "vars(block).pop": "the end of `block.forward`: its class has the plain function",
         "block.forward": "a compiled block computes by another function; undone at release",
         "marked._torchdynamo_disable": DYNAMO,
         "marked._torchdynamo_disable_msg": DYNAMO,
         "marked._torchdynamo_disable_recursive": DYNAMO,
     },
-    "memory/runtime/absent_weight.py": {
+    "memory/runtime/tensors/absent_weight.py": {
         "alias.is_data": OWN_TENSOR,
         "alias.reader": OWN_TENSOR,
         "tensor.reader": OWN_TENSOR,
     },
-    "memory/runtime/computing_parameter.py": {"weight.alias": OWN_TENSOR, "weight.looked": OWN_TENSOR},
+    "memory/runtime/tensors/computing_parameter.py": {"weight.alias": OWN_TENSOR, "weight.looked": OWN_TENSOR},
     "memory/manager/oom_message.py": {"error.args": ERROR},
-    "memory/runtime/forward_blocks.py": {"error.args": ERROR},
-    "memory/runtime/device_answers.py": {
+    "memory/runtime/forwards/forward_blocks.py": {"error.args": ERROR},
+    "memory/runtime/forwards/device_answers.py": {
         "vars(part)[KEY]": MODULE,
         "vars(part).pop": MODULE,
     },
-    "memory/runtime/module_caches.py": {"vars(module)[name]": MODULE},
-    "memory/runtime/nested_tensors.py": {
+    "memory/runtime/forwards/module_caches.py": {"vars(module)[name]": MODULE},
+    "memory/runtime/tensors/nested_tensors.py": {
         "object.__delattr__(container)": CALLERS,
         "object.__setattr__(container)": CALLERS,
     },
     "memory/verification/argument_copies.py": {"object.__setattr__(copied)": "completes a copy; `copy.copy` made it"},
-    "memory/runtime/encoded_weight.py": {"weight.encoded": OWN_TENSOR},
-    "memory/runtime/watched_data.py": {
+    "memory/runtime/tensors/encoded_weight.py": {"weight.encoded": OWN_TENSOR},
+    "memory/runtime/tensors/watched_data.py": {
         "other.is_view": OWN_TENSOR,
         "other.shown": OWN_TENSOR,
         "tensor.is_view": OWN_TENSOR,

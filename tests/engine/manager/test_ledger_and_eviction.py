@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from highwater.memory import manage
 from highwater.memory.manager import eviction
 from highwater.memory.manager.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, Victim
-from highwater.memory.runtime.ledger import Kind, Ledger
+from highwater.memory.runtime.devices.ledger import Kind, Ledger
 from highwater.memory.units import MIB
 
 PLACES = st.sampled_from(["gpu:0", "gpu:1", "pinned"])

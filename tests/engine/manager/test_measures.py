@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from highwater.memory import manage
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.measures import Measures
-from highwater.memory.runtime.ledger import Kind, Ledger
+from highwater.memory.runtime.devices.ledger import Kind, Ledger
 from highwater.memory.transfer.devices import Device, list_devices
 
 STEPS = st.lists(

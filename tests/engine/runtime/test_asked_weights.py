@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from highwater.memory import manage
-from highwater.memory.runtime.reported_device import device_of
+from highwater.memory.runtime.tensors.reported_device import device_of
 
 DIM = 64
 X = torch.randn(2, DIM)

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from highwater.memory import manage
-from highwater.memory.runtime.block_state import BlockState
+from highwater.memory.runtime.blocks.block_state import BlockState
+from highwater.memory.runtime.blocks.weight_group import WeightGroup
 from highwater.memory.runtime.managed_component import ManagedComponent
-from highwater.memory.runtime.weight_group import WeightGroup
 
 X = torch.randn(2, 3, 64)
 WAYS = {

@@ -151,7 +151,7 @@ def test_what_is_compiled_by_others_is_right_and_traces_nothing_of_ours(
         for _ in range(3):
             assert torch.equal(called(x).cpu(), want)
             managed.members[0].managed.unload()
-    assert "memory/runtime/forward_hooks.py" not in caplog.text
+    assert "memory/runtime/forwards/forward_hooks.py" not in caplog.text
     torch._dynamo.reset()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from highwater.memory import manage
-from highwater.memory.runtime.device_mismatch import explain_mismatch
+from highwater.memory.runtime.forwards.device_mismatch import explain_mismatch
 
 DIM = 64
 X = torch.randn(2, DIM)

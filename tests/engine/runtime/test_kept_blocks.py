@@ -18,9 +18,9 @@ from torch import nn
 from highwater.memory import manage
 from highwater.memory.api import Managed
 from highwater.memory.runtime import managed_component, packing
-from highwater.memory.runtime.bundle import Bundle
+from highwater.memory.runtime.blocks.bundle import Bundle
+from highwater.memory.runtime.blocks.weight_group import WeightGroup
 from highwater.memory.runtime.managed_component import ManagedComponent
-from highwater.memory.runtime.weight_group import WeightGroup
 from highwater.memory.transfer.pinned_memory import pinned_used_bytes
 from highwater.memory.weights.file_reader import WeightsFile
 

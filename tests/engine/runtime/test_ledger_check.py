@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_model
 
 from highwater.memory import MemoryManager, manage
-from highwater.memory.runtime.ledger import Entry, Kind
+from highwater.memory.runtime.blocks.weight_store import HostStore
+from highwater.memory.runtime.devices.ledger import Entry, Kind
 from highwater.memory.runtime.managed_component import ManagedComponent
-from highwater.memory.runtime.weight_store import HostStore
 from highwater.memory.transfer import pinned_memory
 from highwater.memory.units import MIB
 

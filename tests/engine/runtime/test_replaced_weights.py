@@ -18,7 +18,7 @@ from highwater.memory import manage
 from highwater.memory.errors import InvalidInput, UnsafeState
 from highwater.memory.options.precision import Precision
 from highwater.memory.planner.form_choice import choose_forms
-from highwater.memory.runtime.weight_store import FileStore
+from highwater.memory.runtime.blocks.weight_store import FileStore
 from highwater.memory.weights.fp8 import encode_fp8, find_scale
 from highwater.memory.weights.module_component import component_from_module
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory import manage
-from highwater.memory.runtime.prefetch import Streamer
-from highwater.memory.runtime.weight_store import HostStore
+from highwater.memory.runtime.blocks.weight_store import HostStore
+from highwater.memory.runtime.devices.prefetch import Streamer
 
 WIDTH = 16
 LINK = 2e9

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file, save_model
 
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.runtime.ledger import Kind
+from highwater.memory.runtime.devices.ledger import Kind
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.weights.file_reader import WeightsFile

@@ -12,7 +12,7 @@ from torch import nn
 
 from highwater.memory import manage
 from highwater.memory.runtime import resident_copy
-from highwater.memory.runtime.resident_copy import content_tag
+from highwater.memory.runtime.blocks.resident_copy import content_tag
 
 PROFILES = ["auto", "0.8MiB", "0.55MiB", "0.45MiB"]
 

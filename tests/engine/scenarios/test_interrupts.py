@@ -15,17 +15,17 @@ from highwater.memory.manager.leases import Leases
 from highwater.memory.manager.registry import Registry
 from highwater.memory.planner.staging_layout import Occupancy
 from highwater.memory.runtime import packing
-from highwater.memory.runtime.device_hops import DeviceHops
-from highwater.memory.runtime.device_share import DeviceShare
-from highwater.memory.runtime.forward_blocks import Forwards
-from highwater.memory.runtime.forward_pass import Passes
-from highwater.memory.runtime.ledger import Ledger
+from highwater.memory.runtime.blocks.placed_tensors import PlacedTensors
+from highwater.memory.runtime.blocks.staging import StagingArea, StagingSlot
+from highwater.memory.runtime.blocks.weight_group import WeightGroup
+from highwater.memory.runtime.devices.device_share import DeviceShare
+from highwater.memory.runtime.devices.ledger import Ledger
+from highwater.memory.runtime.devices.prefetch import Streamer
+from highwater.memory.runtime.forwards.device_hops import DeviceHops
+from highwater.memory.runtime.forwards.forward_blocks import Forwards
+from highwater.memory.runtime.forwards.forward_pass import Passes
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.runtime.packing import Packing
-from highwater.memory.runtime.placed_tensors import PlacedTensors
-from highwater.memory.runtime.prefetch import Streamer
-from highwater.memory.runtime.staging import StagingArea, StagingSlot
-from highwater.memory.runtime.weight_group import WeightGroup
 from highwater.memory.transfer.bounce_buffers import BounceBuffers
 from highwater.memory.transfer.copy_stream import CopyStream
 from highwater.memory.transfer.timing import PassTimes
@@ -64,7 +64,7 @@ STEPS = [
 @pytest.fixture(autouse=True)
 def others_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that waits for a pass learns soon that no thread runs it any more."""
-    monkeypatch.setattr("highwater.memory.runtime.forward_pass.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("highwater.memory.runtime.forwards.forward_pass.LOOK_EVERY_S", 0.01)
 
 
 def in_another_thread(work: Callable[[], torch.Tensor]) -> torch.Tensor | str:

@@ -15,9 +15,9 @@ import torch
 
 from highwater.memory import manage
 from highwater.memory.errors import UnsafeState
-from highwater.memory.runtime.device_hops import DeviceHops
-from highwater.memory.runtime.forward_pass import LOOK_EVERY_S
-from highwater.memory.runtime.weight_group import WeightGroup
+from highwater.memory.runtime.blocks.weight_group import WeightGroup
+from highwater.memory.runtime.forwards.device_hops import DeviceHops
+from highwater.memory.runtime.forwards.forward_pass import LOOK_EVERY_S
 
 TIGHT = "0.45MiB"
 X = torch.randn(2, 4, 64)
@@ -331,7 +331,7 @@ def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monk
 
 def test_blocks_that_their_forward_calls_in_other_threads_are_refused(toys, machine, monkeypatch) -> None:
     """The forward waits for the threads, and they for its pass: without a look at where it waits, for ever."""
-    monkeypatch.setattr("highwater.memory.runtime.forward_pass.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("highwater.memory.runtime.forwards.forward_pass.LOOK_EVERY_S", 0.01)
 
     class Spreading(torch.nn.Module):
         def __init__(self) -> None:

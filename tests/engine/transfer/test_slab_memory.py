@@ -193,7 +193,7 @@ def test_a_released_module_has_weights_of_their_own_bytes_in_plain_memory(machin
 @torch.no_grad()
 def test_a_release_that_was_interrupted_goes_through_the_next_time(machine, net, monkeypatch, nth: int) -> None:
     from highwater.memory import manage
-    from highwater.memory.runtime.weights_at_rest import WeightsAtRest
+    from highwater.memory.runtime.blocks.weights_at_rest import WeightsAtRest
 
     expected = {name: weight.clone() for name, weight in net.named_parameters()}
     own_leaves, calls = WeightsAtRest.own_leaves, []

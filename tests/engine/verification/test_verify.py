@@ -17,9 +17,9 @@ from torch import nn
 
 from highwater.memory import InvalidInput, Managed, manage, verify
 from highwater.memory.errors import UnsafeState
-from highwater.memory.runtime.block_state import BlockState
-from highwater.memory.runtime.deep_copies import OwnHook
-from highwater.memory.runtime.staging import StagingSlot
+from highwater.memory.runtime.blocks.block_state import BlockState
+from highwater.memory.runtime.blocks.staging import StagingSlot
+from highwater.memory.runtime.tensors.deep_copies import OwnHook
 from highwater.memory.verification import recording, reference, snapshot
 
 VERIFYING = [module.__file__ for module in (recording, reference, snapshot, verify)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from highwater.memory import manage
-from highwater.memory.runtime.nested_tensors import find_tensors
+from highwater.memory.runtime.tensors.nested_tensors import find_tensors
 
 
 @dataclass

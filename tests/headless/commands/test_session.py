@@ -65,7 +65,7 @@ from types import SimpleNamespace
 from highwater.headless.cli import main
 from highwater.headless.commands.demo import choose_hardware
 from highwater.memory import default_manager
-from highwater.memory.runtime.weight_group import WeightGroup
+from highwater.memory.runtime.blocks.weight_group import WeightGroup
 
 where, out, workflow = sys.argv[1:]
 choose_hardware().simulate()

@@ -17,7 +17,7 @@ from highwater.headless.runner.runner import WorkflowRunner
 from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
-from highwater.memory.runtime.weight_group import WeightGroup
+from highwater.memory.runtime.blocks.weight_group import WeightGroup
 from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
 comfy_api.install()

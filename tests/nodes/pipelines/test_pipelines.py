@@ -146,7 +146,7 @@ def test_dropping_the_cached_loader_releases_its_memory(runner: WorkflowRunner) 
 
 def test_dropping_the_cached_loader_reads_nothing_back(runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     from highwater.memory.runtime import packing
-    from highwater.memory.runtime.weight_group import WeightGroup
+    from highwater.memory.runtime.blocks.weight_group import WeightGroup
 
     restored: list[WeightGroup] = []
     runner.run(parse_workflow(make_graph("tiny-sd", precision="fp8 scaled")), name="test")

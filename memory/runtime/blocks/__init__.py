@@ -1,0 +1,18 @@
+"""The weights of one block: where they rest, their copies on devices, the staging memory, and what moves together."""
+
+from ...lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "block_state": ["BlockState"],
+        "weight_store": ["FileStore", "HostStore"],
+        "staging": ["StagingArea", "StagingSlot"],
+        "read_on_use": ["ReadOnUse"],
+        "weight_group": ["WeightGroup"],
+        "unpacking": ["discard", "unpack"],
+        "weight_swaps": ["Swaps", "foreign_tensors"],
+        "added_layers": ["Structure", "Tree", "return_to_host", "walk"],
+        "bundle": ["Bundle"],
+    },
+)

@@ -1,0 +1,373 @@
+"""One device's part of a component: brings it to its plan, shrinks it, and takes it away, books in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from ...errors import UnsafeState
+from ...planner.plan import DevicePlan
+from ...transfer.bounce_buffers import BounceBuffers
+from ...transfer.copy_stream import CopyStream
+from ...transfer.devices import Device
+from ...transfer.timing import PassTimes
+from ..blocks.block_state import BlockState
+from ..blocks.bundle import Bundle
+from ..blocks.staging import StagingSlot
+from ..blocks.weight_group import WeightGroup
+from ..changes.forward_writes import keep_writes
+from .ledger import Kind, Ledger
+from .prefetch import Streamer
+from .working_memory import WorkingMemory
+
+__all__ = ["DeviceShare", "wait_for_copies"]
+
+
+def ignore(num_bytes: int) -> None:
+    """Watch no loading."""
+
+
+class DeviceShare:
+    """The groups of one component on one device; every allocation is entered in the ledger as it happens.
+
+    On the CPU blocks compute from the weights at rest: nothing is loaded, only encoded weights need scratch.
+
+    Args:
+        host_replaces: a host may put other objects for the same weights into the module between passes, as ComfyUI's
+            quantized layers do whenever they are moved; it writes weights through their group.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        device: Device,
+        fixed: Bundle,
+        blocks: Mapping[int, Bundle],
+        ledger: Ledger,
+        *,
+        host_replaces: bool = False,
+    ) -> None:
+        self.owner = owner
+        self.host_replaces = host_replaces
+        self.device = device
+        self.fixed = fixed
+        self.blocks = dict(blocks)
+        self.ledger = ledger
+        self.copies = None if device.is_cpu else CopyStream(device)
+        self.memory = WorkingMemory(owner, device, self.copies, ledger)
+        self.times = PassTimes(device, self.blocks)
+        self.computing: dict[int, StagingSlot | None] = {}
+        self.entered: set[int] = set()
+        """The blocks that have come here to compute, in any pass."""
+        self.trace: list[int] = []
+        """The blocks of this pass, in the order in which they ran."""
+        self.order = sorted(self.blocks)
+        """That of the last whole pass."""
+        self.progress: Callable[[int], None] = ignore
+        self.loaded_bytes = 0
+
+    @property
+    def streamer(self) -> Streamer | None:
+        """What moves streamed blocks; None while none are."""
+        return self.memory.streamer
+
+    @property
+    def bounce(self) -> BounceBuffers | None:
+        """The buffers through which weights pass that rest in a file; None on the CPU."""
+        return self.memory.bounce
+
+    @property
+    def groups(self) -> list[WeightGroup]:
+        return [group for bundle in self.bundles for group in bundle.groups]
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        return [self.fixed, *self.blocks.values()]
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of weights copied to the device so far."""
+        return self.loaded_bytes + self.memory.bytes_streamed
+
+    def take_speeds(self) -> dict[bool, float]:
+        """Return bytes per second of copies, by whether they are from page-locked memory, each once it is known."""
+        return self.copies.speeds.take() if self.copies is not None else {}
+
+    # -- being brought to a plan
+
+    def to_load(self, plan: DevicePlan) -> int:
+        """Return the bytes that `load` would queue copies of."""
+        if self.copies is None:
+            return 0
+        bundles = [self.fixed, *(self.blocks[number] for number in plan.resident)]
+        return sum(group.slab_bytes for bundle in bundles for group in bundle.groups if group.copy is None)
+
+    def load(self, plan: DevicePlan, progress: Callable[[int], None] | None = None) -> int:
+        """Bring the device to the plan; returns the bytes whose copies were queued. Idempotent.
+
+        Raises:
+            torch.OutOfMemoryError: or whatever ``progress`` raises: the share was unloaded, its books are at zero.
+        """
+        self.recover()
+        self.settle()
+        before = self.loaded_bytes
+        self.progress = progress or ignore
+        try:
+            self.drop_blocks(number for number, group in self.blocks.items() if number not in plan.resident)
+            self.fit_scratch(plan.scratch_bytes)
+            if self.copies is None:
+                return 0
+            if plan.staging_bytes or self.to_load(plan):
+                self.memory.open_bounce()
+            self.load_bundle(self.fixed)
+            self.fit_staging(plan)
+            for number in sorted(plan.resident):
+                self.load_bundle(self.blocks[number])
+            if not plan.staging_bytes:
+                self.memory.close_bounce()
+            if self.loaded_bytes > before:
+                self.tag_copies()
+        except BaseException:  # no memory, a file that has changed, or the loading was cancelled
+            self.unload()
+            raise
+        finally:
+            self.progress = ignore  # it refers to the manager's member, and so to us
+        return self.loaded_bytes - before
+
+    def load_bundle(self, bundle: Bundle) -> None:
+        for group in bundle.groups:
+            if group.copy is None:
+                assert self.copies is not None
+                with self.weights_booked(group):
+                    group.load(self.copies)
+                self.loaded_bytes += group.slab_bytes
+                self.progress(group.slab_bytes)
+
+    def tag_copies(self) -> None:
+        """Find the tags of the copies that have come, by which writes are seen when they leave.
+
+        Waits on the host until they are there: any stream may use them then, and a host may read buffers.
+        """
+        assert self.copies is not None
+        new = [group.copy for group in self.groups if group.copy is not None and group.copy.tags is None]
+        try:
+            self.copies.drain()
+            with self.copies.home:
+                tags = torch.stack([copy.find_tags() for copy in new]).tolist()
+        except torch.OutOfMemoryError:
+            self.copies.wait()
+            for copy in new:
+                copy.go_untagged()
+        else:
+            for copy, (weights, buffers) in zip(new, tags, strict=True):
+                copy.take_tags(weights, buffers)
+
+    def settle(self) -> None:
+        """Enter in the ledger what is there: an interrupt may have come between a step and its entry."""
+        name = self.device.name
+        self.ledger.settle(
+            name, self.owner, Kind.WEIGHTS, sum(group.slab_bytes for group in self.groups if group.copy is not None)
+        )
+        self.memory.settle()
+
+    def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
+        """Yield place, kind and bytes of all memory that is there now, as the tensors have it that hold it."""
+        for group in self.groups:
+            if group.copy is not None:
+                yield self.device.name, Kind.WEIGHTS, group.copy.slab.untyped_storage().nbytes()
+        yield from self.memory.count_bytes()
+
+    def weights_booked(self, group: WeightGroup) -> AbstractContextManager[None]:
+        held = lambda: {self.device.name: group.slab_bytes} if group.copy is not None else {}  # noqa: E731
+        return self.ledger.booked(self.owner, Kind.WEIGHTS, held)
+
+    def fit_scratch(self, num_bytes: int) -> None:
+        have = self.memory.held_scratch().get(self.device.name, 0)
+        if have != num_bytes:
+            self.free_scratch()
+            if num_bytes:
+                self.memory.allocate_scratch(num_bytes)
+
+    def fit_staging(self, plan: DevicePlan) -> None:
+        if not self.memory.has_staging(plan):
+            self.free_staging()
+            if plan.staging_bytes:
+                self.memory.allocate_staging(plan, self.blocks, self.order)
+
+    # -- giving bytes back
+
+    def held_bytes(self) -> int:
+        return self.ledger.held(self.owner, self.device.name)
+
+    def shrink(self, num_bytes: int) -> int:
+        """Give back at least so many bytes if they are there: blocks from the end, then all else; returns them."""
+        self.recover()
+        self.settle()
+        before = self.held_bytes()
+        for number in sorted(self.blocks, reverse=True):
+            if before - self.held_bytes() >= num_bytes:
+                break
+            self.drop_blocks([number])
+        if before - self.held_bytes() < num_bytes:
+            self.unload()
+        return before - self.held_bytes()
+
+    def unload(self) -> int:
+        """Leave the device; returns the bytes freed, after which the ledger holds none of this share."""
+        self.recover()
+        self.settle()
+        before = self.held_bytes()
+        self.drop_blocks(list(self.blocks))
+        self.free_staging()
+        self.free_scratch()
+        self.drop_bundle(self.fixed)
+        self.memory.close_bounce()
+        return before - self.held_bytes()
+
+    def drop_blocks(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            self.drop_bundle(self.blocks[number])
+
+    def drop_bundle(self, bundle: Bundle) -> None:
+        for group in reversed(bundle.groups):  # its own last: by that it is resident
+            if group.copy is not None:
+                self.drop_group(group)
+
+    def drop_group(self, group: WeightGroup) -> None:
+        assert self.copies is not None
+        self.copies.drain()
+        with self.copies.home, self.weights_booked(group):  # what was written is saved behind what wrote it
+            group.drop()
+
+    def free_staging(self) -> None:
+        if self.memory.streamer is not None:
+            self.forget_views()
+            self.memory.free_staging()
+
+    def free_scratch(self) -> None:
+        if self.memory.scratch is not None:
+            self.forget_views()
+            self.memory.free_scratch()
+
+    def forget_views(self) -> None:
+        for bundle in self.bundles:
+            bundle.forget_views()
+
+    # -- computing
+
+    def begin_pass(self, *, is_timed: bool) -> None:
+        """A forward begins: the first streamed blocks are queued. ``is_timed``: once after each loading."""
+        self.recover()
+        self.trace = []
+        if is_timed:
+            self.times.begin()
+        if self.copies is not None:
+            self.copies.begin_pass()
+        if self.streamer is not None:
+            self.streamer.begin_pass()
+
+    def begin_quiet_pass(self) -> None:
+        """A forward begins in which all blocks compute from their resident copies."""
+        if self.copies is not None:
+            self.copies.begin_pass()
+        for bundle in self.blocks.values() if self.host_replaces else ():
+            if not bundle.is_as_placed():
+                for group in bundle.groups:
+                    group.rest()
+
+    @property
+    def is_wholly_resident(self) -> bool:
+        """Whether every block computes from a copy that stays on this accelerator as it is."""
+        return self.copies is not None and self.memory.streamer is None and self.memory.scratch is None
+
+    @property
+    def has_run_whole(self) -> bool:
+        """Whether the last whole pass ran every block."""
+        return self.entered >= self.blocks.keys()
+
+    def end_pass(self, *, completed: bool) -> None:
+        """A forward has ended, by its return or by an exception."""
+        self.recover()
+        ran, self.trace = self.trace, []
+        if completed and set(ran) == self.blocks.keys():
+            self.order = ran
+        if self.streamer is not None:
+            is_first = 0 in self.blocks  # else those of another device run before
+            self.streamer.end_pass(completed=completed, began_with=ran[0] if ran and is_first else None)
+
+    def enter(self, number: int) -> None:
+        """A block is about to compute here: let its module hold usable weights."""
+        if self.computing:  # blocks do not nest: whatever still computes was left by an exit that ran no hook
+            self.recover()
+        bundle = self.blocks[number]
+        if not self.host_replaces and not bundle.is_as_placed():
+            raise UnsafeState(
+                f"{self.owner}: a weight of {bundle.name} was replaced in the forward: replace weights before it"
+            )
+        self.entered.add(number)
+        self.trace.append(number)
+        if bundle.own.copy is not None:
+            self.computing[number] = None
+            if self.times.watch is not None and self.copies is not None:
+                self.times.start(number, self.copies.compute_stream)
+            bundle.compute_from(None, self.memory.scratch)
+        elif self.copies is None:
+            self.computing[number] = None
+            bundle.compute_in_place(self.memory.scratch)
+        else:
+            streamer = self.memory.streamer
+            assert streamer is not None, f"{self.owner}: block {bundle.name} is neither resident nor streamed"
+            staging_slot = streamer.acquire(number)
+            self.computing[number] = staging_slot  # first: after an interrupt only what is noted here is given back
+            staging_slot.use(self.copies)
+            if self.times.watch is not None:
+                self.times.start(number, staging_slot.stream)
+            bundle.compute_from(staging_slot.slab, self.memory.scratch)
+
+    def leave(self, number: int, *, prefetches: bool = True) -> None:
+        """The block has computed, or failed: its module holds what it rests on, its staging memory is free."""
+        if number not in self.computing:
+            return
+        staging_slot = self.computing[number]
+        bundle = self.blocks[number]
+        if self.times.watch is not None and self.copies is not None:
+            self.times.stop(number, self.copies.compute_stream)
+        refused = None
+        if bundle.state is BlockState.COMPUTING:
+            for group in bundle.all:
+                if group.is_written() or (not self.host_replaces and not group.placed.is_as_placed()):
+                    refused = keep_writes(group, self.wait_for_copies, host_replaces=self.host_replaces) or refused
+                group.rest()
+        streamer = self.memory.streamer
+        if staging_slot is not None and streamer is not None:
+            streamer.give_back(staging_slot)
+        self.computing.pop(number, None)  # last: until here an interrupt lets it all be done again
+        if staging_slot is not None and streamer is not None and prefetches:
+            streamer.prefetch()
+        if refused is not None:
+            raise UnsafeState(
+                f"{self.owner}: {refused} while {bundle.name} computed; the change was undone: "
+                "release it before such a forward"
+            )
+
+    def wait_for_copies(self) -> None:
+        """Wait on the host until nothing is copied to the device."""
+        if self.copies is not None:
+            self.copies.finish()
+
+    def changes_hands(self, number: int) -> bool:
+        """Whether the memory that a block computes from now is used for other weights after it."""
+        return self.computing.get(number) is not None or self.blocks[number].is_encoded
+
+    def recover(self) -> None:
+        """Bring every block that an interrupt left computing back to rest."""
+        for number in list(self.computing):
+            self.leave(number, prefetches=False)
+
+
+def wait_for_copies(shares: Iterable[DeviceShare]) -> None:
+    """Wait on the host until nothing is copied to the devices of these shares."""
+    for share in shares:
+        share.wait_for_copies()

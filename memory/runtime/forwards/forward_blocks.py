@@ -1,0 +1,437 @@
+"""What the hooks do during a forward: open passes, take leases, load and unload blocks, copy between devices.
+
+[Note: quiet passes] If all weights are resident on one device in the form in which they compute, a block's call needs
+no work: its parameters are there, and no memory is reused. Such a quiet pass works only at its entry and exit; the
+hooks on blocks and their parts return at once. The first pass is never quiet: it learns the order of the blocks for
+later plans, and which parts of blocks other code calls.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UnsafeState
+from ...weights.component import Component
+from ..devices.device_share import DeviceShare
+from ..tensors.recomputing import in_backward
+from .backward import SavedWeights, SavingCalls
+from .compiled_blocks import untraced
+from .device_calls import DeviceCalls
+from .device_hops import DeviceHops
+from .device_mismatch import explain_mismatch, find_failed, likely_remedy
+from .execution_order import remember_order
+from .forward_pass import ComponentManager, Guest, NoManager, Pass, Passes
+from .hooked_modules import HookedModules
+from .thread_stacks import is_waiting
+
+__all__ = ["Forwards"]
+
+# How long the manager sleeps before it looks again whether a call that began without hooks has returned.
+WAIT_FOR_UNSEEN_S = 0.001
+
+
+class Forwards:
+    """The functions that the hooks of a module call while one managed component has the module.
+
+    Args:
+        manager: what the component asks of its manager.
+        compiles: whether the blocks are compiled.
+        places_inputs: move the inputs of an entry to the home device. False for hosts: these place inputs themselves,
+            and pass buffers to be filled and containers to be emptied.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        module: nn.Module,
+        component: Component,
+        shares: Sequence[DeviceShare],
+        *,
+        manager: ComponentManager,
+        compiles: bool = False,
+        places_inputs: bool = True,
+    ) -> None:
+        self.owner = owner
+        self.guests: list[tuple[Forwards, Pass]] = []
+        """The passes of lenders, which stay open as long as the pass of this component."""
+        self.borrower: Forwards | None = None
+        """The borrower for which a pass of this component is open."""
+        self.component = component
+        self.shares = shares
+        self.compiles = compiles
+        self.manager = manager
+        self.passes = Passes(module, self.finish_pass, manager.lock)
+        self.places_inputs = places_inputs
+        self.hops = DeviceHops()
+        self.calls = DeviceCalls(self.hops)
+        self.saving = SavingCalls()
+        self.ran: dict[int, None] = {}
+        """The blocks that ran in this pass, in the order of their first runs; only for a split."""
+        self.last_block: int | None = None
+        self.failed_block: int | None = None
+        self.is_loaded = False
+        """Whether the component is loaded as planned; if not, the module computes with the weights that it holds."""
+        self.is_timed = False
+        """Whether a plan uses the times of passes."""
+        self.home = shares[0].device.torch_device
+        """The home device: that of the non-block weights. Inputs are moved there and outputs returned there."""
+        self.away = {share.device.torch_device for share in shares} - {self.home}
+        self.share_of = {number: share for share in shares for number in share.blocks}
+        self.entries: Collection[nn.Module] = frozenset()
+        self.inner: Collection[nn.Module] = frozenset()
+        self.blocks: Mapping[nn.Module, int] = {}
+        self.parts: dict[nn.Module, int] = {}
+        self.in_parts: set[int] = set()
+        """The blocks that were loaded because other code called a part of them."""
+        self.seen_in_parts: set[int] = set()
+        self.done_parts: list[nn.Module] = []
+        """Parts of blocks that no longer need hooks."""
+        self.is_learned = False
+        """Whether a pass has shown in which order blocks run, and which of their parts other code calls."""
+        self.watch_inside: Callable[[], None] = nothing
+        self.find_unseen: Callable[[], Collection[int]] = tuple
+        self.quiet_thread = 0
+        """The thread that runs a quiet pass, 0 if none does ([Note: quiet passes])."""
+
+    def take_modules(self, modules: HookedModules) -> None:
+        """Work with these modules of the tree from now on: it has changed, or hooks are about to be put on it."""
+        self.entries, self.inner, self.blocks = modules.entries, modules.inner, modules.blocks
+        self.parts = dict(modules.parts)
+
+    def describe(self, component: Component) -> None:
+        """Take other numbers for the same component: layers were added to its module."""
+        self.component = component
+
+    def note_loaded(self, *, is_timed: bool) -> None:
+        """The devices are as the plan says from now on; ``is_timed``: something is planned by the times of passes."""
+        self.is_loaded, self.is_timed = True, is_timed
+
+    def note_unloaded(self) -> None:
+        """The devices are not as the plan says, or will not be in a moment.
+
+        Waits for calls of blocks that began without hooks, as long as their threads do not wait themselves.
+        """
+        self.watch_inside()
+        while any(thread_id != get_ident() and not is_waiting(thread_id) for thread_id in self.find_unseen()):
+            time.sleep(WAIT_FOR_UNSEEN_S)
+        self.is_loaded = False
+
+    def is_called_unseen(self) -> bool:
+        """Whether a call of a block is under way that began without hooks; later calls have hooks again."""
+        self.watch_inside()
+        return bool(self.find_unseen())
+
+    def enter(self, module: nn.Module, inputs: Any) -> bool:
+        """Enter through a module, and open a pass if none is open; False if another component has the module now."""
+        current = self.passes.here
+        if current is not None and any(share.streamer is not None for share in self.shares):
+            self.refuse_recursion(module, current)
+        self.passes.recover_for(module)
+        if self.passes.outermost is not None:
+            self.passes.enter(module)
+            return True
+        guests: list[tuple[Forwards, Pass]] = []
+        try:
+            for lender in self.manager.lenders():
+                lender.forwards.open_for(module, guests)
+            if not self.passes.begin(module, partial(self.acquire_with, guests), inputs):
+                end_guests(guests, completed=False)
+                return False
+        except BaseException:
+            end_guests(guests, completed=False)
+            raise
+        for other, _ in guests:
+            other.begin_guest(self)
+        if self.is_quiet and module is self.passes.root and not guests:
+            self.shares[0].begin_quiet_pass()
+            self.quiet_thread = get_ident()
+        else:
+            self.begin_pass(is_timed=self.is_timed)
+        if self.is_loaded and self.passes.open is not None:
+            self.passes.open.begin_forward()
+        return True
+
+    def refuse_recursion(self, module: nn.Module, current: Pass) -> None:
+        """Raise `UnsafeState` if a block that computes calls the whole module: both need the staging memory."""
+        is_guest = isinstance(current, Guest)  # this component lends to one that computes
+        if module is self.passes.root and not is_guest and current.is_called_in(module):
+            raise UnsafeState(
+                f"{self.owner} is called inside its own forward, and its blocks are streamed: choose a budget with "
+                "which all blocks stay on the device, or release it"
+            )
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the next pass can be quiet ([Note: quiet passes])."""
+        return self.is_loaded and self.is_learned and len(self.shares) == 1 and self.shares[0].is_wholly_resident
+
+    def take_done_parts(self) -> list[nn.Module]:
+        """Return the modules that no longer need hooks, and forget them."""
+        done, self.done_parts = self.done_parts, []
+        return done
+
+    @property
+    def hooked(self) -> set[nn.Module]:
+        """The modules that have hooks in passes that are not quiet."""
+        return {*self.entries, *self.inner, *self.blocks, *self.parts}
+
+    def take_hooks(self, watch_inside: Callable[[], None], find_unseen: Callable[[], Collection[int]]) -> None:
+        """Set the functions that add the hooks without which quiet passes do, and that find calls without them."""
+        self.watch_inside, self.find_unseen = watch_inside, find_unseen
+
+    def begin_pass(self, *, is_timed: bool) -> None:
+        """Reset the state of the last pass and prepare the devices for this one. The weights are loaded already."""
+        self.watch_inside()
+        self.last_block = self.failed_block = None
+        self.ran.clear()
+        if len(self.shares) > 1:
+            home = self.shares[0]
+            away = [block for block, number in self.blocks.items() if self.share_of[number] is not home]
+            self.calls.find_states(self.blocks, away)
+        if self.is_loaded:
+            for share in self.shares:
+                share.begin_pass(is_timed=is_timed)
+
+    def acquire_with(self, guests: list[tuple[Forwards, Pass]], current: Pass) -> bool:
+        self.guests = guests  # `finish_pass` ends them, even if this raises
+        with torch.no_grad() if in_backward() else nullcontext():  # nothing here is recomputed
+            return self.manager.acquire(current)
+
+    def open_for(self, module: nn.Module, guests: list[tuple[Forwards, Pass]]) -> None:
+        """Open a guest pass for a borrower's entry, unless this thread runs a pass of this component already."""
+
+        def note(current: Pass) -> bool:
+            guests.append((self, current))
+            return True
+
+        current = self.passes.here
+        if current is not None and not current.is_on_stack():
+            self.passes.abandon(current)
+        if self.passes.here is None:
+            self.passes.begin(self.passes.root, note, guest_of=module)
+
+    def guests_in(self, lender: Forwards) -> list[Pass]:
+        """Return the passes of a lender that stay open for the pass of this component."""
+        return [current for forwards, current in self.guests if forwards is lender]
+
+    def begin_guest(self, borrower: Forwards) -> None:
+        """Prepare the weights for a borrower's pass. The manager has loaded them already."""
+        self.borrower = borrower
+        self.begin_pass(is_timed=False)
+
+    def is_entered(self) -> bool:
+        """Whether this thread runs the open pass."""
+        current = self.passes.open
+        return current is not None and current.thread_id == get_ident()
+
+    def before_entry(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.passes.depth > 1 or not self.is_loaded or not self.places_inputs:
+            return None
+        return self.calls.enter(module, (args, kwargs), self.home, source=None, target=None)
+
+    def after_entry(self, module: nn.Module, output: Any, current: Pass) -> Any:
+        if not self.passes.leave(module):
+            return None
+        failed = has_failed(output, current)
+        try:
+            if failed:
+                self.explain_failure()
+            elif self.away and self.is_loaded:
+                output = self.hops.return_to(output, self.home, self.away)
+            return self.calls.leave(module, output, failed=failed)
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            self.passes.end(completed=not failed)
+
+    def finish_pass(self, current: Pass, completed: bool) -> None:
+        current.end_forward()
+        was_quiet, self.quiet_thread = self.quiet_thread, 0
+        try:
+            for share in self.shares if not was_quiet else ():
+                share.end_pass(completed=completed)
+                if completed:
+                    self.forget_parts(share.entered)
+                    self.is_learned = self.is_learned or share.has_run_whole
+            self.in_parts.clear()
+            if completed and self.ran.keys() == self.share_of.keys():
+                remember_order(self.passes.root, [self.component.blocks[number].name for number in self.ran])
+        finally:
+            if self.saving.open:
+                self.saving.end()
+            self.borrower = None
+            self.calls.recover(is_here=current.is_here())
+            try:
+                self.manager.give_back(current)
+            finally:
+                guests, self.guests = self.guests, []
+                end_guests(guests, completed=completed)
+
+    def forget_parts(self, numbers: Collection[int]) -> None:
+        """Remove the hooks from the parts of blocks that have computed, unless other code calls the parts."""
+        if self.parts:
+            done = [
+                part for part, number in self.parts.items() if number in numbers and number not in self.seen_in_parts
+            ]
+            self.done_parts += done
+            for part in done:
+                self.parts.pop(part, None)
+
+    @property
+    def here(self) -> torch.device:
+        """The device on which the innermost open call computes."""
+        if self.calls.open:
+            return self.calls.open[-1].visit.device
+        return self.home if self.borrower is None else self.borrower.here
+
+    def flows_on(self) -> torch.device | None:
+        """Return the device of the activations in this thread's running forward; None outside of forwards."""
+        current = self.passes.here
+        return self.here if current is not None and current.is_under_way and current.is_on_stack() else None
+
+    def explain_failure(self) -> None:
+        """Add component, block and remedy to an error about tensors on two devices, in place; torch raises it again."""
+        error = sys.exc_info()[1]
+        if error is None or not self.is_loaded:
+            return
+        where, at = "before its first block", self.shares[0]
+        if self.quiet_thread:
+            where, self.last_block, self.failed_block = "outside its blocks", None, find_failed(error, self.blocks)
+        number = self.last_block if self.failed_block is None else self.failed_block
+        if number is not None:
+            where = f"{'after' if self.failed_block is None else 'in'} block {self.component.blocks[number].name}"
+            at = self.share_of[number] if self.failed_block is not None else at
+        likely = None
+        if self.failed_block is not None:
+            modules = [module for module, number in self.blocks.items() if number == self.failed_block]
+            likely = likely_remedy(modules, self.share_of[self.failed_block].blocks[self.failed_block].groups)
+        text = explain_mismatch(
+            error,
+            self.owner,
+            where,
+            at.device.name,
+            {str(share.device.torch_device): share.device.name for share in self.shares},
+            streams=any(share.streamer is not None for share in self.shares),
+            likely=likely,
+        )
+        if text is not None:
+            error.args = (text,)
+
+    # -- blocks
+
+    def before_block(self, number: int, module: nn.Module, args: Any, kwargs: Any, current: Pass) -> Any:
+        if not self.is_loaded:
+            return None  # a hosted component that is not loaded computes with the weights that its host left
+        share = self.share_of[number]
+        self.in_parts.discard(number)
+        if self.compiles:  # a block that is compiled now must have no hooks inside
+            self.forget_parts([number])
+        share.enter(number)
+        self.last_block = number
+        if len(self.shares) > 1:
+            self.ran.setdefault(number)
+        if torch.is_grad_enabled():
+            self.watch_saving(number, module)
+        is_entry = self.places_inputs and current.outermost is module
+        device, here = share.device.torch_device, self.here
+        if device == here and not is_entry:
+            return None
+        source, target = None if is_entry else here, here if here != device else None
+        return self.calls.enter(module, (args, kwargs), device, source=source, target=target)
+
+    def after_block(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
+        failed = has_failed(output, current)
+        if self.saving.open:
+            self.saving.end(module)
+        self.share_of[number].leave(number, prefetches=not failed)
+        if failed:
+            self.failed_block = number
+        if self.calls.open:
+            output = self.calls.leave(module, output, failed=failed)
+        return self.after_entry(module, output, current) if current.outermost is module else output
+
+    # -- weights that a backward pass will read
+
+    def watch_saving(self, number: int, module: nn.Module) -> None:
+        """Watch what autograd saves in a block's call, if other blocks reuse the memory of its weights."""
+        share = self.share_of[number]
+        if share.changes_hands(number):
+            bundle = share.blocks[number]
+            watch = SavedWeights(f"{self.owner}: block {bundle.name}", bundle.groups, share.device.torch_device)
+            self.saving.begin(module, watch)
+
+    # -- blocks that run without a call of their forward
+    #
+    # A parent may call parts of its blocks itself: a modulation for all blocks beforehand, or the layers of a
+    # Sequential one by one. The first call of a part loads the block, which is unloaded when the next block is loaded.
+
+    def before_part(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        share = self.share_of[number]
+        if not self.is_loaded or (number in share.computing and number not in self.in_parts):
+            return None  # called inside the block's own forward
+        if number not in share.computing:
+            self.in_parts.add(number)
+            self.seen_in_parts.add(number)
+            share.enter(number)
+            self.last_block = number
+        if torch.is_grad_enabled():
+            self.watch_saving(number, module)
+        device = share.device.torch_device
+        if self.here == device:
+            return None
+        return self.calls.enter(module, (args, kwargs), device, source=self.here, target=self.here)
+
+    def after_part(self, number: int, module: nn.Module, output: Any, current: Pass) -> Any:
+        if number not in self.in_parts:
+            return None
+        if self.saving.open:
+            self.saving.end(module)
+        return self.calls.leave(module, output, failed=has_failed(output, current))
+
+    # -- non-block modules, which blocks on other devices may call
+
+    @untraced
+    def before_non_block(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        if not self.is_loaded or self.here == self.home:
+            return None
+        moved = self.calls.enter(module, (args, kwargs or {}), self.home, source=self.here, target=self.here)
+        # kwargs is None if torch copied the hook to a module that it made in place of ours (quantization).
+        return moved[0] if moved is not None and kwargs is None else moved
+
+    @untraced
+    def after_non_block(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.calls.leave(module, output, failed=has_failed(output, self.passes.here))
+
+    def dismiss(self) -> None:
+        """Refuse new passes: the module is another managed component's now, or is no longer managed."""
+        # Both refer to objects that refer to us: without this the module would live until the next garbage collection.
+        self.manager = NoManager(self.manager.lock)
+        self.take_hooks(nothing, tuple)
+
+    def end(self) -> None:
+        """Stop finishing passes: the groups are no longer managed."""
+        self.passes.stop_finishing()
+
+
+def has_failed(output: Any, current: Pass | None) -> bool:
+    """Whether an always-called hook is called because of an exception; there is no output then."""
+    return output is None and current is not None and sys.exc_info()[1] is not current.handled
+
+
+def nothing() -> None:
+    """Do nothing. Stands for `watch_inside` while no module has hooks that lead here."""
+
+
+def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:
+    for lender, current in reversed(guests):
+        lender.passes.end_guest(current, completed=completed)
