@@ -14,9 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import tempfile
-import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,7 @@ from torch import nn
 from highwater.headless import simdevice
 from highwater.memory import InvalidInput, MemoryManager, manage
 from highwater.memory.transfer.devices import find_device
-from highwater.memory.transfer.link_speed import link_bytes_per_s
+from highwater.memory.transfer.link_speed import link_bytes_per_s, remember_links_in
 
 from .case import Result
 from .schedules import (
@@ -145,12 +143,13 @@ def measure_engine(work: Work, block_names: Sequence[str], budget_bytes: int, *,
 
 @contextlib.contextmanager
 def fresh_user_cache() -> Iterator[None]:
-    """Forget what is known of this device, whose link is another in every case."""
-    with (
-        tempfile.TemporaryDirectory(prefix="highwater-cache-") as directory,
-        unittest.mock.patch.dict(os.environ, XDG_CACHE_HOME=directory),
-    ):
-        yield
+    """Remember links in a folder of this case: the device's link is another in every case."""
+    with tempfile.TemporaryDirectory(prefix="highwater-cache-") as directory:
+        remember_links_in(Path(directory))
+        try:
+            yield
+        finally:
+            remember_links_in(None)  # as `simdevice` has it
 
 
 def make_work(

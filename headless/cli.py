@@ -121,7 +121,7 @@ def finish(options: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from ..nodes.answers import plans_text
+    from ..nodes.command_answers import plans_text
     from ..nodes.plans import plan_files
     from .commands.planning import machine_for, plan_workflow
 
@@ -147,7 +147,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def run_profiles(options: argparse.Namespace) -> int:
-    from ..nodes.answers import describe_profiles
+    from ..nodes.command_answers import describe_profiles
     from .commands.console import Console
 
     answer = describe_profiles()
@@ -159,7 +159,7 @@ def run_profiles(options: argparse.Namespace) -> int:
 
 
 def run_devices(options: argparse.Namespace) -> int:
-    from ..nodes.answers import describe_devices
+    from ..nodes.command_answers import describe_devices
     from .commands.console import Console
 
     simulate(options)

@@ -69,9 +69,9 @@ def make_routes(
 
     def asked() -> ModuleType:
         """Import what answers when it is asked: it is no part of a host's start."""
-        from . import answers
+        from . import command_answers
 
-        return answers
+        return command_answers
 
     def manager() -> MemoryManager:
         return find_manager() or default_manager()

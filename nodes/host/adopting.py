@@ -17,7 +17,8 @@ from ...memory.options.profile import covers
 from .core_fields import NOTE, copy_state, drop_backups, drop_parent, hang_on, note_on, set_control, set_device, set_vae
 from .guides import bring_guides
 from .hosted import Hosted, Request, hosted_of, is_cpu
-from .patcher import HighwaterPatcher, load_device_for
+from .load_device import load_device_for
+from .patcher import HighwaterPatcher
 
 __all__ = ["adopt", "adopt_control", "adopt_vae", "annotate", "notes_for", "why_unmanageable"]
 

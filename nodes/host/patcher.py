@@ -26,7 +26,7 @@ from .core_fields import hang_on, mark_module, set_device_of, set_held_bytes, se
 from .guides import refuse_inputs_elsewhere
 from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
 
-__all__ = ["HighwaterPatcher", "load_device_for"]
+__all__ = ["HighwaterPatcher"]
 
 # The form in which core keeps the original of a patched weight.
 Backup = collections.namedtuple("Backup", ["weight", "inplace_update"])
@@ -250,16 +250,3 @@ class HighwaterPatcher(ModelPatcher):
 def tell_core_of(model: torch.nn.Module) -> None:
     """Update the number of a model's bytes that core reads; also when the manager has taken some."""
     set_held_bytes(model, model.highwater.held_bytes)
-
-
-def load_device_for(request: Request, notes: list[str]) -> torch.device:
-    """Return the torch device that computes a placement's first part; core's own choice where it names none."""
-    if request.devices == ("cpu",):
-        return torch.device("cpu")
-    default = comfy.model_management.get_torch_device()
-    if not request.devices:
-        return default
-    if is_cpu(default):
-        notes.append(f"placement {request.placement}: ignored, because ComfyUI runs on the CPU (--cpu)")
-        return default
-    return comfy.model_management.get_all_torch_devices()[int(request.devices[0].partition(":")[2])]

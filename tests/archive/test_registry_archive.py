@@ -201,7 +201,7 @@ def test_the_registrys_pictures_are_there_in_the_sizes_that_it_wants() -> None:
 
 # What a reader of the archive would look at twice, by the names that it goes by, and the one file that may use each.
 NEAR_A_FINDING = {
-    ("environ", "environb", "getenv", "putenv", "unsetenv"): "nodes/answers.py",
+    ("environ", "environb", "getenv", "putenv", "unsetenv"): "nodes/command_answers.py",
     ("import_module", "runpy", "spec_from_file_location"): "memory/lazy_names.py",
     ("ctypes", "cffi"): "memory/weights/page_cache.py",
     ("sqlite3",): "memory/manager/needs_file.py",

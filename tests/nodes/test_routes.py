@@ -208,7 +208,8 @@ def test_the_host_is_examined_from_inside(
 
 def test_the_variables_are_those_that_the_process_was_started_with() -> None:
     code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = '7'; "
-    code += "from highwater.nodes.answers import start_environment; print(start_environment()['CUDA_VISIBLE_DEVICES'])"
+    code += "from highwater.nodes.command_answers import start_environment; "
+    code += "print(start_environment()['CUDA_VISIBLE_DEVICES'])"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
     told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "0"

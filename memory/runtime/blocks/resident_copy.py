@@ -9,12 +9,12 @@ import torch
 
 from ..tensors.parameter_slots import ParameterSlot
 
-__all__ = ["DeviceCopy", "content_tag"]
+__all__ = ["ResidentCopy", "content_tag"]
 
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd: the golden ratio of 64 bits
 
 
-class DeviceCopy:
+class ResidentCopy:
     """A slab on a device whose copy was queued.
 
     Args:

@@ -24,7 +24,7 @@ from .block_state import BlockState
 from .computing_views import ComputingViews
 from .kept_tensors import KeptTensors
 from .placed_tensors import PlacedTensors
-from .resident_copy import DeviceCopy
+from .resident_copy import ResidentCopy
 from .weight_layout import WeightLayout
 from .weight_store import FileStore
 from .weights_at_rest import WeightsAtRest
@@ -74,7 +74,7 @@ class WeightGroup:
             asked=None if beside is None else beside.at_rest.asked,
         )
         """The weight store, and what the module holds for it between computes."""
-        self.copy: DeviceCopy | None = None
+        self.copy: ResidentCopy | None = None
         """The copy on the device, while the group is resident."""
         notes_data = beside is not None and beside.views.notes_data
         self.views: ComputingViews = ComputingViews(self.slots, self.encoded, self.layout, notes_data=notes_data)
@@ -296,7 +296,7 @@ class WeightGroup:
         try:
             store.copy_to(slab, 0, copies)
             views = self.at_rest.views(slab)
-            self.copy = DeviceCopy(slab, self.slots, views, buffers_begin=self.layout.buffers_begin)
+            self.copy = ResidentCopy(slab, self.slots, views, buffers_begin=self.layout.buffers_begin)
         finally:
             if self.copy is None:
                 copies.drain()  # the slab is freed now, and its copy may be under way
@@ -317,7 +317,7 @@ class WeightGroup:
         self.kept.forget_gone()
         return self.slab_bytes
 
-    def save_changes(self, copy: DeviceCopy) -> None:
+    def save_changes(self, copy: ResidentCopy) -> None:
         """Keep what was written on the device: counters in buffers, weights loaded into a resident module.
 
         Weights are read-only at inference, so almost always there is nothing, and nothing is copied back. Those that
@@ -333,7 +333,7 @@ class WeightGroup:
             elif isinstance(store, FileStore) and not (is_written and self.leave_file(store, copy)):
                 store.keep(self.layout.at_rest.views(copy.slab))
 
-    def leave_file(self, store: FileStore, copy: DeviceCopy) -> bool:
+    def leave_file(self, store: FileStore, copy: ResidentCopy) -> bool:
         """Make the weights on the device the weight store if they differ from the file; returns whether they do."""
         with torch.inference_mode(False):
             slab = allocate_slab(self.slab_bytes)
