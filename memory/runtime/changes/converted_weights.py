@@ -143,5 +143,7 @@ def give_up(group: WeightGroup, converted: Iterable[ConvertedWeight]) -> None:
             table[name] = unwatch(each.held)
             continue
         own = table[name]
-        if own.dtype is not each.held.dtype or own.shape != each.held.shape:  # else a tied place has it already
+        if not isinstance(own, nn.Parameter):  # swapped with a plain tensor (`torch.utils.swap_tensors`)
+            table[name] = nn.Parameter(each.held, own.requires_grad)
+        elif own.dtype is not each.held.dtype or own.shape != each.held.shape:  # else a tied place has it already
             repoint(slot, [each.held], lasting=True)

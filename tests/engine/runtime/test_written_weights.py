@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from highwater.memory import manage
-from highwater.memory.runtime import resident_copy
+from highwater.memory.runtime.blocks import resident_copy
 from highwater.memory.runtime.blocks.resident_copy import content_tag
 
 PROFILES = ["auto", "0.8MiB", "0.55MiB", "0.45MiB"]
