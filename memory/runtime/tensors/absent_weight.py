@@ -90,6 +90,8 @@ class AbsentWeight(WatchedTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, AbsentWeight) and value.reader is self.reader:
+            return  # its own, as `Module.float` assigns it to a weight that is in float32 already
         refuse_absent(value)
         self.reader().data = value
 

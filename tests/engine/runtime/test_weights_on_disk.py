@@ -146,7 +146,7 @@ def test_a_buffer_without_memory_that_no_file_has_is_refused(toys, machine, tmp_
     net = toys.build_net().to("meta")
     net.out.weight = net.embed.weight
     with machine(8) as manager:
-        with pytest.raises(InvalidInput, match=r"net: buffer '(doubles|singles).\d.gain' is on meta.*; load the buffer on the CPU"):
+        with pytest.raises(InvalidInput, match=r"net: buffer '\w+.\d.gain' is on meta.*; load the buffer on the CPU"):
             manage({"net": net}, placement=placement, files={"net": [path]}, manager=manager)
         assert all(tensor.is_meta for tensor in net.state_dict().values())
         assert not manager.members and not manager.ledger.used("host") and not manager.ledger.used("pinned")
