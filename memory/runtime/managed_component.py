@@ -18,6 +18,7 @@ from ..transfer.devices import Device
 from ..weights.component import Component
 from ..weights.form_numbers import rests_of
 from ..weights.source import WeightsSource
+from .blocks.group_reading import read_into_memory
 from .blocks.weight_group import WeightGroup
 from .blocks.weight_store import FileStore
 from .blocks.weight_swaps import Swaps
@@ -370,7 +371,7 @@ class ManagedComponent:
                 )
             self.settle()
             if isinstance(group.at_rest.store, FileStore):
-                group.read_into_memory()
+                read_into_memory(group)
                 self.manager.note_read(group.slab_bytes)
 
     # -- devices

@@ -10,6 +10,7 @@ __all__, __getattr__ = lazy_names(
         "staging": ["StagingArea", "StagingSlot"],
         "read_on_use": ["ReadOnUse"],
         "weight_group": ["WeightGroup"],
+        "group_reading": ["read_into_memory"],
         "unpacking": ["discard", "unpack"],
         "weight_swaps": ["Swaps", "foreign_tensors"],
         "added_layers": ["Structure", "Tree", "return_to_host", "walk"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -19,7 +18,6 @@ from ...weights.known_forms import encoded_form
 from ...weights.source import WeightsSource
 from ...weights.storage_form import AS_STORED
 from ..tensors.parameter_slots import ParameterSlot, add_up, fill_slots, read_weights, store_weight
-from ..tensors.reported_device import plainly
 from .block_state import BlockState
 from .computing_views import ComputingViews
 from .kept_tensors import KeptTensors
@@ -84,10 +82,10 @@ class WeightGroup:
         self.placed = PlacedTensors(self.slots)
         """What the module was given last: `at_rest.tensors`, `copy.views` or those of `views`."""
         self.read_idle: Callable[[WeightGroup], None] | None = None
-        """Called to run `read_into_memory` while nothing computes; None while it is not attached."""
+        """Reads the group into memory (`group_reading.py`) while nothing computes; None while it is not attached."""
 
     def read_with(self, read_idle: Callable[[WeightGroup], None] | None) -> None:
-        """Set the function that runs `read_into_memory` while nothing computes; None: nothing is read any more."""
+        """Set the function that reads the group into memory while nothing computes; None: it is read no more."""
         self.read_idle = read_idle
 
     @property
@@ -236,51 +234,6 @@ class WeightGroup:
         (weight,) = read_weights([slot], store.source, drop_pages=True)
         return weight.to(device)
 
-    def read_into_memory(self) -> None:
-        """Read weights that rest in their file into host memory, where they stay. No pass or copy may be under way.
-
-        Raises:
-            InvalidInput: the file has changed. The group is as before.
-        """
-        assert isinstance(self.at_rest.store, FileStore)
-        given = self.find_given(self.at_rest.store)
-        with torch.inference_mode(False), torch.no_grad():
-            slab = allocate_slab(self.slab_bytes)
-            self.at_rest.store.read_whole(slab.data)
-        self.at_rest.rest_in(slab)
-        with self.without_gone_places():  # a weight may be asked for while other code moves it to another name
-            self.rest()
-        for table, name, tensor in given:
-            table[name] = tensor
-
-    def find_given(self, store: FileStore) -> list[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
-        """Return what other code has put in places of a group that rests in its file; the next look takes it over.
-
-        A module that is converted has its weights changed one by one, and one of them may be read meanwhile.
-        """
-        if self.copy is not None or not self.placed.tensors:
-            return []
-        leaves = store.resting_leaves()
-        return [
-            (table, name, held)
-            for slot, first in zip(self.slots, map(self.layout.first_leaf, range(len(self.slots))), strict=True)
-            if not slot.is_buffer and not slot.is_quantized
-            for table, name in ((slot.tensors_of(module), name) for module, name in slot.owners)
-            if (held := table.get(name)) is not None and not held.is_meta and is_other(held, leaves[first])
-        ]
-
-    @contextmanager
-    def without_gone_places(self) -> Iterator[None]:
-        """Leave places of the module alone meanwhile that hold nothing."""
-        before = [(slot, slot.owners) for slot in self.slots]
-        for slot, owners in before:
-            slot.set_owners((part, name) for part, name in owners if slot.tensors_of(part).get(name) is not None)
-        try:
-            yield
-        finally:
-            for slot, owners in before:
-                slot.set_owners(owners)
-
     # -- the copy on a device
 
     def load(self, copies: CopyStream) -> None:
@@ -428,10 +381,3 @@ class WeightGroup:
         own += [self.copy.views, self.copy.buffers] if self.copy is not None else []
         lists = {id(tensors): tensors for tensors in own}.values()  # some are the same
         return sum(each is tensor for tensors in lists for each in tensors)
-
-
-def is_other(held: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether a tensor in memory is not where a leaf rests, or no longer has its form."""
-    with plainly():
-        is_there = not leaf.is_meta and held.data_ptr() == leaf.data_ptr()
-        return not is_there or (held.dtype, held.shape) != (leaf.dtype, leaf.shape)

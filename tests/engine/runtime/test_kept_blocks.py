@@ -56,9 +56,10 @@ def nothing_packed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return call
 
     with monkeypatch.context() as patch:
-        for name in ("pack", "measure", "read_into_memory"):
+        for name in ("pack", "measure"):
             patch.setattr(WeightGroup, name, refuse(getattr(WeightGroup, name)))
         patch.setattr(packing, "unpack", refuse(packing.unpack))
+        patch.setattr(managed_component, "read_into_memory", refuse(managed_component.read_into_memory))
         patch.setattr(WeightsFile, "read_into", lambda *args, **options: pytest.fail("reads its file"))
         yield
 

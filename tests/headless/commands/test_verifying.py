@@ -18,7 +18,6 @@ from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import default_manager
 from highwater.memory.errors import InvalidInput
 from highwater.memory.runtime.blocks.weight_group import WeightGroup
-from highwater.nodes.pipelines.tiny_pipelines import ensure_pipelines
 
 comfy_api.install()
 MIB = 1 << 20
@@ -44,13 +43,6 @@ def write(nodes: object, folder: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    ensure_pipelines(folder / "diffusers")
-    return folder
-
-
 @pytest.fixture
 def devices(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Two devices of 64 MiB, strict, and a process-wide manager that has met no others."""
@@ -70,9 +62,11 @@ def devices(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module
         {"placement": "unet=gpu:0&gpu:1,text_encoder=cpu"},
     ],
 )
-def test_a_workflow_is_equal(choices: dict[str, str], devices, models: Path, tmp_path: Path, monkeypatch) -> None:
+def test_a_workflow_is_equal(
+    choices: dict[str, str], devices, models_directory: Path, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    found = verify_workflow(write(graph(**choices), tmp_path), models=models)
+    found = verify_workflow(write(graph(**choices), tmp_path), models=models_directory)
     assert found.is_equal, found.text()
     assert found.num_calls > 30
     assert "each sampler ran one step" in found.notes
@@ -98,15 +92,17 @@ def faulty(monkeypatch) -> list[str]:
     return seen
 
 
-def test_a_fault_is_found_and_named(devices, models: Path, tmp_path: Path, faulty: list[str]) -> None:
-    found = verify_workflow(write(graph(profile="unet=6MiB"), tmp_path), models=models)
+def test_a_fault_is_found_and_named(devices, models_directory: Path, tmp_path: Path, faulty: list[str]) -> None:
+    found = verify_workflow(write(graph(profile="unet=6MiB"), tmp_path), models=models_directory)
     assert faulty and not found.is_equal
     assert found.first.place in {f"unet.{name}" for name in faulty}, found.text()
     assert "from equal inputs" in found.first.text and found.first.max_abs > 0
 
 
-def test_the_node_for_pipelines_finds_it_too(devices, models: Path, tmp_path: Path, faulty: list[str]) -> None:
-    runner = WorkflowRunner(default_manager(), models_directory=models, output_directory=tmp_path)
+def test_the_node_for_pipelines_finds_it_too(
+    devices, models_directory: Path, tmp_path: Path, faulty: list[str]
+) -> None:
+    runner = WorkflowRunner(default_manager(), models_directory=models_directory, output_directory=tmp_path)
     loader = next(node for node in graph(profile="unet=6MiB").values() if node["class_type"] == "HighwaterLoadPipeline")
     words = {"prompt": "a fox", "width": 64, "height": 64, "frames": 1, "guidance": 4.0, "seed": 1}
     verify = {"class_type": "HighwaterVerifyPipeline", "inputs": {"pipeline": ["load", 0], **words}}
@@ -115,10 +111,10 @@ def test_the_node_for_pipelines_finds_it_too(devices, models: Path, tmp_path: Pa
     assert "equal, bit for bit" not in text and any(f"unet.{name}" in text for name in faulty), text
 
 
-def test_the_exit_code_tells(models: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_the_exit_code_tells(models_directory: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     path = write(graph(), tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert main(["verify", str(path), "--models", str(models), "--json"]) == 0
+    assert main(["verify", str(path), "--models", str(models_directory), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["is_equal"] is True and told["differences"] == []
 
@@ -131,7 +127,7 @@ def test_a_node_that_needs_comfyui_is_refused_by_name(kind: str, tmp_path: Path,
     assert line.count("\n") == 1 and f"node 9 ({kind}) needs ComfyUI" in line and "Verify node" in line
 
 
-def test_an_output_node_with_effects_outside_is_refused_by_name(models: Path, tmp_path: Path) -> None:
+def test_an_output_node_with_effects_outside_is_refused_by_name(models_directory: Path, tmp_path: Path) -> None:
     from comfy_api.latest import io
 
     from highwater.headless.comfy_stub import folder_paths
@@ -145,7 +141,7 @@ def test_an_output_node_with_effects_outside_is_refused_by_name(models: Path, tm
         def execute(cls, images: torch.Tensor) -> None:
             raise AssertionError("must not run")
 
-    folder_paths.configure(models=models, output=tmp_path)
+    folder_paths.configure(models=models_directory, output=tmp_path)
     classes = comfy_api.list_node_classes() | {"PostImage": PostImage}
     nodes = graph() | {"5": {"class_type": "PostImage", "inputs": {"images": ["2", 0]}}}
     with pytest.raises(InvalidInput, match=r"node 5 \(PostImage\) has effects outside"):
