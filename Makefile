@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all of their own set-up and reuse it the next time.
-.PHONY: demo test test-slow check format serve
+.PHONY: demo test test-slow stateful faults check format serve
 
 PY := .venv/bin/python
 
@@ -20,6 +20,18 @@ test:
 test-slow:
 	@scripts/setup for-tests
 	@$(PY) -m pytest --slow -m slow --numprocesses 2 --no-loadscope-reorder
+
+# Of the tests marked stateful `make test` does 1,500 steps. Takes 15 minutes.
+stateful:
+	@scripts/setup for-tests
+	@HIGHWATER_STATEFUL_STEPS=200000 HIGHWATER_STATEFUL_RESULTS=benchmarks/results/stateful.md \
+		$(PY) -m pytest -m stateful tests/engine/manager/test_books.py
+
+# A failure at every place of a run, one after the other, of which `make test` tries a sample.
+faults:
+	@scripts/setup for-tests
+	@grep -v '^| [a-z]' benchmarks/results/faults.md > .cache/faults.md; mv .cache/faults.md benchmarks/results/faults.md
+	@HIGHWATER_FAULTS_RESULTS=benchmarks/results/faults.md $(PY) -m pytest --slow -m faults tests/engine
 
 check:
 	@.venv/bin/ruff check .

@@ -8,11 +8,25 @@ import platform
 import sys
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from .case import Result
 
-CASES = ("comfy", "gpu_streaming", "guards", "hops", "import_cost", "loading", "overhead", "overlap", "streaming")
+CASES = (
+    "comfy",
+    "dynamic",
+    "eviction",
+    "gpu",
+    "gpu_streaming",
+    "guards",
+    "hops",
+    "import_cost",
+    "loading",
+    "overhead",
+    "overlap",
+    "streaming",
+)
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "diffusers", "safetensors")
 
@@ -26,7 +40,7 @@ def describe_machine() -> str:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor()
     )
     memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
-    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES if find_spec(package) is not None)
     return (
         f"{platform.system()} {platform.machine()}, {model}, {psutil.cpu_count()} cores, {memory}; "
         f"Python {platform.python_version()}, {versions}"
@@ -51,13 +65,42 @@ def write_result(name: str, result: Result) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=CASES)
+    parser.add_argument("name", choices=sorted(CASES))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--part", choices=[*"abcd"], help="of gpu: a tests, b streaming, c ComfyUI, d two budgets; all")
+    parser.add_argument("--resume", action="store_true", help="of gpu: measure what an earlier run has not")
+    parser.add_argument("--rehearse", action="store_true", help="of gpu: on simulated devices, with small shapes")
     options = parser.parse_args()
+    if options.name == "gpu":
+        if options.json:
+            parser.error("gpu: --json is not for it; its rows are in gpu.jsonl")
+        from .gpu.packages import refuse_missing
+
+        refuse_missing(rehearses=options.rehearse)
+        from .gpu.command import PARTS, run_parts
+
+        return run_parts(
+            options.part or [*PARTS],
+            resume=options.resume,
+            rehearses=options.rehearse,
+            describe_machine=describe_machine,
+        )
+    if options.part or options.resume or options.rehearse:
+        parser.error(f"--part, --resume and --rehearse are options of gpu, not of {options.name}")
     result: Result = import_module(f".{options.name}", __package__).measure()
     write_result(options.name, result)
     if options.json:
-        print(json.dumps({"case": options.name, "ratio": result.ratio, "meaning": result.meaning, "rows": result.rows}))
+        print(
+            json.dumps(
+                {
+                    "case": options.name,
+                    "ratio": result.ratio,
+                    "meaning": result.meaning,
+                    "rows": result.rows,
+                    "more": result.more,
+                }
+            )
+        )
     else:
         print("\n".join([result.question, "", *result.markdown(), "", f"ratio: {result.ratio:.4f} ({result.meaning})"]))
     return 0

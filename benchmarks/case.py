@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-__all__ = ["Result"]
+__all__ = ["Result", "Rows"]
+
+
+Rows = Sequence[Mapping[str, str | float | int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,20 +16,28 @@ class Result:
     """A table and the one number that sums it up; ``meaning`` says of what it is the ratio, and the target."""
 
     question: str
-    rows: Sequence[Mapping[str, str | float | int]]
+    rows: Rows
     ratio: float
     meaning: str
+    more: Mapping[str, Rows] = field(default_factory=dict)
+    """Further tables, each below a sentence that says what it shows."""
 
     def markdown(self) -> list[str]:
-        """Return the rows as lines of a Markdown table, padded so that it reads in a terminal too."""
-        head = list(self.rows[0])
-        cells = [head, *([show(row[column]) for column in head] for row in self.rows)]
-        widths = [max(len(row[index]) for row in cells) for index in range(len(head))]
-        lines = [
-            "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-            for row in cells
-        ]
-        return [lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]]
+        """Return the rows as lines of Markdown tables, padded so that they read in a terminal too."""
+        lines = table(self.rows)
+        for sentence, rows in self.more.items():
+            lines += ["", sentence, "", *table(rows)]
+        return lines
+
+
+def table(rows: Rows) -> list[str]:
+    head = list(rows[0])
+    cells = [head, *([show(row[column]) for column in head] for row in rows)]
+    widths = [max(len(row[index]) for row in cells) for index in range(len(head))]
+    lines = [
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]]
 
 
 def show(value: str | float | int) -> str:

@@ -14,18 +14,22 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from highwater.tests.comfyui.host_process import bytecode_directory, find_host
 
 from .case import Result
+from .gpu.record import cell
 from .gpu_worker import MARK, SIZES, Request, Row
 
+OURS = "Highwater"
 BUDGETS = (0.10, 0.30, 0.60, 1.00)
 # All of it takes less than eight minutes; what has not begun when ours has to begin is not run.
 TOTAL_S = 450
@@ -46,26 +50,29 @@ class Method:
     comfyui: str = ""
     arguments: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> str:
+        return self.label if self.budget is None else f"{self.label}, {self.budget:.0%}"
+
     def request(self, size: str, device: str, weight_bytes: int) -> Request:
         budget_bytes = None if self.budget in (None, 1.0) else int(self.budget * weight_bytes)
+        on_cpu = self.comfyui and not device.startswith("cuda")  # it knows no other device here
         return Request(
             method=self.name,
             size=size,
             device=device,
             budgets=[budget_bytes],
             comfyui=self.comfyui,
-            arguments=list(self.arguments),
+            arguments=[*self.arguments, *(["--cpu"] if on_cpu else [])],
         )
 
 
 def list_methods() -> list[Method]:
     """Return what ours is compared with, the most telling first: the time may not do for all."""
     host = find_host()
-    mmgp = Method(label=f"mmgp {find_version('mmgp')}", name="mmgp")
-    if not find_version("mmgp"):
-        mmgp = Method(label="mmgp", name="mmgp", missing="not installed")
-    dynamic = Method(label="ComfyUI, dynamic VRAM", name="ComfyUI", missing="no checkout at COMFYUI_DIR")
-    static = Method(label="ComfyUI, static", name="ComfyUI", missing="no checkout at COMFYUI_DIR")
+    mmgp = of_package("mmgp")
+    dynamic = Method(label="ComfyUI, dynamic VRAM", name="ComfyUI", missing="not run: no checkout at COMFYUI_DIR")
+    static = Method(label="ComfyUI, static", name="ComfyUI", missing="not run: no checkout at COMFYUI_DIR")
     if host is not None:
         (number,) = re.findall(r'__version__ = "(.*)"', (host.directory / "comfyui_version.py").read_text())
         core = {"name": "ComfyUI", "python": str(host.python), "comfyui": str(host.directory)}
@@ -73,9 +80,9 @@ def list_methods() -> list[Method]:
         static = Method(label=f"ComfyUI {number}, static", arguments=("--disable-dynamic-vram",), **core)
     with_budget = {share: [within(method, share) for method in (mmgp, dynamic, static)] for share in BUDGETS[:3]}
     return [
-        Method(label=f"diffusers {find_version('diffusers')}, groups, stream", name="diffusers"),
+        of_package("diffusers", "groups, stream", needs=("accelerate",)),
         *with_budget[0.30],
-        Method(label=f"accelerate {find_version('accelerate')}, CPU offload", name="accelerate"),
+        of_package("accelerate", "CPU offload"),
         Method(label="all on the device", name="on the device"),
         *with_budget[0.60],
         *with_budget[0.10],
@@ -86,11 +93,11 @@ def within(method: Method, budget: float) -> Method:
     return Method(**{**asdict(method), "budget": budget})
 
 
-def find_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+def of_package(package: str, way: str = "", needs: Sequence[str] = ()) -> Method:
+    """Return the method of a package that may be missing, as may what this way ``needs`` beside it."""
+    missing = next((f"not run: {name} is not installed" for name in (package, *needs) if find_spec(name) is None), "")
+    label = package if find_spec(package) is None else f"{package} {version(package)}"
+    return Method(label=f"{label}, {way}" if way else label, name=package, missing=missing)
 
 
 def run_worker(request: Request, timeout_s: float, python: str = sys.executable) -> tuple[list[Row], str]:
@@ -129,6 +136,10 @@ def run_ours(size: str, device: str, weight_bytes: int, peaks: Sequence[int], le
     return [*rows, *(Row(error=problem or "no result") for _ in range(wanted))][:wanted]
 
 
+def in_s(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
+
+
 def in_gb(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 1e9:.2f}"
 
@@ -138,8 +149,8 @@ def describe(label: str, budget: float | None, row: Row, ours: Row | None) -> di
     return {
         "method": label,
         "budget": "-" if budget is None else f"{budget:.0%}",
-        "s/step": row.error[:40] or f"{row.s_per_step:.3f}",
-        "ours at that peak": "-" if ours is None else ours.error[:40] or f"{ours.s_per_step:.3f}",
+        "s/step": cell(row.error, 40) or in_s(row.s_per_step),
+        "ours at that peak": "-" if ours is None else cell(ours.error, 40) or in_s(ours.s_per_step),
         "to device, GB/step": in_gb(row.moved_bytes),
         "overlap": "-" if row.overlap is None else f"{row.overlap:.0%}",
         "peak device, GB": in_gb(row.peak_bytes),
@@ -156,8 +167,56 @@ def count_weight_bytes(size: str) -> int:
     return 2 * sum(weight.numel() for weight in model.parameters())
 
 
-def measure(size: str = "12B", device: str = "cuda:0") -> Result:
+def budget_key(share: float) -> str:
+    return f"{OURS}, {share:.0%}"
+
+
+def peak_key(peak_bytes: int) -> str:
+    return f"{OURS}, peak {peak_bytes}"
+
+
+def tabulate(rows: Mapping[str, Row], size: str, card: Mapping[str, Any]) -> Result:
+    """Return the table of the rows that are there, ours first: of a run that was interrupted, too."""
+    weight_bytes = count_weight_bytes(size)
+    table = [describe(OURS, share, rows[budget_key(share)], None) for share in BUDGETS if budget_key(share) in rows]
+    ratios = []
+    for key, row in rows.items():
+        if key.startswith(f"{OURS}, "):
+            continue
+        at_peak = None if row.peak_bytes is None else rows.get(peak_key(row.peak_bytes))
+        label, budget = key, None
+        if found := re.fullmatch(r"(.*), (\d+)%", key):
+            label, budget = found[1], int(found[2]) / 100
+        table.append(describe(label, budget, row, at_peak))
+        if at_peak and at_peak.s_per_step and row.s_per_step:
+            ratios.append(at_peak.s_per_step / row.s_per_step)
+    return Result(
+        question=(
+            f"Seconds per step of a {size} Flux transformer in bf16 with random weights ({weight_bytes / 1e9:.1f} GB) "
+            f"on {card['name']}, {card['total_bytes'] / 2**30:.0f} GiB, which pinned memory reaches at "
+            f"{card['link_bytes_per_s'] / 1e9:.1f} GB/s; budgets are parts of the weights. Overlap is the part of the "
+            "copies' time in which kernels ran. Peaks are the driver's, less what was used before the method began."
+        ),
+        rows=table,
+        ratio=max(ratios, default=math.nan),
+        meaning="ours over the others at equal peak, worst of them; below 1 is faster",
+    )
+
+
+def measure(
+    size: str = "12B",
+    device: str = "cuda:0",
+    *,
+    folder: Path = RESULTS,
+    known: Mapping[str, Row] | None = None,
+    note: Callable[[str, Row], None] | None = None,
+) -> Result:
     """Measure everything that is here; less than eight minutes.
+
+    Args:
+        folder: where `gpu_streaming.json` goes.
+        known: rows of an earlier run by key: what they tell of others is not measured again.
+        note: takes each row as soon as it is there, with its key.
 
     Raises:
         SystemExit: no GPU here, nothing is measured.
@@ -175,35 +234,28 @@ def measure(size: str = "12B", device: str = "cuda:0") -> Result:
     card = machine[0].notes
     weight_bytes = count_weight_bytes(size)
     methods = list_methods()
-    others = [run_method(method, size, device, weight_bytes, left_s() - OURS_S) for method in methods]
-    peaks = [row.peak_bytes for row in others if row.peak_bytes is not None]
+    rows: dict[str, Row] = {}
+
+    def take(key: str, row: Row) -> None:
+        rows[key] = row
+        if note is not None:
+            note(key, row)
+
+    for method in methods:
+        if known and method.key in known:
+            rows[method.key] = known[method.key]
+        else:
+            take(method.key, run_method(method, size, device, weight_bytes, left_s() - OURS_S))
+    peaks = [*dict.fromkeys(row.peak_bytes for row in rows.values() if row.peak_bytes is not None)]
     ours = run_ours(size, device, weight_bytes, peaks, max(30.0, left_s()))
-    table = [describe("Highwater", share, row, None) for share, row in zip(BUDGETS, ours, strict=False)]
-    at_peaks = iter(ours[len(BUDGETS) :])
-    ratios = []
-    for method, row in zip(methods, others, strict=True):
-        at_peak = None if row.peak_bytes is None else next(at_peaks)
-        table.append(describe(method.label, method.budget, row, at_peak))
-        if at_peak and at_peak.s_per_step and row.s_per_step:
-            ratios.append(at_peak.s_per_step / row.s_per_step)
+    for key, row in zip([*map(budget_key, BUDGETS), *map(peak_key, peaks)], ours, strict=True):
+        take(key, row)
     record = {
         "machine": card,
         "weight_bytes": weight_bytes,
-        "Highwater": [asdict(row) for row in ours],
-        "others": [
-            {"method": method.label, "budget": method.budget, **asdict(row)}
-            for method, row in zip(methods, others, strict=True)
-        ],
+        OURS: [asdict(row) for row in ours],
+        "others": [{"method": method.label, "budget": method.budget, **asdict(rows[method.key])} for method in methods],
     }
-    (RESULTS / "gpu_streaming.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return Result(
-        question=(
-            f"Seconds per step of a {size} Flux transformer in bf16 with random weights ({weight_bytes / 1e9:.1f} GB) "
-            f"on {card['name']}, {card['total_bytes'] / 2**30:.0f} GiB, which pinned memory reaches at "
-            f"{card['link_bytes_per_s'] / 1e9:.1f} GB/s; budgets are parts of the weights. Overlap is the part of the "
-            "copies' time in which kernels ran. Peaks are the driver's, less what was used before the method began."
-        ),
-        rows=table,
-        ratio=max(ratios, default=math.nan),
-        meaning="ours over the others at equal peak, worst of them; below 1 is faster",
-    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gpu_streaming.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return tabulate(rows, size, card)

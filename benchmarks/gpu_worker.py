@@ -292,8 +292,9 @@ def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
     The first budget that fits decides how the weights rest, so the smallest comes first.
     """
     from highwater.memory import MemoryManager, manage
-    from highwater.memory.options.profile import parse_profile
+    from highwater.memory.manager import keep_out_of_user_cache
 
+    keep_out_of_user_cache()  # what earlier runs learned would change plans
     model, inputs = build_transformer(request.size), make_inputs(request.size, device)
     manager = MemoryManager()
     manager.set_watermark("*", 0, 0)
@@ -313,9 +314,8 @@ def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
             nonlocal beside_bytes
             row = Row(budget_bytes=budget_bytes, peak_to_match=peak_to_match)
             try:
-                member.profile = parse_profile(as_profile(budget_bytes), devices=[*manager.devices])
-                manager.leave(member)  # caches of the last budget are not this one's
-                meter.module.empty_cache()
+                managed.reprofile(as_profile(budget_bytes))
+                manager.free_idle("another budget")  # caches of the last are not this one's
                 manager.begin_run("warm-up", "benchmark")  # plans are made anew
                 model(**inputs)
                 manager.end_run()

@@ -106,6 +106,16 @@ def build_parser() -> Parser:
         "--file", type=named_path, metavar="FILE", help="only this file; default: the user's file and ComfyUI's"
     )
     needs.add_argument("--comfyui", type=named_path, metavar="DIR", help=COMFYUI_HELP)
+    lend = add("lend", "free memory of a running host's device for another program, for a while")
+    lend.add_argument("size", nargs="?", metavar="SIZE", help="how much, such as 8GiB")
+    lend.add_argument("--for", dest="duration", metavar="TIME", help="for how long, such as 60s, 5min or 1h")
+    lend.add_argument("--give-back", action="store_true", help="give it back before the time is up")
+    lend.add_argument("--device", metavar="NAME", help="the device, such as gpu:0; default: the only one")
+    lend.add_argument(
+        "--url",
+        default=f"http://{LOOPBACK}:{DEFAULT_PORT}",
+        help=f"where the host listens; default: http://{LOOPBACK}:{DEFAULT_PORT}",
+    )
     doctor = add("doctor", "check whether Highwater works in ComfyUI, and what prevents it")
     doctor.add_argument("--comfyui", type=named_path, metavar="DIR", help=COMFYUI_HELP)
     serve = add("serve", "start the ComfyUI web page with these nodes, without ComfyUI's backend")

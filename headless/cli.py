@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import DoesNotFit, InvalidInput, one_line
+from ..memory.units import format_bytes
 from .arguments import build_parser, join_values
 from .commands.output import OUTPUT, drop_output, json_line, open_output, print_json
 
@@ -89,9 +90,10 @@ def run_workflows(options: argparse.Namespace) -> int:
     simulate(options)
     console = Console(quiet=options.json)
     runner = make_runner(models_directory(options), output_directory(options))
-    for name, workflow in load_workflows(options.workflows):
+    workflows = load_workflows(options.workflows)
+    for turn, (name, workflow) in enumerate(workflows, 1):
         console.title(f"Run {name}")
-        run_workflow(runner, name, workflow, console)
+        run_workflow(runner, name, workflow, console, workflows[turn:])
     report = runner.manager.report()
     console.show_summary(report)
     finish(options, report)
@@ -188,6 +190,30 @@ def run_needs(options: argparse.Namespace) -> int:
     return 0
 
 
+def run_lend(options: argparse.Namespace) -> int:
+    from .commands.lending import HostFailed, give_back, lend, lent_text
+
+    if options.give_back and (options.size is not None or options.duration is not None):
+        raise InvalidInput("--give-back takes neither a size nor --for")
+    if not options.give_back and (options.size is None or options.duration is None):
+        raise InvalidInput("name how much and for how long, such as: highwater lend 8GiB --for 60s")
+    try:
+        if options.give_back:
+            answer = give_back(options.url, options.device)
+            text = f"{format_bytes(answer['lent_bytes'])} of {answer['device']} are given back"
+        else:
+            answer = lend(options.url, options.size, options.duration, options.device)
+            text = lent_text(answer)
+    except HostFailed as error:
+        print(f"highwater: {one_line(str(error))}", file=sys.stderr)
+        return 1
+    if options.json:
+        print_json(answer)
+    else:
+        print(text)
+    return 0
+
+
 def run_doctor(options: argparse.Namespace) -> int:
     from .commands.console import Console
     from .commands.doctor import examine
@@ -219,6 +245,7 @@ COMMANDS = {
     "profiles": run_profiles,
     "devices": run_devices,
     "needs": run_needs,
+    "lend": run_lend,
     "doctor": run_doctor,
     "serve": run_serve,
 }

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from .errors import InvalidInput, quoted, require
+from .manager.claims.kept import EVERYTHING_KEPT, parse_limit
 from .manager.default import default_manager
+from .manager.departures import Departure
 from .manager.manager import MemoryManager
 from .manager.member import Member
 from .model_loading import source_of
@@ -106,11 +108,32 @@ class Managed:
         """Return the manager's report, which these components are part of."""
         return self.manager.report()
 
-    def keep(self, kept: bool = True) -> Managed:
-        """Evict these components only when nothing else is left to evict; returns the handle."""
-        for member in self.members:
-            member.keep(kept)
+    def keep(self, kept: bool = True, *, at_most: str | None = None) -> Managed:
+        """Evict these components only when nothing else is left to evict; returns the handle.
+
+        Args:
+            at_most: how much of a device each of them keeps, such as ``"6GiB"`` or ``"50%"``; None: all that it holds.
+
+        Raises:
+            InvalidInput: not an amount, or more than a device has.
+        """
+        limit = EVERYTHING_KEPT if at_most is None else parse_limit(at_most)
+        self.manager.keep(self.members, kept, limit)
         return self
+
+    def unload(self, device: str | None = None, *, reason: str = "unloaded by its user") -> list[Departure]:
+        """Take these components off a device, or off all, now; they are loaded again when they are used.
+
+        Returns what each of them freed, as the driver counts it.
+
+        Args:
+            reason: for the event log.
+
+        Raises:
+            InvalidInput: no such device.
+            UnsafeState: one of them computes; those before it have left.
+        """
+        return [left for member in self.members for left in self.manager.release_from(member, device, reason=reason)]
 
     def reprofile(
         self,

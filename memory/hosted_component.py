@@ -8,7 +8,7 @@ the values of `options/`, errors and units.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +16,20 @@ import torch
 from torch import nn
 
 from .errors import DoesNotFit, InvalidInput, UnsafeState, allowed_values
+from .file_tensors import FileTensors
 from .hosted_weight import HostedWeight
+from .manager.claims.kept import EVERYTHING_KEPT, KeepLimit, parse_limit
 from .manager.default import default_manager
+from .manager.departures import Departure
 from .manager.member import Member
 from .manager.module_plans import Draft, bytes_in_ram, plan_modules
+from .manager.steered import SteeredComponent, SteeringHost
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import DEFAULT_PRECISION, Precision
 from .options.profile import OffloadProfile
+from .repeated_call import has_hooks_of_others, repeat_if_short
+from .runtime.blocks.pristine_slab import KnownOrigins
+from .runtime.forwards.recording_pauses import host_recordings
 from .transfer.devices import list_devices
 from .units import format_bytes
 from .verification.comparison import same_bits
@@ -31,17 +38,36 @@ from .verify_hosted import Comparison
 from .weights.component import Component
 from .weights.form_numbers import rests_of
 from .weights.module_component import component_from_module
+from .weights.movable import has_packed_weights, why_not_movable
 from .weights.safetensors_header import read_header
 
 __all__ = [
+    "EVERYTHING_KEPT",
     "Comparison",
+    "Departure",
+    "FileTensors",
     "HostedComponent",
     "HostedWeight",
+    "KeepLimit",
+    "SteeredComponent",
     "Verification",
     "device_name",
+    "drop_kept_weights",
+    "has_hooks_of_others",
+    "has_packed_weights",
+    "keep_steered",
+    "note_steered_unload",
+    "note_steered_use",
+    "open_workflow_id",
+    "parse_limit",
+    "pause_recordings_with",
     "refuse_damaged",
+    "repeat_if_short",
     "same_bits",
+    "steer_host",
+    "take_off_steered",
     "watch_evictions",
+    "why_not_movable",
 ]
 
 
@@ -72,8 +98,14 @@ class HostedComponent:
         self.placement = placement
         self.node_id = node_id
         self.member: Member | None = None
+        self.kept: tuple[bool, KeepLimit] = False, EVERYTHING_KEPT
+        """Whether it is to be evicted last, and up to how many bytes; holds before it joins, too."""
         self.draft: tuple[str, Draft] | None = None
         """What was planned of it for a device before it joined."""
+        self.reasons: tuple[str, ...] = ()
+        """What was decided for it before it joined, such as what moves it; the report shows it with the plan."""
+        self.origins: KnownOrigins = {}
+        """What its weights were read from, before it joined."""
         self.weights_of: Member | None = None
         self.known_weights: dict[str, HostedWeight] = {}
 
@@ -189,6 +221,10 @@ class HostedComponent:
 
     # -- what the host may tell
 
+    def came_from(self, origins: KnownOrigins) -> None:
+        """Note what its weights were read from (`FileTensors.origins`)."""
+        self.origins = origins
+
     def join(self, module: nn.Module, device: torch.device) -> None:
         """Take the module under management for a device, packed in host memory; again if the device changed."""
         if self.member is not None and self.member.managed.primary.torch_device != device:
@@ -204,8 +240,12 @@ class HostedComponent:
                 node_id=self.node_id,
                 is_hosted=True,
                 draft=self.draft_for(device_name(device)),
+                reasons=self.reasons,
+                origins={self.name: self.origins},
             )
-            self.draft = None
+            self.draft, self.origins = None, {}
+            if self.kept[0]:
+                default_manager().keep([self.member], *self.kept)
 
     def load(self, ceiling_bytes: int | None = None) -> None:
         """Load it now; it takes at most so many bytes of its first device, or the least with which it can compute.
@@ -232,9 +272,33 @@ class HostedComponent:
                 them.
         """
         member, manager = self.joined(), default_manager()
-        hosted = [other for other in manager.members.values() if other.is_hosted]
-        arriving = [other for other in hosted if other is not member and not is_loaded(other.managed.module)]
-        return manager.free_memory(device_name(device), num_bytes, reason, exclude=arriving, allow_unrunnable=False)
+        members = list(manager.members.values())  # in one step: another thread may add or remove some
+        hosted = [other for other in members if other.is_hosted]
+        arriving = [other.id for other in hosted if other is not member and not is_loaded(other.managed.module)]
+        by_host = [other.id for other in manager.steered.components()]  # the host asks those itself
+        excluded = [*arriving, *by_host]
+        return manager.free_memory(device_name(device), num_bytes, reason, exclude=excluded, allow_unrunnable=False)
+
+    def keep(self, kept: bool, limit: KeepLimit, device: torch.device) -> None:
+        """Evict it last up to a limit (True), or in the usual order (False); ``device``: where it is loaded.
+
+        Raises:
+            InvalidInput: the limit exceeds the device; nothing changes then.
+        """
+        manager, name = default_manager(), device_name(device)
+        if kept and name in manager.devices and name != "cpu":
+            limit.refuse_beyond(self.name, name, manager.devices[name].total_bytes())
+        if self.member is not None:
+            manager.keep([self.member], kept, limit)
+        self.kept = kept, limit
+
+    def take_off(self, reason: str) -> list[Departure]:
+        """Take it off every device now; it stays packed in host memory. Returns what that freed, by the driver.
+
+        Raises:
+            UnsafeState: it computes.
+        """
+        return default_manager().release_from(self.member, reason=reason) if self.member is not None else []
 
     def release(self) -> None:
         """Leave every device and the books; the module's weights are ordinary tensors again. Idempotent."""
@@ -242,6 +306,12 @@ class HostedComponent:
         self.weights_of, self.known_weights = None, {}
         if member is not None:
             default_manager().remove(member)
+
+    def leave(self) -> None:
+        """As `release`, for a component that its host dropped: what its files have of it may be kept. Idempotent."""
+        if self.member is not None:
+            self.member.leave_weights()
+        self.release()
 
     def settle(self) -> None:
         """End open passes and wait for copies: the host may then write any weight where it is."""
@@ -307,6 +377,55 @@ class EvictionListener:
         member = default_manager().members.get(message.get("component", ""))
         if member is not None and member.is_hosted and message.get("kind") == "evict":
             self.tell(member.managed.module)
+
+
+def steer_host(host: SteeringHost) -> None:
+    """Make the manager see the components that a host moves itself, and keep room beside them. Idempotent."""
+    default_manager().steer(host)
+
+
+def note_steered_use(component: SteeredComponent) -> None:
+    """Note that the host uses a component that it moves."""
+    default_manager().note_use(component)
+
+
+def note_steered_unload(component: SteeredComponent, freed_bytes: Mapping[str, int]) -> None:
+    """Note that the host took a component that it moves off its devices."""
+    default_manager().note_unload(component, freed_bytes)
+
+
+def keep_steered(component: SteeredComponent, kept: bool, limit: KeepLimit) -> None:
+    """Evict a component that the host moves last up to a limit (True), or in the usual order (False).
+
+    Raises:
+        InvalidInput: the limit exceeds its device; nothing changes then.
+    """
+    default_manager().keep([component], kept, limit)
+
+
+def take_off_steered(component: SteeredComponent, reason: str) -> list[Departure]:
+    """Make the host take a component off every device now; returns what that freed, by the driver.
+
+    Raises:
+        UnsafeState: it computes.
+    """
+    return default_manager().release_from(component, reason=reason)
+
+
+def pause_recordings_with(host_pause: Callable[[], AbstractContextManager[Any]] | None) -> None:
+    """Pause the host's recording of allocations with this while the engine allocates memory in a forward; None: it
+    makes none ([Note: recordings] in `runtime/forwards/recording_pauses.py`)."""
+    host_recordings.pause_with(host_pause)
+
+
+def drop_kept_weights(reason: str) -> None:
+    """Drop the weights that were kept of components that left."""
+    default_manager().drop_kept(reason)
+
+
+def open_workflow_id() -> str | None:
+    """Return the workflow whose node runs now; None outside of nodes."""
+    return default_manager().workflow_id
 
 
 def watch_evictions(tell: Callable[[nn.Module], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,8 @@ from .runtime.blocks.weight_group import WeightGroup
 from .runtime.tensors.parameter_slots import ParameterSlot
 from .verification.comparison import same_bits
 from .verification.reference import read_at_rest
-from .weights.quantized_leaves import leaves_of
+from .weights.movable import is_packed
+from .weights.quantized_leaves import PackedForm, leaves_of
 
 __all__ = ["HostedWeight", "Rescale"]
 
@@ -42,6 +43,35 @@ class HostedWeight:
     def is_encoded(self) -> bool:
         """Whether it rests in an encoded form."""
         return self.slot.encoding is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its bytes mean nothing without the attributes of its tensor."""
+        return is_packed(self.slot.held)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What the tensors of a packed weight say of its bytes; a copy."""
+        return dict(self.packed_form.attributes)
+
+    @property
+    def packed_form(self) -> PackedForm:
+        assert isinstance(self.slot.form, PackedForm)
+        return self.slot.form
+
+    def say(self, attributes: Mapping[str, Any]) -> None:
+        """Make all tensors of a packed weight say this of its bytes."""
+        self.packed_form.say(attributes)
+
+    @contextmanager
+    def saying(self) -> Iterator[None]:
+        """In the body the host may say more of a packed weight, also on another tensor that it puts in its place."""
+        resting = self.slot.held
+        try:
+            yield
+            self.say(vars(self.slot.held))
+        finally:
+            self.slot.hold(resting)
 
     @property
     def factor(self) -> float | None:

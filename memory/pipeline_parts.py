@@ -51,7 +51,7 @@ class Parts:
         changed = {name for name, before in self.known.items() if attributes.get(name) is not before}
         if not changed:
             return {}
-        managed = {part for places in list(attached) for part in places.module.modules()}
+        managed = {part for places in attached for part in places.module.modules()}
         try:
             found = discover_components({name: attributes[name] for name in changed if name in attributes})
         except InvalidInput:  # none of the values has modules

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
+from .forecast.queue_forecast import MAX_PROMPTS, QueueForecast, remember
+from .host.waiting_queue import read_queue
 from .prompts import digests_of, names_our_node, title_of, workflow_id_of
 
 if TYPE_CHECKING:
@@ -28,9 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["EVENT", "Boundaries", "features", "install", "shown_as"]
 
 EVENT = "highwater.memory"
-# Of so many nodes it is remembered where they ran last.
-NUM_REMEMBERED = 20_000
-FEATURES = ("run_boundaries", "node_boundaries", "events")
+FEATURES = ("run_boundaries", "node_boundaries", "events", "forecast")
 NO_PROVIDERS = "missing: this ComfyUI has no cache providers; update it to 0.33 or newer"
 
 log = logging.getLogger("highwater")
@@ -55,15 +55,19 @@ def quietly(feature: str) -> Callable[[Callable[..., None]], Callable[..., None]
 class Boundaries:
     """Follows one run at a time, as ComfyUI runs one; creates the manager only for a run that needs it."""
 
-    def __init__(self, server: Any, add_handler: Callable[[Boundaries], None]) -> None:
+    def __init__(
+        self, server: Any, add_handler: Callable[[Boundaries], None], attach: Callable[[], None] = lambda: None
+    ) -> None:
         """Follow the runs of a server.
 
         Args:
             server: the host's ``PromptServer``: its queue is read, its websocket written.
             add_handler: makes the host call `node_started` and `node_ended` for the nodes of this run.
+            attach: makes the manager see the models that the host moves itself.
         """
         self.server = server
         self.add_handler = add_handler
+        self.attach = attach
         self.manager: MemoryManager | None = None
         self.run_id: str | None = None
         self.workflow_id: str | None = None
@@ -77,6 +81,13 @@ class Boundaries:
         """Digest -> the node and the workflow that computed it last."""
         self.shown_as: dict[tuple[str, str | None], tuple[str, str | None]] = {}
         """A node whose result was there already -> the one that computed it: the page shows the same of both."""
+        self.forecast = QueueForecast()
+        self.kept: frozenset[str] = frozenset()
+        """What the results follow from that the host had when this run began, as far as is known."""
+        self.revisited: set[str] = set()
+        """The nodes of this run that ran in an earlier one, but were not in the one before."""
+        self.drops_kept = False
+        """The user asked the host to free its memory while a prompt ran: it does so when that ends."""
         # Features that are not in effect, and why.
         self.lost: dict[str, str] = {}
 
@@ -89,14 +100,18 @@ class Boundaries:
 
     @quietly("run_boundaries")
     def run_started(self, prompt_id: str) -> None:
-        graph, extra_data = self.running_prompt(prompt_id)
+        prompt = read_queue(self.server).running_prompt(prompt_id)
+        graph = prompt.graph if prompt is not None else {}
         if existing_manager() is None and not names_our_node(graph):
             return
-        workflow_id = workflow_id_of(extra_data)
+        workflow_id = workflow_id_of(prompt.extra_data) if prompt is not None else None
         self.manage().begin_run(prompt_id, workflow_id or f"prompt {prompt_id[:8]}")
         self.run_id, self.workflow_id = prompt_id, workflow_id
-        self.digests, self.started = digests_of(graph or {}), set()
+        before, self.digests, self.started = {*self.digests.values()}, digests_of(graph), set()
+        self.kept = frozenset(self.ran_at if self.forecast.keeps_results else before)
+        self.revisited = {id for id, digest in self.digests.items() if digest in self.ran_at and digest not in before}
         self.add_handler(self)
+        self.foresee()
 
     @quietly("run_boundaries")
     def run_ended(self, prompt_id: str) -> None:
@@ -104,8 +119,13 @@ class Boundaries:
             return
         self.close_node()
         self.tell_results_of_others()
+        if self.revisited:
+            self.forecast.note_results(are_kept=not self.revisited & self.started)
         self.run_id = self.workflow_id = None
+        self.foresee()
         self.manager.end_run()
+        if self.drops_kept:
+            self.drop_kept()
 
     @quietly("node_boundaries")
     def node_started(self, node_id: str, graph: Any) -> None:
@@ -120,6 +140,7 @@ class Boundaries:
         self.started.add(shown)
         remember(self.ran_at, self.digests.get(node_id, ""), (shown, self.workflow_id))
         self.manager.begin_node(shown, title_of(node), workflow_id=self.workflow_id)
+        self.foresee()
 
     @quietly("node_boundaries")
     def node_ended(self, node_id: str) -> None:
@@ -127,14 +148,58 @@ class Boundaries:
         if node_id == self.open_node:
             self.close_node()
 
+    @quietly("free")
+    def free_requested(self) -> None:
+        """The user asked the host to free its memory, which drops its models between prompts."""
+        self.drops_kept = self.run_id is not None
+        self.drop_kept()
+
     # -- what that means
+
+    def drop_kept(self) -> None:
+        """Drop the weights that the manager kept of models which the host dropped."""
+        manager = existing_manager()
+        if manager is not None:
+            manager.drop_kept("ComfyUI was asked to free memory")
+        self.drops_kept = self.run_id is not None
 
     def close_node(self) -> None:
         if self.open_node is not None and self.manager is not None:
             try:
-                self.manager.end_node()
+                self.learn(self.manager.end_node())
             finally:
                 self.open_node = self.shown_node = None
+
+    @quietly("forecast")
+    def learn(self, report: dict[str, Any]) -> None:
+        """Learn from a node's report which components it computed with and which it loaded."""
+        if self.manager is not None and self.run_id is not None:
+            self.forecast.learn(self.run_id, report, self.manager.known_components())
+
+    @quietly("forecast")
+    def foresee(self) -> None:
+        """Tell the manager which components the rest of this run and the waiting prompts will use."""
+        queue = read_queue(self.server)
+        if queue.lost is not None:
+            self.lost["forecast"] = queue.lost
+        if self.manager is None:
+            return
+        running = queue.running_prompt(self.run_id) if self.run_id is not None else None
+        prompts = [*([running] if running is not None else []), *queue.waiting[:MAX_PROMPTS]]
+        self.forecast.forget_others({prompt.id for prompt in prompts})
+        for prompt in prompts:
+            self.forecast.read(
+                prompt.id, prompt.graph, workflow_id=workflow_id_of(prompt.extra_data), outputs=prompt.outputs
+            )
+        steps = self.forecast.foresee(
+            running.id if running is not None else None,
+            self.shown_node,
+            self.started,
+            [prompt.id for prompt in queue.waiting[:MAX_PROMPTS]],
+            self.manager.known_components(),
+            kept=self.kept if running is not None else self.digests.values(),
+        )
+        self.manager.foresee(steps.steps, steps.num_running)
 
     def tell_results_of_others(self) -> None:
         """Tell the page of nodes of this workflow that did not run, because another node had the same result."""
@@ -162,6 +227,7 @@ class Boundaries:
         if self.manager is None:
             self.manager = default_manager()
             self.manager.subscribe(self.publish)
+            self.attach()
         return self.manager
 
     @quietly("events")
@@ -169,20 +235,6 @@ class Boundaries:
         """Send what the manager says to every page, with the node and the workflow in which it happened."""
         where = {"node_id": self.shown_node, "workflow_id": self.workflow_id, "prompt_id": self.run_id}
         self.server.send_sync(EVENT, where | message)
-
-    def running_prompt(self, prompt_id: str) -> tuple[Any, Any]:
-        """Return the graph of a running prompt and what was sent beside it; Nones for one that is not queued."""
-        running, _ = self.server.prompt_queue.get_current_queue_volatile()
-        # The items have more fields in newer hosts: take them by their place, never apart.
-        return next(((item[2], item[3]) for item in running if item[1] == prompt_id), (None, None))
-
-
-def remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    """Put a pair last; the oldest one leaves where there are too many."""
-    known.pop(key, None)
-    known[key] = value
-    if len(known) > NUM_REMEMBERED:
-        del known[next(iter(known))]
 
 
 # -- in the real host
@@ -207,7 +259,7 @@ def install(server: Any) -> None:
     Args:
         server: the host's ``PromptServer``.
     """
-    boundaries = Boundaries(server, add_handler)
+    boundaries = Boundaries(server, add_handler, attach_to_core)
     installed.append(boundaries)
     try:
         from comfy_api.latest import Caching, ComfyAPISync
@@ -246,6 +298,28 @@ def install(server: Any) -> None:
         return request
 
     server.add_on_prompt_handler(look_at)
+    watch_free(server, boundaries)
+
+
+def watch_free(server: Any, boundaries: Boundaries) -> None:
+    """Hear of requests to free the host's memory, which it tells no provider of; its answer stays its own."""
+    from aiohttp import web
+
+    @web.middleware
+    async def hear(request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        response: web.StreamResponse = await handler(request)
+        if request.method == "POST" and request.path in ("/free", "/api/free"):
+            await asyncio.to_thread(boundaries.free_requested)
+        return response
+
+    server.app.middlewares.append(hear)
+
+
+def attach_to_core() -> None:
+    """Make the manager see core's dynamic models, also where a prompt has none of our loaders."""
+    from .host import attach_to_core
+
+    attach_to_core()
 
 
 def add_handler(boundaries: Boundaries) -> None:

@@ -143,6 +143,7 @@ def examine_host(features: Mapping[str, bool | str]) -> dict[str, Any]:
         environment=start_environment(),
         num_nvidia=driver_devices(),
         features=features,
+        is_dynamic=getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", None),
     )
 
 

@@ -30,6 +30,7 @@ __all__ = [
 
 DEFAULT = "default"  # the host's word for "you choose"; the engine's is auto
 ALL = "*"
+HOST = "host"  # the RAM
 DEVICE_WORD = re.compile(r"[A-Za-z_][\w.\-]*(?::\d+)?")
 
 
@@ -105,22 +106,24 @@ def placement_choices() -> Choices:
 
 
 def resolve_watermark_device(device: str) -> tuple[str, list[str]]:
-    """Return ``gpu:N`` or ``*``, and what the node has to say about it.
+    """Return ``gpu:N``, ``host`` (the RAM) or ``*``, and what the node has to say about it.
 
     Raises:
-        InvalidInput: it is no accelerator on any machine; the CPU's memory has no watermark.
+        InvalidInput: it is no accelerator on any machine, and not ``host``.
     """
     from ..memory.errors import InvalidInput, allowed_values
     from ..memory.options.placement import canonical_device, names_device
 
     if device == ALL:
         return ALL, []
+    if isinstance(device, str) and device.strip().lower() == HOST:
+        return HOST, []
     gpus = [name for name in device_names() if name != "cpu"]
-    choices = allowed_values(str(device), [ALL, *gpus])
+    choices = allowed_values(str(device), [ALL, *gpus, HOST])
     word = device.strip() if isinstance(device, str) else ""
     name = canonical_device(word) if DEVICE_WORD.fullmatch(word) and names_device(word) else ""
     if name in ("", "cpu"):
-        raise InvalidInput(f"watermark device {device!r} is not an accelerator; {choices}")
+        raise InvalidInput(f"watermark device {device!r} is not an accelerator and not {HOST}; {choices}")
     if name not in gpus:
         return ALL, [f"watermark {word}: this machine has no {name}, so it applies to every device (*); {choices}"]
     return name, []
@@ -131,6 +134,6 @@ class WatermarkDevices(Choices):
 
 
 def watermark_choices() -> Choices:
-    """Return ``*`` and every accelerator; only ``*`` before torch is loaded, which listing nodes must not cost."""
+    """Return ``*``, accelerators and ``host``; none of those before torch is loaded, which listing must not cost."""
     gpus = [name for name in device_names() if name != "cpu"] if "torch" in sys.modules else []
-    return WatermarkDevices([ALL, *gpus])
+    return WatermarkDevices([ALL, *gpus, HOST])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..memory.units import format_bytes
+from .dynamic_needs import METHODS, what_is_lost
 
 __all__ = ["HIDING_VARIABLES", "REQUIRED_COMFYUI", "Finding", "driver_devices", "examine_comfyui"]
 
@@ -34,6 +35,16 @@ FEATURE_NEEDS = {
     "run_boundaries": (PROVIDERS,),
     "node_boundaries": (PROVIDERS, HANDLERS),
     "events": (PROVIDERS,),
+    "forecast": (PROVIDERS, ("execution.py", "get_current_queue_volatile")),
+}
+# What does not work without a feature.
+WITHOUT_FEATURE = {
+    "nodes": "ComfyUI does not list Highwater's nodes",
+    "managed_models": "models cannot be moved by blocks",
+    "run_boundaries": "no numbers by run, and the watermark is kept only when a model is loaded, not between prompts",
+    "node_boundaries": "no numbers by node, and evictions do not know the rest of the running prompt",
+    "events": "the page hears of evictions only with the next report",
+    "forecast": "evictions do not know the waiting prompts: the least recently used model leaves first",
 }
 # Packs that decide over memory too, and what they do; by folder name, in lower case with dashes.
 CONFLICTING_PACKS = {
@@ -69,6 +80,7 @@ def examine_comfyui(
     environment: Mapping[str, str],
     num_nvidia: int,
     features: Mapping[str, bool | str] | None = None,
+    is_dynamic: bool | None = None,
 ) -> dict[str, Any]:
     """Look at everything; imports torch.
 
@@ -78,6 +90,7 @@ def examine_comfyui(
         environment: the variables that decide which devices torch sees.
         num_nvidia: how many devices NVIDIA's driver has, hidden or not.
         features: what is in effect in the host that asks; read off its files otherwise.
+        is_dynamic: whether that host has turned dynamic VRAM on; None: no host asks.
     """
     findings: list[Finding] = []
     if root is None:
@@ -96,13 +109,13 @@ def examine_comfyui(
         findings += [
             *check_host(root, flags),
             *check_pack(custom_nodes, flags),
-            *check_dynamic_vram(root, flags),
+            *check_dynamic_vram(root, flags, is_dynamic),
             *check_packs(custom_nodes),
         ]
     findings += [*check_torch(root), *check_devices(environment, flags, num_nvidia)]
     findings += [*check_pinning(), check_compiler(environment)]
     findings += [
-        Finding(check="features", text=f"{name}: {state}", is_warning=True)
+        Finding(check="features", text=f"{name}: {state}; {WITHOUT_FEATURE[name]}", is_warning=True)
         for name, state in features.items()
         if root is not None and state is not True
     ]
@@ -196,18 +209,38 @@ def flag_value(flags: Sequence[str] | None, name: str) -> str | None:
     return None
 
 
-def check_dynamic_vram(root: Path, flags: Sequence[str] | None) -> list[Finding]:
-    """Say whether core's own models use dynamic VRAM; ours are static in both cases."""
+def check_dynamic_vram(root: Path, flags: Sequence[str] | None, is_dynamic: bool | None = None) -> list[Finding]:
+    """Say whether models can be dynamic, and what this version of comfy-aimdo cannot do for them."""
     version = installed_version("comfy-aimdo", root)
     if version is None:
         return [Finding(check="dynamic VRAM", text="off: comfy-aimdo is not installed")]
     off = [flag for flag in flags or () if flag in STATIC_FLAGS]
     if off:
         return [Finding(check="dynamic VRAM", text=f"off: {', '.join(off)} (comfy-aimdo {version})")]
+    if is_dynamic is False:
+        text = f"off: ComfyUI turns it on for NVIDIA GPUs with torch 2.8 or newer (comfy-aimdo {version})"
+        return [Finding(check="dynamic VRAM", text=text)]
     unknown = "" if flags is not None else f", unless started with {', '.join(STATIC_FLAGS)}"
+    where = "" if is_dynamic else f" for NVIDIA GPUs{unknown}"
+    text = f"on{where} (comfy-aimdo {version}); engine auto uses it where it can do what is asked"
     return [
-        Finding(check="dynamic VRAM", text=f"on for ComfyUI's own models on NVIDIA{unknown} (comfy-aimdo {version})")
+        Finding(check="dynamic VRAM", text=text),
+        *(
+            Finding(check="dynamic VRAM", text=line, is_warning=True, remedy="update ComfyUI and its requirements")
+            for line in lost_of(f"comfy-aimdo {version}", root)
+        ),
     ]
+
+
+def lost_of(version: str, root: Path) -> list[str]:
+    """Return what a version of comfy-aimdo cannot do, by the names in its files; nothing where it is not found."""
+    found = (folder / "comfy_aimdo" for folder in site_packages(root))
+    package = next((folder for folder in found if (folder / "model_vbar.py").is_file()), None)
+    if package is None:
+        return []
+    vbar, control = ((package / name).read_text(errors="replace") for name in ("model_vbar.py", "control.py"))
+    methods = {name for name in METHODS if f"def {name}(" in vbar}
+    return what_is_lost(version, methods=methods, sets_headroom="simple_vram_headroom" in control)
 
 
 def installed_version(name: str, root: Path | None) -> str | None:

@@ -19,6 +19,7 @@ from .comfy_models.models import (
 )
 from .comfy_models.verify import HighwaterVerify
 from .image import HighwaterSaveImage
+from .keep import HighwaterKeep, HighwaterRelease
 from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
 from .pipelines.verify import HighwaterVerifyPipeline
 from .report import HighwaterMemoryReport
@@ -34,6 +35,8 @@ NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterVerifyPipeline,
     HighwaterSaveImage,
     HighwaterWatermark,
+    HighwaterKeep,
+    HighwaterRelease,
     HighwaterMemoryReport,
 )
 # For ComfyUI's own models: the headless host has none and does not list them.

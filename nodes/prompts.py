@@ -8,7 +8,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HALF", "digests_of", "invalid_character", "names_our_node", "title_of", "workflow_id_of"]
+__all__ = [
+    "HALF",
+    "OUR_PREFIX",
+    "digests_of",
+    "invalid_character",
+    "is_link",
+    "names_our_node",
+    "title_of",
+    "workflow_id_of",
+]
 
 OUR_PREFIX = "Highwater"
 # Halves of characters in UTF-16, which UTF-8 cannot encode.

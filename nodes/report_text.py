@@ -14,7 +14,22 @@ NUM_NODES = 50
 # What stands of a node for each device that it used, and its field in the report.
 AMOUNTS = {"weights": "weights_bytes", "activations": "activation_bytes", "peak": "peak_bytes"}
 IN_RAM = ("pinned", "host")
-DONE = {"evict": "evicted", "load": "loaded", "release": "released"}
+# What is said before the name of a component.
+KIND_WORDS = {
+    "diffusion": "diffusion model",
+    "text": "text encoder",
+    "vae": "VAE",
+    "control": "ControlNet",
+    "vision": "vision encoder",
+}
+DONE = {
+    "evict": "evicted",
+    "load": "loaded",
+    "release": "released",
+    "keep": "kept",
+    "reuse": "reused",
+    "drop": "dropped",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +90,23 @@ def components_section(report: Mapping[str, Any]) -> Section:
             component["id"],
             component["precision"],
             ", ".join(f"{name} {format_bytes(n)}" for name, n in sorted(component["tiers"].items()) if n) or "-",
-            "as planned" if component["in_effect"] else "NOT as planned",
+            state_of(component),
         ]
         for component in report["components"]
     ]
     return Section(title="Components", lines=align_columns(rows))
+
+
+def state_of(component: Mapping[str, Any]) -> str:
+    """Return in a few words what moves a component, if another does, and whether it is where it should be."""
+    match component.get("engine"):
+        case "dynamic":
+            return "ComfyUI's dynamic VRAM" + ("" if component["in_effect"] else ", OVER its budget")
+        case "core":
+            return "not managed"
+        case "kept":
+            return "kept in RAM in case its file is loaded again"
+    return "as planned" if component["in_effect"] else "NOT as planned"
 
 
 def nodes_section(
@@ -146,10 +173,14 @@ def runs_section(report: Mapping[str, Any]) -> Section:
 
 
 def event_text(event: Mapping[str, Any]) -> str:
-    """Return an event as a sentence, such as ``gpu:0: evicted 11.3MiB of tiny/unet: least recently used``."""
+    """Return an event as a sentence, such as ``evicted 3.10GiB of text encoder t5 from gpu:0 to host: never used``."""
     from ..memory.units import format_bytes
 
     done = DONE.get(event["kind"])
+    if event.get("to"):
+        what = " ".join(filter(None, [KIND_WORDS.get(event["component_kind"], ""), event["component"]]))
+        where = f"from {event['device']} to {event['to']}"
+        return f"{done} {format_bytes(event['bytes'])} of {what} {where}: {event['reason']}"
     what = f"{done} {format_bytes(event['bytes'])} of {event['component']}" if done is not None else event["kind"]
     if done is None and event["component"]:
         what += f" {event['component']}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
 from .boundaries import features, shown_as
+from .host.waiting_queue import read_queue
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -28,8 +29,7 @@ def add_routes(server: Any) -> None:
     """Add our addresses to ComfyUI's ``PromptServer``, before it listens."""
 
     def is_running() -> bool:
-        running, _ = server.prompt_queue.get_current_queue_volatile()
-        return bool(running)
+        return bool(read_queue(server).running)
 
     for method, path, handler in make_routes(is_running=is_running, host_features=features, find_shown_as=shown_as):
         server.routes.route(method, path)(handler)
@@ -54,7 +54,7 @@ def make_routes(
     """
     from aiohttp import web
 
-    from ..memory.errors import DoesNotFit, InvalidInput
+    from ..memory.errors import DoesNotFit, InvalidInput, UnsafeState
 
     def telling(tell: Callable[[Mapping[str, str]], dict[str, Any]]) -> Callable[..., Awaitable[web.StreamResponse]]:
         """Return a handler that passes the query to a function, and sends its result or its error."""
@@ -64,8 +64,23 @@ def make_routes(
                 return web.json_response(await asyncio.to_thread(tell, request.query))
             except (InvalidInput, DoesNotFit) as error:
                 return web.json_response({"error": str(error)}, status=400)
+            except UnsafeState as error:
+                return web.json_response({"error": str(error)}, status=409)
 
         return answer
+
+    def requesting(name: str) -> Callable[..., Awaitable[web.StreamResponse]]:
+        """Return a handler that asks something of the manager (`memory_requests.py`)."""
+
+        def ask(words: Mapping[str, str]) -> dict[str, Any]:
+            from . import memory_requests
+
+            found = manager()
+            found.ask_before_moving(is_running)
+            answer: dict[str, Any] = getattr(memory_requests, name)(found, words)
+            return answer
+
+        return telling(ask)
 
     def asked() -> ModuleType:
         """Import what answers when it is asked: it is no part of a host's start."""
@@ -110,6 +125,11 @@ def make_routes(
     return [
         ("GET", "/highwater/report", get_report),
         ("POST", "/highwater/free", post_free),
+        ("POST", "/highwater/lend", requesting("lend")),
+        ("POST", "/highwater/lend/give-back", requesting("give_back")),
+        ("POST", "/highwater/keep", requesting("keep")),
+        ("POST", "/highwater/release", requesting("release")),
+        ("POST", "/highwater/limits", requesting("set_limits")),
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
         ("GET", "/highwater/devices", telling(lambda _: tell_devices())),
         ("GET", "/highwater/plan", telling(lambda words: asked().plan_models(manager(), words.items()))),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from .device_choices import ALL, resolve_watermark_device, watermark_choices
+from .device_choices import ALL, HOST, resolve_watermark_device, watermark_choices
 from .schema import make_schema
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class HighwaterWatermark(io.ComfyNode):
             display_name="Watermark",
             description=(
                 "Keeps memory free on a device. When free memory would fall below the low mark, idle models are "
-                "evicted, least recently used first, until the high mark is free."
+                "evicted until the high mark is free: first those that no waiting prompt uses, the least recently used "
+                "of them before the others; then those that are used last."
+                " Of the RAM (host), weights of dropped models leave, the oldest first."
             ),
             search_aliases=["vram watermark", "keep free", "reserve vram", "evict"],
             inputs=[
@@ -73,7 +75,10 @@ class HighwaterWatermark(io.ComfyNode):
                     "device",
                     options=watermark_choices(),
                     default=ALL,
-                    tooltip="The device, or * for all. If this machine lacks it, * is used, and the node says so.",
+                    tooltip=(
+                        "The device, * for all of them, or host for the RAM. If this machine lacks it, * is used, and "
+                        "the node says so."
+                    ),
                 ),
                 io.String.Input(
                     "low",
@@ -130,12 +135,12 @@ def check_marks(low: str | None, high: str | None) -> None:
 
     if low is not None and high is not None:
         DeviceWatermark.parse(ALL, low, high)
-    accelerators = [device for device in list_devices() if not device.is_cpu]
-    largest = max(accelerators, key=lambda device: device.total_bytes(), default=None)
+    devices = list_devices()  # the CPU's memory is the RAM
+    largest = max(devices, key=lambda device: device.total_bytes()) if len(devices) > 1 else None
     for name, text in (("low", low), ("high", high)):
         num_bytes = 0 if text is None else parse_mark(name, text)
         if largest is not None and num_bytes > largest.total_bytes():
-            has = f"{format_bytes(largest.total_bytes())}, the size of {largest}"
+            has = f"{format_bytes(largest.total_bytes())}, the size of {HOST if largest.is_cpu else largest}"
             raise InvalidInput(f"{name} {text!r} is larger than every device; allowed: up to {has}")
 
 

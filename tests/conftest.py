@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,16 +18,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from highwater.headless.runner.runner import WorkflowRunner
 
-# No test may fail because the machine is busy; fixtures that tests share between examples are made for that.
-settings.register_profile(
-    "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
-settings.load_profile("busy")
+with contextlib.suppress(ModuleNotFoundError):  # a GPU machine may lack it: tests/gpu does not use it
+    from hypothesis import HealthCheck, settings
+
+    # No test may fail because the machine is busy; fixtures that tests share between examples are made for that.
+    settings.register_profile(
+        "busy", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    )
+    settings.load_profile("busy")
 
 # What an activated virtual environment has: torch looks there for ninja when it loads an extension.
 os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
@@ -44,15 +47,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 NOTES = ("MarkdownNote", "Note")  # of the page itself, no node of any host
 WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 CONTROL = "control_after_generate"  # a widget that the page adds beside a seed
-# What the last line of every run tells of, and where its tests are; one in ComfyUI carries a mark of its host.
+# What the last line of every run tells of, and where its tests are, or the mark of the host or card that they use.
 TIERS = {
     "engine": ("tests/engine/",),
-    "simulated devices": ("tests/simdevice/",),
+    "simulated devices": ("tests/simdevice/", "on_simulated"),
     "ComfyUI on the CPU": ("comfyui_cpu",),
     "ComfyUI on simulated GPUs": ("comfyui_gpus",),
+    "ComfyUI with dynamic VRAM": ("comfyui_dynamic",),
     "ComfyUI 0.8.0": ("comfyui_old",),
     "browser": ("tests/web/test_browser.py", "tests/comfyui/test_page.py"),
-    "GPU": ("tests/gpu/",),
+    "GPU": ("on_cuda",),
 }
 outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
 

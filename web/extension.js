@@ -17,7 +17,7 @@ const NOTICE_MS = 20_000;
 const ASK_MS = 200;
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
-const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Verify|VerifyPipeline)$)/;
+const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Verify|VerifyPipeline)$)/;
 
 /**
  * Badge texts by key. Made before any badge reads it, and read back from the store: what is assigned is the plain
@@ -122,11 +122,56 @@ async function makeTinyPipelines() {
   }
 }
 
+/** Lend memory of a device to another program: asks how much, and for how long. */
+async function lend() {
+  const summary = "Lend GPU memory";
+  const text = await app.extensionManager.dialog.prompt({
+    title: summary,
+    message: "How much, for how long, and where there are several GPUs, of which: 8GiB 60s gpu:0",
+    defaultValue: "8GiB 60s",
+  });
+  if (!text) return;
+  const [size, time, device] = text.trim().split(/\s+/);
+  const words = new URLSearchParams({ size: size ?? "", for: time ?? "", ...(device ? { device } : {}) });
+  await change(summary, `lend?${words}`, (answer) => `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.`);
+}
+
+/** Give lent memory back before its time is up. */
+async function giveBack() {
+  await change("Give lent memory back", "lend/give-back", (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
+}
+
+/** @param {number} bytes */
+const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
+
+/**
+ * Ask the server to change something, and tell what came of it.
+ * @param {string} summary
+ * @param {string} path
+ * @param {(answer: any) => string} tell
+ */
+async function change(summary, path, tell) {
+  try {
+    const response = await api.fetchApi(`/highwater/${path}`, { method: "POST" });
+    const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
+    if (!response.ok) throw new Error(answer.error);
+    notify({ severity: "success", summary, detail: tell(answer) });
+  } catch (error) {
+    notify({ severity: "error", summary, detail: error instanceof Error ? error.message : String(error) });
+  }
+}
+
 app.registerExtension({
   name: "highwater.readouts",
 
-  commands: [{ id: "Highwater.MakeTinyPipelines", label: "Highwater: make tiny pipelines", function: makeTinyPipelines }],
-  menuCommands: [{ path: ["Extensions", "Highwater"], commands: ["Highwater.MakeTinyPipelines"] }],
+  commands: [
+    { id: "Highwater.MakeTinyPipelines", label: "Highwater: make tiny pipelines", function: makeTinyPipelines },
+    { id: "Highwater.Lend", label: "Highwater: lend GPU memory", function: lend },
+    { id: "Highwater.GiveBack", label: "Highwater: give lent memory back", function: giveBack },
+  ],
+  menuCommands: [
+    { path: ["Extensions", "Highwater"], commands: ["Highwater.MakeTinyPipelines", "Highwater.Lend", "Highwater.GiveBack"] },
+  ],
 
   nodeCreated(node) {
     texts();

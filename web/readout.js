@@ -34,23 +34,25 @@ export function shortBytes(bytes) {
 
 /**
  * The badge of a node, at most 16 characters: for one that loaded models, what they weigh in RAM and in which
- * precision; for any other, the most that was allocated on the devices while it ran. Nothing where no device is.
+ * precision, or what they hold of the devices where none is in RAM; for any other, the most that was allocated on the
+ * devices while it ran. Nothing where no device is.
  * @param {NodeReport} node
  * @param {Record<string, number>} [tiers] what `tiersOf` said
  * @param {string} [precision] what `precisionOf` said
  */
-export function badgeText(node, tiers = {}, precision = "") {
-  const rests = Object.entries(tiers).filter(([place]) => !isAccelerator(place));
+export function badgeText(node, tiers, precision = "") {
+  const rests = Object.entries(tiers ?? {}).filter(([place]) => !isAccelerator(place));
   if (rests.length > 0) {
     const bytes = rests.reduce((sum, [, held]) => sum + held, 0);
     return `RAM ${shortBytes(bytes)} ${precision}`.trim();
   }
-  const devices = Object.values(node.peak_bytes);
-  if (devices.length === 0) return "";
-  const peaks = devices.filter((bytes) => bytes > 0);
-  if (peaks.length === 0) return "VRAM 0B";
-  if (peaks.length <= 2) return `VRAM ${peaks.map(shortBytes).join("+")}`;
-  return `VRAM ${shortBytes(Math.max(...peaks))} ×${peaks.length}`;
+  const peaks = Object.values(node.peak_bytes);
+  if (peaks.length === 0) return "";
+  // Models are loaded when another node needs them: a peak while their loader ran is of others.
+  const amounts = Object.values(tiers ?? peaks).filter((bytes) => bytes > 0);
+  if (amounts.length === 0) return "VRAM 0B";
+  if (amounts.length <= 2) return `VRAM ${amounts.map(shortBytes).join("+")}`;
+  return `VRAM ${shortBytes(Math.max(...amounts))} ×${amounts.length}`;
 }
 
 /** @param {string} place */
@@ -65,14 +67,16 @@ const partsOf = (components, node) =>
   components.filter((part) => part.node_id === node.node_id && part.workflow_id === node.workflow_id);
 
 /**
- * Where the models that a node loaded are now, in bytes by place.
+ * Where the models that a node loaded are now, in bytes by place; undefined if it loaded none.
  * @param {ComponentReport[]} components
  * @param {{ node_id: string, workflow_id: string | null }} node
  */
 export function tiersOf(components, node) {
+  const parts = partsOf(components, node);
+  if (parts.length === 0) return undefined;
   /** @type {Record<string, number>} */
   const tiers = {};
-  for (const part of partsOf(components, node)) {
+  for (const part of parts) {
     for (const [place, bytes] of Object.entries(part.tiers)) tiers[place] = (tiers[place] ?? 0) + bytes;
   }
   return tiers;
@@ -152,8 +156,11 @@ export function noticeOfFailure(failure, isManaging = false) {
  * @returns {{ severity: "warn", summary: string, detail: string } | null}
  */
 export function noticeOfEvent(event) {
-  if (event.type !== "event" || event.kind !== "error") return null;
-  return { severity: "warn", summary: `${event.component} on ${event.device}`, detail: event.reason ?? "" };
+  if (event.type !== "event") return null;
+  const detail = event.reason ?? "";
+  if (event.kind === "growth") return { severity: "warn", summary: "More memory than before", detail };
+  if (event.kind !== "error" && event.kind !== "thrashing") return null;
+  return { severity: "warn", summary: `${event.component} on ${event.device}`, detail };
 }
 
 /**

@@ -9,6 +9,7 @@ __all__, __getattr__ = lazy_names(
         "demo": ["choose_hardware", "run_demo"],
         "doctor": ["examine", "find_needs_files"],
         "hardware": ["Hardware", "parse_hardware"],
+        "lending": ["HostFailed", "give_back", "lend", "lent_text"],
         "output": ["OUTPUT", "drop_output", "json_line", "open_output", "print_json"],
         "planning": ["machine_for", "plan_workflow"],
         "session": ["load_workflows", "make_runner", "run_workflow"],

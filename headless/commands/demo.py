@@ -47,12 +47,12 @@ def choose_hardware() -> Hardware | None:
 def run_demo(runner: WorkflowRunner, out: Path, console: Console, *, simulated: bool) -> dict[str, Any]:
     """Run the four workflows, write images, ``report.json`` and ``memory.png`` to ``out``; return the report."""
     import_diffusers()  # seconds that belong to no run
-    for name, file, what in DEMO_RUNS:
-        workflow = load_workflow(WORKFLOWS / f"{file}.json")
+    loaded = [(name, load_workflow(WORKFLOWS / f"{file}.json")) for name, file, _ in DEMO_RUNS]
+    for turn, (name, _, what) in enumerate(DEMO_RUNS):
         if not simulated:
-            workflow = fit_to_machine(workflow, runner.manager)
+            loaded[turn] = name, fit_to_machine(loaded[turn][1], runner.manager)
         console.title(f"Run {name}: {what}")
-        run_workflow(runner, name, workflow, console)
+        run_workflow(runner, *loaded[turn], console, loaded[turn + 1 :])
     report = write_results(runner, out)
     console.show_summary(report)
     console.say(f"Images, report.json and memory.png are in {out}")

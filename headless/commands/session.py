@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...memory import default_manager
-from ..runner.runner import InterruptedRun, WorkflowRunner
+from ..runner.runner import InterruptedRun, Upcoming, WorkflowRunner
 from .console import Console
 
 if TYPE_CHECKING:
@@ -30,8 +30,13 @@ def make_runner(models: Path, out: Path) -> WorkflowRunner:
     return WorkflowRunner(default_manager(), models_directory=models, output_directory=out)
 
 
-def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console: Console) -> None:
+def run_workflow(
+    runner: WorkflowRunner, name: str, workflow: Workflow, console: Console, then: Sequence[tuple[str, Workflow]] = ()
+) -> None:
     """Run a workflow; prints the plan of what it loads and the progress of its nodes and loadings.
+
+    Args:
+        then: the workflows that run after it, with their names.
 
     Raises:
         InvalidInput, NodeFailed: as `WorkflowRunner.run`.
@@ -39,6 +44,7 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
     """
     manager = runner.manager
     planned = set(manager.plans())
+    upcoming = [Upcoming(id=f"then {turn}", name=name, workflow=each) for turn, (name, each) in enumerate(then)]
 
     def show_plan(message: dict[str, Any]) -> None:
         for id, plan in manager.plans().items() if message["type"] == "node" else ():
@@ -64,7 +70,7 @@ def run_workflow(runner: WorkflowRunner, name: str, workflow: Workflow, console:
         unsubscribe = manager.subscribe(show_plan)
         try:
             with waiting_for_blocks(runner):
-                runner.run(workflow, name=name, listener=show)
+                runner.run(workflow, name=name, listener=show, upcoming=lambda: upcoming)
             bars.finish()
         except InterruptedRun as stopped:
             raise KeyboardInterrupt from stopped

@@ -6,7 +6,7 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "output_cache": ["CacheEntry", "OutputCache"],
-        "runner": ["InterruptedRun", "NodeFailed", "WorkflowRunner"],
+        "runner": ["InterruptedRun", "NodeFailed", "Upcoming", "WorkflowRunner"],
         "workflow": [
             "InvalidWorkflow",
             "Workflow",

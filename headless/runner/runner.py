@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...memory.errors import InvalidInput
+from ...nodes.forecast.queue_forecast import MAX_PROMPTS, QueueForecast
 from ...nodes.progress import showing_loadings
 from ..comfy_stub import folder_paths
 from ..comfy_stub.comfy_api import executing_node, install
@@ -29,7 +30,7 @@ from .workflow import InvalidWorkflow, Workflow, WorkflowNode
 if TYPE_CHECKING:
     from ...memory import MemoryManager
 
-__all__ = ["InterruptedRun", "NodeFailed", "RunResult", "WorkflowRunner"]
+__all__ = ["InterruptedRun", "NodeFailed", "RunResult", "Upcoming", "WorkflowRunner"]
 
 # ("executing", node_id), ("cached", [node_ids]), ("progress", node_id, value, max), ("executed", node_id, ui),
 # ("loading", node_id, component, bytes done, bytes in all), ("error", node_id, exception)
@@ -46,6 +47,15 @@ class NodeFailed(RuntimeError):
     def __init__(self, message: str, *, node_id: str) -> None:
         super().__init__(message)
         self.node_id = node_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Upcoming:
+    """A workflow that waits; its id is no other's that waits or runs."""
+
+    id: str
+    name: str
+    workflow: Workflow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,17 +95,28 @@ class WorkflowRunner:
         self.on_progress = on_progress
         self.running = threading.Lock()
         self.stop = threading.Event()
+        self.forecast = QueueForecast(keeps_results=True)
+        self.results: dict[str, None] = {}
+        """The digests of the nodes that have run: their results are kept, most of them at least."""
 
     @property
     def is_running(self) -> bool:
         return self.running.locked()
 
+    def note_results(self, digests: Iterable[str]) -> None:
+        """Note the digests of nodes that have run."""
+        self.results |= dict.fromkeys(digests)
+
     def forget_results(self) -> bool:
         """Forget all cached results, and with them the models that they hold; returns False while a workflow runs."""
+        from ...memory.transfer.host_heap import give_back_heap
+
         if not self.running.acquire(blocking=False):
             return False
         try:
             self.cache.clear()
+            self.results.clear()
+            give_back_heap()
         finally:
             self.running.release()
         return True
@@ -112,12 +133,14 @@ class WorkflowRunner:
         extra_pnginfo: Mapping[str, Any] | None = None,
         listener: Listener | None = None,
         run_id: str | None = None,
+        upcoming: Callable[[], Sequence[Upcoming]] = list,
     ) -> RunResult:
         """Execute what the workflow's output nodes need and what is not cached.
 
         Args:
             name: of the workflow, for the report; nodes of equal names belong together there.
             extra_pnginfo: what images carry in their metadata beside the prompt.
+            upcoming: returns the workflows that wait behind this one, the next first; asked before each node.
 
         Raises:
             InvalidWorkflow: a node found one of its inputs unusable.
@@ -133,6 +156,7 @@ class WorkflowRunner:
                 extra_pnginfo=extra_pnginfo,
                 tell=listener or ignore,
                 run_id=run_id or uuid.uuid4().hex,
+                upcoming=upcoming,
             )
             self.manager.begin_run(run.run_id, name)
             try:
@@ -155,6 +179,7 @@ class Run:
     extra_pnginfo: Mapping[str, Any] | None
     tell: Listener
     run_id: str
+    upcoming: Callable[[], Sequence[Upcoming]]
 
     def execute_all(self) -> RunResult:
         """Execute the nodes in their order; cached ones only lend their values."""
@@ -170,6 +195,7 @@ class Run:
             entry = cache.find(signatures[id])
             if entry is None:
                 cache.trim(needed)
+                self.foresee(id, [other for other in order if other in found or cache.find(signatures[other])])
                 entry = self.execute_node(self.workflow.nodes[id], found)
                 cache.store(signatures[id], entry)
                 executed[id] = None
@@ -215,8 +241,28 @@ class Run:
                 with showing_loadings(partial(self.loading, node.id), manager):
                     output = node.node_class.with_hidden(hidden).execute(**inputs)
             finally:
-                manager.end_node()
+                self.runner.forecast.learn(self.run_id, manager.end_node(), manager.known_components())
             return make_entry(node, output)
+
+    def foresee(self, now: str, done: Collection[str]) -> None:
+        """Tell the manager which components the rest of this run and the workflows that wait will use.
+
+        Args:
+            now: the node that runs next.
+            done: the nodes that have run, and those whose results are cached.
+        """
+        forecast, manager = self.runner.forecast, self.runner.manager
+        own = Upcoming(id=self.run_id, name=self.name, workflow=self.workflow)
+        waiting = [each for each in self.upcoming() if each.id != self.run_id]
+        forecast.forget_others({each.id for each in (own, *waiting)})
+        for each in (own, *waiting[:MAX_PROMPTS]):
+            workflow = each.workflow
+            forecast.read(each.id, workflow.prompt, workflow_id=each.name, outputs=workflow.output_ids)
+        ids = [each.id for each in waiting]
+        told = forecast.foresee(self.run_id, now, done, ids, manager.known_components(), kept=self.runner.results)
+        digests = forecast.prompts[self.run_id].digests
+        self.runner.note_results(digests[id] for id in (now, *done) if id in digests)
+        manager.foresee(told.steps, told.num_running)
 
     def progress(self, node_id: str, value: float, maximum: float) -> None:
         """Pass on what a node reports, and stop it here when the run was interrupted."""

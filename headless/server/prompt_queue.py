@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...memory.errors import InvalidInput
-from ..runner.runner import InterruptedRun, WorkflowRunner
+from ..runner.runner import InterruptedRun, Upcoming, WorkflowRunner
 from .job import Job, JobStatus, now_ms
 from .page_requests import weigh_json
 
@@ -140,9 +140,9 @@ class PromptQueue:
         try:
             self.runner.run(
                 job.workflow,
-                # The report tells equal node ids of two workflows apart by this name, and so does the page.
-                name=job.workflow_id or job.id,
+                name=name_of(job),
                 run_id=job.id,
+                upcoming=self.upcoming,
                 extra_pnginfo=job.extra_pnginfo,
                 listener=lambda event, *details: self.on_event(job, event, *details),
             )
@@ -156,6 +156,11 @@ class PromptQueue:
             self.finish(job, JobStatus.FAILED, "execution_error", {**self.stopped_at(job), **described})
         else:
             self.finish(job, JobStatus.COMPLETED, "execution_success", {})
+
+    def upcoming(self) -> list[Upcoming]:
+        """Return the workflows that wait, the next first."""
+        with self.changed:
+            return [Upcoming(id=job.id, name=name_of(job), workflow=job.workflow) for job in self.waiting]
 
     def finish(self, job: Job, status: JobStatus, event: str, data: dict[str, Any]) -> None:
         job.stop(data if status is JobStatus.FAILED else None)
@@ -216,6 +221,11 @@ class PromptQueue:
             "prompt_id": job.id,
         }
         self.publish("progress_state", {"prompt_id": job.id, "nodes": {node_id: node}}, job.client_id)
+
+
+def name_of(job: Job) -> str:
+    """Return the name by which the report, and so the page, tells equal node ids of two workflows apart."""
+    return job.workflow_id or job.id
 
 
 def newest_within(jobs: list[Job]) -> list[Job]:

@@ -45,6 +45,7 @@ __all__ = [
     "races",
     "reset_clock",
     "reset_stats",
+    "share_pages",
     "stats",
     "stream_time_s",
     "strict",
@@ -331,6 +332,14 @@ def strict(*, defer_copies: bool | None = None, check_races: bool | None = None)
     if check_races is not None:
         _strict["check_races"] = check_races
     _ops.strict(_strict["defer_copies"], _strict["check_races"])
+
+
+def share_pages(allowed: bool) -> None:
+    """Whether host ranges that share a page but no byte can be registered. A driver has been seen to allow it.
+
+    That was 590.48.01 (lupinemachines/lupine pull request 878). The default is what is safe with any driver: no.
+    """
+    _ops.share_pages(allowed)
 
 
 @contextlib.contextmanager

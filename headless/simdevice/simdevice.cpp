@@ -29,12 +29,20 @@
 // [Note: registered memory]
 // Host memory is pinned by torch's allocator, which rounds to powers of two, or by registering an exact range of
 // memory of the caller, as cudaHostRegister does. Its bytes are never ours: the caller unregisters before it
-// frees. Four rules of the driver are kept: a range that shares a page with a registered one is refused; a copy
+// frees. Four rules of the driver are kept: a range that shares a page with a registered one is refused (newer drivers
+// allow it: `share_pages`); a copy
 // lies in one pinned range or touches none (else CUDA_ERROR_INVALID_VALUE, CUDA driver API, "API synchronization
 // behavior"); only the base address unregisters; and a refusal stays the thread's last error until it is
 // read, which torch does after every kernel it launches (C10_CUDA_KERNEL_LAUNCH_CHECK), so the next operator raises
 // what it has nothing to do with. One is stricter: unregistering under a copy that the host has not waited for is
 // a race, because no document promises that the driver waits.
+//
+// [Note: driver]
+// A library that stands for a vendor's driver may keep its bytes, copies, events and locked memory in these books, by
+// the C functions at the end of this file. It adds the ranges of device memory that it maps, so that operators, copies
+// and the race check know them (`tensor_at` makes a tensor there), and removes them. With `highwater_sim_route` every
+// allocation of a tensor asks it first: the library charges the device, and may free its own memory for that. It is
+// asked and told outside of `state_mutex`, for it has locks of its own, under which it calls these functions.
 //
 // [Note: what is left out]
 // Fragmentation and caching, workspaces and kernel temporaries, a GPU's rounding, sparse tensors, graphs. Memory traffic counts every argument once, launches cost the same for all kernels, links are
@@ -99,7 +107,7 @@ constexpr size_t kAlignment = 512;
 // From here on memory is mapped without reserving it: a model of 40 GB fits as long as its bytes are not touched.
 constexpr size_t kMappedBytes = size_t(64) << 20;
 // As in driver_types.h.
-constexpr int kErrorInvalidValue = 1, kErrorMemoryAllocation = 2;
+constexpr int kErrorInvalidValue = 1, kErrorMemoryAllocation = 2, kErrorInvalidDevice = 101;
 constexpr int kErrorHostMemoryAlreadyRegistered = 712, kErrorHostMemoryNotRegistered = 713;
 constexpr int64_t kHostRegisterFlags = 0xF;  // portable, mapped, I/O memory, read-only
 // What one look at an unfinished event costs the host; without it a polling loop would never end.
@@ -177,6 +185,7 @@ struct Allocation {
   int64_t charged_bytes = 0;  // as accounted for
   int device = -1;            // -1: pinned host memory
   bool registered = false;    // pinned, but not ours: `memory` is null
+  void* claimed = nullptr;    // what the driver gave for it; it then charges and refunds: see [Note: driver]
   int64_t epoch = 0;
   int home_stream = -1;  // where the caching allocator would hand the bytes out again
   std::vector<int> recorded_streams;
@@ -227,6 +236,7 @@ struct Rates {
 struct SimDevice {
   int64_t total_bytes = int64_t(1) << 40, reserve_bytes = 0, round_to = 1;
   int64_t used_bytes = 0, peak_bytes = 0, live_allocs = 0;
+  int64_t torch_bytes = 0, torch_peak = 0;  // of these what torch has allocated, the rest is a driver's
   Counters counters;
   Rates rates;
   double h2d_free_at_s = 0, d2h_free_at_s = 0, peer_free_at_s = 0;  // the links
@@ -244,10 +254,12 @@ struct Simulator {
   double host_s = 0;
   int64_t clock_resets = 0;
   VectorClock host_clock;
-  bool defer_copies = false, check_races = false, copy_engine = false;
+  bool defer_copies = false, check_races = false, copy_engine = false, share_pages = false;
   std::vector<std::string> races;
   int64_t pinned_cap = int64_t(1) << 60, pinned_used = 0, pinned_peak = 0;
   std::map<const char*, Allocation*> pinned;  // live pinned allocations and registered ranges by address
+  std::map<const char*, Allocation*> ranges;  // device memory that a driver has mapped
+  std::map<const char*, Allocation*> claimed;  // live allocations of torch's that a driver has charged
   int64_t registrations_until_failure = 0;    // 0: none
   int64_t epoch = 0;                          // allocations of an earlier epoch are no longer on the books
 
@@ -261,6 +273,13 @@ struct Simulator {
 // Never destroyed: tensors may outlive static destructors.
 Simulator& sim = *new Simulator;
 std::recursive_mutex state_mutex;
+
+// Who is asked for every allocation: see [Note: driver].
+struct {
+  void* (*claim)(int64_t num_bytes) = nullptr;  // on the current device; null: does not fit
+  void (*release)(void* claimed) = nullptr;
+} driver;
+
 using Lock = std::lock_guard<std::recursive_mutex>;
 
 template <typename Function>
@@ -351,6 +370,11 @@ void host_waits(SimStream& stream) {
   sim.host_clock.learn(stream.clock);
 }
 
+void wait_for_device(SimDevice& device) {
+  device.counters.syncs++;
+  for (auto& stream : device.streams) host_waits(stream);
+}
+
 void finish_everything() {
   for (auto& device : sim.devices)
     for (auto& stream : device.streams) host_waits(stream);
@@ -404,15 +428,28 @@ void record_access(Allocation& allocation, const Access& now, const VectorClock&
   accesses.push_back(now);
 }
 
+// The same for device memory that a driver has mapped: the bytes may lie in several of its ranges.
+void touch_ranges(const Access& now, const VectorClock& clock) {
+  auto here = sim.ranges.upper_bound(now.begin);
+  if (here != sim.ranges.begin()) --here;
+  for (; here != sim.ranges.end() && here->first < now.end; ++here) {
+    Access part = now;
+    part.begin = std::max(now.begin, here->first);
+    part.end = std::min(now.end, here->first + here->second->num_bytes);
+    if (part.begin < part.end) record_access(*here->second, part, clock);
+  }
+}
+
 void touch(const Tensor& tensor, const SimStream& stream, bool writes, const char* name) {
   if (!sim.check_races || !tensor.defined() || tensor.numel() == 0) return;
   Allocation* allocation = allocation_behind(tensor);
-  if (!allocation) return;
+  if (!allocation && (tensor.is_cpu() || sim.ranges.empty())) return;
   int64_t last_element = 0;
   for (int64_t d = 0; d < tensor.dim(); d++) last_element += (tensor.size(d) - 1) * tensor.stride(d);
   const char* begin = first_byte(tensor);
   const char* end = begin + (last_element + 1) * static_cast<int64_t>(tensor.element_size());
-  record_access(*allocation, {begin, end, stream.number, stream.last_operation, writes, name}, stream.clock);
+  const Access now{begin, end, stream.number, stream.last_operation, writes, name};
+  allocation ? record_access(*allocation, now, stream.clock) : touch_ranges(now, stream.clock);
 }
 
 // The caching allocator gives freed bytes to the next allocation of their home stream. Any other stream that
@@ -434,25 +471,32 @@ void check_free(const Allocation& allocation) {
 
 // -------------------------------------------------------------------------------------- Device memory
 
-// Charge an allocation to a device, or raise torch.OutOfMemoryError. Returns the bytes charged.
-int64_t charge(int index, size_t num_bytes) {
-  SimDevice& device = device_at(index);
-  const int64_t asked = static_cast<int64_t>(num_bytes);
-  const int64_t charged = (asked + device.round_to - 1) / device.round_to * device.round_to;
+int64_t rounded(const SimDevice& device, size_t num_bytes) {
+  return (static_cast<int64_t>(num_bytes) + device.round_to - 1) / device.round_to * device.round_to;
+}
+
+enum class Charged { yes, full, injected };
+
+Charged try_to_charge(SimDevice& device, int64_t charged_bytes) {
   const bool injected = device.allocs_until_failure > 0 && --device.allocs_until_failure == 0;
-  if (injected || charged > device.free_bytes()) {
+  if (injected || charged_bytes > device.free_bytes()) {
     device.counters.ooms++;
-    last_error = 0;  // as CUDACachingAllocator, which reads the error before it frees what it caches and tries again
-    TORCH_CHECK_WITH(OutOfMemoryError, false, Device(kSim, index).str(), " out of memory",
-                     injected ? " (injected)" : "", ". Tried to allocate ", charged, " bytes: ", device.free_bytes(),
-                     " free of ", device.total_bytes, ", ", device.used_bytes, " in use, ", device.reserve_bytes,
-                     " reserved");
+    return injected ? Charged::injected : Charged::full;
   }
-  device.used_bytes += charged;
+  device.used_bytes += charged_bytes;
   device.peak_bytes = std::max(device.peak_bytes, device.used_bytes);
   device.live_allocs++;
   device.counters.allocs++;
-  return charged;
+  return Charged::yes;
+}
+
+void raise_out_of_memory(int index, int64_t asked_bytes, Charged why) {
+  const SimDevice& device = sim.devices[index];
+  last_error = 0;  // as CUDACachingAllocator, which reads the error before it frees what it caches and tries again
+  TORCH_CHECK_WITH(OutOfMemoryError, false, Device(kSim, index).str(), " out of memory",
+                   why == Charged::injected ? " (injected)" : "", ". Tried to allocate ", asked_bytes, " bytes: ",
+                   device.free_bytes(), " free of ", device.total_bytes, ", ", device.used_bytes, " in use, ",
+                   device.reserve_bytes, " reserved");
 }
 
 void refund(int index, int64_t charged_bytes) {
@@ -460,21 +504,48 @@ void refund(int index, int64_t charged_bytes) {
   sim.devices[index].live_allocs--;
 }
 
+void run_deferred_in(const char* begin, const char* end);
+
 void release_allocation(void* context) {
   std::unique_ptr<Allocation> allocation(static_cast<Allocation*>(context));
-  Lock lock(state_mutex);
-  check_free(*allocation);
-  if (allocation->epoch == sim.epoch) refund(allocation->device, allocation->charged_bytes);
+  {
+    Lock lock(state_mutex);
+    check_free(*allocation);
+    if (allocation->claimed && allocation->memory) {  // a driver's copies do not keep the memory alive
+      const char* begin = allocation->memory->bytes;
+      sim.claimed.erase(begin);
+      run_deferred_in(begin, begin + allocation->num_bytes);
+    }
+    if (allocation->epoch == sim.epoch) {
+      sim.devices[allocation->device].torch_bytes -= allocation->charged_bytes;
+      if (!allocation->claimed) refund(allocation->device, allocation->charged_bytes);
+    }
+  }
+  if (allocation->claimed) driver.release(allocation->claimed);
 }
 
 // Charge an allocation whose bytes are found afterwards: what does not fit must not ask the host for RAM first.
+// Raises torch.OutOfMemoryError.
 std::unique_ptr<Allocation> open_allocation(int index, size_t num_bytes) {
   auto allocation = std::make_unique<Allocation>();
+  const bool by_driver = driver.claim != nullptr;
+  if (by_driver) {
+    const c10::DeviceGuard on(Device(kSim, index));
+    allocation->claimed = driver.claim(num_bytes);
+  }
   Lock lock(state_mutex);
+  SimDevice& device = device_at(index);
+  const int64_t charged = rounded(device, num_bytes);
+  const Charged result = !by_driver            ? try_to_charge(device, charged)
+                         : allocation->claimed ? Charged::yes
+                                               : Charged::full;
+  if (result != Charged::yes) raise_out_of_memory(index, charged, result);
+  device.torch_bytes += charged;
+  device.torch_peak = std::max(device.torch_peak, device.torch_bytes);
   allocation->home_stream = current_stream(index).number;
   allocation->device = index;
   allocation->num_bytes = num_bytes;
-  allocation->charged_bytes = charge(index, num_bytes);
+  allocation->charged_bytes = charged;
   allocation->epoch = sim.epoch;
   return allocation;
 }
@@ -483,6 +554,10 @@ DataPtr close_allocation(std::unique_ptr<Allocation> allocation, std::shared_ptr
   char* bytes = memory->bytes;
   const Device device(kSim, allocation->device);
   allocation->memory = std::move(memory);
+  if (allocation->claimed) {
+    Lock lock(state_mutex);
+    sim.claimed[bytes] = allocation.get();
+  }
   return {bytes, allocation.release(), &release_allocation, device};
 }
 
@@ -513,8 +588,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
     const SimDevice& device = device_at(index);
     c10::CachingDeviceAllocator::DeviceStats stats;
     for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes, &stats.requested_bytes}) {
-      (*bytes)[0].current = device.used_bytes;
-      (*bytes)[0].peak = device.peak_bytes;
+      (*bytes)[0].current = device.torch_bytes;
+      (*bytes)[0].peak = device.torch_peak;
     }
     stats.allocation[0].current = stats.active[0].current = device.live_allocs;
     stats.num_ooms = device.counters.ooms;
@@ -525,6 +600,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   void resetPeakStats(DeviceIndex index) override {
     Lock lock(state_mutex);
     device_at(index).peak_bytes = device_at(index).used_bytes;
+    device_at(index).torch_peak = device_at(index).torch_bytes;
   }
   std::pair<size_t, size_t> getMemoryInfo(DeviceIndex index) override {
     Lock lock(state_mutex);
@@ -616,6 +692,16 @@ int64_t move_deferred(int64_t most) {
   return left;
 }
 
+// Memory must not go while work that the host has not waited for may use it.
+void check_removed(const Allocation& allocation, const char* what) {
+  for (const Access& access : allocation.accesses)
+    if (!sim.host_clock.knows(access.stream, access.operation)) {
+      report_race(std::string(what) + " while " + access.name + " on " + stream_name(access.stream) +
+                  " may still use it (the host has not waited)");
+      return;
+    }
+}
+
 // Take a registered range off the books.
 void forget_registered(std::map<const char*, Allocation*>::iterator found) {
   const std::unique_ptr<Allocation> allocation(found->second);
@@ -640,7 +726,7 @@ int64_t host_register(int64_t address, int64_t num_bytes, int64_t flags) {
     // A range that a failed test left, whose memory may be long gone.
     if (here->second->registered && here->second->epoch != sim.epoch)
       forget_registered(here);
-    else if (here->second->registered || (here->first < begin + num_bytes && begin <= last))
+    else if ((here->second->registered && !sim.share_pages) || (here->first < begin + num_bytes && begin <= last))
       return refuse(kErrorHostMemoryAlreadyRegistered);
   }
   auto allocation = std::make_unique<Allocation>();
@@ -658,12 +744,7 @@ int64_t host_unregister(int64_t address) {
   Lock lock(state_mutex);
   const auto found = sim.pinned.find(reinterpret_cast<const char*>(address));
   if (found == sim.pinned.end() || !found->second->registered) return refuse(kErrorHostMemoryNotRegistered);
-  for (const Access& access : found->second->accesses)
-    if (!sim.host_clock.knows(access.stream, access.operation)) {
-      report_race(std::string("host memory was unregistered while ") + access.name + " on " +
-                  stream_name(access.stream) + " may still use it (the host has not waited)");
-      break;
-    }
+  check_removed(*found->second, "host memory was unregistered");
   run_deferred_in(found->first, found->first + found->second->num_bytes);
   forget_registered(found);
   return 0;
@@ -733,8 +814,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const DeviceIndex index) const override {
     Lock lock(state_mutex);
-    device_at(index).counters.syncs++;
-    for (auto& stream : device_at(index).streams) host_waits(stream);
+    wait_for_device(device_at(index));
   }
   void recordDataPtrOnStream(const DataPtr& data, const Stream& stream) const override {
     device_memory.recordStream(data, stream);
@@ -1231,13 +1311,8 @@ char* first_byte_to_write(const Tensor& tensor) {
 }
 
 // Queue the bytes and poison the destination. See [Note: deferred copies].
-void defer_copy(SimStream& stream, const Tensor& from, const Tensor& to) {
-  const auto memory_of = [](const Tensor& tensor) { return allocation_behind(tensor)->memory; };
-  DeferredCopy copy;
+void defer_copy(SimStream& stream, DeferredCopy copy) {
   copy.operation = stream.last_operation;
-  copy.source_memory = memory_of(from), copy.source = first_byte(from);
-  copy.destination_memory = memory_of(to), copy.destination = first_byte_to_write(to);
-  copy.num_bytes = to.nbytes();
   // The poison must not overtake an earlier copy of this stream that still reads the destination.
   int64_t must_run = 0;
   for (const DeferredCopy& earlier : stream.deferred)
@@ -1246,6 +1321,18 @@ void defer_copy(SimStream& stream, const Tensor& from, const Tensor& to) {
   run_deferred(stream, must_run);
   if (!sim.copy_engine) std::memset(copy.destination, 0xFF, copy.num_bytes);
   stream.deferred.push_back(std::move(copy));
+}
+
+void defer_copy(SimStream& stream, const Tensor& from, const Tensor& to) {
+  const auto memory_of = [](const Tensor& tensor) {
+    const Allocation* allocation = allocation_behind(tensor);
+    return allocation ? allocation->memory : nullptr;  // a driver's range: its copies run before it is removed
+  };
+  DeferredCopy copy;
+  copy.source_memory = memory_of(from), copy.source = first_byte(from);
+  copy.destination_memory = memory_of(to), copy.destination = first_byte_to_write(to);
+  copy.num_bytes = to.nbytes();
+  defer_copy(stream, std::move(copy));
 }
 
 void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -1257,14 +1344,15 @@ void copy_over_bus(const Tensor& from, const Tensor& to, bool non_blocking) {
   const bool one_transfer = is_one_transfer(from, to);
   // Types are converted on the host, so what crosses the bus has the device's type.
   const int64_t num_bytes = to.numel() * static_cast<int64_t>(on_device.element_size());
+  if (!one_transfer && !on_device.is_contiguous())  // the temporary
+    release_allocation(open_allocation(index, num_bytes).release());
   {
     Lock lock(state_mutex);
     SimDevice& device = device_at(index);
     SimStream& stream = current_stream(index);
     count_down_to_failure(index, name);
     const bool asynchronous = one_transfer && lies_in_pinned(on_host) && non_blocking;
-    if (!one_transfer && !on_device.is_contiguous()) refund(index, charge(index, num_bytes));  // the temporary
-    (to_device ? device.counters.h2d : device.counters.d2h)++;
+      (to_device ? device.counters.h2d : device.counters.d2h)++;
     (to_device ? device.counters.h2d_bytes : device.counters.d2h_bytes) += num_bytes;
     const double rate = to_device ? device.rates.h2d_bytes_per_s : device.rates.d2h_bytes_per_s;
     double& link = to_device ? device.h2d_free_at_s : device.d2h_free_at_s;
@@ -1525,6 +1613,7 @@ void reset_stats() {
   for (auto& device : sim.devices) {
     device.counters = {};
     device.peak_bytes = device.used_bytes;
+    device.torch_peak = device.torch_bytes;
   }
   sim.pinned_peak = sim.pinned_used;
 }
@@ -1548,7 +1637,7 @@ int64_t abandon() {
   sim.pinned_used = 0;
   for (auto& device : sim.devices) {
     abandoned += device.used_bytes;
-    device.used_bytes = device.live_allocs = 0;
+    device.used_bytes = device.torch_bytes = device.live_allocs = 0;
   }
   sim.epoch++;
   return abandoned;
@@ -1563,7 +1652,17 @@ void advance(int64_t index, int64_t stream_id, double seconds) {
   enqueue(stream, device.rates, seconds);
 }
 
+// A tensor over device memory that a driver has mapped: see [Note: driver]. It does not own the bytes.
+Tensor tensor_at(int64_t address, int64_t num_bytes, Device device) {
+  const auto options = at::TensorOptions().dtype(at::kByte).device(with_index(device));
+  return at::for_blob(reinterpret_cast<void*>(address), {num_bytes})
+      .options(options)
+      .target_device(with_index(device))
+      .make_tensor();
+}
+
 TORCH_LIBRARY(highwater_simdevice, library) {
+  library.def("tensor_at", &tensor_at);
   library.def("configure", &configure);
   library.def("stats", &stats);
   library.def("reset_stats", &reset_stats);
@@ -1596,9 +1695,138 @@ TORCH_LIBRARY(highwater_simdevice, library) {
   library.def("host_register", &host_register);
   library.def("host_unregister", &host_unregister);
   library.def("registered", &registered);
+  library.def("share_pages", [](bool allowed) { locked([&] { sim.share_pages = allowed; }); });
   library.def("take_last_error", [] { return static_cast<int64_t>(std::exchange(last_error, 0)); });
   library.def("default_generator",
               [](int64_t index) { return hooks.getDefaultGenerator(static_cast<DeviceIndex>(index)); });
 }
 
 }  // namespace
+
+// ---------------------------------------------------------------------------- For a driver: see [Note: driver]
+// Results are CUDA's codes.
+
+extern "C" {
+
+int highwater_sim_num_devices() { return sim.num_devices; }
+
+int highwater_sim_current_device() { return current_device; }
+
+int highwater_sim_charge(int index, int64_t num_bytes) {
+  Lock lock(state_mutex);
+  if (index < 0 || index >= sim.num_devices) return kErrorInvalidDevice;
+  SimDevice& device = sim.devices[index];
+  return try_to_charge(device, rounded(device, num_bytes)) == Charged::yes ? 0 : kErrorMemoryAllocation;
+}
+
+void highwater_sim_refund(int index, int64_t num_bytes) {
+  Lock lock(state_mutex);
+  refund(index, rounded(sim.devices[index], num_bytes));
+}
+
+void highwater_sim_memory_info(int index, int64_t* free_bytes, int64_t* total_bytes) {
+  Lock lock(state_mutex);
+  *free_bytes = sim.devices[index].free_bytes();
+  *total_bytes = sim.devices[index].total_bytes;
+}
+
+// From here on these bytes are memory of the device. They belong to the driver, which charges them.
+void highwater_sim_add_range(int index, void* begin, int64_t num_bytes) {
+  Lock lock(state_mutex);
+  auto range = std::make_unique<Allocation>();
+  range->num_bytes = num_bytes;
+  range->device = index;
+  sim.ranges[static_cast<const char*>(begin)] = range.release();
+}
+
+// Runs the copies that still use the range. Work that the host has not waited for is a race.
+void highwater_sim_remove_range(void* begin) {
+  Lock lock(state_mutex);
+  const auto found = sim.ranges.find(static_cast<const char*>(begin));
+  if (found == sim.ranges.end()) return;
+  const std::unique_ptr<Allocation> range(found->second);
+  check_removed(*range, "device memory was unmapped");
+  run_deferred_in(found->first, found->first + range->num_bytes);
+  sim.ranges.erase(found);
+}
+
+// As an asynchronous copy of the driver: queued where the host's side is pinned, else made at once. The copy is of the
+// device whose memory it is, whichever is current.
+int highwater_sim_copy(int index, int64_t stream_id, void* to, const void* from, int64_t num_bytes, int to_device) {
+  Lock lock(state_mutex);
+  const char *source = static_cast<const char*>(from), *destination = static_cast<const char*>(to);
+  const char* on_device = to_device ? destination : source;
+  for (const auto* known : {&sim.ranges, &sim.claimed}) {
+    const auto after = known->upper_bound(on_device);
+    if (after == known->begin()) continue;
+    const auto& [begin, owner] = *std::prev(after);
+    if (on_device < begin + owner->num_bytes) index = owner->device;
+  }
+  SimDevice& device = sim.devices[index];
+  SimStream& stream = device.streams[stream_id];
+  if (device.copies_until_failure && --device.copies_until_failure == 0) return kErrorInvalidValue;
+  (to_device ? device.counters.h2d : device.counters.d2h)++;
+  (to_device ? device.counters.h2d_bytes : device.counters.d2h_bytes) += num_bytes;
+  const double rate = to_device ? device.rates.h2d_bytes_per_s : device.rates.d2h_bytes_per_s;
+  Allocation* pinned = pinned_allocation_at(to_device ? from : to);
+  const bool deferred = pinned && (sim.defer_copies || sim.copy_engine);
+  if (!deferred) run_deferred(stream);
+  enqueue(stream, device.rates, device.rates.latency_s + num_bytes / rate,
+          {to_device ? &device.h2d_free_at_s : &device.d2h_free_at_s});
+  const char* name = to_device ? kCopyToDevice : kCopyToHost;
+  const auto access = [&](const char* begin, bool writes) {
+    return Access{begin, begin + num_bytes, stream.number, stream.last_operation, writes, name};
+  };
+  const Access reads = access(source, false), writes = access(destination, true);
+  if (sim.check_races) touch_ranges(to_device ? writes : reads, stream.clock);
+  if (sim.check_races && pinned) record_access(*pinned, to_device ? reads : writes, stream.clock);
+  if (!pinned) {
+    sim.host_s = std::max(sim.host_s, stream.free_at_s);
+    if (!to_device) sim.host_clock.learn(stream.clock);
+  }
+  if (!deferred) {
+    std::memcpy(to, from, num_bytes);
+    return 0;
+  }
+  DeferredCopy copy;
+  copy.source = source, copy.destination = static_cast<char*>(to), copy.num_bytes = num_bytes;
+  defer_copy(stream, std::move(copy));
+  return 0;
+}
+
+void highwater_sim_synchronize(int index) {
+  Lock lock(state_mutex);
+  wait_for_device(sim.devices[index]);
+}
+
+void* highwater_sim_record(int index, int64_t stream_id) {
+  Lock lock(state_mutex);
+  return new SimEvent(record_event(sim.devices[index].streams[stream_id]));
+}
+
+void highwater_sim_wait(void* event) {
+  if (!event) return;
+  Lock lock(state_mutex);
+  host_waits(*static_cast<SimEvent*>(event));
+}
+
+void highwater_sim_forget(void* event) { delete static_cast<SimEvent*>(event); }
+
+int highwater_sim_register(void* begin, int64_t num_bytes) {
+  const int error = host_register(reinterpret_cast<int64_t>(begin), num_bytes, 0);
+  last_error = 0;  // the driver's own functions return errors and keep none
+  return error;
+}
+
+int highwater_sim_unregister(void* begin) {
+  const int error = host_unregister(reinterpret_cast<int64_t>(begin));
+  last_error = 0;
+  return error;
+}
+
+void highwater_sim_route(void* (*claim)(int64_t num_bytes), void (*release)(void* claimed)) {
+  driver.claim = claim;
+  driver.release = release;
+}
+
+}  // extern "C"

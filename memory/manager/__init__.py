@@ -7,10 +7,16 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
+        "oom_message": ["read_shortage"],
         "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
         "module_plans": ["Draft", "bytes_in_ram", "plan_modules"],
-        "watermark": ["Watermark", "default_watermark", "unlearned_bytes"],
+        "watermark": ["HOST", "Watermark", "default_watermark", "unlearned_bytes"],
         "member": ["Member"],
+        "departures": ["Departure"],
+        "lending": ["LendingReport"],
+        "idle_limits": ["LONGEST_IDLE_S", "IdleLimits"],
+        "forecast": ["KnownComponent"],
+        "steered": ["SteeredComponent", "SteeringHost"],
         "report": ["Report", "empty_report", "parts_of"],
         "manager": ["MemoryManager"],
         "default": ["default_manager", "existing_manager", "keep_out_of_user_cache", "needs_path", "remember_needs_in"],

@@ -7,8 +7,8 @@ need, or its kind may need, raises both marks, as far as it can compute beside t
 does what its profile leaves free. Where it has a budget for the device, idle siblings, which the same call manages,
 leave until all of them together are within it. A component that computes holds a lease and is never a victim.
 
-The policy and its words stand in `eviction.py`, the arithmetic in `live_capacity.py`; here only the loops that ask
-both, and one mover, `evict`, which passes on the reason that it is given.
+The policies stand in `policies/`, the words of causes in `eviction.py`, the arithmetic in `live_capacity.py`; here
+only the loops that ask them, and one mover, `evict`, which passes on the reason that it is given.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from ..options.budget import BudgetItem
 from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..units import format_bytes
-from .eviction import EvictionPolicy, Victim, over_budget, short_beside_weights, short_of_memory
+from .eviction import over_budget, short_beside_weights, short_of_memory
 from .live_capacity import LiveCapacity, computable
 from .member import Member
+from .policies.candidate import EvictionPolicy, Victim
+from .steered import SteeredComponent
+from .watermark import HOST
 
 __all__ = ["Admission"]
 
@@ -40,7 +43,7 @@ class Admission:
         self.measures = capacity.measures
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
-        """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
+        """Set the VRAM watermark (keep free) of one accelerator, of all (``*``) or of the RAM (``host``); at once.
 
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
@@ -48,8 +51,26 @@ class Admission:
         for target in self.capacity.watermarks.set(device, low_bytes, high_bytes):
             reason = f"keep free: low {format_bytes(low_bytes)}, high {format_bytes(high_bytes)}"
             self.event_log.note("watermark", "", low_bytes, target, reason)
+            if target == HOST:
+                self.capacity.trim_kept()
+                continue
             self.make_room(self.devices[target], 0, None)
             self.capacity.outdate_plans()
+        self.keep_free_in_host()
+
+    def keep_marks(self) -> None:
+        """Evict idle components where less than the low mark is free, as at the boundaries of runs."""
+        for device in self.devices.values():
+            if not device.is_cpu:
+                self.make_room(device, 0, None)
+
+    def keep_free_in_host(self) -> None:
+        """Make the host that moves components keep free what the marks say; it knows one number for all devices."""
+        marks = self.capacity.watermarks.marks
+        lows = {name: mark.low_bytes for name, mark in marks.items() if mark.high_bytes}  # 0 and 0: it is taken away
+        for loan in self.capacity.loans.running():
+            lows[loan.device] = lows.get(loan.device, 0) + self.capacity.loans.missing_bytes(loan.device)
+        self.capacity.steered.keep_free(max(lows.values(), default=None))
 
     def victims(self, device: Device, member: Member | None, cause: Callable[[], str]) -> Iterator[Victim]:
         """Yield the idle components on a device, other than the member, in the policy's order.
@@ -67,7 +88,7 @@ class Admission:
             keeps_bytes: what else stays free, for the member's forwards. For a hosted member this evicts other hosted
                 components only as far as they can still compute.
         """
-        mark, asked = self.capacity.watermarks.of(device.name), self.left_free(device, member)
+        mark, asked = self.capacity.mark_of(device.name), self.left_free(device, member)
         self.clear(device, need_bytes, member, max(mark.low_bytes, asked), max(mark.high_bytes, asked))
         if keeps_bytes > 0 and member is not None:
             self.clear(device, need_bytes, member, keeps_bytes, keeps_bytes, allow_unrunnable=not member.is_hosted)
@@ -93,8 +114,7 @@ class Admission:
         for victim in self.victims(device, member, cause):
             if left >= high:
                 return
-            other = self.members[victim.component]
-            left += self.evict(other, device, high - left, victim.reason, allow_unrunnable=allow_unrunnable)
+            left += self.evict_victim(victim, device, high - left, allow_unrunnable=allow_unrunnable)
 
     def left_free(self, device: Device, member: Member | None) -> int:
         """Return the bytes of a device that the member's profile leaves free."""
@@ -124,10 +144,10 @@ class Admission:
         except (DoesNotFit, InvalidInput):
             return
         for share in wanted.shares:
-            missing = share.keeps_bytes - self.devices[share.device].free_bytes()
+            missing = share.keeps_bytes - self.capacity.free_bytes(self.devices[share.device])
             if missing > 0 and share.device != "cpu":
                 cause = short_beside_weights(member.id, share.keeps_bytes)
-                self.free_memory(share.device, missing, cause, exclude=[member], allow_unrunnable=False)
+                self.free_memory(share.device, missing, cause, exclude=[member.id], allow_unrunnable=False)
         held = {share.device: self.ledger.held(member.id, share.device) for share in member.managed.plan.shares}
         try:
             plan = self.capacity.replan(member, computable(member, held), size=size, evicts=False)
@@ -137,7 +157,8 @@ class Admission:
         for share in plan.shares:
             freed = held[share.device] - self.ledger.held(member.id, share.device)
             if freed > 0:
-                self.event_log.note("evict", member.id, freed, share.device, share.why_kept)
+                kind, to = member.managed.component.kind, plan.tier
+                self.event_log.note("evict", member.id, freed, share.device, share.why_kept, component_kind=kind, to=to)
         self.measures.sample()
 
     def keep_budgets(self, device: Device, device_bytes: int, member: Member) -> None:
@@ -169,14 +190,14 @@ class Admission:
         num_bytes: int,
         cause: str,
         *,
-        exclude: Collection[Member] = (),
+        exclude: Collection[str] = (),
         allow_unrunnable: bool = True,
     ) -> int:
         """Evict idle components until ``num_bytes`` of a device are freed; returns the bytes that were freed.
 
         Args:
             cause: what needs the bytes, for the event log; the policy adds why this component leaves.
-            exclude: components that stay because their host is about to load them.
+            exclude: the ids of components that stay because their host is about to load them, or moves them itself.
             allow_unrunnable: whether so much of hosted components may be evicted that they cannot compute.
         """
         freed = 0
@@ -184,10 +205,45 @@ class Admission:
         for victim in self.victims(device, None, lambda: cause):
             if freed >= num_bytes:
                 break
-            member, missing = self.members[victim.component], num_bytes - freed
-            if member not in exclude:
-                freed += self.evict(member, device, missing, victim.reason, allow_unrunnable=allow_unrunnable)
+            if victim.component not in exclude:
+                freed += self.evict_victim(victim, device, num_bytes - freed, allow_unrunnable=allow_unrunnable)
         return freed
+
+    def evict_victim(self, victim: Victim, device: Device, num_bytes: int, *, allow_unrunnable: bool = True) -> int:
+        """Evict at least ``num_bytes`` of a victim, or all of it, whether the host moves it or this manager does."""
+        num_bytes = min(num_bytes, victim.device_bytes)
+        steered = self.capacity.steered.get(victim.component)
+        if steered is not None:
+            return self.evict_steered(steered, device, num_bytes, victim.reason)
+        member = self.members[victim.component]
+        return self.evict(member, device, num_bytes, victim.reason, allow_unrunnable=allow_unrunnable)
+
+    def evict_steered(self, component: SteeredComponent, device: Device, num_bytes: int, reason: str) -> int:
+        """Ask the host for bytes of a component that it moves; returns what it freed."""
+        return self.note_steered(component, device, component.free_memory(device.name, num_bytes), reason)
+
+    def take_off_steered(self, component: SteeredComponent, device: Device, reason: str) -> int:
+        """Ask the host to take all of a component that it moves off a device; returns what it freed."""
+        return self.note_steered(component, device, component.take_off(device.name), reason)
+
+    def note_steered(self, component: SteeredComponent, device: Device, freed: int, reason: str) -> int:
+        left = component.device_bytes().get(device.name, 0)
+        if freed:
+            self.event_log.note_eviction(
+                component.id, device.name, freed, left, reason, component_kind=component.kind, to="host"
+            )
+        self.measures.sample()
+        self.capacity.outdate_plans()
+        return freed
+
+    def order_steered(self) -> None:
+        """Make the host that moves components evict them in the policy's order when it is short of memory itself."""
+        for device in self.devices.values():
+            candidates = self.capacity.steered.candidates(device.name)
+            for victim in reversed(self.policy.order(candidates)):
+                component = self.capacity.steered.get(victim.component)
+                if component is not None:
+                    component.leave_first(device.name)
 
     def evict(
         self, member: Member, device: Device, num_bytes: int, reason: str, *, allow_unrunnable: bool = True
@@ -207,7 +263,18 @@ class Admission:
             member.managed.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
         freed = held - left
-        self.event_log.note_eviction(member.id, device.name, freed, left, reason)
+        member.note_evicted(freed)
+        rate = self.capacity.reload_s_per_byte(member, device.name)
+        self.event_log.note_eviction(
+            member.id,
+            device.name,
+            freed,
+            left,
+            reason,
+            component_kind=member.managed.component.kind,
+            to=member.managed.plan.tier,
+            reload_s=None if rate is None else rate * freed,
+        )
         self.measures.sample()
         self.capacity.outdate_plans()
         return freed

@@ -9,15 +9,15 @@ from ..errors import DoesNotFit, InvalidInput
 from ..options.precision import Precision
 from ..planner.plan import ComponentPlan, DevicePlan
 from ..planner.sizes import least_bytes
-from ..runtime.forwards.forward_pass import Pass
+from ..runtime.forwards.forward_pass import FailedTry, Pass
 from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..units import format_bytes
 from .live_capacity import LiveCapacity
 from .member import Member
-from .oom_message import Shortage, add_line, read_shortage
+from .oom_message import Shortage, add_line, read_shortage, tell_holders
 
-__all__ = ["learn_failed_load", "learn_needs", "learn_times"]
+__all__ = ["learn_failed_load", "learn_failed_try", "learn_needs", "learn_times"]
 
 # The part of a device, a 256th, that others have to take during a pass to count as the cause of its failure.
 NOTICEABLE = 256
@@ -41,9 +41,11 @@ def learn_needs(member: Member, capacity: LiveCapacity, current: Pass, needed: M
         needed: its peaks by device.
     """
     if current.error is not None:
-        shortage = read_shortage(current.error)
-        if shortage is not None:
-            learn_shortage(member, capacity, current.size, needed, shortage)
+        failed = current.failed_try
+        if failed is None or failed.error is not current.error:
+            failed = learn_failed_try(member, capacity, current, needed, current.error)
+        if failed is not None:
+            tell_failure(member, capacity, current.size, failed)
     elif current.is_completed:
         learn_success(member, capacity, current.size, needed)
 
@@ -65,21 +67,25 @@ def learn_success(member: Member, capacity: LiveCapacity, size: Size, needed: Ma
             member.outdate_plan()
 
 
-def learn_shortage(
-    member: Member, capacity: LiveCapacity, size: Size, needed: Mapping[str, int], shortage: Shortage
-) -> None:
-    """Store what a failed allocation shows, plan the next pass again, and add to the error what it will keep free."""
-    share = find_short(member.managed.plan, capacity, shortage)
-    if share is None:
-        return
-    name = share.device
+def learn_failed_try(
+    member: Member, capacity: LiveCapacity, current: Pass, needed: Mapping[str, int], error: BaseException
+) -> FailedTry | None:
+    """Store what a failed allocation shows, and plan the next pass again; None where a device was not short.
+
+    Notes the failure on the pass, so that it is learned once.
+    """
+    shortage = read_shortage(error)
+    share = find_short(member.managed.plan, capacity, shortage) if shortage is not None else None
+    if shortage is None or share is None:
+        return None
+    size, name = current.size, share.device
     device = capacity.devices[name]
     taken = taken_by_others(member, capacity, device, shortage)
     member.note_shortage()
-    asked = f"{format_bytes(shortage.asked_bytes)} more were asked for" if shortage.asked_bytes else "no more was free"
-    what = f"{member.id} ran out of memory on {name}: {asked}"
-    if taken and member.excuse(size):
-        line = f"{what}, another program took {format_bytes(taken)} meanwhile; the next run plans with what is left"
+    what = what_happened(member, capacity, device, shortage)
+    is_excused = bool(taken) and member.excuse(size)
+    if is_excused:
+        line = f"{what}; another program took {format_bytes(taken)} meanwhile"
     else:
         key = capacity.key_of(member.managed.component, name, member)
         free_bytes = free_at_entry(member, capacity, device)
@@ -90,22 +96,51 @@ def learn_shortage(
         capacity.needs.change(key, size)
         for sibling in capacity.members.siblings(member):
             sibling.beware()
-        had = f"{format_bytes(free_bytes)} had been free"
-        line = f"{what}, beside its weights {had}; {promise(member, capacity, name, size)}"
-    capacity.event_log.note("error", member.id, shortage.asked_bytes or 0, name, line)
-    add_line(shortage.error, f"Highwater: {line}")
+        line = f"{what}; beside its weights {format_bytes(free_bytes)} had been free"
+    failed = FailedTry(
+        error=error,
+        shown=shortage.error,
+        device=name,
+        asked_bytes=shortage.asked_bytes or 0,
+        line=line,
+        is_excused=is_excused,
+    )
+    current.note_failed_try(failed)
+    return failed
+
+
+def tell_failure(member: Member, capacity: LiveCapacity, size: Size, failed: FailedTry) -> None:
+    """Enter the failure of a pass in the event log, and add to the error what the next run does."""
+    next_run = (
+        "the next run plans with what is left" if failed.is_excused else promise(member, capacity, failed.device, size)
+    )
+    line = f"{failed.line}; {next_run}"
+    capacity.event_log.note("error", member.id, failed.asked_bytes, failed.device, line)
+    add_line(failed.shown, f"Highwater: {line}")
+
+
+def what_happened(member: Member, capacity: LiveCapacity, device: Device, shortage: Shortage) -> str:
+    """Say that a component ran out of memory: how much was asked for, and what holds the device's memory."""
+    asked = f"{format_bytes(shortage.asked_bytes)} more were asked for" if shortage.asked_bytes else "no more was free"
+    memory, steered = device.memory(), capacity.steered.by_component(device.name)
+    components = {**capacity.ledger.by_component(device.name), **steered}
+    beside_allocator = capacity.steered.paged_bytes(device.name)
+    tensors = memory.allocated - (sum(components.values()) - beside_allocator)
+    holders = tell_holders(memory.total, memory.free, components, tensors)
+    return f"{member.id} ran out of memory on {device.name}: {asked}; {holders}"
 
 
 def learn_failed_load(member: Member, capacity: LiveCapacity, plan: ComponentPlan, error: BaseException) -> None:
     """Note that loading failed although the plan fitted: the next load takes the least that can compute."""
     shortage = read_shortage(error)
     share = find_short(plan, capacity, shortage) if shortage is not None else None
-    if share is None:
+    if shortage is None or share is None:
         return
     member.outdate_plan()
     if not is_least(member, share):
         member.note_failed_load(share.device)
-        line = f"{member.id} ran out of memory while it was loaded; the next run loads as little of it as can compute"
+        what = what_happened(member, capacity, capacity.devices[share.device], shortage)
+        line = f"{what}; that was while it was loaded; the next run loads as little of it as can compute"
         add_line(error, f"Highwater: {line}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..units import format_bytes
+from ..units import format_bytes, format_seconds
 from .report import Event, NodeReport, RunReport
 from .timeline import Timeline
 
@@ -28,6 +28,8 @@ class EventLog:
         self.nodes: deque[NodeReport] = deque(maxlen=MAX_ENTRIES)
         self.runs: deque[RunReport] = deque(maxlen=MAX_ENTRIES)
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.node_id: str | None = None
+        self.num_runs = 0
 
     @property
     def now_s(self) -> float:
@@ -44,26 +46,67 @@ class EventLog:
         """The id of the open run; empty if none is open."""
         return self.runs[-1].run_id if self.is_running else ""
 
-    def note(self, kind: str, component: str, num_bytes: int, device: str, reason: str) -> Event:
-        """Enter an event; evictions and errors reach the listeners at once."""
+    def note(
+        self,
+        kind: str,
+        component: str,
+        num_bytes: int,
+        device: str,
+        reason: str,
+        *,
+        component_kind: str = "",
+        to: str = "",
+    ) -> Event:
+        """Enter an event with the run and node of now; evictions, errors and warnings reach the listeners at once."""
         event = Event(
-            t_s=round(self.now_s, 6), kind=kind, component=component, bytes=num_bytes, device=device, reason=reason
+            t_s=round(self.now_s, 6),
+            kind=kind,
+            component=component,
+            bytes=num_bytes,
+            device=device,
+            reason=reason,
+            component_kind=component_kind,
+            to=to,
+            run_id=self.run_id,
+            node_id=self.node_id,
         )
         self.events.append(event)
         if kind == "evict" and self.is_running:
             self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
-        if kind in ("evict", "error"):
+        if kind in ("evict", "error", "thrashing", "growth"):
             self.tell({"type": "event", **asdict(event)})
         return event
 
-    def note_eviction(self, component: str, device: str, freed_bytes: int, left_bytes: int, reason: str) -> Event:
-        """Enter an eviction, the reason for it, and what of the component stays on the device."""
+    def note_eviction(
+        self,
+        component: str,
+        device: str,
+        freed_bytes: int,
+        left_bytes: int,
+        reason: str,
+        *,
+        component_kind: str = "",
+        to: str = "",
+        reload_s: float | None = None,
+    ) -> Event:
+        """Enter an eviction, the reason for it, what it costs to undo, and what of the component stays on the device.
+
+        Args:
+            reload_s: how long it takes to load these bytes again; None where no such copy was measured.
+        """
         left = f"{format_bytes(left_bytes)} stay loaded" if left_bytes else "fully evicted"
-        return self.note("evict", component, freed_bytes, device, f"{reason}; {left}")
+        reload = f", reload {format_seconds(reload_s)}" if reload_s is not None else ""
+        whole = f"{reason}{reload}; {left}"
+        return self.note("evict", component, freed_bytes, device, whole, component_kind=component_kind, to=to)
+
+    def enter_node(self, node_id: str | None) -> None:
+        """Note the node that runs from now on; None: none does."""
+        self.node_id = node_id
 
     def note_run(self, run_id: str, name: str) -> None:
         """Enter a run that begins now."""
         begin_s = round(self.now_s, 6)
+        self.num_runs += 1
         self.runs.append(
             RunReport(run_id=run_id, name=name, begin_s=begin_s, end_s=None, bytes_moved=0, num_evictions=0)
         )

@@ -18,13 +18,17 @@ from ..errors import UnsafeState
 from ..runtime.forwards.deferring_lock import DeferringLock
 from ..runtime.forwards.forward_pass import Guest, Pass
 from ..runtime.forwards.input_size import Size
+from ..runtime.forwards.recording_pauses import host_recordings
 from ..runtime.managed_component import ManagedComponent
 from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times
+from .idle_limits import IdleUnloading
 from .live_capacity import computable
 from .member import Member
 from .needs import Needs
 from .needs_file import NeedsFile
+from .steered import SteeredComponent
+from .thrashing import note_return
 
 __all__ = ["Leases", "MemberManager", "write_needs"]
 
@@ -36,8 +40,11 @@ class Leases:
         needs_file: the file of learned needs of forwards; None: they are kept in memory only.
     """
 
-    def __init__(self, lock: DeferringLock, admission: Admission, needs_file: NeedsFile | None) -> None:
+    def __init__(
+        self, lock: DeferringLock, admission: Admission, idle: IdleUnloading, needs_file: NeedsFile | None
+    ) -> None:
         self.lock = lock
+        self.idle = idle
         self.admission = admission
         self.capacity = admission.capacity
         self.members = admission.members
@@ -93,9 +100,10 @@ class Leases:
             self.discard(member, holder)
             raise
 
-    def touch(self, member: Member) -> None:
+    def touch(self, member: Member | SteeredComponent) -> None:
         """Note that a component is used now."""
         member.note_use(next(self.uses), self.event_log.now_s)
+        self.capacity.forecast.note_use(member.id)
 
     def hold(self, member: Member, holder: object) -> None:
         """Keep a component from being evicted or replaced. Loads nothing."""
@@ -126,16 +134,20 @@ class Leases:
         if member.look is not None:
             member.look()
         if not member.managed.changes.is_steady():
-            self.look_closely(member)
+            with host_recordings.paused():
+                self.look_closely(member)
         managed = member.managed
         is_settled = size is None or size in member.settled or self.capacity.leaves_enough(member, size)
         if member.is_hosted:
             if size is not None and not is_settled:
-                admission.give_headroom(member, size)
+                with host_recordings.paused():
+                    admission.give_headroom(member, size)
         elif not managed.is_loaded or member.planned_in_epoch != self.capacity.epoch or not is_settled:
-            self.admit(member, size=size)
+            with host_recordings.paused():
+                self.admit(member, size=size)
         elif member.leaves_free:
-            admission.clear_left_free(member)
+            with host_recordings.paused():
+                admission.clear_left_free(member)
         if size is not None:
             member.settled.add(size)
         managed.changes.begin_loans()
@@ -244,6 +256,7 @@ class Leases:
         managed, admission = member.managed, self.admission
         plan = self.capacity.replan(member, computable(member, ceilings or {}), size=size)
         member.settled.clear()
+        self.idle.trim(member.id, moves_hosted=False)
         for share in plan.shares:
             if share.device != "cpu":
                 device = admission.devices[share.device]
@@ -263,6 +276,7 @@ class Leases:
             self.measures.sample()
         member.note_planned(self.capacity.epoch)
         if queued:
+            note_return(member, self.capacity, plan.shares[0].device)
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
             reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.name}"

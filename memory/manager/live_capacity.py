@@ -7,6 +7,7 @@ what the watermark keeps free. Everything here is arithmetic on what devices and
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
@@ -17,11 +18,16 @@ from ..transfer.devices import Device, HostMemory
 from ..transfer.link_speed import known_link, link_bytes_per_s
 from ..transfer.pinned_memory import pin_limit_bytes
 from ..weights.component import Component
-from .eviction import Candidate
+from .claims.kept import KeepLimit
+from .claims.loans import Loans
+from .forecast import Forecast
+from .kept_weights import KeptWeights
 from .measures import Measures
 from .member import Member, Members
 from .needs import Key, Needs, digest_component, digest_device
-from .watermark import Watermarks, unlearned_bytes
+from .policies.candidate import Candidate
+from .steered import Steered
+from .watermark import Watermark, Watermarks, unlearned_bytes
 
 __all__ = ["LiveCapacity", "computable"]
 
@@ -33,13 +39,17 @@ class LiveCapacity:
         members: the components under management; the registry adds and removes them.
     """
 
-    def __init__(self, devices: dict[str, Device], members: Members, measures: Measures) -> None:
+    def __init__(self, devices: dict[str, Device], members: Members, steered: Steered, measures: Measures) -> None:
         self.devices = devices
         self.members = members
+        self.steered = steered
+        self.forecast: Forecast = steered.forecast
         self.measures = measures
         self.ledger = measures.ledger
         self.event_log = measures.event_log
         self.watermarks = Watermarks({name: device for name, device in devices.items() if not device.is_cpu})
+        self.loans = Loans(self.foreign_on, lambda: self.event_log.now_s)
+        self.kept = KeptWeights(members, self.ledger, self.event_log)
         self.needs = Needs()
         self.device_digests: dict[str, str] = {}
         self.links = {
@@ -56,6 +66,33 @@ class LiveCapacity:
     def outdate_plans(self) -> None:
         """Note that free memory has changed: every component checks its plan when it is used next."""
         self.epoch += 1
+
+    def mark_of(self, device: str) -> Watermark:
+        """Return how much of an accelerator is kept free now: its marks, and what is lent of it."""
+        mark, lent = self.watermarks.of(device), self.loans.missing_bytes(device)
+        if not lent:
+            return mark
+        return Watermark(low_bytes=mark.low_bytes + lent, high_bytes=mark.high_bytes + lent)
+
+    def free_bytes(self, device: Device) -> int:
+        """Return the bytes of a device that an allocation may take now: free, and not lent."""
+        return device.free_bytes() - self.loans.missing_bytes(device.name)
+
+    def trim_kept(self) -> None:
+        """Drop kept weights, the oldest first, until the RAM's high mark is free, if less than its low mark is."""
+        if self.kept.parts:
+            memory = HostMemory.now()
+            self.kept.trim(memory.free_bytes, self.watermarks.of_host(memory.total_bytes))
+
+    def make_lockable(self, num_bytes: int, freed_bytes: int) -> None:
+        """Drop kept weights until so many bytes may be page-locked; those that a newcomer lies in count for it.
+
+        Args:
+            freed_bytes: the host memory that packing gives back.
+        """
+        if self.kept.parts:
+            missing = num_bytes - pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
+            self.kept.make_lockable(missing)
 
     def key_of(self, component: Component, device: str, member: Member | None = None) -> Key:
         """Return the key of a component's needs on a device."""
@@ -85,7 +122,7 @@ class LiveCapacity:
     def needed(self, member: Member, device: str, size: Size | None = None) -> KeptFree | None:
         """Return what a member's forwards are known to need, for one input size or for the last one."""
         if device in member.short_on:
-            return KeptFree(num_bytes=EVERYTHING, why="loading it ran out of memory")
+            return KeptFree(num_bytes=EVERYTHING, why="it ran out of memory there")
         component = member.managed.component
         # A host catches the failure of a VAE and goes on in tiles: before those ran, the failure tells nothing.
         fears = size is not None or not member.is_hosted or component.kind != "vae"
@@ -116,24 +153,51 @@ class LiveCapacity:
             num_bytes = kept.num_bytes if kept is not None else 0
             if kept is None or not kept.is_known:
                 num_bytes = max(num_bytes, self.unlearned(share.device, is_hosted=member.is_hosted))
-            if num_bytes > device.free_bytes():
+            if num_bytes > self.free_bytes(device):
                 return False
         return True
 
-    def lasting_bytes(self, device: str, idle: Candidate) -> int:
+    def lasting_bytes(self, device: str, idle: str) -> int:
         """Return the bytes of an idle component that stay while its host counts it as loaded: the least to compute."""
-        member = self.members[idle.component]
-        if not (member.is_hosted and member.managed.is_loaded):
+        member = self.members.get(idle)
+        if member is None or not (member.is_hosted and member.managed.is_loaded):
             return 0
-        return min(idle.device_bytes, computable(member, {device: 0})[device])
+        return min(self.ledger.held(idle, device), computable(member, {device: 0})[device])
 
     def foreign_bytes(self, device: Device) -> int:
         """Return the bytes of a device that are in use by anything but torch's allocator in this process."""
         memory = device.memory()
-        return memory.total - memory.free - memory.allocated
+        return memory.total - memory.free - memory.allocated - self.steered.paged_bytes(device.name)
+
+    def foreign_on(self, device: str) -> int:
+        """As `foreign_bytes`, by the device's name."""
+        return self.foreign_bytes(self.devices[device])
 
     def candidates(self, device: Device, member: Member | None) -> list[Candidate]:
-        """Return the idle components with bytes on a device, other than the member."""
+        """Return the idle components with bytes on a device, other than the member, also those that the host moves.
+
+        A kept component that holds more than its limit is two: what exceeds the limit leaves in the usual order.
+        """
+        found = [*self.own_candidates(device, member), *self.steered.candidates(device.name)]
+        if not any(candidate.evict_last for candidate in found):
+            return found
+        return [part for candidate in found for part in self.parted(candidate, device)]
+
+    def parted(self, candidate: Candidate, device: Device) -> list[Candidate]:
+        limit = self.limit_of(candidate.component) if candidate.evict_last else None
+        most = limit.most(device.total_bytes()) if limit is not None else None
+        if most is None or candidate.device_bytes <= most:
+            return [candidate]
+        beyond = replace(candidate, device_bytes=candidate.device_bytes - most, evict_last=False)
+        return [beyond, replace(candidate, device_bytes=most)] if most else [beyond]
+
+    def limit_of(self, component: str) -> KeepLimit | None:
+        """Return up to how many bytes a component is kept."""
+        found = self.members.get(component) or self.steered.get(component)
+        return found.keep_limit if found is not None else None
+
+    def own_candidates(self, device: Device, member: Member | None) -> list[Candidate]:
+        """Return the idle components under management with bytes on a device, other than the member."""
         held_here = ((self.members.get(owner), held) for owner, held in self.ledger.by_component(device.name).items())
         now_s = self.event_log.now_s
         return [
@@ -143,11 +207,31 @@ class LiveCapacity:
                 last_use=other.last_use,
                 idle_s=now_s - other.last_use_s if other.last_use_s is not None else None,
                 evict_last=other.evict_last,
+                next_use=self.forecast.next_use(other.id),
+                reload_s_per_byte=self.reload_s_per_byte(other, device.name),
             )
             for other, held in held_here
             if other is not None and other is not member and not other.leases
             if not other.managed.forwards.is_called_unseen()
         ]
+
+    def reload_s_per_byte(self, member: Member, device: str) -> float | None:
+        """Return how long a byte of a member takes back to a device, as measured; None where that is not known."""
+        managed = member.managed
+        plan = managed.plan
+        if plan.tier == "disk":
+            speed = managed.source.bytes_per_s if managed.source is not None else None
+            return 1 / speed if speed else None
+        locked = plan.pinned_bytes / plan.host_bytes if plan.host_bytes else 0.0
+        speeds = ((locked, self.links.get(device)), (1 - locked, self.pageable_links.get(device)))
+        if any(part > 0 and not speed for part, speed in speeds):
+            return None
+        return sum(part / speed for part, speed in speeds if speed)
+
+    def moved_by_hosts(self) -> list[str]:
+        """Return the components that a host loads or moves: they move only where it expects that."""
+        hosted = [member.id for member in list(self.members.values()) if member.is_hosted]
+        return [*hosted, *(component.id for component in self.steered.components())]
 
     def computing(self, device: str, member: Member | None) -> tuple[tuple[str, int], ...]:
         """Return the components other than the member that compute and hold bytes of a device, the largest first."""
@@ -182,12 +266,15 @@ class LiveCapacity:
         capacities = []
         computing = [other.id for other in self.members.siblings(member) if other.leases] if member else []
         memory = {name: device.memory() for name, device in self.devices.items()}
+        kept = self.kept.held()
         for device in self.devices.values():
             total_bytes, free_bytes, _, allocated_bytes, _ = memory[device.name]
-            low = 0 if device.is_cpu else self.watermarks.of(device.name).low_bytes
+            low = 0 if device.is_cpu else self.mark_of(device.name).low_bytes
             idle = self.candidates(device, member) if evicts else []
             others = sum(candidate.device_bytes for candidate in idle)
+            names = {candidate.component for candidate in idle}
             own = self.ledger.held(member.id, device.name) if member else 0
+            own += sum(kept.values()) if device.is_cpu else 0  # they leave for it
             if in_pass and member is not None and device.name in member.allocated_at_entry:
                 own += max(0, allocated_bytes - member.allocated_at_entry[device.name])
             available = free_bytes + own + others - low - self.kept_for_sharing(member, device.name)
@@ -202,7 +289,7 @@ class LiveCapacity:
                     computing=self.computing(device.name, member),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                     pageable_bytes_per_s=self.pageable_links.get(device.name),
-                    lasting_bytes=sum(map(partial(self.lasting_bytes, device.name), idle)) if is_hosted else 0,
+                    lasting_bytes=sum(self.lasting_bytes(device.name, name) for name in names) if is_hosted else 0,
                     unlearned_bytes=self.unlearned(device.name, is_hosted=is_hosted),
                 )
             )
@@ -216,7 +303,9 @@ class LiveCapacity:
         pinned = 0
         if member is None and len(self.devices) > 1:
             host = HostMemory(total_bytes=memory["cpu"].total, free_bytes=memory["cpu"].free)
-            pinned = pin_limit_bytes(host, freed_bytes=freed_bytes)
+            # What the host has page-locked counts towards the same limit.
+            pinned = pin_limit_bytes(host, freed_bytes=freed_bytes + kept["pinned"]) + kept["pinned"]
+            pinned = max(0, pinned - self.steered.pinned_bytes())
         return Machine(devices=tuple(capacities), pinned_bytes=pinned, needs=needs)
 
     def replan(

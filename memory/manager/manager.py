@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
@@ -19,15 +20,29 @@ from ..planner.capacity import Machine
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.devices.ledger import Entry, Ledger
 from ..runtime.forwards.deferring_lock import DeferringLock
+from ..runtime.forwards.recording_pauses import host_recordings
 from ..transfer.devices import Device, list_devices
+from ..transfer.host_heap import give_back_heap
+from ..weights.file_origin import FileIdentity
 from .admission import Admission
+from .claims.alarm import Alarm
+from .claims.kept import EVERYTHING_KEPT, KeepLimit
+from .claims.loans import Loan
+from .departures import Departure, Departures
 from .event_log import EventLog
-from .eviction import UNLOADED_BY_HOST, EvictionPolicy, LeastRecentlyUsed
+from .eviction import UNLOADED_BY_HOST
+from .forecast import KnownComponent
+from .growth import Growth
+from .idle_limits import IdleLimits, IdleUnloading
 from .leases import Leases, write_needs
+from .lending import Lending, LendingReport
 from .live_capacity import LiveCapacity
 from .measures import Measures
 from .member import Member, Members
 from .needs_file import NeedsFile
+from .policies.candidate import EvictionPolicy
+from .policies.next_use import NextUse
+from .recovery import Recovery
 from .registry import Registry
 from .report import (
     ComponentState,
@@ -39,9 +54,14 @@ from .report import (
     component_report,
     device_report,
 )
+from .steered import Steered, SteeredComponent, SteeringHost
 from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
+
+# When what is due is looked at again while another thread has the lock, and while a run or a pass goes on.
+RETRY_S = 0.2
+RETRY_BUSY_S = 5.0
 
 
 class MemoryManager:
@@ -52,19 +72,38 @@ class MemoryManager:
 
     Args:
         needs_file: where what forwards need is remembered; None: only here.
+        devices: what is managed; None: the CPU and every accelerator. Two names may stand for one device.
     """
 
-    def __init__(self, policy: EvictionPolicy | None = None, needs_file: NeedsFile | None = None) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy | None = None,
+        needs_file: NeedsFile | None = None,
+        devices: Iterable[Device] | None = None,
+    ) -> None:
         self.lock = DeferringLock()
         self.ledger = Ledger(self.count_bytes)
-        self.devices: dict[str, Device] = {device.name: device for device in list_devices()}
+        self.devices: dict[str, Device] = {
+            device.name: device for device in (list_devices() if devices is None else devices)
+        }
         self.members = Members()
         self.event_log = EventLog()
-        self.measures = Measures(list(self.devices.values()), self.ledger, self.event_log, self.bytes_moved)
-        self.capacity = LiveCapacity(self.devices, self.members, self.measures)
-        self.admission = Admission(self.capacity, policy or LeastRecentlyUsed())
-        self.leases = Leases(self.lock, self.admission, needs_file)
+        self.steered = Steered(self.members, self.event_log)
+        self.measures = Measures(
+            list(self.devices.values()), self.ledger, self.steered, self.event_log, self.bytes_moved
+        )
+        self.capacity = LiveCapacity(self.devices, self.members, self.steered, self.measures)
+        self.admission = Admission(self.capacity, policy or NextUse())
+        self.growth = Growth(self.members, self.event_log)
+        self.idle = IdleUnloading(self.admission)
+        self.leases = Leases(self.lock, self.admission, self.idle, needs_file)
+        self.kept = self.capacity.kept
         self.registry = Registry(self.capacity, self.leases)
+        self.recovery = Recovery(self.leases)
+        self.departures = Departures(self.admission)
+        self.lending = Lending(self.admission)
+        self.alarm = Alarm(self.look)
+        self.hosts_running: list[Callable[[], bool]] = []
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())
             weakref.finalize(self, write_needs, self.capacity.needs, needs_file)  # also as the process ends
@@ -90,7 +129,7 @@ class MemoryManager:
             for place, kind, num_bytes in member.managed.count_bytes():
                 if num_bytes:
                     total[place, member.id, kind] += num_bytes
-        return total
+        return total + self.kept.count_bytes()
 
     def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
@@ -100,6 +139,142 @@ class MemoryManager:
         """
         with self.exclusive():
             self.admission.set_watermark(device, low_bytes, high_bytes)
+
+    # -- components that a host moves
+
+    def steer(self, host: SteeringHost) -> None:
+        """Steer the components that a host moves itself ([Note: steered] in `steered.py`). Idempotent."""
+        with self.exclusive():
+            if host not in self.steered.hosts:
+                self.steered.take_host(host)
+                self.admission.keep_free_in_host()
+                self.capacity.outdate_plans()
+
+    def note_use(self, component: SteeredComponent) -> None:
+        """Note that the host uses a component that it moves, and tell the host the order in which others leave."""
+        with self.exclusive():
+            self.leases.touch(component)
+            self.admission.order_steered()
+            self.measures.sample()
+
+    def keep(
+        self, components: Iterable[Member | SteeredComponent], kept: bool, limit: KeepLimit = EVERYTHING_KEPT
+    ) -> None:
+        """Evict components last (True) or in the usual order (False); hosts that move components are told, too.
+
+        Args:
+            limit: up to how many bytes of a device each of them is kept.
+
+        Raises:
+            InvalidInput: the limit exceeds a device of one of them; nothing changes then.
+        """
+        with self.exclusive():
+            found = list(components)
+            for component in found if kept else ():
+                self.departures.refuse_limit(component, limit)
+            for component in found:
+                component.keep(kept, limit)
+            self.admission.order_steered()
+
+    def find(self, component_id: str) -> Member | SteeredComponent:
+        """Return a component by its id in the report. Raises `InvalidInput`."""
+        with self.exclusive():
+            return self.departures.find(component_id)
+
+    def release_from(
+        self, component: Member | SteeredComponent, device: str | None = None, *, reason: str
+    ) -> list[Departure]:
+        """Take one component off a device, or off all, now; it stays under management (`Departures.release`)."""
+        with self.exclusive():
+            self.leases.recover_abandoned(None)
+            return self.departures.release(component, device, reason=reason)
+
+    def release_between_runs(
+        self, component: Member | SteeredComponent, device: str | None = None, *, reason: str
+    ) -> list[Departure]:
+        """As `release_from`, for other threads than the one that runs prompts.
+
+        Raises:
+            UnsafeState: a run is open.
+        """
+        with self.exclusive():  # a run that begins now waits until this has ended
+            if self.is_in_run():
+                raise UnsafeState("a prompt is running; cancel it, or wait until it ends")
+            return self.release_from(component, device, reason=reason)
+
+    def lend(self, num_bytes: int, seconds: float, device: str | None = None) -> LendingReport:
+        """Keep so many bytes of a device free for another program, for a while (`Lending.lend`).
+
+        While a run is open what its host loads or moves stays; it leaves when the node that runs now ends.
+        """
+        with self.exclusive():
+            self.leases.recover_abandoned(None)
+            moves_hosted = not self.is_in_run()
+            found = self.lending.find_device(device)
+            report = self.lending.lend(found, num_bytes, seconds, moves_hosted=moves_hosted)
+        self.alarm.set(seconds)
+        return report
+
+    def take_back(self, device: str | None = None) -> Loan:
+        """End what `lend` began, before its time is up (`Lending.give_back`)."""
+        with self.exclusive():
+            return self.lending.give_back(self.lending.find_device(device))
+
+    # -- what is idle
+
+    def set_idle_limits(self, limits: IdleLimits) -> None:
+        """Keep so many components loaded, and unload those that were idle for so long; takes effect at once.
+
+        What a host loads or moves leaves between runs only.
+        """
+        with self.exclusive():
+            self.idle.take(limits)
+            self.idle.trim(moves_hosted=not self.is_in_run())
+        self.alarm.set(self.look())
+
+    def ask_before_moving(self, is_running: Callable[[], bool]) -> None:
+        """Move what a host loads only while this says that the host runs nothing; asked beside our own runs."""
+        if is_running not in self.hosts_running:
+            self.hosts_running.append(is_running)
+
+    def is_in_run(self) -> bool:
+        """Whether a run is open here or in a host."""
+        return self.event_log.is_running or any(is_running() for is_running in self.hosts_running)
+
+    def look(self) -> float | None:
+        """Do what is due: end loans, unload what is idle; nothing moves during a run or a pass.
+
+        Never waits. Returns the seconds until it is to be called again, None where nothing is left to do.
+        """
+        with self.lock.exclusive_now() as is_ours:
+            if not is_ours:
+                return RETRY_S
+            self.lending.end_overdue()
+            dues = [loan.until_s - self.event_log.now_s for loan in self.capacity.loans.running()]
+            if self.idle.limits.idle_s is not None:
+                if not self.is_in_run() and not self.leases.leased:
+                    self.idle.unload_idle()
+                    dues.append(max(RETRY_S, self.idle.due_s() or self.idle.limits.idle_s))
+                else:
+                    dues.append(min(RETRY_BUSY_S, max(RETRY_S, self.idle.limits.idle_s)))
+        return min(dues, default=None)
+
+    def note_unload(self, component: SteeredComponent, freed_bytes: Mapping[str, int]) -> None:
+        """Note that the host took a component that it moves off its devices."""
+        with self.exclusive():
+            for device, num_bytes in freed_bytes.items():
+                if num_bytes:
+                    self.event_log.note(
+                        "evict",
+                        component.id,
+                        num_bytes,
+                        device,
+                        UNLOADED_BY_HOST,
+                        component_kind=component.kind,
+                        to="host",
+                    )
+            self.capacity.outdate_plans()
+            self.measures.sample()
 
     # -- members
 
@@ -129,6 +304,16 @@ class MemoryManager:
             member.discard_weights()
         self.remove(member)
 
+    def find_kept(self, file: FileIdentity) -> dict[str, torch.Tensor]:
+        """Return the weights of a file that are kept, by their names there (`KeptWeights.find`)."""
+        with self.exclusive():
+            return self.kept.find(file)
+
+    def drop_kept(self, reason: str) -> int:
+        """Drop all kept weights; returns the bytes of RAM that are free again."""
+        with self.exclusive():
+            return self.kept.drop_all(reason)
+
     def has(self, member: Member) -> bool:
         """Whether a component is under management, and not released."""
         return self.members.has(member)
@@ -157,6 +342,7 @@ class MemoryManager:
             self.refuse_computing(self.members.values())
             for member in sorted(self.members.values(), key=lambda member: member.rank, reverse=True):
                 self.remove(member)
+            self.kept.drop_all("released")
 
     def plans(self) -> dict[str, ComponentPlan]:
         """Return the plan of every component by its id; takes no lock."""
@@ -166,6 +352,31 @@ class MemoryManager:
         """Return what a newcomer may plan with now, in live numbers (`LiveCapacity.machine`)."""
         with self.exclusive():
             return self.capacity.machine(None, freed_bytes=freed_bytes, is_hosted=is_hosted)
+
+    @property
+    def workflow_id(self) -> str | None:
+        """The workflow of the open node; None outside of nodes."""
+        return self.measures.node.workflow_id if self.measures.node else None
+
+    def known_components(self) -> list[KnownComponent]:
+        """Return what hosts find every component by, those that they move themselves too; takes no lock."""
+        ours = [
+            KnownComponent(
+                id=member.id,
+                name=member.name,
+                kind=member.managed.component.kind,
+                node_id=member.node_id,
+                workflow_id=member.workflow_id,
+            )
+            for member in list(self.members.values())
+        ]
+        steered = []
+        for other in self.steered.components():
+            node_id, workflow_id = other.asked_by()
+            steered.append(
+                KnownComponent(id=other.id, name=other.name, kind=other.kind, node_id=node_id, workflow_id=workflow_id)
+            )
+        return [*ours, *steered]
 
     # -- leases
 
@@ -215,6 +426,15 @@ class MemoryManager:
             self.leases.touch(member)
             self.leases.admit(member, ceilings)
 
+    def computing(self, module: nn.Module) -> Member | None:
+        """Return the component whose pass this thread runs and that was entered through a module; takes no lock."""
+        return self.recovery.computing(module)
+
+    def make_room_in_pass(self, member: Member, error: BaseException, put_back: Callable[[], None]) -> bool:
+        """Make room for another try of this thread's pass of a hosted component (`Recovery.make_room`)."""
+        with self.exclusive(), host_recordings.paused():
+            return self.recovery.make_room(member, error, put_back)
+
     def planned_bytes(self, member: Member, device: str) -> int:
         """Return the bytes that a component would take of a device now: of the free, its own and the idle ones."""
         with self.exclusive():
@@ -228,9 +448,12 @@ class MemoryManager:
         with self.exclusive():
             held = self.ledger.bytes_by_place(member.id)
             if member.managed.unload():
+                kind, to = member.managed.component.kind, member.managed.plan.tier
                 for share in member.managed.shares:
                     name = share.device.name
-                    self.event_log.note("evict", member.id, held.get(name, 0), name, UNLOADED_BY_HOST)
+                    self.event_log.note(
+                        "evict", member.id, held.get(name, 0), name, UNLOADED_BY_HOST, component_kind=kind, to=to
+                    )
             self.capacity.outdate_plans()
             self.measures.sample()
 
@@ -240,7 +463,7 @@ class MemoryManager:
         num_bytes: int,
         reason: str,
         *,
-        exclude: Collection[Member] = (),
+        exclude: Collection[str] = (),
         allow_unrunnable: bool = True,
     ) -> int:
         """Evict idle components until so many bytes of a device are free again, as `Admission.free_memory`."""
@@ -250,15 +473,33 @@ class MemoryManager:
             )
 
     def free_idle(self, reason: str) -> dict[str, int]:
-        """Evict every idle component and return the driver its memory; returns the bytes freed of each accelerator."""
+        """Evict every idle component, and return the driver and the system their memory.
+
+        Returns the bytes freed of each accelerator.
+        """
+        self.drop_kept(reason)
         freed = {}
         for device in self.devices.values():
             if not device.is_cpu:
                 freed[device.name] = self.free_memory(device.name, device.total_bytes(), reason)
                 device.empty_cache()
+        give_back_heap()
         return freed
 
     # -- runs, nodes, report
+
+    def foresee(self, steps: Iterable[Collection[str]], num_running: int = 1) -> None:
+        """Take which components the steps to come use, the step that runs now first ([Note: steps] in `forecast.py`).
+
+        Hosts that move components get the new order in which these leave. Moves nothing.
+
+        Args:
+            steps: the ids of each step's components; an id that is unknown here is no error.
+            num_running: how many of the first steps are of the node that runs now.
+        """
+        with self.exclusive():
+            if self.capacity.forecast.foresee(steps, num_running):
+                self.admission.order_steered()
 
     def begin_run(self, run_id: str, name: str) -> None:
         """A prompt execution begins; plans are looked at again with the memory there is now."""
@@ -267,12 +508,18 @@ class MemoryManager:
             self.capacity.outdate_plans()
             for member in self.members.values():
                 self.capacity.end_run(member)
+            self.capacity.trim_kept()
             self.measures.begin_run(run_id, name)
+            self.admission.keep_marks()
 
     def end_run(self) -> None:
         with self.exclusive():
             self.recover()
+            if self.event_log.is_running:
+                self.growth.end_run(self.event_log.runs[-1].name, self.measures.used_in_run)
+                self.admission.keep_marks()
             self.measures.end_run()
+            self.idle.trim(moves_hosted=True)
             self.ledger.check()
         self.leases.remember()
 
@@ -284,6 +531,7 @@ class MemoryManager:
 
     def begin_node(self, node_id: str, title: str, *, workflow_id: str | None = None) -> None:
         with self.exclusive():
+            self.lending.settle()
             self.measures.begin_node(node_id, title, workflow_id)
 
     def end_node(self) -> dict[str, Any]:
@@ -292,11 +540,16 @@ class MemoryManager:
             node = self.measures.node
             if node is None:
                 return {}
+            self.capacity.trim_kept()
             tiers: Counter[str] = Counter()
             for member in self.members.values():
                 # Equal node ids in two workflows are two nodes.
                 if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
                     tiers.update(self.ledger.bytes_by_place(member.id))
+            for other in self.steered.components():
+                if other.asked_by() == (node.node_id, node.workflow_id):
+                    tiers.update({**other.device_bytes(), **other.host_bytes()})
+            self.measures.steered_by_node()
             report = self.measures.end_node(node, dict(tiers))
             told = asdict(report)
             devices = [asdict(device) for device in self.device_reports()]
@@ -323,6 +576,8 @@ class MemoryManager:
                 none if device.is_cpu else self.capacity.watermarks.of(name),
                 self.ledger,
                 self.measures.peaks[name],
+                sum(self.steered.by_component(name).values()),
+                self.capacity.loans.describe(name),
             )
             for name, device in self.devices.items()
         ]
@@ -351,9 +606,10 @@ class MemoryManager:
         states = [ComponentState(member) for member in self.members.values()]
         ledger, devices = self.ledger.copy(), self.device_reports()
         copied = {"nodes": list(nodes), "runs": list(runs), "events": list(events)}
+        others = [*self.steered.reports(), *self.kept.reports()]
 
         def report() -> Report:
-            components = [component_report(state, ledger) for state in states]
+            components = [*(component_report(state, ledger) for state in states), *others]
             return Report(devices=devices, components=components, samples=[], **copied)  # type: ignore[arg-type]
 
         return report

@@ -10,6 +10,7 @@ from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device
 from .event_log import EventLog
 from .report import NodeReport
+from .steered import Steered
 
 __all__ = ["Measures", "OpenNode"]
 
@@ -28,6 +29,12 @@ class OpenNode:
     peaks: Counter[str] = field(default_factory=Counter)
     activations: Counter[str] = field(default_factory=Counter)
     weights: Counter[str] = field(default_factory=Counter)
+    components: dict[str, None] = field(default_factory=dict)
+    """The components that it used, in the order of their first use."""
+
+    def note_component(self, component: str) -> None:
+        """Note a component that it uses."""
+        self.components[component] = None
 
     def note_peak(self, device: str, num_bytes: int) -> None:
         """Note what was allocated on a device; the most counts, as in the two below."""
@@ -71,10 +78,16 @@ class Measures:
     """
 
     def __init__(
-        self, devices: Sequence[Device], ledger: Ledger, event_log: EventLog, bytes_moved: Callable[[], int]
+        self,
+        devices: Sequence[Device],
+        ledger: Ledger,
+        steered: Steered,
+        event_log: EventLog,
+        bytes_moved: Callable[[], int],
     ) -> None:
         self.devices = {device.name: device for device in devices if not device.is_cpu}
         self.ledger = ledger
+        self.steered = steered
         self.event_log = event_log
         self.timeline = event_log.timeline
         self.bytes_moved = bytes_moved
@@ -85,6 +98,8 @@ class Measures:
         self.peaks: Counter[str] = Counter()
         """The most that was allocated on each device since the start."""
         self.moved_before_run = 0
+        self.used_in_run: set[str] = set()
+        """The components that computed in the open run."""
 
     # -- looks at devices
 
@@ -103,15 +118,20 @@ class Measures:
         _, allocated, peak = device.allocator_bytes()
         device.reset_peak()
         held, weights = self.ledger.by_component(name), self.ledger.used(name)
-        self.peaks[name] = max(self.peaks[name], peak)
+        paged = 0
+        if self.steered.hosts:
+            held = {**held, **self.steered.by_component(name)}
+            paged = self.steered.paged_bytes(name)  # pages lie beside the allocator: it counts none of them
+        in_all = peak + paged
+        self.peaks[name] = max(self.peaks[name], in_all)
         if self.node is not None:
-            self.node.note_peak(name, peak)
+            self.node.note_peak(name, in_all)
         # What was loaded or evicted since the last look is no activation.
         beside = peak - max(weights, self.weights_before.get(name, 0))
         self.weights_before[name] = weights
         for interval in self.intervals.values():
             interval.note(name, beside)
-        self.timeline.add(round(self.event_log.now_s, 6), name, held, allocated, peak, always=always)
+        self.timeline.add(round(self.event_log.now_s, 6), name, held, allocated + paged, in_all, always=always)
         return allocated
 
     # -- intervals
@@ -138,6 +158,7 @@ class Measures:
 
     def begin_run(self, run_id: str, name: str) -> None:
         self.end_run()
+        self.used_in_run.clear()
         self.moved_before_run = self.bytes_moved()
         self.event_log.note_run(run_id, name)
         self.sample(always=True)
@@ -155,6 +176,7 @@ class Measures:
 
     def begin_node(self, node_id: str, title: str, workflow_id: str | None) -> None:
         self.sample()
+        self.event_log.enter_node(node_id)
         self.node = OpenNode(
             node_id=node_id,
             title=title,
@@ -166,9 +188,23 @@ class Measures:
 
     def used_by_node(self, component: str) -> None:
         """Count a component's bytes on devices for the open node, which uses it."""
+        if self.event_log.is_running:
+            self.used_in_run.add(component)
         if self.node is not None:
+            self.node.note_component(component)
             for name in self.devices:
                 self.node.note_weights(name, self.ledger.held(component, name))
+
+    def steered_by_node(self) -> None:
+        """Count for the open node the components that it used and the host moves."""
+        node = self.node
+        if node is None:
+            return
+        for component in self.steered.components():
+            if component.last_use_s is not None and component.last_use_s >= node.begin_s:
+                node.note_component(component.id)
+                for device, num_bytes in component.device_bytes().items():
+                    node.note_weights(device, num_bytes)
 
     def needed_by_node(self, device: str, activation_bytes: int) -> None:
         """Count for the open node what a forward needed of a device beside what was there."""
@@ -179,6 +215,7 @@ class Measures:
         """Close the open node and enter its report, which is returned."""
         self.sample()
         self.node = None
+        self.event_log.enter_node(None)
         report = NodeReport(
             node_id=node.node_id,
             title=node.title,
@@ -190,6 +227,7 @@ class Measures:
             activation_bytes={name: node.activations[name] for name in self.devices},
             bytes_moved=self.bytes_moved() - node.moved_before,
             tiers=tiers,
+            components=list(node.components),
         )
         self.event_log.note_node(report)
         return report

@@ -6,16 +6,18 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import nn
 
 from ..options.placement import SplitRatio
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
+from ..runtime.blocks.pristine_slab import KnownOrigins
 from ..runtime.forwards.input_size import Size
 from ..runtime.managed_component import ManagedComponent
 from ..runtime.packing import Ending
+from .claims.kept import EVERYTHING_KEPT, KeepLimit
 
 __all__ = ["Choices", "Member", "Members"]
 
@@ -34,6 +36,8 @@ class Member:
         rank: of the members that hold a weight, the one with the lowest rank owns it.
         choices: the placement, profile and precision that were chosen for it, to compare with another call's.
         patterns: what a block is, by component, where structure does not tell.
+        reasons: what was decided for it before it was planned, such as what moves it.
+        origins: what its weights were read from.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Member:
         rank: int,
         choices: Choices,
         patterns: Mapping[str, str] | None,
+        reasons: Iterable[str] = (),
+        origins: KnownOrigins | None = None,
     ) -> None:
         self.id = member_id
         self.name = name
@@ -58,6 +64,8 @@ class Member:
         self.rank = rank
         self.choices = choices
         self.patterns = patterns
+        self.reasons = tuple(reasons)
+        self.origins: KnownOrigins = origins or {}
         self.managed: ManagedComponent
         self.call: WeakSet[Member] = WeakSet([self])
         """The members that came with the same call of `Registry.add`: they share a profile's budget for a device."""
@@ -70,9 +78,12 @@ class Member:
         self.num_holders = 1
         """The number of calls of `Registry.add` that returned it and have not released it."""
         self.evict_last = False
-        """It leaves a device only when nothing else is left to evict."""
+        """It leaves a device only when nothing else is left to evict, up to its limit."""
+        self.keep_limit = EVERYTHING_KEPT
         self.ending = Ending.RESTORED
         """What its module gets when it is released: ordinary weights, or none if the module is no longer used."""
+        self.leaves_weights = False
+        """Its module is not used any more: released, its weights may be kept ([Note: kept weights])."""
         self.leases: set[object] = set()
         """What keeps it from being evicted now: passes, and leases for other uses."""
         self.last_use = 0
@@ -95,6 +106,10 @@ class Member:
         """The input sizes of passes that failed because another program took memory: only the first time is excused."""
         self.num_passes = 0
         """The completed passes outside of runs, up to as many as count as a run."""
+        self.evicted_bytes = 0
+        """What was evicted of it since it was loaded last."""
+        self.returns: list[int] = []
+        """The numbers of the last runs in which it was loaded again after it had been evicted."""
         self.digest: str | None = None
         """The digest of its component's content, once it was asked for."""
         self.block_seconds: dict[int, float] | None = None
@@ -118,9 +133,9 @@ class Member:
         """Set the function that is called before each use and may refuse it; None for none."""
         self.look = look
 
-    def keep(self, kept: bool) -> None:
-        """Evict it last (True), or in the usual order (False)."""
-        self.evict_last = kept
+    def keep(self, kept: bool, limit: KeepLimit = EVERYTHING_KEPT) -> None:
+        """Evict it last (True) up to a limit, or in the usual order (False)."""
+        self.evict_last, self.keep_limit = kept, limit
 
     def note_use(self, number: int, now_s: float) -> None:
         """Note that it is used now.
@@ -146,6 +161,21 @@ class Member:
         """Note the bytes of a device that others than torch's allocator have while it is planned."""
         self.foreign_at_plan[device] = num_bytes
 
+    def note_evicted(self, num_bytes: int) -> None:
+        """Note that bytes of it were evicted for others."""
+        self.evicted_bytes += num_bytes
+
+    def take_evicted(self) -> int:
+        """Return what was evicted since it was loaded last; it is loaded now."""
+        lost, self.evicted_bytes = self.evicted_bytes, 0
+        return lost
+
+    def note_return(self, run: int, since: int) -> list[int]:
+        """Note a run in which it was loaded after an eviction; returns those runs, not before ``since``."""
+        self.returns = [earlier for earlier in self.returns if earlier >= since]
+        self.returns.append(run)
+        return self.returns
+
     def note_planned(self, epoch: int) -> None:
         """Note the epoch of `LiveCapacity` in which it was planned."""
         self.planned_in_epoch = epoch
@@ -161,6 +191,11 @@ class Member:
     def discard_weights(self) -> None:
         """Note that its module is not used any more: released, it gets no weights back."""
         self.ending = Ending.DISCARDED
+        self.leave_weights()
+
+    def leave_weights(self) -> None:
+        """Note that its module is not used any more, as far as its owner knows."""
+        self.leaves_weights = True
 
     # -- its managed component, and what is decided for it
 
@@ -217,6 +252,10 @@ class Member:
         """Note that a device had too little memory to load it as planned: next time it gets the least form."""
         self.short_on.add(device)
 
+    def forget_failed_load(self, device: str) -> None:
+        """Note that a device may be short of memory no more."""
+        self.short_on.discard(device)
+
     def count_pass(self) -> bool:
         """Count a pass outside of runs; returns True, and starts again, each time that enough passes count as a run."""
         self.num_passes = (self.num_passes + 1) % PASSES_OF_A_RUN
@@ -241,6 +280,8 @@ class Members(dict[str, Member]):
         """The members that no host manages, by the ids of their modules."""
         self.prefixed: defaultdict[str, set[str]] = defaultdict(set)
         """The ids of members by the part before the first slash."""
+        self.others: dict[str, ref[object]] = {}
+        """What has a name in the books and is no member, by that name; takes no lock, so each change is one step."""
 
     def has(self, member: Member) -> bool:
         """Whether a component is under management, and not released."""
@@ -270,7 +311,18 @@ class Members(dict[str, Member]):
     def free_name(self, wanted: str) -> str:
         """Return a name that no component, and no group before a slash, has yet."""
         candidates = itertools.chain([wanted], (f"{wanted}#{number}" for number in itertools.count(2)))
-        return next(name for name in candidates if name not in self and name not in self.prefixed)
+        others = {name for name, owner in list(self.others.items()) if owner() is not None}
+        return next(name for name in candidates if not (name in self or name in self.prefixed or name in others))
+
+    def name_other(self, wanted: str, owner: object) -> str:
+        """Give what is no member a name that nothing else has, as long as it exists; returns the name."""
+        mine = ref(owner)
+        for name, other in list(self.others.items()):
+            if other() is None:
+                self.others.pop(name, None)
+        while self.others.setdefault(name := self.free_name(wanted), mine) is not mine:
+            pass  # another thread took the name meanwhile
+        return name
 
     def siblings(self, member: Member) -> list[Member]:
         """Return the other members that came under management by the same call."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from ..units import GIB, KIB, MIB
+from ..units import GIB, KIB, MIB, format_bytes
 
-__all__ = ["Shortage", "add_line", "read_shortage"]
+__all__ = ["Shortage", "add_line", "read_shortage", "tell_holders"]
 
 UNITS = {"": 1, "bytes": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 AMOUNT = r"(\d{1,15}(?:\.\d+)?)\s*(bytes|[KMG]iB|B)\b"
@@ -28,6 +29,8 @@ DEVICE = re.compile(r"GPU (\d{1,3}) has|on device (\d{1,3})|^\w+:(\d{1,3}) out o
 HOST = re.compile(r"pinned memory|cudaHostAlloc|host memory|CPUAllocator", re.IGNORECASE)
 LIBRARIES = re.compile(r"CUDA error: out of memory|HIP error: out of memory|CU(BLAS|DNN|SOLVER)_STATUS_ALLOC_FAILED")
 MAX_CAUSES = 8
+# The most components that a message names.
+MOST_NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +87,24 @@ def read_held(text: str) -> int | None:
 def read_amount(pattern: re.Pattern[str], text: str) -> int | None:
     found = pattern.search(text)
     return int(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def tell_holders(total_bytes: int, free_bytes: int, components: Mapping[str, int], tensor_bytes: int) -> str:
+    """Say what holds the memory of a device, so that all parts add up to its size.
+
+    Args:
+        components: the bytes that the manager counts for each component.
+        tensor_bytes: what else torch's allocator in this process has in tensors, such as activations.
+    """
+    largest = sorted(components.items(), key=lambda entry: -entry[1])
+    parts = [(name, held) for name, held in largest[:MOST_NAMED] if held]
+    rest = largest[MOST_NAMED:]
+    parts.append((f"{len(rest)} other components", sum(held for _, held in rest)))
+    parts.append(("activations and other tensors", tensor_bytes))
+    others = total_bytes - free_bytes - sum(components.values()) - tensor_bytes
+    parts.append(("the driver and other programs", others))
+    held = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts if num_bytes > 0]
+    return f"of {format_bytes(total_bytes)}: {', '.join([*held, f'free {format_bytes(max(0, free_bytes))}'])}"
 
 
 def add_line(error: BaseException, line: str) -> None:

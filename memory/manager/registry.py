@@ -12,6 +12,7 @@ from ..options.placement import Placement, PlacementItem, SplitRatio
 from ..options.precision import Precision
 from ..options.profile import OffloadProfile
 from ..planner.plan import ComponentPlan, Plan
+from ..runtime.blocks.pristine_slab import KnownOrigins
 from ..runtime.holders import find_sharers
 from ..runtime.managed_component import ManagedComponent, Phase
 from ..runtime.packing import Ending
@@ -35,6 +36,7 @@ class Registry:
 
     def __init__(self, capacity: LiveCapacity, leases: Leases) -> None:
         self.capacity = capacity
+        self.kept = capacity.kept
         self.leases = leases
         self.members = capacity.members
         self.ledger = capacity.ledger
@@ -60,6 +62,8 @@ class Registry:
         patterns: Mapping[str, str] | None = None,
         is_hosted: bool = False,
         draft: Draft | None = None,
+        reasons: Sequence[str] = (),
+        origins: Mapping[str, KnownOrigins] | None = None,
     ) -> tuple[list[Member], Plan]:
         """Take modules under management: plan, pack in host memory, hook. All of them or none.
 
@@ -69,6 +73,8 @@ class Registry:
             patterns: what a block is, by component (`find_blocks`), where structure does not tell.
             is_hosted: a host decides when they come (`load`) and go (`unload`).
             draft: their components and plan, made before with the same choices.
+            reasons: what was decided for them before they were planned, for the report.
+            origins: by component, what its weights were read from.
         """
         refuse_unknown("files of", sources or {}, modules)
         refuse_unknown("blocks of", patterns or {}, modules)
@@ -117,6 +123,8 @@ class Registry:
                 rank=next(self.ranks),
                 choices=choices[component],
                 patterns=patterns,
+                reasons=reasons,
+                origins=(origins or {}).get(component, {}),
             )
             by_id = self.members | {other.id: other for other in members.values()}
             member.borrow_from(by_id[owner] for owner in common.get(component, NOTHING_SHARED).owners)
@@ -124,6 +132,7 @@ class Registry:
                 member.come_with(other)
             members[component] = member
         described = {component.name: component for component in components}
+        self.capacity.make_lockable(sum(plan[name].pinned_bytes for name in ranked), bytes_in_ram(new.values()))
         self.join(
             [(members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked],
             sharers,
@@ -363,6 +372,7 @@ class Registry:
         managed, plan = member.managed, member.managed.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             self.refuse_unsuitable(member, managed.module, managed.component, managed.source, sharers)
+        managed.packing.start_from(member.origins, self.kept.slabs() if member.origins else ())
         try:
             managed.attach(self.leases.show_progress(member, managed.packing.to_pack()) if tells else None)
             self.members.enter(member)
@@ -370,7 +380,8 @@ class Registry:
             if member.id not in self.members:
                 managed.detach(Ending.TAKEN_BACK)
             raise
-        for reason in plan.reasons:
+        self.kept.hand_over(member)
+        for reason in (*member.reasons, *plan.reasons):
             self.event_log.note("plan", member.id, 0, plan.shares[0].device, reason)
         self.leases.note_refusal(member)
 
@@ -392,6 +403,10 @@ class Registry:
         for place, num_bytes in freed.items():
             self.event_log.note("release", member.id, num_bytes, place, "released")
         self.measures.sample()
+        pristine = member.managed.packing.take_pristine()
+        if member.leaves_weights and self.event_log.is_running:
+            self.kept.keep(member, pristine)
+            self.capacity.trim_kept()
         if error is not None:
             raise error
         assert not self.ledger.bytes_by_place(member.id), self.ledger.bytes_by_place(member.id)

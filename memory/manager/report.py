@@ -33,7 +33,8 @@ REPORT_VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One thing that happened, ``t_s`` after the start; kinds: plan, load, evict, release, watermark, error."""
+    """One thing that happened, ``t_s`` after the start; kinds: plan, load, evict, release, keep, reuse, drop,
+    watermark, lend, limits, error."""
 
     t_s: float
     kind: str
@@ -41,6 +42,14 @@ class Event:
     bytes: int
     device: str
     reason: str
+    component_kind: str = ""
+    """What the component is: diffusion, text, vae and so on."""
+    to: str = ""
+    """Where evicted weights rest: the tier."""
+    run_id: str = ""
+    """The run in which it happened; empty outside of runs."""
+    node_id: str | None = None
+    """The node that ran then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +69,11 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceReport:
-    """A device now. ``managed_bytes`` is the ledger's sum, ``other_bytes`` what the driver counts as used beyond it.
+    """A device now. ``managed_bytes`` is the sum of all components, whichever engine moves them; ``other_bytes`` is
+    what the driver counts beyond it.
 
-    ``peak_bytes`` is the most that torch had allocated since the manager was made: it resets the device's own peak.
+    ``peak_bytes`` is the most that torch had allocated since the manager was made, which resets the device's own peak,
+    with the pages of the host's components that were there when it was read.
     """
 
     name: str
@@ -72,6 +83,8 @@ class DeviceReport:
     managed_bytes: int
     other_bytes: int
     peak_bytes: int = 0
+    lent: dict[str, Any] | None = None
+    """What of it is lent to another program: ``num_bytes``, ``missing_bytes`` not taken yet, ``left_s``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,8 +105,13 @@ class ComponentReport:
     in_effect: bool
     leased: bool
     last_use_s: float | None
-    bytes_moved: int
+    bytes_moved: int | None
+    """None where the host moves it and does not tell."""
     plan: dict[str, Any]
+    engine: str = "blocks"
+    """What moves its weights: ``blocks``, this manager; ``dynamic``, its host's memory manager, which is steered
+    ([Note: steered] in `steered.py`); ``core``, its host or another pack, and its bytes are only counted; ``kept``,
+    nothing: a component that left had them ([Note: kept weights] in `kept_weights.py`)."""
     num_compiles: int | None = None
     uncompiled_blocks: dict[str, int] | None = None
 
@@ -104,7 +122,8 @@ class NodeReport:
 
     ``weights_bytes`` is the most that a component which it used had on a device, ``activation_bytes`` the most that a
     forward of one needed beside what was there, and ``peak_bytes`` the most that was allocated in all.
-    ``tiers`` says where the components that this node loaded are now.
+    ``tiers`` says where the components that this node loaded are now. ``components`` are those it computed with, in the
+    order of their first use.
     """
 
     node_id: str
@@ -117,6 +136,7 @@ class NodeReport:
     activation_bytes: dict[str, int]
     bytes_moved: int
     tiers: dict[str, int]
+    components: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,8 +207,16 @@ def parts_of(report: Mapping[str, Any], only: str | None) -> dict[str, Any]:
     return {name: part for name, part in report.items() if name in (*wanted, "version")}
 
 
-def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: int) -> DeviceReport:
-    memory, managed = device.memory(), ledger.used(device.name)
+def device_report(
+    device: Device,
+    mark: Watermark,
+    ledger: Ledger,
+    peak_bytes: int,
+    steered_bytes: int = 0,
+    lent: dict[str, Any] | None = None,
+) -> DeviceReport:
+    """Return the report of a device; ``steered_bytes`` are those of components that the host moves."""
+    memory, managed = device.memory(), ledger.used(device.name) + steered_bytes
     return DeviceReport(
         name=device.name,
         total_bytes=memory.total,
@@ -197,6 +225,7 @@ def device_report(device: Device, mark: Watermark, ledger: Ledger, peak_bytes: i
         managed_bytes=managed,
         other_bytes=max(0, memory.total - memory.free - managed),
         peak_bytes=max(peak_bytes, memory.peak),
+        lent=lent,
     )
 
 
@@ -242,7 +271,7 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         leased=state.is_leased,
         last_use_s=state.last_use_s,
         bytes_moved=state.bytes_moved,
-        plan=plan.to_json(),
+        plan={**plan.to_json(), "reasons": [*member.reasons, *plan.reasons]},
         num_compiles=state.num_compiles,
         uncompiled_blocks=state.uncompiled_blocks,
     )

@@ -20,7 +20,7 @@ __all__, __getattr__ = lazy_names(
             "names_device",
             "parse_placement",
         ],
-        "budget": ["BudgetItem", "exact_size"],
+        "budget": ["BudgetItem", "exact_size", "parse_size"],
         "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "covers", "parse_profile"],
         "profile_arguments": ["build_profile"],
         "precision": ["BY_PROFILE", "DEFAULT_PRECISION", "Precision", "parse_precision", "precision_names"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from weakref import WeakSet
+from weakref import ref
 
 from torch import nn
 
@@ -16,8 +16,29 @@ from .weight_places import WeightPlaces
 
 __all__ = ["attached", "find_holders", "find_sharers", "refuse_managed"]
 
-attached: WeakSet[WeightPlaces] = WeakSet()
-"""The weight places of all components with hooks in place, of every manager."""
+
+class Attached:
+    """The weight places of all components with hooks in place, of every manager; weakly referenced.
+
+    Managers have a lock each, and finalizers take none. So a change, and the copy that is iterated, are one step each
+    of a plain dict; a `WeakSet` is iterated in many steps, and fails if another thread adds to it meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, ref[WeightPlaces]] = {}
+
+    def add(self, places: WeightPlaces) -> None:
+        known, key = self.places, id(places)
+        known[key] = ref(places, lambda _: known.pop(key, None))
+
+    def discard(self, places: WeightPlaces) -> None:
+        self.places.pop(id(places), None)
+
+    def __iter__(self) -> Iterator[WeightPlaces]:
+        return (places for known in list(self.places.values()) if (places := known()) is not None)
+
+
+attached = Attached()
 
 
 def find_sharers(modules: Iterable[nn.Module]) -> list[WeightPlaces]:
@@ -35,7 +56,7 @@ def find_sharers(modules: Iterable[nn.Module]) -> list[WeightPlaces]:
 
 def find_holders(ids: AbstractSet[int]) -> list[WeightPlaces]:
     """Return all that have hooks in place, of every manager, and any of these objects. Looks at each of them."""
-    return [places for places in list(attached) if places.has_any(ids)]
+    return [places for places in attached if places.has_any(ids)]
 
 
 def has_other_holders(trees: Iterable[Structure]) -> bool:
@@ -60,6 +81,6 @@ def refuse_managed(module: nn.Module) -> None:
         UnsafeState: any of them is managed.
     """
     weights = {id(parameter) for parameter in module.parameters()}
-    for places in list(attached):
+    for places in attached:
         if any(id(parameter) in weights for parameter in places.module.parameters()):
             raise UnsafeState(f"{places.owner} is managed: release it before loading other weights into it")

@@ -37,6 +37,7 @@ from .holders import attached
 from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
 from .tensors.deep_copies import OwnHook
+from .tensors.parameter_slots import ParameterSlot
 from .tensors.recomputing import in_backward
 from .tensors.reported_device import Asked
 from .weight_places import WeightPlaces
@@ -164,6 +165,13 @@ class ManagedComponent:
     @property
     def groups(self) -> list[WeightGroup]:
         return [group for share in self.shares for group in share.groups]
+
+    @property
+    def buffers(self) -> list[ParameterSlot]:
+        """The buffers of its own, other than quantized ones."""
+        if not self.component.buffers:
+            return []
+        return [slot for group in self.groups for slot in group.slots if slot.is_plain_buffer]
 
     @property
     def bytes_moved(self) -> int:
@@ -357,8 +365,7 @@ class ManagedComponent:
         self.passes.recover_for(None)
         self.finish_copies()
         for share in self.shares:
-            if share.streamer is not None:
-                share.streamer.area.forget()
+            share.forget_staged()
 
     def read_group(self, group: WeightGroup) -> None:
         """Read a group that rests in its file into RAM, for other code to use. Raises as `ReadOnUse`."""

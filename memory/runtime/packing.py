@@ -12,12 +12,14 @@ from ..errors import InvalidInput
 from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
+from ..transfer.copy_stream import CopyStream
 from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .blocks.added_layers import return_to_host
 from .blocks.bundle import Bundle
+from .blocks.pristine_slab import KnownOrigins, PristineSlab, find_origins, lying_in, slab_of
 from .blocks.unpacking import discard, unpack
 from .blocks.weight_group import WeightGroup
 from .blocks.weight_store import FileStore, HostStore
@@ -81,6 +83,12 @@ class Packing:
         )
         """The weights that came under management without memory."""
         self.written = WrittenWeights(source)
+        self.origins: KnownOrigins = {}
+        """What weights that are not packed yet were read from."""
+        self.filled: Sequence[PristineSlab] = ()
+        """Slabs in which groups may lie already."""
+        self.pristine: list[PristineSlab] = []
+        """After the end, slabs whose weights are as their files have them."""
         self.left: list[Bundle] = []
         """Packed blocks that wait for the managed component which goes on with them; the same list for both."""
         if after is not None:
@@ -106,6 +114,10 @@ class Packing:
         for group in self.groups:
             if group.at_rest.store is None:
                 group.measure()
+
+    def start_from(self, origins: KnownOrigins, filled: Sequence[PristineSlab]) -> None:
+        """Set what the weights were read from, and the slabs in which some of them may lie as they would be packed."""
+        self.origins, self.filled = origins, filled
 
     def to_pack(self) -> int:
         """Return the bytes, as they come, of what `pack` would copy into slabs or read from files into RAM.
@@ -215,6 +227,10 @@ class Packing:
         else:
             groups = sorted(to_pack, key=lambda group: group.name not in self.plan.pinned)
         self.host_bytes["host"] += sum(group.slab_bytes for group in to_pack if group not in groups)
+        if share.copies is not None:
+            for group in groups:
+                group.at_rest.note_origins(find_origins(group, self.origins))
+            groups = self.pack_filled(share.copies, groups, progress)
         locked = [group.slab_bytes for group in groups if group.name in self.plan.pinned]
         streams = [share.copies] if share.copies is not None else []
         # What an arena rounds up is less than its last page.
@@ -229,6 +245,20 @@ class Packing:
                 self.host_bytes["host"] += group.slab_bytes
         self.host_bytes["pinned"] += slabs.locked_bytes
         self.was_refused = self.was_refused or slabs.was_refused
+
+    def pack_filled(
+        self, copies: CopyStream, groups: list[WeightGroup], progress: Callable[[int], None] | None
+    ) -> list[WeightGroup]:
+        """Pack groups that lie in a slab of kept weights already; returns the others."""
+        whole = lying_in(groups, self.filled, self.plan.pinned)
+        for lock in {id(slab.lock): slab.lock for slab in whole.values()}.values():
+            if lock is not None:
+                lock.copy_by([copies.wait])
+                self.host_bytes["pinned"] += lock.arena.num_bytes
+        for group, slab in whole.items():
+            group.pack(slab, self.source, progress, is_filled=True)
+            self.host_bytes["host"] += group.slab_bytes if slab.lock is None else 0
+        return [group for group in groups if group not in whole]
 
     def add(self, share: DeviceShare, bundle: Bundle, slots: Sequence[ParameterSlot]) -> None:
         """Pack the weights of layers that were added to a block, in the place of what was added before.
@@ -330,6 +360,7 @@ class Packing:
         Raises:
             InvalidInput: weights rest in a file that has changed; they stay without memory.
         """
+        self.pristine = self.find_pristine() if ending in (Ending.RESTORED, Ending.DISCARDED) else []
         self.written.note_end(self.groups, on_disk=self.plan.tier == "disk")
         error: InvalidInput | None = None
         staying = self.to_leave(ending)
@@ -349,6 +380,16 @@ class Packing:
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
         if error is not None:
             raise error
+
+    def find_pristine(self) -> list[PristineSlab]:
+        """Return the slabs whose weights are known to be as their files have them."""
+        pristine = [slab_of(group) for group in self.groups if not self.written.may_be_written(group)]
+        return [slab for slab in pristine if slab is not None]
+
+    def take_pristine(self) -> list[PristineSlab]:
+        """Return the slabs that were found at the end, and forget them."""
+        found, self.pristine = self.pristine, []
+        return found
 
     def to_leave(self, ending: Ending) -> list[Bundle]:
         """Return the blocks that stay packed: all that are, or those that were before."""

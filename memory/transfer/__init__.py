@@ -21,6 +21,7 @@ __all__, __getattr__ = lazy_names(
         "slabs": ["Form", "SlabLayout", "allocate_device"],
         "timing": ["PassTimes"],
         "copy_stream": ["CopyStream"],
+        "host_heap": ["give_back_heap", "has_trim"],
         "bounce_buffers": ["BounceBuffers", "allocate_slabs"],
     },
 )

@@ -202,6 +202,10 @@ class Device:
         """Return the bytes that an allocation can get now: free in the driver or cached by the allocator."""
         return self.memory().free
 
+    def driver_free_bytes(self) -> int:
+        """Return the bytes that every program can get now: what the allocator has cached is not among them."""
+        return self.memory().free if self.is_cpu else int(self.module.mem_get_info(self.torch_device)[0])
+
     def allocated_bytes(self) -> int:
         """Return the bytes of live tensors; 0 for the CPU, because torch does not count CPU tensors."""
         return self.allocator_bytes().allocated

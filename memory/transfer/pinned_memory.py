@@ -170,6 +170,10 @@ class HostSlab:
         """Return bytes of the slab as a piece ([Note: pieces] in `slab_memory.py`); None if it cannot be cut."""
         return self.memory.piece(self.begin + begin, end - begin) if self.memory is not None else None
 
+    def has_pieces(self) -> bool:
+        """Whether a piece of the slab exists."""
+        return self.memory is not None and self.memory.has_pieces(self.begin, self.data.numel())
+
 
 class Slabs:
     """Host slabs of the requested sizes, in this order, each allocated when the iteration reaches it. Iterate once.

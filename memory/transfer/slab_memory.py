@@ -60,6 +60,13 @@ class SlabMemory:
             weakref.finalize(view, self.end, begin, begin + num_bytes).atexit = False
             return torch.frombuffer(view, dtype=torch.uint8)
 
+    def has_pieces(self, begin: int, num_bytes: int) -> bool:
+        """Whether a piece exists that has any of these bytes."""
+        users = self.num_users.copy()
+        users.subtract(self.ended)
+        end = begin + num_bytes
+        return any(number > 0 and first < end and begin < last for (first, last), number in users.items())
+
     def end_slabs(self) -> None:
         """Give back the pages between the pieces and those of freed pieces. No view of a slab may be left."""
         pieces = sorted(self.num_users)

@@ -21,7 +21,7 @@ from ..runtime.tensors.parameter_slots import ParameterSlot
 from ..weights.quantized_leaves import leaves_of
 from .comparison import same_bits
 
-__all__ = ["RandomState", "Snapshot", "go_through"]
+__all__ = ["RandomState", "Snapshot", "go_through", "hook_tables", "is_our_hook", "is_same"]
 
 # The attributes that torch sets on every module; `training` is treated like other attributes.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
@@ -43,24 +43,29 @@ def go_through(step: Callable[[], None]) -> None:
 
 
 class RandomState:
-    """The states of torch's random generators (CPU and every accelerator), Python's and numpy's."""
+    """The states of torch's random generators (CPU and accelerators), Python's and numpy's.
 
-    def __init__(self) -> None:
+    Args:
+        devices: the accelerators; None: all.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] | None = None) -> None:
         self.cpu = torch.get_rng_state()
         self.python = random.getstate()
         numpy = sys.modules.get("numpy")
         self.numpy = numpy.random.get_state() if numpy is not None else None
-        self.devices: list[torch.Tensor] = []
+        self.devices: dict[int, torch.Tensor] = {}
         if torch.accelerator.is_available():
             module = torch.get_device_module()
-            self.devices = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
+            indices = range(torch.accelerator.device_count()) if devices is None else [d.index for d in devices]
+            self.devices = {index: module.get_rng_state(index) for index in indices}
 
     def put_back(self) -> None:
         torch.set_rng_state(self.cpu)
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
-        for index, state in enumerate(self.devices):
+        for index, state in self.devices.items():
             torch.get_device_module().set_rng_state(state, index)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..units import MIB, PAGE_BYTES
 
-__all__ = ["PageCache"]
+__all__ = ["PageCache", "find_heap_trim"]
 
 # The system reads ahead no further than this: twice what a device may be set to, in every kernel so far.
 READ_AHEAD_REACH = 32 * MIB
@@ -133,3 +133,15 @@ def find_mincore() -> Any:
     if sys.platform != "linux" or not hasattr(os, "posix_fadvise"):
         return None
     return getattr(ctypes.CDLL(None), "mincore", None)
+
+
+@cache
+def find_heap_trim() -> Any:
+    """Return glibc's call that gives back what is free in its heap; None where there is none.
+
+    It stands here because every call into the C library does.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if library is None or not hasattr(library, "malloc_trim"):
+        return None
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)(("malloc_trim", library))

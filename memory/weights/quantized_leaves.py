@@ -5,20 +5,26 @@ the dtype of what it stands for, has no address, and may re-pack itself when it 
 moved: its leaves travel like any other tensors, and where they arrive a new wrapper is put around them, by the
 flatten protocol of ``torch.utils._python_dispatch``. Works for optimum-quanto's tensors, for ComfyUI's, and for any
 other that torch can trace.
+
+A packed weight is one plain range of bytes of a tensor class that says in Python attributes what they mean, and so has
+a ``shape`` of its own: ComfyUI-GGUF's tensors, and those of packs that follow it. Its only leaf is that memory. The
+attributes are shared by all tensors that stand for the weight: what other code sets on one, such as the patches that
+its layer applies as it unpacks, holds for those from which the block computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .storage_form import AS_STORED, StorageForm
 
-__all__ = ["Wrapper", "form_of", "leaves_of"]
+__all__ = ["PackedForm", "Wrapper", "form_of", "leaves_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +37,20 @@ class Wrapper(StorageForm):
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
+    keeps_mode: ClassVar[bool] = True
+    """Whether what is made outside of inference mode cannot be used inside it."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Wrapper | None:
         """Return the wrapper of a quantized weight, None for a plain tensor."""
-        if not is_traceable_wrapper_subclass(tensor):
-            return None
-        names, context = tensor.__tensor_flatten__()
-        inner = tuple((name, cls.of(getattr(tensor, name))) for name in names)
-        return cls(type(tensor), inner, context, tensor.size(), tensor.stride())
+        if is_wrapper_class(type(tensor)):
+            wrapper: Any = tensor
+            names, context = wrapper.__tensor_flatten__()
+            inner = tuple((name, Wrapper.of(getattr(tensor, name))) for name in names)
+            return Wrapper(type(tensor), inner, context, tensor.size(), tensor.stride())
+        if is_packed_class(type(tensor)):
+            return PackedForm(type(tensor), (), vars(tensor), tensor.size(), tensor.stride())
+        return None
 
     def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
         return leaves_of(weight)
@@ -51,6 +62,35 @@ class Wrapper(StorageForm):
         return weight
 
 
+class PackedForm(Wrapper):
+    """The form of a packed weight. Its context is the dict of attributes that all tensors of the weight share."""
+
+    __slots__ = ()
+    keeps_mode = False
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """What its tensors say of the bytes."""
+        attributes: dict[str, Any] = self.context
+        return attributes
+
+    def say(self, attributes: Mapping[str, Any]) -> None:
+        """Make all tensors of the weight say this, and nothing else."""
+        said = dict(attributes)
+        self.attributes.clear()
+        self.attributes.update(said)
+
+    def encode(self, weight: torch.Tensor) -> list[torch.Tensor]:
+        return [plain_memory(weight)]
+
+    def assemble(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor of the class in the memory of the next leaf."""
+        with torch._C.DisableTorchFunctionSubclass():
+            weight: torch.Tensor = torch.Tensor._make_subclass(self.kind, next(leaves))
+        weight.__dict__ = self.attributes
+        return weight
+
+
 def form_of(tensor: torch.Tensor) -> StorageForm:
     """Return the form in which a weight came."""
     return Wrapper.of(tensor) or AS_STORED
@@ -58,7 +98,36 @@ def form_of(tensor: torch.Tensor) -> StorageForm:
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors inside a weight, depth first; of a plain tensor, itself."""
-    if not is_traceable_wrapper_subclass(tensor):
+    kind = type(tensor)
+    if is_plain_class(kind):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    if is_packed_class(kind):
+        return [plain_memory(tensor)]
+    wrapper: Any = tensor
+    names, _ = wrapper.__tensor_flatten__()
     return [leaf for name in names for leaf in leaves_of(getattr(tensor, name))]
+
+
+@cache
+def is_plain_class(kind: type) -> bool:
+    """Whether the tensors of a class are their own only leaves."""
+    return not is_wrapper_class(kind) and not is_packed_class(kind)
+
+
+@cache
+def is_wrapper_class(kind: type) -> bool:
+    """Whether the tensors of a class are wrappers around others, which torch can take apart."""
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+@cache
+def is_packed_class(kind: type) -> bool:
+    """Whether the tensors of a class have a shape of their own over plain memory."""
+    own_shape = inspect.getattr_static(kind, "shape", None)
+    return isinstance(own_shape, property) and not is_wrapper_class(kind)
+
+
+def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a packed weight as a tensor of torch's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.detach(tensor)

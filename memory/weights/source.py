@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,12 +29,19 @@ class WeightsSource:
         self.files: dict[str, tuple[WeightsFile, TensorHeader]] = {}
         self.opened: OpenFiles | None = None
         self.num_holders = 0
+        self.read_bytes = 0
+        self.read_s = 0.0
         for path in paths:
             header = read_header(path)
             file = WeightsFile(header)
             for tensor in header.tensors:
                 if tensor.name.startswith(prefix):
                     self.files[tensor.name[len(prefix) :]] = file, tensor
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """How fast weights were read so far, from the disk or what the system kept of it; None before that."""
+        return self.read_bytes / self.read_s if self.read_bytes and self.read_s else None
 
     def alias(self, name: str, stored_name: str) -> None:
         """Add a name by which a weight is found."""
@@ -116,10 +124,13 @@ class WeightsSource:
             file, tensor = self.files[name]
             by_file[file].append((tensor.name, *rest))
         num_before = 0
+        begin_s = time.perf_counter()
         for file, parts in by_file.items():
             tell = None if progress is None else count_on(progress, num_before)
             file.read_into(parts, progress=tell, drop_pages=drop_pages, files=files)
             num_before += sum(part[1].nbytes for part in parts)
+        self.read_bytes += num_before
+        self.read_s += time.perf_counter() - begin_s
 
 
 def all_tensors(component: Component) -> list[TensorSpec]:

@@ -14,8 +14,9 @@ from .model_request import ModelNode, answer_with, model_schema
 __all__ = ["HighwaterManageCLIP", "HighwaterManageModel", "HighwaterManageVAE"]
 
 COST = (
-    "The managed model is a copy, read again from its file if the loader names one; it uses RAM beside the "
-    "original. A model that cannot be managed is passed on unchanged. The node says which of this happened."
+    "With engine dynamic the model stays ComfyUI's, within your budget. With engine blocks it is a copy, read again "
+    "from its file if the loader names one; it uses RAM beside the original. A model that cannot be managed is passed "
+    "on unchanged. The node says which of this happened."
 )
 
 NOTHING = "not managed: its loader gave no {}; a checkpoint may contain none"

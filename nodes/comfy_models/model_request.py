@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelNode", "answer", "answer_with", "model_schema", "read_request", "request_inputs"]
 
+ENGINES = ("auto", "dynamic", "blocks")
+
 
 def request_inputs(*, optional: bool = False) -> list[io.Input]:
     """Return the inputs that every node for a model ends with; lists devices, touches none.
@@ -37,6 +39,16 @@ def request_inputs(*, optional: bool = False) -> list[io.Input]:
             tooltip=(
                 "Where the model computes. default: ComfyUI chooses. gpu:0&gpu:1: splits its blocks over two devices. "
                 "If this machine lacks the device, default is used, and the node says so."
+            ),
+        ),
+        io.Combo.Input(
+            "engine",
+            optional=True,
+            options=list(ENGINES),
+            default=ENGINES[0],
+            tooltip=(
+                "What moves the weights. dynamic: ComfyUI's dynamic VRAM, kept within the budget. blocks: Highwater, "
+                "block by block. auto: dynamic where ComfyUI has it on and it can do what is asked, else blocks."
             ),
         ),
         WatermarkType.Input(
@@ -76,6 +88,7 @@ def read_request(
     profile: str = AUTO,
     precision: str = DEFAULT_PRECISION.name,
     placement: str = DEFAULT,
+    engine: str = ENGINES[0],
     watermark: DeviceWatermark | None = None,
 ) -> tuple[Request, list[str]]:
     """Return what the inputs of `request_inputs` ask for, and what the node has to say about it.
@@ -85,14 +98,21 @@ def read_request(
     Raises:
         InvalidInput: a linked widget gave what the check before the run would have refused.
     """
+    from ...memory.errors import InvalidInput, allowed_values
     from ..host import Request
 
+    if engine not in ENGINES:
+        raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
     asked = read_profile(profile)
     resolved, notes = resolve_placement(placement)
     if watermark is not None:
         watermark.apply()
     request = Request(
-        profile=asked, precision=read_precision(precision), placement=resolved, node_id=node.hidden.unique_id
+        profile=asked,
+        precision=read_precision(precision),
+        placement=resolved,
+        node_id=node.hidden.unique_id,
+        engine=engine,
     )
     return request, notes
 

@@ -21,9 +21,9 @@ class HighwaterVerify(io.ComfyNode):
             node_id="HighwaterVerify",
             display_name="Verify",
             description=(
-                "Runs one step of a managed model, runs the same step with ComfyUI's own load of the model, and "
-                "compares the results bit by bit. Names the first block that differs. Reads the model's file again, "
-                "which uses its size in RAM once more during the run."
+                "Runs one step of a managed model with engine blocks, runs the same step with ComfyUI's own load of "
+                "the model, and compares the results bit by bit. Names the first block that differs. Reads the model's "
+                "file again, which uses its size in RAM once more during the run."
             ),
             search_aliases=["check model", "compare output", "debug offload", "bit equal", "self test"],
             inputs=[

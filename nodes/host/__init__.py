@@ -1,34 +1,28 @@
-"""The only place that speaks to ``comfy.*``; imported when a node of a ComfyUI model executes, never before."""
+"""The only place that speaks to ComfyUI's own code; what needs ``comfy.*`` is imported when it is first used.
 
-from .adopting import notes_for
-from .hosted import Request, patcher_of
-from .loading import (
-    load_checkpoint,
-    load_clip_vision,
-    load_controlnet,
-    load_diffusion_model,
-    load_text_encoder,
-    load_vae,
+A node of a ComfyUI model uses that when it executes, never before.
+"""
+
+from ...memory.lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "waiting_queue": ["QueuedPrompt", "WaitingQueue", "read_queue"],
+        "hosted": ["Request", "patcher_of"],
+        "adopting": ["notes_for"],
+        "dynamic_models": ["attach_to_core"],
+        "loading": [
+            "load_checkpoint",
+            "load_clip_vision",
+            "load_controlnet",
+            "load_diffusion_model",
+            "load_text_encoder",
+            "load_vae",
+        ],
+        "keeping": ["keep", "release"],
+        "managing": ["manage_clip", "manage_model", "manage_vae"],
+        "patcher": ["HighwaterPatcher"],
+        "verifying": ["verify_clip", "verify_model", "verify_vae"],
+    },
 )
-from .managing import manage_clip, manage_model, manage_vae
-from .patcher import HighwaterPatcher
-from .verifying import verify_clip, verify_model, verify_vae
-
-__all__ = [
-    "HighwaterPatcher",
-    "Request",
-    "load_checkpoint",
-    "load_clip_vision",
-    "load_controlnet",
-    "load_diffusion_model",
-    "load_text_encoder",
-    "load_vae",
-    "manage_clip",
-    "manage_model",
-    "manage_vae",
-    "notes_for",
-    "patcher_of",
-    "verify_clip",
-    "verify_model",
-    "verify_vae",
-]

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import comfy.model_management
-import comfy.model_patcher
 import torch
 from comfy.model_patcher import ModelPatcher
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...memory.hosted_component import why_not_movable
 from ...memory.options.placement import AUTO_PLACEMENT
 from ...memory.options.precision import Precision
 from ...memory.options.profile import covers
-from .core_fields import NOTE, copy_state, drop_backups, drop_parent, hang_on, note_on, set_control, set_device, set_vae
+from .core_fields import (
+    NOTE,
+    copy_own_state,
+    copy_state,
+    drop_backups,
+    drop_parent,
+    hang_on,
+    note_on,
+    set_control,
+    set_device,
+    set_vae,
+)
+from .dynamic import stop_steering
+from .dynamic_models import is_dynamic
+from .foreign import class_beside, why_not_joined
 from .guides import bring_guides
 from .hosted import Hosted, Request, hosted_of, is_cpu
 from .load_device import load_device_for
 from .patcher import HighwaterPatcher
+from .private_weights import own_weights
+from .reading import Reading
+from .repeating import repeat_calls
+from .unmanaged import leave_to_core
 
-__all__ = ["adopt", "adopt_control", "adopt_vae", "annotate", "notes_for", "why_unmanageable"]
-
-# Those whose ways we know; ComfyUI 0.8.0 has no dynamic one.
-KNOWN_PATCHERS = {ModelPatcher, getattr(comfy.model_patcher, "ModelPatcherDynamic", ModelPatcher), HighwaterPatcher}
+__all__ = ["adopt", "adopt_control", "adopt_vae", "annotate", "compute_here", "notes_for", "why_unmanageable"]
 
 
 def adopt(
-    patcher: ModelPatcher, *, name: str, kind: str, request: Request, model: torch.nn.Module | None = None
+    patcher: ModelPatcher,
+    *,
+    name: str,
+    kind: str,
+    request: Request,
+    model: torch.nn.Module | None = None,
+    notes: Iterable[str] = (),
+    reading: Reading | None = None,
 ) -> ModelPatcher:
     """Return our patcher over a model, with everything the other one carries.
 
@@ -35,17 +57,21 @@ def adopt(
 
     Args:
         model: one of the same weights that was never loaded; by default the other's own, which must not be used on.
+        notes: what its node has to say of it already.
+        reading: what is known of the files that it was read from just now.
 
     Raises:
         InvalidInput: the request cannot be met here.
     """
-    notes: list[str] = []
+    notes = [*notes]
     device = load_device_for(request, notes)
     profile, precision = request.profile, request.precision
     reason = why_unmanageable(patcher)
     if reason is not None:
         set_device(patcher, device)
-        return annotate(patcher, f"not managed: {reason}")
+        if is_dynamic(patcher):
+            patcher.register_load_device(device)
+        return leave_to_core(patcher, reason, name=name, kind=kind, request=request, notes=notes)
     by_profile = precision is None and covers(profile.quantize, name, kind)
     wanted = Precision.ENCODED if by_profile else precision or Precision.AS_STORED
     if is_cpu(device) and wanted != Precision.AS_STORED:
@@ -54,13 +80,23 @@ def adopt(
     if covers(profile.on_demand, name, kind):
         notes.append(f"profile {profile.name}: disk is ignored for {name}: ComfyUI keeps its own models in RAM")
     hosted = Hosted(name, kind, request, notes)
+    joined = class_beside(type(patcher))
+    origins = {} if reading is None else reading.origins(patcher.model)
+    if joined is HighwaterPatcher:  # other packs' weights stay in the dtypes in which they compute without us
+        # What is read again is static, but for a VAE.
+        own_weights(model or patcher.model, kind, is_assigned=kind == "vae" or (model is None and is_dynamic(patcher)))
+    if reading is not None:
+        hosted.came_from(reading.origins_after(patcher.model, origins))
     if not is_cpu(device):
         hosted.planned_bytes(model or patcher.model, device)  # refuses a budget that no form of this model meets
     hang_on(model or patcher.model, hosted)
-    adopted = HighwaterPatcher(model or patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
+    adopted = joined(model or patcher.model, device, patcher.offload_device, 0, patcher.weight_inplace_update)
     copy_state(adopted, patcher)
+    stop_steering(adopted)
+    copy_own_state(adopted, patcher)
     if kind == "diffusion":
         bring_guides(adopted)
+        repeat_calls(adopted)
         if device != patcher.load_device:
             compute_here(adopted, device)
     if model is not None:
@@ -77,14 +113,8 @@ def compute_here(patcher: ModelPatcher, device: torch.device) -> None:
 
 
 def why_unmanageable(patcher: ModelPatcher) -> str | None:
-    """Return why a model's weights cannot be moved as bytes, None if they can."""
-    if type(patcher) not in KNOWN_PATCHERS:
-        return f"another pack loads it with its own {type(patcher).__name__}"
-    for parameter in patcher.model.parameters():
-        kind = type(parameter.data)
-        if kind is not torch.Tensor and not is_traceable_wrapper_subclass(parameter.data):
-            return f"its weights have the class {kind.__name__}, which does not expose its inner tensors"
-    return None
+    """Return why we cannot move a model in another patcher's place, None if we can."""
+    return why_not_joined(patcher) or why_not_movable(patcher.model)
 
 
 def notes_for(managed: Any) -> list[str]:
@@ -95,23 +125,25 @@ def notes_for(managed: Any) -> list[str]:
     return [*(hosted.notes if hosted is not None else []), *([note] if note else [])]
 
 
-def adopt_vae(vae: Any, name: str, request: Request) -> None:
-    set_vae(vae, adopt(vae.patcher, name=name, kind="vae", request=request))
+def adopt_vae(
+    vae: Any, name: str, request: Request, notes: Iterable[str] = (), *, reading: Reading | None = None
+) -> None:
+    set_vae(vae, adopt(vae.patcher, name=name, kind="vae", request=request, notes=notes, reading=reading))
 
 
-def adopt_control(control: Any, name: str, request: Request) -> Any:
+def adopt_control(
+    control: Any, name: str, request: Request, notes: Iterable[str] = (), *, reading: Reading | None = None
+) -> Any:
     """Take a ControlNet under management as it was loaded; returns it."""
     wrapped = getattr(control, "control_model_wrapped", None)
     if wrapped is None:
         note_on(control, "not managed: ComfyUI gives this kind of ControlNet no model patcher")
         return control
-    notes = []
+    notes = [*notes]
     if request.devices == ("cpu",) and not is_cpu(comfy.model_management.get_torch_device()):
         notes.append("placement cpu is ignored: a ControlNet computes on the device of the model that it guides")
         request = replace(request, placement=AUTO_PLACEMENT)
-    adopted = adopt(wrapped, name=name, kind="control", request=request)
-    if isinstance(adopted, HighwaterPatcher):
-        adopted.hosted.add_notes(notes)
+    adopted = adopt(wrapped, name=name, kind="control", request=request, notes=notes, reading=reading)
     set_control(control, adopted)
     return control
 

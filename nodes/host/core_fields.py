@@ -15,16 +15,22 @@ from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 __all__ = [
     "NOTE",
     "cast_in_forwards",
+    "copy_own_state",
     "copy_state",
     "drop_backups",
     "drop_parent",
+    "forget_dynamic",
     "hang_on",
+    "has_record",
     "mark_module",
     "move_adapter",
     "move_guide",
     "note_on",
     "own_patches",
     "put_parameter",
+    "record_dtypes",
+    "recorded_dtype",
+    "set_class",
     "set_clip",
     "set_control",
     "set_device",
@@ -35,10 +41,14 @@ __all__ = [
     "set_vae",
     "set_vision",
     "take_off",
+    "without_dynamic",
 ]
 
 # Where a model that is not ours carries what its node has to say.
 NOTE = "highwater_note"
+
+# Where core records on a module the dtype that a parameter or buffer was built for: behind its name.
+RECORD = "_comfy_model_dtype"
 
 # What a patcher carries beside its model; shared containers are taken over by reference, as core's clone does.
 PATCHER_STATE = (
@@ -58,6 +68,17 @@ def copy_state(patcher: ModelPatcher, other: ModelPatcher) -> None:
     for attribute in PATCHER_STATE:
         if hasattr(other, attribute):
             setattr(patcher, attribute, getattr(other, attribute))
+
+
+def copy_own_state(patcher: ModelPatcher, other: ModelPatcher) -> None:
+    """Give a patcher what the class of another one adds to core's."""
+    for attribute in vars(other).keys() - vars(patcher).keys() - {"highwater_token"}:
+        setattr(patcher, attribute, vars(other)[attribute])
+
+
+def set_class(patcher: ModelPatcher, kind: type[ModelPatcher]) -> None:
+    """Make a patcher one of another class: another pack's ``clone`` returns one of its own, whatever was cloned."""
+    patcher.__class__ = kind
 
 
 def drop_backups(patcher: ModelPatcher) -> None:
@@ -155,6 +176,23 @@ def mark_module(module: torch.nn.Module, functions: Mapping[str, Sequence[Any]])
             setattr(module, f"{attribute}_function", list(called))
 
 
+def has_record(module: torch.nn.Module, name: str) -> bool:
+    """Whether core knows for which dtype a tensor of a module was built, or that it was built without one."""
+    return hasattr(module, name + RECORD)
+
+
+def recorded_dtype(module: torch.nn.Module, name: str) -> torch.dtype | None:
+    dtype: torch.dtype | None = getattr(module, name + RECORD, None)
+    return dtype
+
+
+def record_dtypes(module: torch.nn.Module, built: torch.nn.Module) -> None:
+    """Record the dtypes of a module that was built alike, and into which nothing was read; no record is replaced."""
+    for name, tensor in (*built._parameters.items(), *built._buffers.items()):
+        if tensor is not None and not has_record(module, name):
+            setattr(module, name + RECORD, tensor.dtype)
+
+
 def put_parameter(model: torch.nn.Module, key: str, weight: torch.Tensor) -> None:
     """Put a tensor in the place of a model's weight."""
     module, _, name = key.rpartition(".")
@@ -172,6 +210,21 @@ def hang_on(model: torch.nn.Module, hosted: Any) -> None:
 def take_off(model: torch.nn.Module) -> None:
     """Make a copy of a model of ours core's alone."""
     vars(model).pop("highwater", None)
+
+
+DYNAMIC_STATE = ("dynamic_vbars", "dynamic_pins", "dynamic_patchers")
+
+
+def forget_dynamic(model: torch.nn.Module) -> None:
+    """Take off what core's dynamic patcher hung on a model that was never loaded; it then ends without touching it."""
+    for name in DYNAMIC_STATE:
+        vars(model).pop(name, None)
+
+
+def without_dynamic(model: torch.nn.Module) -> dict[int, Any]:
+    """Return what `copy.deepcopy` puts in the place of what core's dynamic patcher hung on a model, by its ids."""
+    hung = (vars(model).get(name) for name in DYNAMIC_STATE)
+    return {id(state): type(state)() for state in hung if state is not None}
 
 
 def set_loaded(model: torch.nn.Module, device: torch.device, patches_uuid: Any) -> None:

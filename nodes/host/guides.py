@@ -42,8 +42,9 @@ def prepare_guides(
     prepared = executor(model, noise_shape, conds, *args, **options)
     if any(reads_weights(guide) for guide in guides):
         refuse_encoded(model)
-    if guides:
-        model.model.highwater.finish_copies()  # some read the weights before the model computes, and so waits
+    hosted = hosted_of(model.model)
+    if guides and hosted is not None:
+        hosted.finish_copies()  # some read the weights before the model computes, and so waits
     return prepared
 
 

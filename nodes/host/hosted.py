@@ -16,8 +16,23 @@ from ...memory.options.placement import AUTO_PLACEMENT, Placement
 from ...memory.options.precision import DEFAULT_PRECISION, Precision
 from ...memory.options.profile import OffloadProfile
 
-__all__ = ["UNLIMITED_BYTES", "Hosted", "Request", "hosted_of", "is_cpu", "patcher_of"]
+__all__ = [
+    "AUTO_ENGINE",
+    "BLOCKS",
+    "DYNAMIC",
+    "PARTS",
+    "UNLIMITED_BYTES",
+    "Hosted",
+    "Request",
+    "hosted_of",
+    "is_cpu",
+    "patcher_of",
+]
 
+# What moves a model's weights: core's dynamic VRAM, our block mover, or whichever can do what is asked.
+AUTO_ENGINE, DYNAMIC, BLOCKS = "auto", "dynamic", "blocks"
+# What the parts of a checkpoint are called, by their kinds.
+PARTS = {"diffusion": "model", "text": "clip", "vae": "vae"}
 # Core says "everything" with this many bytes.
 UNLIMITED_BYTES = 1e30
 
@@ -30,6 +45,7 @@ class Request:
     precision: Precision | None = DEFAULT_PRECISION
     placement: Placement = AUTO_PLACEMENT
     node_id: str | None = None
+    engine: str = AUTO_ENGINE
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -56,10 +72,13 @@ class Hosted(HostedComponent):
         self.request = request
         self.patched: set[str] = set()
         """The keys of weights that contain their patches now."""
+        self.said: dict[str, dict[str, Any]] = {}
+        """What packed weights said of themselves before their patches were hung on them, by their keys."""
         self.patchable: frozenset[str] | None = None
         """The keys of weights to which core's loader applies patches; None until core was asked."""
         self.notes = list(notes)
         """What its node tells the user."""
+        self.reasons = tuple(self.notes)
         self.loaded_on: torch.device | None = None
         """The device on which core loaded it last; a deep copy of the model does not take it over."""
         self.check: RemovableHandle | None = None
@@ -103,9 +122,12 @@ class Hosted(HostedComponent):
         return token
 
     def end(self) -> None:
-        """The last patcher is gone: remove the model from core's list, then release its memory."""
+        """The last patcher is gone: remove the model from core's list, then release its memory.
+
+        Core's cache drops what the next prompt does not name, so what its file has of it may be kept.
+        """
         forget_dead_entries()
-        self.release()
+        self.leave()
 
 
 def forget_dead_entries() -> None:

@@ -20,11 +20,13 @@ import torch
 from comfy.model_patcher import ModelPatcher, wipe_lowvram_weight
 from comfy.patcher_extension import CallbacksMP
 
-from ...memory.hosted_component import device_name, watch_evictions
+from ...memory.hosted_component import HostedWeight, device_name, watch_evictions
 from ..progress import on_bar, showing_loadings
+from .compiler import attach_to_compiler
 from .core_fields import hang_on, mark_module, set_device_of, set_held_bytes, set_loaded
 from .guides import refuse_inputs_elsewhere
 from .hosted import UNLIMITED_BYTES, Hosted, Request, is_cpu
+from .unmanaged import while_core_loads
 
 __all__ = ["HighwaterPatcher"]
 
@@ -43,10 +45,14 @@ class HighwaterPatcher(ModelPatcher):
         size: int = 0,
         weight_inplace_update: bool = False,
     ) -> None:
-        super().__init__(model, load_device, offload_device, size, weight_inplace_update)
-        if not hasattr(model, "highwater"):
-            hang_on(model, Hosted(type(model).__name__, "diffusion", Request()))
-        self.highwater_token = model.highwater.token()
+        super().__init__(model, load_device, offload_device, size, weight_inplace_update=weight_inplace_update)
+        self.take_model()
+
+    def take_model(self) -> None:
+        """Share what hangs on its model with all patchers of it; for a model that has nothing yet, hang that on it."""
+        if not hasattr(self.model, "highwater"):
+            hang_on(self.model, Hosted(type(self.model).__name__, "diffusion", Request()))
+        self.highwater_token = self.model.highwater.token()
 
     @property
     def hosted(self) -> Hosted:
@@ -83,10 +89,16 @@ class HighwaterPatcher(ModelPatcher):
         if device_to is None or is_cpu(device_to):
             self.leave_host()
             self.check_inputs()
-            return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load)
-        with self.use_ejected():
+            return super().load(
+                device_to,
+                lowvram_model_memory=lowvram_model_memory,
+                force_patch_weights=force_patch_weights,
+                full_load=full_load,
+            )
+        with while_core_loads(), self.use_ejected():
             self.unpatch_hooks()
             watch_evictions(tell_core_of)
+            attach_to_compiler()
             if self.hosted.patchable is None:  # asked once, of plain weights: core looks at their sizes, too
                 self.hosted.note_patchable(self.keys_that_core_patches())
             with showing_loadings(on_bar(comfy.utils.ProgressBar(1).update_absolute)):
@@ -175,11 +187,14 @@ class HighwaterPatcher(ModelPatcher):
         kept."""
         for key, weight in self.hosted.weights.items():
             if key in self.patches and key not in self.hosted.patched and key in self.hosted.patchable:
-                original = weight.wide(torch.device("cpu"))
-                with weight.held_on(device):
-                    self.patch_weight_to_device(key, device_to=device)
-                self.backup[key] = Backup(original, False)
-                self.hosted.note_patched(key)
+                self.write_patch(key, weight, device)
+
+    def write_patch(self, key: str, weight: HostedWeight, device: torch.device) -> None:
+        original = weight.wide(torch.device("cpu"))
+        with weight.held_on(device):
+            self.patch_weight_to_device(key, device_to=device)
+        self.backup[key] = Backup(original, False)
+        self.hosted.note_patched(key)
 
     def keys_that_core_patches(self) -> frozenset[str]:
         """Return the keys whose patches core's own loader applies: it loads modules by its list, and leaves out

@@ -7,7 +7,7 @@ the same device. It costs the model's bytes of RAM once more while it runs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import comfy.model_management
@@ -19,11 +19,23 @@ from ...memory.errors import InvalidInput
 from ...memory.hosted_component import Comparison, Verification, device_name, same_bits
 from . import loading
 from .adopting import notes_for
-from .core_fields import copy_state, drop_backups, own_patches, put_parameter, set_clip, set_vae, take_off
+from .core_fields import (
+    copy_own_state,
+    copy_state,
+    drop_backups,
+    own_patches,
+    put_parameter,
+    set_clip,
+    set_vae,
+    take_off,
+)
+from .core_loading import unload
+from .dynamic_models import dynamic_model_of, is_dynamic
+from .foreign import class_behind
 from .guides import KEY as GUIDES_KEY
-from .hosted import UNLIMITED_BYTES
-from .managing import read_again, reload_managed
+from .managing import copy_model, read_again, reload_managed
 from .patcher import HighwaterPatcher
+from .private_weights import own_weights
 
 __all__ = ["verify_clip", "verify_model", "verify_vae"]
 
@@ -91,6 +103,11 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
     Raises:
         InvalidInput: the model is not managed.
     """
+    if is_dynamic(patcher):
+        raise InvalidInput(
+            f"{dynamic_model_of(patcher).name} has engine dynamic, so ComfyUI itself computes with it, and there is "
+            "nothing to compare; to verify Highwater's own, set engine blocks in its loader"
+        )
     if not isinstance(patcher, HighwaterPatcher):
         notes = notes_for(patcher)
         raise InvalidInput(
@@ -104,7 +121,7 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
         comparison.run_managed(lambda: run(patcher))
         rests = patcher.hosted.rests
         twin, how = make_twin(patcher, comparison.notes)
-        unload(patcher)  # which puts the originals back where patches were written
+        unload(patcher.model)  # which puts the originals back where patches were written
         settle_weights(patcher, twin, comparison)
         try:
             comparison.run_reference(twin.model, lambda: run(twin))
@@ -115,7 +132,7 @@ def compare_with_core(patcher: Any, run: Callable[[ModelPatcher], Any]) -> Verif
                         "ComfyUI computes LoRAs differently on layers that do not fit: small differences are normal"
                     )
         finally:
-            unload(twin)
+            unload(twin.model)
         if rests:
             comparison.notes.append(f"the reference computes with the same weights {rests}, decoded")
         found = comparison.result(how)
@@ -132,16 +149,6 @@ CORES_OWN = frozenset(
 )
 
 
-def unload(patcher: ModelPatcher) -> None:
-    """Take a model and its clones off their device, by core's own way to clear room."""
-    others = [
-        loaded
-        for loaded in comfy.model_management.current_loaded_models
-        if loaded.model is None or loaded.model.model is not patcher.model
-    ]
-    comfy.model_management.free_memory(UNLIMITED_BYTES, patcher.load_device, keep_loaded=others)
-
-
 # -- core's own load of the same model
 
 
@@ -151,16 +158,18 @@ def make_twin(patcher: HighwaterPatcher, notes: list[str]) -> tuple[ModelPatcher
     device = device_name(patcher.load_device)
     how = f"ComfyUI's own load of the same file on {device}"
     if model is None:
-        unload(patcher)
+        unload(patcher.model)
         patcher.leave_host()
-        model = copy.deepcopy(patcher.model)
+        model = copy_model(patcher.model)
         take_off(model)
         how = f"ComfyUI's own load of a copy of the weights on {device}; the loader names no file"
     carried = patcher.clone()
     for kind in list(carried.wrappers):  # what we hang on our models is not core's, and looks for them
         carried.remove_wrappers_with_key(kind, GUIDES_KEY)
-    twin = ModelPatcher(model, patcher.load_device, patcher.offload_device, 0, patcher.weight_inplace_update)
+    own = class_behind(type(patcher))
+    twin = own(model, patcher.load_device, patcher.offload_device, weight_inplace_update=patcher.weight_inplace_update)
     copy_state(twin, carried)
+    copy_own_state(twin, carried)
     drop_backups(twin)
     own_patches(twin)
     decode_alike(patcher, twin, notes)
@@ -216,13 +225,19 @@ def parameter_of(model: torch.nn.Module, key: str) -> torch.Tensor:
 
 
 def read_model_again(patcher: ModelPatcher) -> torch.nn.Module | None:
-    """Return the model of a patcher as core's own loader reads it; None where nothing says how."""
+    """Return the model of a patcher as core's own loader reads it for static loading; None where nothing says how."""
     source = getattr(patcher, "cached_patcher_init", None)
     if source is None:
         return None
-    factory, arguments, *index = source
+    read = read_patcher_again(*source)
+    if read is not None and class_behind(type(patcher)) is ModelPatcher:
+        own_weights(read.model, patcher.hosted.kind, is_assigned=is_dynamic(read))
+    return None if read is None else read.model
+
+
+def read_patcher_again(factory: Callable[..., Any], arguments: Sequence[Any], *index: int) -> ModelPatcher | None:
     if factory is reload_managed:
-        return read_again(arguments[0]).model
+        return read_again(arguments[0])
     readers: dict[Any, Callable[..., Any]] = {
         loading.reload_diffusion_model: loading.read_diffusion_model,
         loading.reload_text_encoder: loading.read_text_encoder,
@@ -234,4 +249,5 @@ def read_model_again(patcher: ModelPatcher) -> torch.nn.Module | None:
     *files, _request = arguments
     made = readers[factory](*files)
     part = made[index[0]] if index else made
-    return getattr(part, "patcher", part).model
+    patcher: ModelPatcher = getattr(part, "patcher", part)
+    return patcher

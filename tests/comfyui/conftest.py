@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from highwater.tests.comfyui.fake_cuda.install import AIMDO_VARIABLE
 from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess, find_host
 from highwater.tests.comfyui.model_files import ensure_model_files
@@ -25,6 +27,7 @@ NO_OLD_HOST = (
     "NOT TESTED: no ComfyUI 0.8.0 at ~/comfy/ComfyUI-0.8.0; name one in COMFYUI_OLD_DIR, its Python in "
     "COMFYUI_OLD_PYTHON"
 )
+DYNAMIC = "DynamicVRAM support detected and enabled"  # what ComfyUI writes to its log
 NO_COMPILER = "NOT TESTED: simulated GPUs need a C++ compiler; install g++, or name one in CXX"
 
 # What each kind of host stands for in the last line of a run.
@@ -32,6 +35,8 @@ TIERS = {
     "cpu_host": "comfyui_cpu",
     "gpu_host": "comfyui_gpus",
     "start_gpu_host": "comfyui_gpus",
+    "dynamic_host": "comfyui_dynamic",
+    "start_dynamic_host": "comfyui_dynamic",
     "plain_host": "comfyui_cpu",
     "old_host": "comfyui_old",
 }
@@ -44,8 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for fixture in set(TIERS) & set(getattr(item, "fixturenames", ())):
-            item.add_marker(TIERS[fixture])
+        tiers = {TIERS[fixture] for fixture in set(TIERS) & set(getattr(item, "fixturenames", ()))}
+        if "comfyui_dynamic" in tiers:
+            tiers.discard("comfyui_gpus")  # the dynamic hosts are made with that fixture, and compared with its host
+        for tier in tiers:
+            item.add_marker(tier)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,6 +107,25 @@ def gpu_host(start_gpu_host: Callable[..., HostProcess]) -> Iterator[HostProcess
         yield host
 
 
+@pytest.fixture(scope="session")
+def start_dynamic_host(start_gpu_host: Callable[..., HostProcess]) -> Callable[..., HostProcess]:
+    """Return a function that makes a host on two simulated GPUs with core's dynamic VRAM, as on most NVIDIA cards.
+
+    It has the comfy-aimdo that the host requires, or the one in COMFY_AIMDO_DIR (`fake_cuda.install`).
+    """
+    if sys.platform != "linux":
+        pytest.skip("NOT TESTED: the driver that comfy-aimdo needs is made for Linux")
+    aimdo = os.environ.get(AIMDO_VARIABLE)
+    return functools.partial(start_gpu_host, dynamic="core", aimdo=Path(aimdo) if aimdo else None)
+
+
+@pytest.fixture(scope="session")
+def dynamic_host(start_dynamic_host: Callable[..., HostProcess]) -> Iterator[HostProcess]:
+    with start_dynamic_host() as host:
+        assert DYNAMIC in host.log(), f"ComfyUI did not turn dynamic VRAM on:\n{host.log()[-4000:]}"
+        yield host
+
+
 @pytest.fixture(scope="module")
 def old_host(models: Path) -> Iterator[HostProcess]:
     files = find_host("COMFYUI_OLD_DIR", default="~/comfy/ComfyUI-0.8.0")
@@ -122,15 +149,16 @@ def host(request: pytest.FixtureRequest) -> HostProcess:
 @pytest.fixture(autouse=True)
 def no_errors_in_the_log(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test but those that ask for errors leaves one in a host's log, nor a race on the simulated GPUs."""
-    names = {"cpu_host", "gpu_host", "plain_host", "old_host", "host"} & set(request.fixturenames)
+    names = {"cpu_host", "gpu_host", "dynamic_host", "plain_host", "old_host", "host"} & set(request.fixturenames)
     hosts = [request.getfixturevalue(name) for name in sorted(names)]
-    before = [len(host.error_lines()) for host in hosts]
+    before = [(len(host.error_lines()), len(host.races)) for host in hosts]
     yield
-    for host, num_before in zip(hosts, before, strict=True):
+    for host, (num_errors, num_races) in zip(hosts, before, strict=True):
         if request.node.get_closest_marker("expects_errors") is None:
-            assert host.error_lines()[num_before:] == []
+            assert host.error_lines()[num_errors:] == []
         if host.total_bytes:
-            assert host.ask_devices("read")["races"] == []
+            host.ask_devices("read")
+            assert host.races[num_races:] == []
 
 
 Comparison = Callable[[HostProcess, str, Loaders], Tensors]
@@ -150,7 +178,7 @@ def run_case(host: HostProcess, name: str, loaders: Loaders) -> Tensors:
     assert [line for line in told if "not managed" in line] == []
     if is_ours:
         used = [part for part in host.part("components") if part["last_use_s"] != before.get(part["id"])]
-        assert all(part["in_effect"] for part in used)
+        assert all(part["in_effect"] for part in used if part["engine"] != "core")
     names = [node["inputs"]["name"] for node in graph.nodes.values() if node["class_type"] == "TestKeep"]
     return {f"{kept} {key}": tensor for kept in names for key, tensor in result.kept(kept).items()}
 

@@ -60,11 +60,13 @@ class Loaders:
     profile: str = "auto"
     precision: str = "as stored"
     placement: str = "default"
+    engine: str = "auto"
     weight_dtype: str = "default"  # of core's diffusion model
 
     @property
     def request(self) -> dict[str, str]:
-        return {"profile": self.profile, "precision": self.precision, "placement": self.placement}
+        names = ("profile", "precision", "placement", "engine")
+        return {name: getattr(self, name) for name in names}
 
     def diffusion_model(self, graph: Graph, name: str = "tiny_flux.safetensors") -> Link:
         if self.kind == "ours":

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from highwater.headless.simdevice import default_build_directory
-from highwater.tests.comfyui.host_process import HERE, REPOSITORY, HostFiles, bytecode_directory
+from highwater.tests.comfyui.host_process import REPOSITORY, HostFiles, bytecode_directory
+from highwater.tests.comfyui.simulated import simulated_gpus
 
 __all__ = ["CellProcess", "start_cell_process"]
 
@@ -47,20 +47,11 @@ class CellProcess:
 def start_cell_process(files: HostFiles) -> Iterator[CellProcess]:
     with tempfile.TemporaryDirectory(prefix="highwater-sweep-") as folder:
         Path(folder, "highwater").symlink_to(REPOSITORY)
-        settings = {
-            "simdevice": str(REPOSITORY / "headless" / "simdevice"),
-            "build_directory": str(default_build_directory()),
-            "total_bytes": [DEVICE_BYTES, DEVICE_BYTES],
-            "socket": f"{folder}/books",
-            "strict": True,
-        }
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE / "stand_in"), folder]),
+            **simulated_gpus([DEVICE_BYTES, DEVICE_BYTES], f"{folder}/books", import_from=[folder]),
             "PYTHONPYCACHEPREFIX": str(bytecode_directory()),
-            "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "HIGHWATER_TEST_SIMDEVICE": json.dumps(settings),
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [str(files.python), "-m", "highwater.tests.comfyui.sweep"]

@@ -31,8 +31,17 @@ import safetensors.torch
 import torch
 
 from highwater.memory.user_folders import cache_folder
+from highwater.tests.comfyui.simulated import simulated_gpus
 
-__all__ = ["HostFiles", "HostProcess", "PromptRefused", "PromptResult", "bytecode_directory", "find_host"]
+__all__ = [
+    "HostDidNotStart",
+    "HostFiles",
+    "HostProcess",
+    "PromptRefused",
+    "PromptResult",
+    "bytecode_directory",
+    "find_host",
+]
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -87,8 +96,18 @@ def find_host(variable: str = "COMFYUI_DIR", default: str | None = "~/comfy/Comf
 
 
 def bytecode_directory() -> Path:
-    """Return where bytecode goes: the host's folder stays as it is, and the next start takes a third of the time."""
-    return Path(cache_folder(), "comfyui-bytecode")
+    """Return where bytecode goes: the host's folder stays as it is, and the next start takes a third of the time.
+
+    That is the user's cache, or the folder of temporary files where none is known: a GPU machine may lack platformdirs.
+    """
+    folder = None
+    with contextlib.suppress(ModuleNotFoundError):
+        folder = cache_folder()
+    return Path(folder or Path(tempfile.gettempdir(), "highwater"), "comfyui-bytecode")
+
+
+class HostDidNotStart(RuntimeError):
+    """The host ended, or did not listen, as it started; the message has the end of its log."""
 
 
 class PromptRefused(Exception):
@@ -136,6 +155,9 @@ class HostProcess:
         pack: Path = REPOSITORY,
         total_bytes: Sequence[int] = (),
         strict: bool = True,
+        dynamic: str = "",
+        on_gpu: bool = False,
+        aimdo: Path | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         """Prepare the base directory; nothing runs yet.
@@ -145,12 +167,19 @@ class HostProcess:
             pack: the folder of the pack, if it is installed.
             total_bytes: the size of each simulated GPU; none means the CPU.
             strict: the simulated GPUs defer copies and look for races.
+            dynamic: "core" turns core's dynamic VRAM on, by comfy-aimdo over the driver of `fake_cuda`; with "nvidia"
+                core also does what it does for NVIDIA's devices only: streams and page-locked copies of weights.
+            on_gpu: it takes the machine's GPU, and as many threads as it likes; for measurements.
+            aimdo: the folder of another comfy-aimdo than the one that is installed.
             arguments: more for the host's command line; by default its cache forgets what a prompt does not name.
         """
         self.files = files
         self.base = Path(tempfile.mkdtemp(prefix="highwater-comfyui-"))
         self.total_bytes = list(total_bytes)
         self.strict = strict
+        self.dynamic = dynamic
+        self.on_gpu = on_gpu
+        self.aimdo = aimdo
         for path in models.glob("*/*.safetensors"):  # one by one: a test may add a file of its own
             (self.base / "models" / path.parent.name).mkdir(parents=True, exist_ok=True)
             (self.base / "models" / path.parent.name / path.name).symlink_to(path)
@@ -166,13 +195,16 @@ class HostProcess:
             *("--base-directory", str(self.base), "--port", str(self.port)),
             *("--disable-api-nodes", "--disable-auto-launch", "--log-stdout"),
             *("--database-url", f"sqlite:///{self.base}/comfyui.db"),
-            *([] if total_bytes else ["--cpu"]),
+            *([] if total_bytes or on_gpu else ["--cpu"]),
             *(["--reserve-vram", "0"] if total_bytes else []),
+            *(["--enable-dynamic-vram"] if dynamic else []),
+            *(["--async-offload", "2", "--disable-cuda-graphs"] if dynamic == "nvidia" else []),
             *(FORGETS_OTHERS if not any(argument.startswith("--cache-") for argument in arguments) else []),
             *arguments,
         ]
         self.client_id = uuid.uuid4().hex
         self.messages: list[dict[str, Any]] = []
+        self.races: list[str] = []
         self.arrived = threading.Condition()
 
     # -- starting and stopping
@@ -206,25 +238,15 @@ class HostProcess:
     def environment(self) -> dict[str, str]:
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1",
+            **({} if self.on_gpu else {"OMP_NUM_THREADS": "1"}),
             "NO_COLOR": "1",
             "PYTHONPYCACHEPREFIX": str(bytecode_directory()),
             "XDG_CACHE_HOME": str(self.base / "cache"),  # the user's keeps what real runs taught
         }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.total_bytes:
-            from highwater.headless.simdevice import default_build_directory
-
-            environment["PYTHONPATH"] = str(HERE / "stand_in")
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-            environment["HIGHWATER_TEST_SIMDEVICE"] = json.dumps(
-                {
-                    "simdevice": str(REPOSITORY / "headless" / "simdevice"),
-                    "build_directory": str(default_build_directory()),
-                    "total_bytes": self.total_bytes,
-                    "socket": str(self.base / "books"),
-                    "strict": self.strict,
-                }
+            environment |= simulated_gpus(
+                self.total_bytes, self.base / "books", strict=self.strict, dynamic=self.dynamic, aimdo=self.aimdo
             )
         return environment
 
@@ -232,12 +254,14 @@ class HostProcess:
         patience = Patience(START_TIMEOUT_S)
         while not patience.is_over():
             if self.process.poll() is not None:
-                raise RuntimeError(f"ComfyUI ended with {self.process.returncode} as it started:\n{self.log()[-4000:]}")
+                raise HostDidNotStart(
+                    f"ComfyUI ended with {self.process.returncode} as it started:\n{self.log()[-4000:]}"
+                )
             with contextlib.suppress(OSError):
                 self.get("/system_stats")
                 return
             time.sleep(0.1)
-        raise RuntimeError(f"ComfyUI did not listen within {START_TIMEOUT_S} s:\n{self.log()[-4000:]}")
+        raise HostDidNotStart(f"ComfyUI did not listen within {START_TIMEOUT_S} s:\n{self.log()[-4000:]}")
 
     def stop(self) -> None:
         if self.process.poll() is None:
@@ -383,6 +407,8 @@ class HostProcess:
                 reply = json.loads(file.readline())
         if "error" in reply:
             raise RuntimeError(reply["error"])
+        if do == "read":
+            self.races += reply["result"]["races"]  # reading takes them off the devices' list
         return reply["result"]
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ import torch
 
 from highwater.memory.user_folders import cache_folder
 
-__all__ = ["FLUX_WIDTH", "MODEL_FILES", "ensure_model_files", "models_directory"]
+__all__ = ["FLUX_WIDTH", "MODEL_FILES", "ensure_model_file_in", "ensure_model_files", "models_directory"]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,7 +31,7 @@ FLUX_WIDTH = 128
 RANDOM_ROWS = 64
 LARGE_ELEMENTS = 1 << 20
 FP8 = torch.float8_e4m3fn
-DTYPE_WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", FP8: "F8_E4M3"}
+DTYPE_WORDS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", FP8: "F8_E4M3"}
 # ComfyUI's older way to say that weights are in eight bits with a scale. Two elements: computed in full precision.
 FP8_MARK, FP8_SCALE = "scaled_fp8", ".scale_weight"
 
@@ -52,10 +52,20 @@ def ensure_model_files(names: list[str] | None = None) -> Path:
     return directory
 
 
-def write_random(path: Path, shapes: Shapes, *, scale: float, seed: int) -> None:
+def ensure_model_file_in(dtype: torch.dtype, name: str) -> Path:
+    """Write one of the files in another dtype if it is missing, in a folder that no host has by itself; return it."""
+    word = DTYPE_WORDS[dtype].lower()
+    path = models_directory() / "other_dtypes" / name.replace(".safetensors", f"_{word}.safetensors")
+    if not path.exists():
+        shapes, scale = MODEL_FILES[name]()
+        write_random(path, shapes, scale=scale, seed=zlib.crc32(name.encode()), dtype=dtype)
+    return path
+
+
+def write_random(path: Path, shapes: Shapes, *, scale: float, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a safetensors file of random tensors, large ones mostly as holes; it appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    dtypes = {name: dtype_of(name, shapes) for name in shapes}
+    dtypes = {name: dtype_of(name, shapes, dtype) for name in shapes}
     header, offset = {}, 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtypes[name].itemsize
@@ -72,7 +82,8 @@ def write_random(path: Path, shapes: Shapes, *, scale: float, seed: int) -> None
             for name, shape in shapes.items():
                 file.seek(start + header[name]["data_offsets"][0])
                 # A weight in eight bits is as large as they allow: its scale makes it small.
-                values = random_values(name, shape, 1.0 if dtypes[name] is FP8 else scale, generator)
+                has_scale = name == FP8_MARK or f"{name.removesuffix('.weight')}{FP8_SCALE}" in shapes
+                values = random_values(name, shape, 1.0 if has_scale else scale, generator)
                 values = torch.full((), scale) if name.endswith(FP8_SCALE) else values.to(dtypes[name])
                 file.write(values.reshape(-1).view(torch.uint8).numpy().tobytes())
             file.truncate(start + offset)
@@ -82,11 +93,11 @@ def write_random(path: Path, shapes: Shapes, *, scale: float, seed: int) -> None
         raise
 
 
-def dtype_of(name: str, shapes: Shapes) -> torch.dtype:
+def dtype_of(name: str, shapes: Shapes, others: torch.dtype) -> torch.dtype:
     if name.endswith(FP8_SCALE):
         return torch.float32
     has_scale = name == FP8_MARK or f"{name.removesuffix('.weight')}{FP8_SCALE}" in shapes
-    return FP8 if has_scale and (name == FP8_MARK or name.endswith(".weight")) else torch.bfloat16
+    return FP8 if has_scale and (name == FP8_MARK or name.endswith(".weight")) else others
 
 
 def random_values(name: str, shape: tuple[int, ...], scale: float, generator: torch.Generator) -> torch.Tensor:
@@ -419,9 +430,12 @@ MODEL_FILES: dict[str, Callable[[], tuple[Shapes, float]]] = {
     "diffusion_models/other_flux.safetensors": lambda: (flux(4, 6), 0.05),
     "diffusion_models/tiny_flux_fp8.safetensors": lambda: (with_fp8(flux(4, 6)), 0.05),
     "diffusion_models/big_flux.safetensors": lambda: (flux(12, 36, width=1280), 0.05),  # 2.97 GiB
+    "diffusion_models/wide_flux.safetensors": lambda: (flux(2, 6, width=1024), 0.02),  # 335 MiB: 11 pages of 32 MiB
+    "diffusion_models/other_wide_flux.safetensors": lambda: (flux(3, 4, width=1024), 0.02),  # 11 pages, too
     "diffusion_models/tiny_wan.safetensors": lambda: (wan(), 0.05),
     "diffusion_models/other_wan.safetensors": lambda: (wan(), 0.05),
     "loras/tiny_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
+    "loras/wide_flux_lora.safetensors": lambda: (flux_lora(2, 6, width=1024), 0.02),
     "loras/other_flux_lora.safetensors": lambda: (flux_lora(4, 6), 0.1),
     "loras/shallow_sd_lora.safetensors": lambda: (sd_lora(), 0.1),
     "loras/sd_norm_differences.safetensors": lambda: (sd_norm_differences(), 0.1),

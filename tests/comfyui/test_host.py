@@ -46,7 +46,7 @@ def test_the_schemas_are_those_of_the_headless_host(cpu_host: HostProcess) -> No
     command = [sys.executable, "-c", HEADLESS_SCHEMAS, str(cpu_host.base / "models")]
     headless = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     ours = our_schemas(cpu_host)
-    assert len(ours) == 16
+    assert len(ours) == 18
     assert headless.keys() == ours.keys()
     for name, info in ours.items():
         assert headless[name] | {"python_module": ""} == info | {"python_module": ""}
@@ -127,7 +127,8 @@ def test_runs_nodes_and_events_carry_their_ids(gpu_host: HostProcess) -> None:
     workflow = {"workflow": {"id": "the-workflow"}}
     result = gpu_host.run(graph.nodes, extra_pnginfo=workflow)
     report = gpu_host.report()
-    assert report["host_features"] == {"run_boundaries": True, "node_boundaries": True, "events": True}
+    features = ("run_boundaries", "node_boundaries", "events", "forecast")
+    assert report["host_features"] == dict.fromkeys(features, True)
     assert report["runs"][-1]["run_id"] == result.prompt_id
     nodes = {node["node_id"]: node for node in report["nodes"] if node["run_id"] == result.prompt_id}
     sampler = next(node for node in nodes.values() if node["title"] == "KSampler")

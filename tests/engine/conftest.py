@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -60,6 +61,19 @@ def build_net(seed: int = 0, dtype: torch.dtype = torch.float32, **shape: int) -
 @pytest.fixture
 def toys() -> SimpleNamespace:
     return SimpleNamespace(Block=Block, Net=Net, build_net=build_net, MIB=MIB)
+
+
+@pytest.fixture
+def wait_until() -> Callable[[Callable[[], object]], None]:
+    """Return a function that waits until a condition holds; fails if it never does."""
+
+    def wait(condition: Callable[[], object]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, "the condition never held"
+            time.sleep(0.02)
+
+    return wait
 
 
 @pytest.fixture

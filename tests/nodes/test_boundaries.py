@@ -31,6 +31,7 @@ class FakeServer:
     """What ``PromptServer`` has: one running prompt, a websocket, and handlers of requests."""
 
     def __init__(self) -> None:
+        self.app = SimpleNamespace(middlewares=[])
         self.running: list[Any] = []
         self.sent: list[dict[str, Any]] = []
         self.handlers: list[Any] = []
@@ -201,7 +202,7 @@ def test_our_failure_is_logged_once_and_never_raised(
     assert "division by zero" in caplog.text
     assert follower.lost == {"node_boundaries": "failed: ZeroDivisionError: division by zero"}
     boundaries.installed.append(follower)
-    assert boundaries.features() == {"run_boundaries": True, "events": True, **follower.lost}
+    assert boundaries.features() == {"run_boundaries": True, "events": True, "forecast": True, **follower.lost}
     assert runs()[-1]["end_s"] is not None
 
 

@@ -113,6 +113,16 @@ def test_an_eviction_is_the_same_sentence_in_both() -> None:
     ]
 
 
+def test_an_eviction_names_what_it_is_and_where_it_goes() -> None:
+    reason = "flux needs 4.00GiB; next use unknown, reload 0.3 s; fully evicted"
+    event = Event(
+        t_s=1.0, kind="evict", component="t5xxl", bytes=3 << 30, device="gpu:0", reason=reason,
+        component_kind="text", to="host",
+    )  # fmt: skip
+    line = f"evicted 3.00GiB of text encoder t5xxl from gpu:0 to host: {reason}"
+    assert only(describe_all_runs(make_report([], [event], 1)), "Evictions").lines == [line]
+
+
 def test_an_empty_report_has_no_sections_but_what_the_command_line_always_tells() -> None:
     assert describe_now(empty_report()) == []
     assert [(section.title.partition(" ")[0], len(section.lines)) for section in describe_all_runs(empty_report())] == [
@@ -128,6 +138,7 @@ def test_a_machine_without_gpus_has_no_empty_columns_and_counts_what_rests_in_ra
         "id": "tiny/unet",
         "precision": "as stored",
         "in_effect": True,
+        "engine": "blocks",
         "tiers": {"host": 30 * KIB, "pinned": 8 * KIB},
     }
     report |= {"devices": [device("cpu") | {"other_bytes": 50 * KIB}], "components": [component]}
@@ -137,3 +148,14 @@ def test_a_machine_without_gpus_has_no_empty_columns_and_counts_what_rests_in_ra
     ]
     (row,) = only(describe_now(report), "Devices").lines
     assert "Highwater 38KiB" in row and "other 12KiB" in row
+
+
+def test_what_is_said_of_components_that_are_not_where_a_plan_put_them() -> None:
+    report = make_report([node(1, 0, {}, {}, "Load Pipeline")], [], 1)
+    said = {("blocks", True): "as planned", ("blocks", False): "NOT as planned", ("core", False): "not managed"}
+    report["components"] = [
+        {"id": "unet", "precision": "as stored", "in_effect": in_effect, "engine": engine, "tiers": {}}
+        for engine, in_effect in said
+    ]
+    lines = only(describe_now(report), "Components").lines
+    assert [line.rpartition("  ")[2] for line in lines] == list(said.values())

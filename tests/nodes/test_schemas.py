@@ -11,7 +11,8 @@ import pytest
 from highwater import comfy_entrypoint
 from highwater.headless.comfy_stub import comfy_api
 
-NAMES = {"LoadPipeline", "SamplePipeline", "VerifyPipeline", "SaveImage", "Watermark", "MemoryReport"}
+PIPELINES = {"LoadPipeline", "SamplePipeline", "VerifyPipeline", "SaveImage"}
+NAMES = {*PIPELINES, "Watermark", "Keep", "Release", "MemoryReport"}
 
 comfy_api.install()
 

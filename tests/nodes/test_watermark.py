@@ -57,7 +57,7 @@ def offered() -> device_choices.Choices:
 
 
 def test_devices_are_offered_as_the_loaders_call_them(two_gpus: None) -> None:
-    assert offered() == ["*", "gpu:0", "gpu:1"]
+    assert offered() == ["*", "gpu:0", "gpu:1", "host"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,8 @@ def test_devices_are_offered_as_the_loaders_call_them(two_gpus: None) -> None:
         ("*", "*", ""),
         ("gpu:1", "gpu:1", ""),
         ("cuda:1", "gpu:1", ""),
+        ("host", "host", ""),
+        (" Host", "host", ""),
         (" GPU ", "gpu:0", ""),
         (
             "gpu:7",
@@ -89,7 +91,7 @@ def test_a_device_of_another_machine_means_every_one_and_the_node_says_so(
 @pytest.mark.parametrize("device", ["moon", "cpu", "", "gpu:", "gpu:x", "gpu:0&gpu:1", "default", 3, None])
 def test_what_is_no_accelerator_anywhere_is_refused_on_its_input(two_gpus: None, marks: list[Any], device: Any) -> None:
     assert device not in offered()
-    with pytest.raises(InvalidInput, match=r"is not an accelerator; .*allowed: \*, gpu:0, gpu:1$") as caught:
+    with pytest.raises(InvalidInput, match=r"is not an accelerator and not host; .*, gpu:1, host$") as caught:
         HighwaterWatermark.execute(device, "1GiB", "2GiB")
     assert repr(device) in str(caught.value)
     assert marks == []
@@ -102,7 +104,7 @@ def test_what_is_no_accelerator_anywhere_is_refused_on_its_input(two_gpus: None,
         (512, "1GiB", "low '512' has no unit; allowed: GiB, MiB, GB, MB"),
         ("512MiB", "much", "high 'much' is not a size; write a number and a unit"),
         ("2GiB", "1GiB", "low '2GiB' is above high '1GiB'; allowed: at most 1GiB"),
-        ("1GiB", "200GiB", "high '200GiB' is larger than every device; allowed: up to 24.0GiB, the size of gpu:1"),
+        ("1GiB", "200GiB", "high '200GiB' is larger than every device; allowed: up to 64.0GiB, the size of host"),
         (None, "200GiB", "high '200GiB' is larger than every device"),
         ("200GiB", None, "low '200GiB' is larger than every device"),
         ("512", None, "low '512' has no unit"),
@@ -141,7 +143,8 @@ def test_listing_the_node_does_not_load_torch(tmp_path: Path) -> None:
         "import sys\n"
         "from highwater.headless.comfy_stub import comfy_api, folder_paths; comfy_api.install()\n"
         "folder_paths.configure(models=sys.argv[1], output=sys.argv[1])\n"
-        "assert comfy_api.object_info()['HighwaterWatermark']['input']['required']['device'][1]['options'] == ['*']\n"
+        "required = comfy_api.object_info()['HighwaterWatermark']['input']['required']\n"
+        "assert required['device'][1]['options'] == ['*', 'host']\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)

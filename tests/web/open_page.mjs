@@ -72,6 +72,6 @@ export const inPage = () =>
   Object.fromEntries(
     app.rootGraph.nodes.map((node) => [
       node.type,
-      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \S+( fp8)?/)?.[0] ?? "",
+      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \d\S*( fp8)?/)?.[0] ?? "",
     ]),
   );

@@ -23,6 +23,14 @@ test("a loader shows where its models rest, not their copies on devices", () => 
   assert.equal(badgeText(node({}), tiers), "RAM 34.2M");
 });
 
+test("a loader shows what its models hold of the devices where none is in RAM, whatever else was there", () => {
+  const loader = node({ peak_bytes: { "gpu:0": 256 * MIB, "gpu:1": 9 * MIB } });
+  assert.equal(badgeText(loader, { "gpu:0": 192 * MIB }), "VRAM 192M");
+  assert.equal(badgeText(loader, { "gpu:0": 192 * MIB, "gpu:1": 0 }), "VRAM 192M");
+  assert.equal(badgeText(loader, {}), "VRAM 0B", "not loaded yet");
+  assert.equal(badgeText(node({}), {}), "", "no device, nothing to say");
+});
+
 test("another node shows the peak of each device that it used", () => {
   assert.equal(badgeText(node({ peak_bytes: { "gpu:0": 8 * MIB, "gpu:1": 0 } })), "VRAM 8.0M");
   assert.equal(badgeText(node({ peak_bytes: { "gpu:0": 8 * MIB, "gpu:1": 5 * MIB } })), "VRAM 8.0M+5.0M");
@@ -59,7 +67,7 @@ test("tiers are those of all parts of one node of one workflow", () => {
     part({ pinned: 100 }, { node_id: null }),
   ];
   assert.deepEqual(tiersOf(parts, { node_id: "1", workflow_id: "w" }), { pinned: 7, "gpu:0": 1, host: 5 });
-  assert.deepEqual(tiersOf(parts, { node_id: "2", workflow_id: "w" }), {});
+  assert.equal(tiersOf(parts, { node_id: "2", workflow_id: "w" }), undefined);
 });
 
 /** A root graph with node 1 and a subgraph node 5, which holds node 7. */
@@ -103,9 +111,11 @@ test("a failure that its message explains is told, any other is left to the page
   assert.equal(noticeOfFailure({}), null);
 });
 
-test("of the manager's events only errors are told", () => {
+test("of the manager's events only errors, thrashing and growth are told", () => {
   const event = { type: "event", kind: "error", component: "vae", device: "gpu:0", reason: "out of memory" };
   assert.deepEqual(noticeOfEvent(event), { severity: "warn", summary: "vae on gpu:0", detail: "out of memory" });
+  assert.deepEqual(noticeOfEvent({ ...event, kind: "thrashing" }), noticeOfEvent(event));
+  assert.equal(noticeOfEvent({ ...event, kind: "growth" }).summary, "More memory than before");
   assert.equal(noticeOfEvent({ ...event, kind: "evict" }), null);
   assert.equal(noticeOfEvent({ ...event, type: "node" }), null);
 });

@@ -133,10 +133,15 @@ class WeightGroup:
                 slot.rest_as(form.measure(slot.held, name=slot.spec.name))
 
     def pack(
-        self, slab: HostSlab, source: WeightsSource | None = None, progress: Callable[[int], None] | None = None
+        self,
+        slab: HostSlab,
+        source: WeightsSource | None = None,
+        progress: Callable[[int], None] | None = None,
+        *,
+        is_filled: bool = False,
     ) -> None:
         """Move the weights into a slab of host memory, as `WeightsAtRest.pack`."""
-        self.at_rest.pack(slab, source, progress)
+        self.at_rest.pack(slab, source, progress, is_filled=is_filled)
         self.placed.note(self.at_rest.tensors, BlockState.HOST)
 
     def rest_in_file(self, source: WeightsSource, bounce: BounceBuffers, *, written: Collection[str] = ()) -> None:

@@ -15,6 +15,7 @@ import torch
 from ...transfer.bounce_buffers import BounceBuffers
 from ...transfer.pinned_memory import HostSlab
 from ...transfer.slabs import Form
+from ...weights.file_origin import Origin
 from ...weights.quantized_leaves import leaves_of
 from ...weights.source import WeightsSource
 from ...weights.storage_form import EncodedForm
@@ -75,6 +76,8 @@ class WeightsAtRest:
         """The version counts of objects that are no longer weights at rest."""
         self.counted: tuple[list[torch.Tensor], int, list[torch.Tensor]] = [], 0, []
         """The weights at rest, how many these were, and those of them that have a version counter."""
+        self.origins: tuple[Origin | None, ...] = ()
+        """What each leaf of the slab was read from, unchanged, as it was packed; None where no file has it as it is."""
         self.charge_host: Callable[[int], None] | None = None
         """Called with the bytes of host memory that the weights take beside the slab into which they were packed."""
 
@@ -143,12 +146,26 @@ class WeightsAtRest:
 
     # -- coming to rest
 
-    def pack(self, slab: HostSlab, source: WeightsSource | None, progress: Callable[[int], None] | None) -> None:
+    def note_origins(self, origins: tuple[Origin | None, ...]) -> None:
+        """Note what each leaf of the weights that are about to be packed was read from."""
+        self.origins = origins
+
+    def pack(
+        self,
+        slab: HostSlab,
+        source: WeightsSource | None,
+        progress: Callable[[int], None] | None,
+        *,
+        is_filled: bool = False,
+    ) -> None:
         """Move the weights into a slab of host memory, encoded in the form in which they rest.
 
         Holds the slab and, one tensor at a time, the original. The module keeps its parameter objects. What it has
         on the meta device is read from the source, straight into the slab where it is not encoded; ``progress`` is
         called with the bytes packed or read since it was called last, and what it raises ends that.
+
+        Args:
+            is_filled: the weights lie in this slab already: nothing is copied.
         """
         self.store = HostStore(slab)
         to_read = []
@@ -162,7 +179,7 @@ class WeightsAtRest:
                 slot.rest_as(form.measure(weight, name=slot.spec.name))
             if weight.is_meta:
                 to_read.append((slot.spec.name, views[0]))
-            else:
+            elif not is_filled:
                 store_weight(slot, views, weight.detach() if form is not None else weight)
             resting = repoint(slot, views if form is None else views[:1])
             if self.shows(slot):
@@ -232,7 +249,7 @@ class WeightsAtRest:
 
     def forget(self) -> None:
         """Drop the weight store and what shows it; the module keeps what it holds."""
-        self.tensors, self.store, self.originals = [], None, {}
+        self.tensors, self.store, self.originals, self.origins = [], None, {}, ()
         self.opened, self.aliases, self.counted = [], Aliases(), ([], 0, [])
 
     # -- what the module holds for them

@@ -357,6 +357,11 @@ class DeviceShare:
         if self.copies is not None:
             self.copies.finish()
 
+    def forget_staged(self) -> None:
+        """Copy every streamed block anew before it computes: its weights at rest were written to past their version."""
+        if self.streamer is not None:
+            self.streamer.area.forget()
+
     def changes_hands(self, number: int) -> bool:
         """Whether the memory that a block computes from now is used for other weights after it."""
         return self.computing.get(number) is not None or self.blocks[number].is_encoded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -42,10 +42,10 @@ class Ledger:
         self.count = count
         self.rows: defaultdict[str, dict[tuple[str, Kind], int]] = defaultdict(dict)
         """The entries of each place."""
-        self.num_changes: Counter[str] = Counter()
-        """How often each place has changed."""
-        self.summaries: dict[str, tuple[int, dict[str, int], int]] = {}
-        """By place: its `num_changes` when this was summed, the bytes by component, and their sum."""
+        self.last_changes: dict[str, object] = {}
+        """Each place's last change: an object of its own for each, because threads that counted would lose some."""
+        self.summaries: dict[str, tuple[object, dict[str, int], int]] = {}
+        """By place: its last change when this was summed, the bytes by component, and their sum."""
 
     @property
     def entries(self) -> dict[Entry, int]:
@@ -105,12 +105,12 @@ class Ledger:
                 self.change(place, component, kind, now.get(place, 0) - booked.get(place, 0))
 
     def write(self, place: str, component: str, kind: Kind, num_bytes: int) -> None:
-        self.num_changes[place] += 1  # before and after the change: a summary read in between counts as outdated
+        self.last_changes[place] = object()  # before and after: a summary read in between counts as outdated
         if num_bytes:
             self.rows[place][component, kind] = num_bytes
         else:
             self.rows[place].pop((component, kind), None)
-        self.num_changes[place] += 1
+        self.last_changes[place] = object()
 
     # -- reading entries
 
@@ -138,14 +138,14 @@ class Ledger:
         return self.summary(place)[0]
 
     def summary(self, place: str) -> tuple[dict[str, int], int]:
-        num_changes = self.num_changes[place]
+        last_change = self.last_changes.get(place)
         known = self.summaries.get(place)
-        if known is None or known[0] != num_changes:
+        if known is None or known[0] is not last_change:
             held: dict[str, int] = {}
             row = self.rows.get(place)
             for (component, _), num_bytes in list(row.items()) if row else ():
                 held[component] = held.get(component, 0) + num_bytes
-            self.summaries[place] = known = num_changes, held, sum(held.values())
+            self.summaries[place] = known = last_change, held, sum(held.values())
         return known[1:]
 
     # -- checking entries

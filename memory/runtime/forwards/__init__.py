@@ -7,8 +7,9 @@ __all__, __getattr__ = lazy_names(
     {
         "device_hops": ["DeviceHops", "Visit"],
         "input_size": ["Size"],
+        "recording_pauses": ["host_recordings"],
         "deferring_lock": ["DeferringLock"],
-        "forward_pass": ["ComponentManager", "Guest", "Hold", "NoManager", "Pass", "Passes"],
+        "forward_pass": ["ComponentManager", "FailedTry", "Guest", "Hold", "NoManager", "Pass", "Passes"],
         "compiled_blocks": ["CompiledBlocks"],
         "module_caches": ["ModuleCaches", "address_of", "at_home", "computed_weights"],
         "execution_order": ["in_execution_order"],

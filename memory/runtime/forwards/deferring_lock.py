@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...errors import InvalidInput
+from .recording_pauses import host_recordings
 
 __all__ = ["DeferringLock"]
 
@@ -37,6 +38,19 @@ class DeferringLock:
                 if self.jobs and not is_nested:
                     self.run_jobs()
 
+    @contextmanager
+    def exclusive_now(self) -> Iterator[bool]:
+        """Hold the lock in the body if no other thread holds it; yields whether it does. Never waits."""
+        if not self.rlock.acquire(blocking=False):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            if self.jobs:
+                self.run_jobs()
+            self.rlock.release()
+
     def is_held_here(self) -> bool:
         """Whether this thread holds the lock."""
         return self.rlock._is_owned()  # type: ignore[attr-defined, no-any-return]
@@ -53,10 +67,11 @@ class DeferringLock:
     def run_jobs(self) -> None:
         """Run the deferred jobs; the caller holds the lock. Raises the first `InvalidInput` after the last job."""
         errors = []
-        while self.jobs:
-            try:
-                self.jobs.popleft()()
-            except InvalidInput as error:
-                errors.append(error)
+        with host_recordings.paused():  # a garbage collection may come in the middle of a block
+            while self.jobs:
+                try:
+                    self.jobs.popleft()()
+                except InvalidInput as error:
+                    errors.append(error)
         if errors:
             raise errors[0]

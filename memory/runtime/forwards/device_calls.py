@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .device_hops import DeviceHops, Visit
+from .recording_pauses import Pause, host_recordings
 from .shared_states import Stores, find_shared_states
 
 __all__ = ["DeviceCalls"]
@@ -18,12 +19,18 @@ class Call:
     """A call of an entry, a block, a part of one, or another module.
 
     ``previous`` is the index of the accelerator that was current before the call; None if the call does not change it.
+    ``pause`` keeps what it allocates out of a host's recording.
     """
 
-    def __init__(self, module: nn.Module, visit: Visit, previous: int | None) -> None:
+    def __init__(self, module: nn.Module, visit: Visit, previous: int | None, pause: Pause | None) -> None:
         self.module = module
         self.visit = visit
         self.previous = previous
+        self.pause = pause
+
+    def end_pause(self) -> None:
+        if self.pause is not None:
+            self.pause.end()
 
 
 class DeviceCalls:
@@ -64,10 +71,16 @@ class DeviceCalls:
             source, target: as in `DeviceHops.visit`.
         """
         shared = self.shared_states.get(module, ()) if target is not None else ()
-        visit = self.hops.visit(given, device, source=source, target=target, shared=shared)
+        pause = None if target is None else host_recordings.begin()  # the copies here are kept
+        try:
+            visit = self.hops.visit(given, device, source=source, target=target, shared=shared)
+        except BaseException:
+            if pause is not None:
+                pause.end()
+            raise
         if visit is None:
             return None
-        call = Call(module, visit, None if target is None else torch.accelerator.current_device_index())
+        call = Call(module, visit, None if target is None else torch.accelerator.current_device_index(), pause)
         self.open.append(call)
         if call.previous is not None:  # other libraries launch kernels on the current device
             torch.accelerator.set_device_index(device.index)
@@ -80,6 +93,7 @@ class DeviceCalls:
         call = self.open.pop()
         if call.previous is not None:
             torch.accelerator.set_device_index(call.previous)
+        call.end_pause()  # first: what the caller gets is its own
         if not failed:
             return call.visit.end(output)
         call.visit.give_back_states()
@@ -93,8 +107,11 @@ class DeviceCalls:
         """
         before = [call.previous for call in self.open if call.previous is not None]
         for call in self.open:
+            call.end_pause()
             call.visit.give_back_states()
         self.open.clear()
         if before and is_here:
             torch.accelerator.set_device_index(before[0])
-        self.hops.forget()
+        if self.hops.twins:
+            with host_recordings.paused():
+                self.hops.forget()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
@@ -93,12 +93,11 @@ class Forwards:
         self.in_parts: set[int] = set()
         """The blocks that were loaded because other code called a part of them."""
         self.seen_in_parts: set[int] = set()
-        self.done_parts: list[nn.Module] = []
-        """Parts of blocks that no longer need hooks."""
         self.is_learned = False
         """Whether a pass has shown in which order blocks run, and which of their parts other code calls."""
         self.watch_inside: Callable[[], None] = nothing
         self.find_unseen: Callable[[], Collection[int]] = tuple
+        self.unhook: Callable[[Iterable[nn.Module]], None] = nothing
         self.quiet_thread = 0
         """The thread that runs a quiet pass, 0 if none does ([Note: quiet passes])."""
 
@@ -174,19 +173,25 @@ class Forwards:
         """Whether the next pass can be quiet ([Note: quiet passes])."""
         return self.is_loaded and self.is_learned and len(self.shares) == 1 and self.shares[0].is_wholly_resident
 
-    def take_done_parts(self) -> list[nn.Module]:
-        """Return the modules that no longer need hooks, and forget them."""
-        done, self.done_parts = self.done_parts, []
-        return done
-
     @property
     def hooked(self) -> set[nn.Module]:
         """The modules that have hooks in passes that are not quiet."""
         return {*self.entries, *self.inner, *self.blocks, *self.parts}
 
-    def take_hooks(self, watch_inside: Callable[[], None], find_unseen: Callable[[], Collection[int]]) -> None:
-        """Set the functions that add the hooks without which quiet passes do, and that find calls without them."""
-        self.watch_inside, self.find_unseen = watch_inside, find_unseen
+    def take_hooks(
+        self,
+        watch_inside: Callable[[], None],
+        find_unseen: Callable[[], Collection[int]],
+        unhook: Callable[[Iterable[nn.Module]], None],
+    ) -> None:
+        """Set the functions of the module's hooks.
+
+        Args:
+            watch_inside: adds the hooks without which quiet passes do.
+            find_unseen: returns the threads with calls that began without these.
+            unhook: removes all hooks from modules that no longer need any ([Note: changes of hooks]).
+        """
+        self.watch_inside, self.find_unseen, self.unhook = watch_inside, find_unseen, unhook
 
     def begin_pass(self, *, is_timed: bool) -> None:
         """Reset the state of the last pass and prepare the devices for this one. The weights are loaded already."""
@@ -277,15 +282,29 @@ class Forwards:
                 guests, self.guests = self.guests, []
                 end_guests(guests, completed=completed)
 
+    def stop_try(self) -> None:
+        """A try of this thread's pass has failed, and may be repeated: all blocks rest, the pass stays open."""
+        was_quiet, self.quiet_thread = self.quiet_thread, 0
+        for share in self.shares if not was_quiet else ():
+            share.end_pass(completed=False)
+        self.in_parts.clear()
+        if self.saving.open:
+            self.saving.end()
+        self.calls.recover(is_here=True)
+
+    def begin_try(self) -> None:
+        """Prepare the devices for another try of this thread's pass. The weights are loaded already."""
+        self.begin_pass(is_timed=False)
+
     def forget_parts(self, numbers: Collection[int]) -> None:
         """Remove the hooks from the parts of blocks that have computed, unless other code calls the parts."""
         if self.parts:
             done = [
                 part for part, number in self.parts.items() if number in numbers and number not in self.seen_in_parts
             ]
-            self.done_parts += done
+            self.unhook(done)
             for part in done:
-                self.parts.pop(part, None)
+                del self.parts[part]
 
     @property
     def here(self) -> torch.device:
@@ -416,7 +435,7 @@ class Forwards:
         """Refuse new passes: the module is another managed component's now, or is no longer managed."""
         # Both refer to objects that refer to us: without this the module would live until the next garbage collection.
         self.manager = NoManager(self.manager.lock)
-        self.take_hooks(nothing, tuple)
+        self.take_hooks(nothing, tuple, nothing)
 
     def end(self) -> None:
         """Stop finishing passes: the groups are no longer managed."""
@@ -428,8 +447,8 @@ def has_failed(output: Any, current: Pass | None) -> bool:
     return output is None and current is not None and sys.exc_info()[1] is not current.handled
 
 
-def nothing() -> None:
-    """Do nothing. Stands for `watch_inside` while no module has hooks that lead here."""
+def nothing(*_: Any) -> None:
+    """Do nothing. Stands for functions of the hooks while no module has hooks that lead here."""
 
 
 def end_guests(guests: Sequence[tuple[Forwards, Pass]], *, completed: bool) -> None:

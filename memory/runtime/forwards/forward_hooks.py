@@ -19,6 +19,10 @@ inputs have to be on the device, and the call does not count as a use of the com
 weights move, and with the next pass that is not quiet. A call that began without them keeps the component from being
 evicted: it is found on the stack of its thread (`thread_stacks.py`). Where code has once called a block by itself while
 there were hooks, they stay for good.
+
+[Note: changes of hooks] No lock orders what adds and removes hooks: the thread that runs the pass may, while it holds
+the component's lease, or one that holds the manager's lock while there is no lease. A pass is not over before that, so
+what it learned (which parts of blocks need hooks no more) has its effect before the lease is given back.
 """
 
 from __future__ import annotations
@@ -40,7 +44,6 @@ from ..tensors.deep_copies import OwnHook
 from ..tensors.encoded_weight import NOT_TRACED
 from .compiled_blocks import untraced
 from .forward_blocks import Forwards
-from .forward_pass import Pass
 from .thread_stacks import find_unseen
 
 __all__ = ["ForwardHooks", "remove_hooks_of"]
@@ -99,7 +102,7 @@ class ForwardHooks:
             earlier.dismiss()
         self.end_detour()
         self.remove_from(self.handles.keys() - target.hooked)
-        target.take_hooks(self.watch_inside, self.find_unseen)
+        target.take_hooks(self.watch_inside, self.find_unseen, self.remove_from)
 
     def own_hook(self, module: nn.Module, function: Callable[..., Any]) -> OwnHook:
         return OwnHook.on(module, function, owner=self.owner, is_root=module is self.root())
@@ -108,10 +111,11 @@ class ForwardHooks:
         """Add the missing hooks to all modules where forwards need them."""
         root, hooked = self.root(), target.hooked
         for module in hooked - self.handles.keys():
-            remove_hooks_of(self, module)
+            remove_own(self, *lists_before(module))  # left by an interrupt, or copied along with the module
             before = self.own_hook(module, self.before if module is root else self.before_inside)
             self.handles[module] = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         for module in hooked - self.exits.keys():
+            remove_own(self, *lists_after(module))
             after = self.own_hook(module, self.after if module is root else self.after_inside)
             self.exits[module] = module.register_forward_hook(after, always_call=True)
         self.is_complete = True
@@ -156,8 +160,7 @@ class ForwardHooks:
         for module in list(modules):
             for handles in (self.handles, self.exits):
                 if module in handles:
-                    handles[module].remove()
-                    handles.pop(module)
+                    handles.pop(module).remove()
 
     def remove(self) -> None:
         """Remove all hooks. Idempotent."""
@@ -179,7 +182,9 @@ class ForwardHooks:
                 return None
             number, current = target.blocks.get(module), target.passes.here
             if number is not None and current is not None:
-                return self.before_block(target, number, module, args, kwargs, current)
+                if peek_interpreter_stack() is not None:
+                    refuse_transforms()
+                return target.before_block(number, module, args, kwargs, current)
         return self.before(module, args, kwargs)
 
     @untraced
@@ -210,17 +215,7 @@ class ForwardHooks:
             return target.before_entry(module, args, kwargs)
         current = target.passes.here
         assert current is not None
-        return self.before_block(target, target.blocks[module], module, args, kwargs, current)
-
-    def before_block(
-        self, target: Forwards, number: int, module: nn.Module, args: Any, kwargs: Any, current: Pass
-    ) -> Any:
-        if peek_interpreter_stack() is not None:
-            refuse_transforms()
-        given = target.before_block(number, module, args, kwargs, current)
-        if target.done_parts:  # a block that is compiled now must have no hooks inside
-            self.remove_from(target.take_done_parts())
-        return given
+        return target.before_block(target.blocks[module], module, args, kwargs, current)
 
     def enter(self, module: nn.Module, inputs: Any) -> Forwards | None:
         """Enter through a module; returns the forwards that let it in, None if the module is no longer managed."""
@@ -249,16 +244,13 @@ class ForwardHooks:
             return None
         number = target.blocks.get(module)
         if number is not None:
-            result = target.after_block(number, module, output, current)
-        elif module in target.inner and current.outermost is not module:
-            return None
-        elif module in target.parts and current.outermost is not module:
-            return target.after_part(target.parts[module], module, output, current)
-        else:
-            result = target.after_entry(module, output, current)
-        if target.done_parts:
-            self.remove_from(target.take_done_parts())
-        return result
+            return target.after_block(number, module, output, current)
+        if current.outermost is not module:
+            if module in target.inner:
+                return None
+            if module in target.parts:
+                return target.after_part(target.parts[module], module, output, current)
+        return target.after_entry(module, output, current)
 
 
 HOOKS = (ForwardHooks.before.__code__, ForwardHooks.before_inside.__code__)
@@ -270,14 +262,26 @@ def remove_hooks_of(owner: object, module: nn.Module) -> None:
     For hooks without a handle: torch copies the hooks of a module to a module that replaces it, such as a quantized
     layer.
     """
-    for hooks, *options in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
-    ):
-        for number in [number for number, hook in hooks.items() if is_hook_of(owner, hook)]:
-            del hooks[number]
-            for option in options:
-                option.pop(number, None)
+    for hooks, *options in (lists_before(module), lists_after(module)):
+        remove_own(owner, hooks, *options)
+
+
+def remove_own(owner: object, hooks: dict[int, Any], *options: dict[int, bool]) -> None:
+    """Remove the hooks that are methods of an object from torch's list of hooks and from those of their options."""
+    for number in [number for number, hook in hooks.items() if is_hook_of(owner, hook)]:
+        del hooks[number]
+        for option in options:
+            option.pop(number, None)
+
+
+def lists_before(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return torch's list of a module's hooks before calls, and those of their options."""
+    return module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+
+
+def lists_after(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return torch's list of a module's hooks after calls, and those of their options."""
+    return module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called
 
 
 def is_hook_of(owner: object, hook: Any) -> bool:

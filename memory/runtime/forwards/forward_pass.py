@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,7 +28,7 @@ from .deferring_lock import DeferringLock
 from .input_size import input_size
 from .thread_stacks import modules_called_in, waits_at
 
-__all__ = ["ComponentManager", "Guest", "NoManager", "Pass", "Passes"]
+__all__ = ["ComponentManager", "FailedTry", "Guest", "NoManager", "Pass", "Passes"]
 
 # A thread that waits for a pass checks at this interval whether the pass was abandoned.
 LOOK_EVERY_S = 0.5
@@ -108,6 +109,22 @@ def finish_nothing(current: Pass, completed: bool) -> None:
     """Finish a pass of weights that are no longer managed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedTry:
+    """What was learned as a try of a pass ran out of memory."""
+
+    error: BaseException
+    """What ended the try."""
+    shown: BaseException
+    """That, or its cause: the one whose message tells of the allocation."""
+    device: str
+    asked_bytes: int
+    line: str
+    """What happened, for users."""
+    is_excused: bool
+    """Whether another program took the memory meanwhile: nothing was learned of the need."""
+
+
 class Pass:
     """One pass: its thread, and its open entries, the outermost first."""
 
@@ -125,6 +142,10 @@ class Pass:
         """The exception that ended the pass; set only while the pass is being finished."""
         self.is_completed = False
         """Whether it ended without an exception."""
+        self.failed_try: FailedTry | None = None
+        """The last try of it that ran out of memory."""
+        self.is_second_try = False
+        """Whether its call is repeated, or was refused to be."""
         self.running = module
         """The module whose call keeps the pass open."""
 
@@ -145,9 +166,17 @@ class Pass:
         """Note whether the pass that this one serves completed."""
         self.is_completed = completed
 
+    def note_failed_try(self, failed: FailedTry) -> None:
+        """Note a try that ran out of memory."""
+        self.failed_try = failed
+
+    def begin_second_try(self) -> None:
+        """The call of the pass is repeated from now on, if there is room; there is no third one."""
+        self.is_second_try = True
+
     def forget_errors(self) -> None:
         """Forget exceptions: their frames may hold tensors."""
-        self.error = self.handled = None
+        self.error = self.handled = self.failed_try = None
 
     def is_here(self) -> bool:
         """Whether this thread runs the pass."""

@@ -191,7 +191,8 @@ def split_owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 def as_held(leaves: Iterator[torch.Tensor], slot: ParameterSlot, *, lasting: bool = False) -> torch.Tensor:
     """Return what the module holds for a weight whose next leaves these are; ``lasting``: as it came."""
     # A wrapper made outside of inference mode cannot be used inside it, one made inside can compute in both.
-    with torch.inference_mode(slot.is_quantized and (slot.is_inference or not lasting)):
+    keeps_mode = isinstance(slot.form, Wrapper) and slot.form.keeps_mode
+    with torch.inference_mode(keeps_mode and (slot.is_inference or not lasting)):
         tensor = slot.form.assemble(leaves)
         if slot.is_buffer:
             return tensor

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import types
+import zlib
 from typing import Any
 
 import comfy.model_management as model_management
@@ -22,9 +23,15 @@ import torch
 from aiohttp import web
 from server import PromptServer
 
+from .gguf_like import TestGGUFModel, TestGGUFText
 from .lifeline import end_with_standard_input
+from .nunchaku_like import TestNunchakuModel
+from .recording import TestRecord, TestRecordControl, TestRecorded
 
 end_with_standard_input()
+
+if "highwater_test_fake_cuda" in sys.modules:
+    sys.modules["highwater_test_fake_cuda"].replace_in_core()
 
 # The harness asks for all stacks when it waits in vain.
 faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -124,6 +131,68 @@ class TestTrouble:
         return (patched,)
 
 
+class TestShort:
+    """Lets an allocation of a call of the model fail, from outside: by its number, or because little is left free."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {
+                "model": ("MODEL",),
+                "call": ("INT", {"default": 2}),
+                "nth": ("INT", {"default": 0, "max": 1 << 20}),
+                "free_bytes": ("INT", {"default": -1, "min": -1, "max": 1 << 50}),
+                "taking_part": (["nothing", "wrapper", "function wrapper", "hook", "patch", "method"],),
+            }
+        }
+    )
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "test"
+
+    def patch(self, model: Any, call: int, nth: int, free_bytes: int, taking_part: str) -> tuple[Any]:
+        patched = model.clone()
+        simdevice = sys.modules["highwater_test_simdevice"]
+        index = patched.load_device.index or 0
+        num_calls = 0
+
+        def shorten(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            diffusion_model = executor.class_obj.diffusion_model
+            handle = None
+            if taking_part == "hook":
+                handle = diffusion_model.single_blocks[1].register_forward_hook(lambda *_: None)
+            if taking_part == "method":
+                diffusion_model.forward_orig = diffusion_model.forward_orig
+            if num_calls == call:
+                if nth:
+                    simdevice.fail_alloc(index, nth)
+                if free_bytes >= 0:
+                    free = model_management.get_free_memory(patched.load_device)
+                    simdevice.occupy(index, max(0, int(free) - free_bytes))
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                simdevice.fail_alloc(index, 0)
+                if free_bytes >= 0:
+                    simdevice.occupy(index, 0)
+                if handle is not None:
+                    handle.remove()
+                if taking_part == "method":
+                    del diffusion_model.forward_orig
+
+        patched.add_wrapper_with_key("apply_model", "test", shorten)
+        if taking_part == "wrapper":
+            patched.add_wrapper_with_key("diffusion_model", "test", lambda executor, *args, **kw: executor(*args, **kw))
+        if taking_part == "function wrapper":
+            patched.set_model_unet_function_wrapper(
+                lambda apply_model, given: apply_model(given["input"], given["timestep"], **given["c"])
+            )
+        if taking_part == "patch":
+            patched.set_model_patch(lambda given: given, "post_input")
+        return (patched,)
+
+
 def make_trouble(kind: str, device: torch.device) -> None:
     if kind == "error":
         raise RuntimeError("trouble on purpose")
@@ -214,6 +283,49 @@ class TestHold:
         return {}
 
 
+class TestWeights:
+    """Tells the dtype, shape and check sum of every weight of a model as it rests, and which model files are mapped.
+
+    ``write`` then writes zeros to each in place, and through ``.data``.
+    """
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {
+            "required": {"value": ("*",), "write": ("BOOLEAN", {"default": False}), "run": ("INT", {"default": 0})}
+        }
+    )
+    RETURN_TYPES = ()
+    FUNCTION = "tell"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    def tell(self, value: Any, write: bool, run: int) -> dict[str, Any]:
+        holder = getattr(value, "control_model_wrapped", None) or value
+        model = getattr(holder, "patcher", holder).model
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        plain = {key: inner for name, tensor in tensors.items() for key, inner in plain_tensors(name, tensor)}
+        weights = {}
+        for name, tensor in plain.items():
+            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+            weights[name] = [str(tensor.dtype), list(tensor.shape), tensor.is_contiguous(), zlib.crc32(raw)]
+        if write:
+            for tensor in plain.values():
+                tensor.zero_()
+                tensor.data.fill_(0)
+        with open("/proc/self/maps") as maps:
+            mapped = sorted({os.path.basename(line.strip()) for line in maps if line.strip().endswith(".safetensors")})
+        return {"ui": {"weights": [weights], "mapped": mapped}}
+
+
+def plain_tensors(name: str, tensor: torch.Tensor) -> Any:
+    """Yield a tensor, or of a wrapper those that it is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(f"{name}.{part}", getattr(tensor, part))
+
+
 outliving: list[Any] = []
 
 
@@ -261,6 +373,20 @@ class TestOccupy:
             with torch.inference_mode(False):
                 occupied[name] = torch.empty(int(free) - free_bytes, dtype=torch.uint8, device=name)
         return {"ui": {"free": [int(model_management.get_free_memory(torch.device(name)))]}}
+
+
+class TestFree:
+    """Tells how much a model takes for free on each device: what is not in use, and what core's own may evict."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",), "run": ("INT", {"default": 0})}})
+    RETURN_TYPES = ()
+    FUNCTION = "tell"
+    CATEGORY = "test"
+    OUTPUT_NODE = True
+
+    def tell(self, model: Any, run: int) -> dict[str, Any]:
+        devices = model_management.get_all_torch_devices()
+        return {"ui": {"free": [int(model.get_free_memory(device)) for device in devices]}}
 
 
 def describe_functions() -> dict[str, str]:
@@ -311,17 +437,31 @@ async def send_functions(request: web.Request) -> web.Response:
     return web.json_response(describe_functions())
 
 
+def managers() -> list[Any]:
+    """Return the pack's manager, if it has one by now."""
+    modules = [m for name, m in list(sys.modules.items()) if name.endswith("highwater.memory.manager.default")]
+    return [manager for manager in (module.existing_manager() for module in modules) if manager is not None]
+
+
+@PromptServer.instance.routes.post("/highwater_test/keep")
+async def keep(request: web.Request) -> web.Response:
+    """Evict the steered components of a name last, or in the usual order."""
+    asked = await request.json()
+    for manager in managers():
+        named = [component for component in manager.steered.components() if component.name == asked["name"]]
+        manager.keep(named, asked["kept"])
+    return web.json_response({})
+
+
 @PromptServer.instance.routes.post("/highwater_test/forget_needs")
 async def forget_needs(request: web.Request) -> web.Response:
     """Delete what the pack learned of models' needs: tests share a host, and some run it out of memory."""
-    for name, module in list(sys.modules.items()):
-        manager = module.existing_manager() if name.endswith("highwater.memory.manager.default") else None
-        if manager is not None:
-            with manager.exclusive():
-                needs = manager.capacity.needs
-                for learned in (needs.known, needs.last, needs.changed):
-                    learned.clear()
-                manager.capacity.outdate_plans()
+    for manager in managers():
+        with manager.exclusive():
+            needs = manager.capacity.needs
+            for learned in (needs.known, needs.last, needs.changed):
+                learned.clear()
+            manager.capacity.outdate_plans()
     return web.json_response({})
 
 
@@ -390,9 +530,18 @@ NODE_CLASS_MAPPINGS = {
     "TestConditioning": TestConditioning,
     "TestFlip": TestFlip,
     "TestForeign": TestForeign,
+    "TestFree": TestFree,
+    "TestGGUFModel": TestGGUFModel,
+    "TestGGUFText": TestGGUFText,
     "TestHold": TestHold,
     "TestKeep": TestKeep,
+    "TestNunchakuModel": TestNunchakuModel,
     "TestOccupy": TestOccupy,
     "TestOutlive": TestOutlive,
+    "TestRecord": TestRecord,
+    "TestRecordControl": TestRecordControl,
+    "TestRecorded": TestRecorded,
+    "TestShort": TestShort,
     "TestTrouble": TestTrouble,
+    "TestWeights": TestWeights,
 }

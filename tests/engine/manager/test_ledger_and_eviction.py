@@ -1,4 +1,4 @@
-"""The ledger agrees with a naive count after every step, and policies keep their contract."""
+"""The ledger agrees with a naive count after every step, and the mover moves by any policy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from highwater.memory import manage
-from highwater.memory.manager import eviction
-from highwater.memory.manager.eviction import Candidate, EvictionPolicy, LeastRecentlyUsed, Victim
+from highwater.memory.manager.policies.candidate import Candidate, Victim
 from highwater.memory.runtime.devices.ledger import Kind, Ledger
 from highwater.memory.units import MIB
 
@@ -55,78 +53,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-
-POLICIES = [
-    kind()
-    for kind in vars(eviction).values()
-    if isinstance(kind, type) and kind is not EvictionPolicy and hasattr(kind, "order")
-]
-
-candidates = st.lists(
-    st.builds(
-        Candidate,
-        component=st.text("abcd", min_size=1, max_size=3),
-        device_bytes=st.integers(1, 9),
-        last_use=st.integers(0, 9),
-        idle_s=st.none() | st.floats(0, 1e6),
-        evict_last=st.booleans(),
-    ),
-    unique_by=lambda candidate: candidate.component,
-)
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-class TestEveryPolicy:
-    """What the mover relies on, whatever the policy."""
-
-    @given(given=candidates)
-    def test_every_candidate_is_a_victim_once(self, policy, given: list[Candidate]) -> None:
-        def sizes(each: list) -> Counter:
-            return Counter((one.component, one.device_bytes) for one in each)
-
-        assert sizes(policy.order(iter(given))) == sizes(given)
-
-    @given(given=candidates)
-    def test_each_comes_with_a_reason_of_one_line(self, policy, given: list[Candidate]) -> None:
-        for victim in policy.order(given):
-            assert victim.reason and victim.reason == victim.reason.strip(" .;") and "\n" not in victim.reason
-
-    @given(given=candidates)
-    def test_those_to_evict_last_come_last_and_are_told_so(self, policy, given: list[Candidate]) -> None:
-        last = {candidate.component for candidate in given if candidate.evict_last}
-        order = policy.order(given)
-        assert {victim.component for victim in order[len(given) - len(last) :]} == last
-        assert {victim.component for victim in order if "no other component can be evicted" in victim.reason} == last
-
-    @given(given=candidates, data=st.data())
-    def test_it_chooses_by_what_they_are_not_by_how_they_come(self, policy, given: list[Candidate], data) -> None:
-        distinct = list({(one.last_use, one.device_bytes): one for one in given}.values())
-        before = list(distinct)
-        assert policy.order(distinct) == policy.order(data.draw(st.permutations(distinct)))
-        assert distinct == before
-
-
-@given(given=candidates)
-def test_least_recently_used_leaves_first(given: list[Candidate]) -> None:
-    uses = {candidate.component: (candidate.evict_last, candidate.last_use) for candidate in given}
-    order = LeastRecentlyUsed().order(given)
-    assert [uses[victim.component] for victim in order] == sorted(uses.values())
-
-
-def test_the_reason_says_since_when() -> None:
-    used, unused, kept = LeastRecentlyUsed().order(
-        [
-            Candidate(component="kept", device_bytes=1, last_use=1, idle_s=0.04, evict_last=True),
-            Candidate(component="unused", device_bytes=1, last_use=7),
-            Candidate(component="used", device_bytes=1, last_use=2, idle_s=3.21),
-        ]
-    )
-    assert used.reason == "least recently used, 3.2 s ago"
-    assert unused.reason == "never used"
-    assert (
-        kept.reason
-        == "least recently used, 0.0 s ago; marked to be evicted last, but no other component can be evicted"
-    )
 
 
 @torch.no_grad()

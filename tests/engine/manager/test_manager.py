@@ -142,11 +142,11 @@ def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toy
         for member in members:
             manager.load(member)
         whole = used(manager, "a")
-        freed = manager.free_memory("gpu:0", whole // 2, "the host asks", exclude=[coming])
+        freed = manager.free_memory("gpu:0", whole // 2, "the host asks", exclude=[coming.id])
         assert used(manager, "a") == whole
         assert used(manager, "b") == whole - freed <= whole // 2
         manager.unload(idle)
-        assert manager.free_memory("gpu:0", 1, "the host asks", exclude=[coming]) == 0
+        assert manager.free_memory("gpu:0", 1, "the host asks", exclude=[coming.id]) == 0
         assert used(manager, "a") == whole
         manager.load(idle)
         assert manager.free_memory("gpu:0", 1, "the host asks") == whole - used(manager, "a") > 0  # idle longest

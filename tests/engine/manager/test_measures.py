@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from highwater.memory import manage
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.measures import Measures
+from highwater.memory.manager.member import Members
+from highwater.memory.manager.steered import Steered
 from highwater.memory.runtime.devices.ledger import Kind, Ledger
 from highwater.memory.transfer.devices import Device, list_devices
 
@@ -36,7 +38,7 @@ def test_points_are_changes_and_lose_no_peak(sim, steps: list[tuple[str, int]]) 
     with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)] * 2):
         ledger = Ledger()
         log = EventLog()
-        measures = Measures(list_devices(), ledger, log, lambda: 0)
+        measures = Measures(list_devices(), ledger, Steered(Members(), log), log, lambda: 0)
         kept: list[torch.Tensor] = []
         now = peak = since = 0  # as counted here: allocated, the most, and the most since the last point
         for what, number in steps:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from highwater.memory.manager.oom_message import add_line, read_shortage
+from highwater.memory.manager.oom_message import add_line, read_shortage, tell_holders
 from highwater.memory.units import GIB, MIB
 
 CUDA = (
@@ -87,3 +87,26 @@ def test_the_line_is_in_what_the_error_says_once() -> None:
     for odd in (torch.OutOfMemoryError(), torch.OutOfMemoryError(7)):
         add_line(odd, "a line")
         assert "a line" not in str(odd)
+
+
+def test_what_holds_a_device_adds_up_to_its_size() -> None:
+    components = {f"part{number}": number * MIB for number in range(1, 9)}
+    told = tell_holders(100 * MIB, 9 * MIB, components, 40 * MIB)
+    assert told == (
+        "of 100MiB: part8 8.00MiB, part7 7.00MiB, part6 6.00MiB, part5 5.00MiB, part4 4.00MiB, part3 3.00MiB, "
+        "2 other components 3.00MiB, activations and other tensors 40.0MiB, the driver and other programs 15.0MiB, "
+        "free 9.00MiB"
+    )
+
+
+def test_what_holds_nothing_is_left_out() -> None:
+    assert tell_holders(GIB, GIB, {}, 0) == "of 1.00GiB: free 1.00GiB"
+    assert tell_holders(GIB, 0, {"model": GIB}, 0) == "of 1.00GiB: model 1.00GiB, free 0B"
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, GIB), max_size=12), st.integers(0, GIB))
+def test_a_message_names_the_largest_and_stays_one_line(components: dict[str, int], tensor_bytes: int) -> None:
+    told = tell_holders(64 * GIB, GIB, components, tensor_bytes)
+    assert "\n" not in told and told.count(",") <= 9
+    if any(components.values()):
+        assert max(components, key=components.__getitem__) in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -140,6 +141,27 @@ def test_the_second_try_fits_if_any_plan_does(sim, machine, shape: str, precisio
                     module.state_dict().values(), build(widths, place, scale).state_dict().values(), strict=True
                 )
                 assert all(torch.equal(found, want) for found, want in pairs)
+
+
+@torch.no_grad()
+def test_an_error_says_what_was_asked_for_and_what_holds_the_device(sim, machine) -> None:
+    x = torch.randn(1, 1024, DIM)
+    with machine(6) as manager:
+        other, module = build([64] * 4), build([1024] * 8, 3, 12)
+        with manage({"text_encoder": other}, manager=manager), manage({"transformer": module}, manager=manager):
+            other(x[:, :1])
+            sim.occupy(0, MIB // 2)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                module(x)
+            line = str(caught.value).splitlines()[-1]
+            del caught  # its frames hold tensors
+            sim.occupy(0, 0)
+            assert re.search(
+                r"transformer ran out of memory on gpu:0: [\d.]+MiB more were asked for; of 6.00MiB: ", line
+            )
+            for holder in ("transformer [2-4]", "text_encoder 0.1", "activations and other tensors 0."):
+                assert re.search(rf"{holder}[\d.]*MiB", line), line
+            assert "the driver and other programs 0.50MiB, free" in line
 
 
 @torch.no_grad()

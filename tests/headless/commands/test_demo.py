@@ -70,9 +70,13 @@ def test_runs_a_b_a_and_evicts_for_the_watermark(demo) -> None:
     assert [run["name"] for run in runs] == ["A", "B", "A again", "A on two"]
     assert [bool(run["num_evictions"]) for run in runs] == [False, True, True, True]
     evictions = [event for event in demo.report["events"] if event["kind"] == "evict"]
-    assert all("reserved; least recently used" in event["reason"] and event["bytes"] > 0 for event in evictions)
-    first_owners = [event["component"].partition("/")[0] for event in evictions]
-    assert first_owners[0] == "tiny-flux" and "tiny-sd" in first_owners
+    assert all("reserved; " in event["reason"] and event["bytes"] > 0 for event in evictions)
+    first, *others = (event for event in evictions if event["run_id"] == runs[1]["run_id"])
+    assert first["component"] == "tiny-sd/text_encoder", "which has done its part; A runs again"
+    assert "least recently used" in first["reason"] and "next use unknown" in first["reason"]
+    assert {event["component"].partition("/")[0] for event in others} == {"tiny-flux"}
+    assert all("next use in " in event["reason"] for event in others)
+    assert "tiny-sd" in {event["component"].partition("/")[0] for event in evictions}
 
 
 def test_books_and_devices_agree(demo) -> None:

@@ -25,7 +25,7 @@ def comfyui(tmp_path: Path) -> Path:
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(f"def {name}(): ...\n")
     for file in ("main.py", "execution.py"):
-        (root / file).write_text("raise SystemExit('the doctor only reads')\n")
+        (root / file).write_text("raise SystemExit('the doctor only reads')  # get_current_queue_volatile\n")
     (root / "comfyui_version.py").write_text('__version__ = "0.33.0"\n')
     (root / "custom_nodes").mkdir()
     (root / "custom_nodes" / "highwater").symlink_to(PACK, target_is_directory=True)
@@ -61,8 +61,17 @@ def test_an_old_host_is_said_to_lack_its_features(comfyui: Path) -> None:
         "run_boundaries",
         "node_boundaries",
         "events",
+        "forecast",
     ]
     assert features["nodes"] is True
+
+
+def test_a_host_that_does_not_tell_its_queue_is_said_to_evict_without_it(comfyui: Path) -> None:
+    (comfyui / "execution.py").write_text("class PromptQueue: ...\n")
+    answer = examine(comfyui, {})
+    assert answer["features"]["forecast"] == "missing: execution.py has no get_current_queue_volatile"
+    (told,) = [finding for finding in answer["findings"] if finding["is_warning"] and "forecast" in finding["text"]]
+    assert "the least recently used model leaves first" in told["text"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +116,23 @@ def test_flags_switch_dynamic_vram_off(comfyui: Path) -> None:
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: comfy-aimdo\nVersion: 0.4.13\n")
     assert doctor.check_dynamic_vram(comfyui, ["--highvram"])[0].text == "off: --highvram (comfy-aimdo 0.4.13)"
-    assert doctor.check_dynamic_vram(comfyui, [])[0].text.startswith("on for ComfyUI's own models")
+    assert doctor.check_dynamic_vram(comfyui, [])[0].text.startswith("on for NVIDIA GPUs")
+    assert doctor.check_dynamic_vram(comfyui, [], is_dynamic=True)[0].text.startswith("on (comfy-aimdo 0.4.13); ")
+    assert "off: ComfyUI turns it on for" in doctor.check_dynamic_vram(comfyui, [], is_dynamic=False)[0].text
+
+
+def test_what_a_version_of_comfy_aimdo_lacks_is_a_warning(comfyui: Path) -> None:
+    packages = comfyui / "venv" / "lib" / "python3.12" / "site-packages"
+    (packages / "comfy_aimdo-0.4.9.dist-info").mkdir(parents=True)
+    (packages / "comfy_aimdo-0.4.9.dist-info" / "METADATA").write_text("Name: comfy-aimdo\nVersion: 0.4.9\n")
+    (packages / "comfy_aimdo").mkdir()
+    names = ("set_watermark", "get_residency", "free_memory")
+    (packages / "comfy_aimdo" / "model_vbar.py").write_text("".join(f"def {name}(self):\n" for name in names))
+    (packages / "comfy_aimdo" / "control.py").write_text("def init():\n")
+    _, *found = doctor.check_dynamic_vram(comfyui, [])
+    assert [finding.is_warning for finding in found] == [True, True]
+    assert found[0].text.startswith("comfy-aimdo 0.4.9 has no ModelVBAR.deprioritize: ")
+    assert "watermark" in found[1].text
 
 
 @pytest.mark.parametrize(

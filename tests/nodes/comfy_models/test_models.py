@@ -56,6 +56,7 @@ class Request:
     precision: Precision | None
     placement: Placement
     node_id: str | None
+    engine: str = "auto"
 
 
 class Recorder(ModuleType):
@@ -369,6 +370,19 @@ def test_the_note_of_a_missing_device_is_on_the_node(host: Recorder, models: Pat
         first.startswith("placement gpu:7: this machine has no gpu:7, so default is used") and second == host.notes[0]
     )
     assert host.calls[0][2].placement == AUTO_PLACEMENT
+
+
+@pytest.mark.parametrize("engine", ["auto", "dynamic", "blocks"])
+def test_the_engine_is_passed_on(host: Recorder, models: Path, engine: str) -> None:
+    run("LoadVAE", vae_name="sub/a.safetensors", **REQUEST, engine=engine)
+    run("ManageModel", model="a model", **REQUEST, engine=engine)
+    assert [call[-1].engine for call in host.calls] == [engine, engine]
+
+
+@pytest.mark.parametrize("engine", ["static", "", "Dynamic", 3])
+def test_a_linked_engine_that_does_not_exist_is_refused(host: Recorder, models: Path, engine: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"^engine {engine!r} is unknown; .*dynamic"):
+        run("LoadVAE", vae_name="sub/a.safetensors", **REQUEST, engine=engine)
 
 
 @pytest.mark.parametrize("profile", ["6", 6, "fast", "gpu:5=1GiB", "6GiB;", "500%"])

@@ -48,7 +48,8 @@ declare module "*/scripts/app.js" {
     rootGraph: ComfyGraph;
     canvas?: { setDirty(foreground: boolean, background?: boolean): void };
     registerExtension(extension: ComfyExtension): void;
-    extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void } };
+    extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void };
+      dialog: { prompt(options: { title: string; message: string; defaultValue?: string }): Promise<string | null> } };
   };
 }
 declare module "*/scripts/api.js" {

@@ -2,12 +2,14 @@
 
 The harness puts this folder on PYTHONPATH and says in HIGHWATER_TEST_SIMDEVICE, as JSON, where the simulated devices'
 package is, where it is compiled, how large each device is, and on which socket to answer: one JSON request per
-connection, one JSON answer.
+connection, one JSON answer. If it names a driver, too, comfy-aimdo gets one here (``fake_cuda``): torch is there, and
+comfy-aimdo has not looked yet.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import socket
@@ -38,10 +40,23 @@ def load_simdevice(folder: str) -> ModuleType:
     return module
 
 
+def start_driver(start: str, path: str, kind: str) -> Any:
+    """Run the rig's start file, which is known to the helper pack as ``highwater_test_fake_cuda``."""
+    name = "highwater_test_fake_cuda"
+    specification = importlib.util.spec_from_file_location(name, start)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    specification.loader.exec_module(module)
+    return module.start(path, os.path.join(SETTINGS["build_directory"], "highwater_simdevice.so"), kind)
+
+
 simdevice = load_simdevice(SETTINGS["simdevice"])
 simdevice.install("npu", num_devices=len(SETTINGS["total_bytes"]), build_directory=SETTINGS["build_directory"])
 simdevice.configure([simdevice.SimDeviceSpec(total_bytes=total) for total in SETTINGS["total_bytes"]])
 simdevice.strict(defer_copies=SETTINGS["strict"], check_races=SETTINGS["strict"])
+driver = start_driver(**SETTINGS["driver"]) if "driver" in SETTINGS else None
+simdevice.share_pages(driver is not None)  # core registers its copies of weights one by one, every 1 KiB
 
 
 def answer(request: dict[str, Any]) -> Any:
@@ -53,11 +68,16 @@ def answer(request: dict[str, Any]) -> Any:
                 "pinned": asdict(simdevice.pinned()),
                 "clock_s": simdevice.clock_s(),
                 "races": simdevice.races(),
+                **({} if driver is None else {"driver": driver.read()}),
             }
         case "reset":
             simdevice.reset_stats()
+            if driver is not None:
+                driver.reset()
         case "fail_alloc":
             simdevice.fail_alloc(request["device"], request["nth"])
+        case "fail_call":
+            driver.fail(request["function"], request["nth"])
         case unknown:
             raise ValueError(unknown)
     return None

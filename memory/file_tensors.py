@@ -1,0 +1,201 @@
+"""The tensors of weights' files for another library's loader: from kept weights where there are some.
+
+[Note: tracing] A library builds a model from a dict of tensors in its own way: it renames, splits, converts them. While
+it does so, each copy of one of these tensors is seen (`torch`'s dispatch modes), so it is known afterwards which weight
+has the bytes of which tensor of which file. A copy of kept weights is not made: the weight is pointed to them instead.
+What was assigned, or copied as it is, is known by its address. All else (converted, transposed, joined) has no origin:
+its bytes are in no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .manager.default import default_manager
+from .runtime.blocks.pristine_slab import KnownOrigins
+from .weights.file_origin import FileIdentity, Origin
+from .weights.file_reader import WeightsFile, torch_dtype
+from .weights.quantized_leaves import leaves_of
+
+__all__ = ["FileTensors"]
+
+COPY = torch.ops.aten.copy_.default
+COPIES = (COPY, torch.ops.aten.clone.default)
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class FileTensors:
+    """The files of one loading, and which weights got their bytes. Use it as a context manager around the loading.
+
+    The library gets the tensors from `read`, or reads them itself and shows them to `watch`.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[torch.Tensor, Origin]] = {}
+        """What the library was given, or read, by its address."""
+        self.copies: dict[int, tuple[torch.Tensor, Origin]] = {}
+        """What that was copied to, by its address."""
+        self.written: set[int] = set()
+        """The storages, by their addresses, that the library wrote to by other means."""
+        self.kept: dict[int, int] = {}
+        """The version of each tensor of kept weights as it was given, by its address."""
+        self.kept_bytes = 0
+        """How many bytes of kept weights the library was given."""
+        self.mode = Tracing(self)
+
+    def read(self, path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
+        """Return the tensors and the metadata of a file of which weights are kept; None if none are.
+
+        What was not kept is read from the file.
+
+        Raises:
+            InvalidInput: as `read_header`.
+        """
+        identity, header = FileIdentity.of(path)
+        kept = default_manager().find_kept(identity)
+        if not kept:
+            return None
+        tensors: dict[str, torch.Tensor] = {}
+        with torch.inference_mode(False):
+            for tensor in header.tensors:
+                dtype = torch_dtype(tensor.dtype)
+                if dtype is None:
+                    return None
+                found = kept.get(tensor.name)
+                tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype) if found is None else found
+        missing = [(name, tensor) for name, tensor in tensors.items() if name not in kept]
+        WeightsFile(header).read_into(missing)
+        self.kept_bytes += sum(tensor.nbytes for tensor in kept.values())
+        self.kept |= {tensor.data_ptr(): tensor._version for tensor in kept.values()}
+        self.note(identity, {tensor.name: tensor for tensor in header.tensors}, tensors)
+        return tensors, dict(header.metadata)
+
+    def watch(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Note tensors that the library has read from a file itself, just now, by their names there.
+
+        Raises `InvalidInput` as `read_header`.
+        """
+        identity, header = FileIdentity.of(path)
+        self.note(identity, {tensor.name: tensor for tensor in header.tensors}, tensors)
+
+    def note(self, file: FileIdentity, headers: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name not in headers or not tensor.numel() or tensor.device.type != "cpu":
+                continue
+            origin = Origin(file, headers[name])
+            if origin.is_form_of(tensor):
+                self.known[tensor.data_ptr()] = tensor, origin
+
+    def __enter__(self) -> FileTensors:
+        self.mode.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.mode.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+
+    def were_written(self) -> bool:
+        """Whether the library wrote to kept weights: then they are no longer what the file has."""
+        return any(self.known[at][0]._version != version for at, version in self.kept.items() if at in self.known)
+
+    def origins(self, model: nn.Module) -> KnownOrigins:
+        """Return what the weights of a model, which was built in this context, were read from."""
+        found = {}
+        for name, parameter in model.named_parameters():
+            leaves = [self.origin_of(leaf) for leaf in leaves_of(parameter.detach())]
+            if any(leaves):
+                found[name] = tuple(leaves)
+        return found
+
+    def origins_after(self, model: nn.Module, origins: KnownOrigins) -> KnownOrigins:
+        """Return the same for weights that have the same bytes in memory of their own by now, or were converted."""
+        parameters = dict(model.named_parameters())
+        found = {}
+        for name, known in origins.items():
+            leaves = leaves_of(parameters[name].detach())
+            found[name] = tuple(
+                (leaf.data_ptr(), one[1]) if one is not None and one[1].is_form_of(leaf) else None
+                for leaf, one in zip(leaves, known, strict=True)
+            )
+        return found
+
+    def origin_of(self, leaf: torch.Tensor) -> tuple[int, Origin] | None:
+        if leaf.device.type != "cpu" or not leaf.numel():
+            return None
+        at = leaf.data_ptr()
+        if leaf.untyped_storage().data_ptr() in self.written:
+            return None
+        for known in (self.known, self.copies):
+            if at in known and known[at][1].is_form_of(leaf):
+                return at, known[at][1]
+        return None
+
+
+class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every copy of a file's tensors, and points the target to kept weights instead of copying them."""
+
+    def __init__(self, files: FileTensors) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.files = files
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function not in COPIES:
+            if function._schema.is_mutable:
+                self.note_written(function, args)
+            return function(*args, **(kwargs or {}))
+        source, target = (args[1], args[0]) if function is COPY else (args[0], None)
+        known = self.files.known.get(source.data_ptr()) if is_plain(source) else None
+        if known is not None and not known[1].is_form_of(source):
+            known = None
+        if known is not None and source.data_ptr() in self.files.kept and target is not None and takes(target, source):
+            target.data = alike(source, target)
+            return target
+        made = function(*args, **(kwargs or {}))
+        if is_plain(made):
+            storage = made.untyped_storage()
+            if known is not None and storage.nbytes() == made.nbytes:
+                self.files.copies[made.data_ptr()] = made, known[1]
+                self.files.written.discard(storage.data_ptr())
+            elif target is not None:
+                self.files.written.add(storage.data_ptr())
+        return made
+
+    def note_written(self, function: Any, args: tuple[Any, ...]) -> None:
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.is_write and is_plain(value):
+                self.files.written.add(value.untyped_storage().data_ptr())
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is an ordinary tensor in host memory."""
+    return type(value) in PLAIN and value.device.type == "cpu"
+
+
+def alike(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that a target can be pointed to: of inference mode where that is."""
+    if not target.is_inference():
+        return source.detach()
+    with torch.inference_mode():
+        return torch.empty(0, dtype=source.dtype).set_(
+            source.untyped_storage(), source.storage_offset(), source.shape, source.stride()
+        )
+
+
+def takes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a tensor can be pointed to the memory of another instead of being filled from it."""
+    return (
+        is_plain(target)
+        and (target.dtype, target.shape) == (source.dtype, source.shape)
+        and target.is_contiguous()
+        and target.untyped_storage().nbytes() == target.nbytes  # no view of something larger
+    )

@@ -1,0 +1,14 @@
+"""What is claimed of a device beside what components hold: bytes that are kept for a component, bytes that are lent to
+another program, and what other processes with this pack keep free and ask for.
+"""
+
+from ...lazy_names import lazy_names
+
+__all__, __getattr__ = lazy_names(
+    __name__,
+    {
+        "kept": ["EVERYTHING_KEPT", "KeepLimit", "parse_limit"],
+        "loans": ["LONGEST_LOAN_S", "Loan", "Loans", "parse_seconds"],
+        "alarm": ["Alarm"],
+    },
+)

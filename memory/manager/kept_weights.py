@@ -1,0 +1,218 @@
+"""Weights of components that left, kept in their slabs in case that their files are loaded again.
+
+[Note: kept weights] A host may drop a model that it loads again a moment later. What such a model leaves is kept, by
+the content of its files ([Note: same file] in `weights/file_origin.py`): slabs with weights as the files have them,
+never what was patched, written to or encoded, and nothing of the host's: no module, no patcher. They are the first to
+leave when RAM is short, the oldest first. A loader gets them as tensors of the file (`FileTensors`), while nothing else
+uses their memory, and its component goes on with the slabs where it packs them as they are. Else they are copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..errors import InvalidInput
+from ..options.precision import Precision
+from ..runtime.blocks.pristine_slab import PristineSlab
+from ..runtime.devices.ledger import Entry, Kind, Ledger
+from ..transfer.pinned_memory import count_slabs
+from ..units import format_bytes
+from ..weights.file_origin import FileIdentity, differs
+from .event_log import EventLog
+from .member import Member, Members
+from .report import ComponentReport
+from .watermark import Watermark
+
+__all__ = ["KEPT", "KeptWeights"]
+
+# As the engine of such a component in the report: nothing moves it.
+KEPT = "kept"
+
+
+class KeptPart:
+    """What one component left."""
+
+    def __init__(self, name: str, kind: str, slabs: Sequence[PristineSlab], now_s: float) -> None:
+        self.name = name
+        self.kind = kind
+        self.slabs = list(slabs)
+        self.kept_s = now_s
+        self.id = ""
+
+    def take_id(self, part_id: str) -> None:
+        """Note its name in the books."""
+        self.id = part_id
+
+    def count_bytes(self) -> dict[str, int]:
+        """Return its bytes of RAM by tier."""
+        return {tier: n for tier, n in count_slabs(slab.slab.data for slab in self.slabs).items() if n}
+
+    def files(self) -> list[FileIdentity]:
+        """Return the files that it has weights of."""
+        return list(dict.fromkeys(origin.file for slab in self.slabs for origin in slab.origins if origin is not None))
+
+    def give_up(self, slabs: Iterable[PristineSlab]) -> None:
+        """Have these no more."""
+        gone = {id(slab) for slab in slabs}
+        self.slabs = [slab for slab in self.slabs if id(slab) not in gone]
+
+
+class KeptWeights:
+    """The kept weights of a manager, the oldest first. The caller holds the manager's lock."""
+
+    def __init__(self, members: Members, ledger: Ledger, event_log: EventLog) -> None:
+        self.members = members
+        self.ledger = ledger
+        self.event_log = event_log
+        self.parts: list[KeptPart] = []
+
+    def keep(self, member: Member, slabs: Sequence[PristineSlab]) -> None:
+        """Keep what a component left; nothing without slabs, and no arena of which most is of no use."""
+        useful = Counter[int]()
+        for slab in slabs:
+            useful[id(slab.slab.lock)] += slab.num_bytes
+        slabs = [s for s in slabs if s.slab.lock is None or 2 * useful[id(s.slab.lock)] >= s.slab.lock.slab_bytes]
+        if not slabs:
+            return
+        part = KeptPart(member.name, member.managed.component.kind, slabs, self.event_log.now_s)
+        for slab in slabs:
+            if slab.slab.lock is not None:
+                slab.slab.lock.copy_by([])  # its copies are done, and the streams are the component's
+        part.take_id(self.members.name_other(f"kept/{'+'.join(file.name for file in part.files())}", part))
+        self.parts.append(part)
+        self.enter(part)
+        num_bytes = sum(part.count_bytes().values())
+        self.event_log.note(
+            "keep", part.id, num_bytes, "host", f"{member.id} left; its weights stay until RAM is short"
+        )
+
+    def find(self, file: FileIdentity) -> dict[str, torch.Tensor]:
+        """Return the weights of a file that are kept and that nothing else uses, as views, by their names there.
+
+        What is kept of a file that was replaced or written to leaves.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for part in list(self.parts):
+            own = [slab for slab in part.slabs if any(each is not None and each.file == file for each in slab.origins)]
+            unused = [slab for slab in own if slab.is_unused()]
+            weights = [pair for slab in unused for pair in slab.weights() if pair[0].file == file]
+            if any(other.path == file.path and other != file for other in part.files()):
+                self.drop(part, f"{file.name} was replaced or written to")
+            elif weights and self.is_changed(file, weights):
+                self.drop(part, f"{file.name} has other bytes now")
+            else:
+                found |= {origin.tensor.name: view for origin, view in weights}
+        if found:
+            num_bytes = sum(view.nbytes for view in found.values())
+            self.event_log.note("reuse", file.name, num_bytes, "host", "loaded again: these bytes are not read")
+        return found
+
+    def is_changed(self, file: FileIdentity, weights: Sequence[tuple[object, torch.Tensor]]) -> bool:
+        """Whether a file has other bytes than some of its kept weights, compared here and there."""
+        try:
+            return differs(file.path, weights)  # type: ignore[arg-type]
+        except InvalidInput:
+            return True
+
+    def slabs(self) -> list[PristineSlab]:
+        """Return all slabs: a component that was loaded from them may lie in some."""
+        return [slab for part in self.parts for slab in part.slabs]
+
+    def hand_over(self, member: Member) -> None:
+        """Forget the slabs that a member, which was just packed, goes on with, or has copied."""
+        if not self.parts:
+            return
+        there = {origin for group in member.managed.groups for origin in group.at_rest.origins if origin is not None}
+        for part in list(self.parts):
+            gone = [slab for slab in part.slabs if not there.isdisjoint(slab.origins)]
+            if gone:
+                self.give_up(part, gone)
+
+    def give_up(self, part: KeptPart, slabs: Sequence[PristineSlab]) -> None:
+        part.give_up(slabs)
+        self.enter(part)
+        if not part.slabs:
+            self.parts.remove(part)
+
+    def drop(self, part: KeptPart, reason: str) -> int:
+        """Drop one part; returns the bytes that are free again, page-locked or not."""
+        num_bytes = sum(part.count_bytes().values())
+        self.event_log.note("drop", part.id, num_bytes, "host", reason)
+        self.give_up(part, list(part.slabs))
+        return num_bytes
+
+    def drop_oldest(self, num_bytes: int, reason: str) -> int:
+        """Drop the oldest parts until so many bytes are free again; returns how many are.
+
+        Weights that a model was pointed to stay in memory with that model.
+        """
+        freed = 0
+        while self.parts and freed < num_bytes:
+            freed += self.drop(self.parts[0], reason)
+        return freed
+
+    def trim(self, free_bytes: int, mark: Watermark) -> None:
+        """Drop the oldest parts until the RAM's high mark is free, if less than its low mark is."""
+        if free_bytes < mark.low_bytes:
+            reason = f"RAM is short: {format_bytes(free_bytes)} free, {format_bytes(mark.low_bytes)} reserved"
+            self.drop_oldest(mark.high_bytes - free_bytes, reason)
+
+    def make_lockable(self, num_bytes: int) -> None:
+        """Drop the oldest parts until so many bytes are no longer page-locked; parts in use count, and stay."""
+        used = [part for part in self.parts if not all(slab.is_unused() for slab in part.slabs)]
+        num_bytes -= sum(part.count_bytes().get("pinned", 0) for part in used)
+        for part in [part for part in self.parts if part not in used]:
+            if num_bytes > 0:
+                num_bytes -= part.count_bytes().get("pinned", 0)
+                self.drop(part, "its page-locked memory is needed for another component")
+
+    def drop_all(self, reason: str) -> int:
+        """Drop everything; returns the bytes that are free again."""
+        return sum(self.drop(part, reason) for part in list(self.parts))
+
+    # -- the books
+
+    def enter(self, part: KeptPart) -> None:
+        """Enter in the ledger what a part has now."""
+        held = part.count_bytes()
+        for tier in ("pinned", "host"):
+            self.ledger.settle(tier, part.id, Kind.WEIGHTS, held.get(tier, 0))
+
+    def count_bytes(self) -> Counter[Entry]:
+        """Return the bytes of each part in each place, counted from the slabs, for `Ledger.check`."""
+        return Counter(
+            {(tier, part.id, Kind.WEIGHTS): n for part in list(self.parts) for tier, n in part.count_bytes().items()}
+        )
+
+    def held(self) -> Counter[str]:
+        """Return the bytes of RAM that all of them take, by tier."""
+        total = Counter[str]()
+        for part in self.parts:
+            total.update(part.count_bytes())
+        return total
+
+    def reports(self) -> list[ComponentReport]:
+        """Return what the report says of each."""
+        return [kept_report(part) for part in self.parts]
+
+
+def kept_report(part: KeptPart) -> ComponentReport:
+    files = ", ".join(file.name for file in part.files())
+    return ComponentReport(
+        id=part.id,
+        name=part.name,
+        kind=part.kind,
+        node_id=None,
+        workflow_id=None,
+        tiers=part.count_bytes(),
+        precision=Precision.AS_STORED.name,
+        in_effect=True,
+        leased=False,
+        last_use_s=part.kept_s,
+        bytes_moved=None,
+        plan={"reasons": [f"kept in RAM in case that {files} is loaded again; leaves first when RAM is short"]},
+        engine=KEPT,
+    )

@@ -1,0 +1,92 @@
+"""What the page and the command line ask of the running manager: lend, keep, release, and limits for idle models.
+
+Each takes the words of an address, and returns what is sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..memory.errors import InvalidInput, allowed_values, quoted
+
+if TYPE_CHECKING:
+    from ..memory import MemoryManager
+
+__all__ = ["give_back", "keep", "lend", "release", "set_limits"]
+
+OFF = "off"
+SWITCH = {"true": True, "false": False}
+
+
+def lend(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
+    """Lend ``size`` of a ``device`` ``for`` some time. Raises as `MemoryManager.lend`."""
+    from ..memory.manager.claims.loans import LONGEST_LOAN_S, parse_seconds
+    from ..memory.units import parse_bytes
+
+    found = read_words(words, needed=("size", "for"), others=("device",))
+    num_bytes = parse_bytes(found["size"], what="size")
+    seconds = parse_seconds(found["for"], what="for", most_s=LONGEST_LOAN_S)
+    return manager.lend(num_bytes, seconds, found.get("device")).to_json()
+
+
+def give_back(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
+    """End the loan of a ``device``. Raises as `MemoryManager.take_back`."""
+    loan = manager.take_back(read_words(words, others=("device",)).get("device"))
+    return {"device": loan.device, "lent_bytes": loan.num_bytes}
+
+
+def keep(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
+    """Evict a ``component`` last, ``at_most`` up to an amount, or with ``keep=false`` in the usual order."""
+    from ..memory.manager.claims.kept import EVERYTHING_KEPT, parse_limit
+
+    found = read_words(words, needed=("component",), others=("keep", "at_most"))
+    kept = found.get("keep", "true")
+    if kept not in SWITCH:
+        raise InvalidInput(f"keep={quoted(kept)}; {allowed_values(kept, SWITCH)}")
+    limit = parse_limit(found["at_most"]) if "at_most" in found else EVERYTHING_KEPT
+    component = manager.find(found["component"])
+    manager.keep([component], SWITCH[kept], limit)
+    return {"component": component.id, "keep": SWITCH[kept], "at_most": str(limit)}
+
+
+def release(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
+    """Take a ``component`` off a ``device``, or off all, now. Raises as `MemoryManager.release_from`."""
+    found = read_words(words, needed=("component",), others=("device",))
+    component = manager.find(found["component"])
+    reason = "released from the page"
+    departures = manager.release_between_runs(component, found.get("device"), reason=reason)
+    return {"released": [departure.to_json() for departure in departures]}
+
+
+def set_limits(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
+    """Set how many components stay loaded (``keep_loaded``), and after how long idle ones leave (``idle``).
+
+    A word that is missing, or ``off``, sets no limit.
+    """
+    from ..memory.manager.claims.loans import parse_seconds
+    from ..memory.manager.idle_limits import LONGEST_IDLE_S, IdleLimits
+
+    found = read_words(words, others=("keep_loaded", "idle"))
+    loaded, idle = found.get("keep_loaded", OFF), found.get("idle", OFF)
+    if loaded != OFF and not (loaded.isascii() and loaded.isdigit() and len(loaded) < 10):
+        raise InvalidInput(f"keep_loaded={quoted(loaded)}; allowed: a whole number of components, or {OFF}")
+    limits = IdleLimits(
+        num_loaded=None if loaded == OFF else int(loaded),
+        idle_s=None if idle == OFF else parse_seconds(idle, what="idle", most_s=LONGEST_IDLE_S),
+    )
+    manager.set_idle_limits(limits)
+    return {"keep_loaded": limits.num_loaded, "idle_s": limits.idle_s}
+
+
+def read_words(
+    words: Mapping[str, str], *, needed: tuple[str, ...] = (), others: tuple[str, ...] = ()
+) -> dict[str, str]:
+    """Return the words of an address. Raises `InvalidInput` where one is missing or unknown."""
+    for name in words:
+        if name not in (*needed, *others):
+            raise InvalidInput(f"{quoted(name)} is unknown; {allowed_values(name, [*needed, *others])}")
+    for name in needed:
+        if not words.get(name):
+            raise InvalidInput(f"{name}= is missing; needed: {', '.join(needed)}")
+    return dict(words)

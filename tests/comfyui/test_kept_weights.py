@@ -1,0 +1,168 @@
+"""Weights of models that ComfyUI's default cache drops, kept by the content of their files."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
+from highwater.tests.comfyui.host_process import HostProcess
+
+A, B = "tiny_flux.safetensors", "other_flux.safetensors"
+
+
+@pytest.fixture
+def host(gpu_host: HostProcess) -> Iterator[HostProcess]:
+    gpu_host.forget()
+    yield gpu_host
+    gpu_host.forget()
+
+
+def sample(host: HostProcess, name: str, loaders: Loaders | None = None, *, strength: float = 0.0) -> torch.Tensor:
+    graph = Graph()
+    model = (loaders or Loaders()).diffusion_model(graph, name)
+    graph.keep(sample_flux(graph, lora(graph, model, strength) if strength else model))
+    return host.run(graph.nodes).kept()["value.samples"]
+
+
+def kept(host: HostProcess) -> dict[str, dict[str, Any]]:
+    return {part["id"]: part for part in host.part("components") if part["engine"] == "kept"}
+
+
+def events(host: HostProcess, kind: str) -> list[dict[str, Any]]:
+    return [event for event in host.part("events") if event["kind"] == kind]
+
+
+def pages_read(path: Path) -> int:
+    """Return how many pages of a file the system has in RAM."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) as mapping:
+        address = ctypes.c_char.from_buffer(mapping)
+        found = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+        assert libc.mincore(ctypes.byref(address), ctypes.c_size_t(size), found) == 0
+        del address
+    return sum(byte & 1 for byte in found.raw)
+
+
+def test_a_b_a_reads_the_file_of_a_once(host: HostProcess) -> None:
+    expected = sample(host, A, CORE)
+    host.forget()
+    assert torch.equal(sample(host, A), expected)
+    sample(host, B)
+    (part,) = kept(host).values()
+    assert A in part["id"] and sum(part["tiers"].values()) > 8_000_000
+    size = (host.base / "models" / "diffusion_models" / A).stat().st_size
+    assert torch.equal(sample(host, A), expected)
+    reused = [event for event in events(host, "reuse") if event["component"] == A][-1]
+    assert reused["bytes"] > 0.95 * size  # the rest is the header
+    (part,) = kept(host).values()
+    assert B in part["id"]  # A's weights are A's again
+
+
+def test_the_system_reads_only_samples_of_a_kept_file(host: HostProcess) -> None:
+    sample(host, A)
+    sample(host, B)
+    path = (host.base / "models" / "diffusion_models" / A).resolve()
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = pages_read(path)
+    if before > 100:  # a file that others have mapped
+        pytest.skip("NOT TESTED: this file system keeps the pages of a file that is not used")
+    sample(host, A)
+    # Of 2000: its header, and samples of its weights with what the system reads ahead of each.
+    assert pages_read(path) - before < 1000
+
+
+def test_what_was_kept_is_of_no_object_of_the_host(host: HostProcess) -> None:
+    sample(host, A)
+    sample(host, B)
+    assert len(kept(host)) == 1
+    names = [part["name"] for part in host.part("components") if part["engine"] == "blocks"]
+    assert names == ["other_flux"]
+
+
+def test_after_free_nothing_is_kept(host: HostProcess) -> None:
+    before = host.ask_devices("read")["pinned"]["used_bytes"]
+    sample(host, A)
+    sample(host, B)
+    assert kept(host)
+    host.forget()
+    assert not host.part("components")
+    assert host.ask_devices("read")["pinned"]["used_bytes"] == before
+
+
+def test_our_own_free_drops_them(host: HostProcess) -> None:
+    sample(host, A)
+    sample(host, B)
+    assert kept(host)
+    host.post("/highwater/free")
+    assert not kept(host)
+
+
+def test_a_patched_weight_is_not_kept(host: HostProcess) -> None:
+    """A LoRA wrote to the weights: what it did not write to is kept, the rest is read again."""
+    expected = sample(host, A, CORE)
+    patched = sample(host, A, CORE, strength=1.0)
+    host.forget()
+    assert torch.equal(sample(host, A, strength=1.0), patched)
+    sample(host, B)
+    assert torch.equal(sample(host, A), expected)
+    sample(host, B)
+    assert torch.equal(sample(host, A, strength=1.0), patched)
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place", "symlink"])
+def test_another_file_is_read(host: HostProcess, how: str) -> None:
+    folder = host.base / "models" / "diffusion_models"
+    name = f"changing_{how.replace(' ', '_')}.safetensors"
+    path = folder / name
+    target = host.base / f"target_{name}"
+    shutil.copyfile((folder / A).resolve(), target if how == "symlink" else path)
+    if how == "symlink":
+        path.symlink_to(target)
+    try:
+        first = sample(host, name)
+        sample(host, B)
+        assert kept(host)
+        times = path.stat()
+        new = (folder / B).resolve().read_bytes()
+        assert len(new) == times.st_size
+        if how == "in place":
+            with path.open("r+b") as file:
+                file.write(new)
+        else:
+            other = host.base / f"new_{name}"
+            other.write_bytes(new)
+            os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if how == "symlink":
+                path.unlink()
+                path.symlink_to(other)
+            else:
+                os.replace(other, path)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        expected = sample(host, B)
+        # Another size of the prompt's file name makes ComfyUI load it again: its cache goes by names.
+        second = sample(host, name, Loaders(profile="1GiB"))
+        assert torch.equal(second, expected) and not torch.equal(second, first)
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", ["text", "checkpoint", "vision", "autoencoder", "quantized", "wan"])
+def test_other_models_come_back_as_core_loads_them(
+    host: HostProcess, ours: Callable, reference: Callable, name: str
+) -> None:
+    expected = reference(host, name)
+    for _ in range(2):
+        actual = ours(host, name, Loaders())
+        assert all(torch.equal(actual[key], expected[key]) for key in expected)
+        sample(host, B)

@@ -1,0 +1,329 @@
+"""A state machine over a manager on simulated devices: any deeds in any order, and books that are true after each.
+
+Two devices with less memory than the components have together, so that deeds make others leave. After each step the
+ledger is compared with the slabs that exist, and its sums with what the devices themselves count. Every output is
+compared, bit for bit, with that of the component without the engine (in eight bits: with its own first one).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+from highwater.headless import simdevice
+from highwater.memory import MemoryManager, manage
+from highwater.memory.api import Managed
+from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
+from highwater.tests.engine.conftest import build_net
+from highwater.tests.engine.manager.test_steered import Host, Paged
+
+KIB = 1 << 10
+TOTAL_BYTES = 400 * KIB
+"""Of each device; the components have 66 to 260 KiB."""
+MOST_COMPONENTS = 5
+WIDTHS = (16, 24, 32)
+GPUS = st.sampled_from([0, 1])
+
+PROFILES = st.sampled_from(["auto", "0.08MiB", "gpu:0=0.1MiB,gpu:1=0.05MiB", "1", "4", "5", "60%", "unlimited"])
+ON_OTHER_GPU = "gpu:1:gpu:0"
+PLACEMENTS = st.sampled_from(["auto", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:0&gpu:1@0.3", "gpu:0:host", ON_OTHER_GPU])
+PRECISIONS = st.sampled_from(["as stored", "as stored", "fp8 scaled"])
+REFUSALS = (InvalidInput, DoesNotFit, UnsafeState)
+
+
+class SmallPages(Paged):
+    PAGE_BYTES = 32 * KIB
+
+
+class Interrupt(BaseException):
+    """What a host raises in the middle of a block."""
+
+
+@dataclass(eq=False)
+class Component:
+    """One component, and what it computes without the engine, or did first."""
+
+    name: str
+    module: nn.Module
+    handle: Managed
+    is_exact: bool
+    placement: str
+    expected: dict[int, torch.Tensor] = field(default_factory=dict)
+    leases: list[ExitStack] = field(default_factory=list)
+
+
+@contextmanager
+def raising_at(module: nn.Module, error: type[BaseException]) -> Iterator[None]:
+    """Raise at the first call of a module in the body, once."""
+    raised = []
+
+    def fail(*_: Any) -> None:
+        if not raised:
+            raised.append(True)
+            raise error("on purpose")
+
+    handle = module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class BooksMachine(RuleBasedStateMachine):
+    """Deeds of programs, hosts, users and other programs; see the rules."""
+
+    counts: ClassVar[Counter[tuple[str, str]]] = Counter()
+    """How often each deed was done, by how it ended, over all examples."""
+
+    @initialize(low=st.integers(0, 64), span=st.integers(0, 64))
+    def begin(self, low: int, span: int) -> None:
+        self.stack = ExitStack()
+        specs = [simdevice.SimDeviceSpec(total_bytes=TOTAL_BYTES) for _ in range(2)]
+        self.stack.enter_context(simdevice.cluster(specs))
+        self.manager = MemoryManager()
+        self.manager.set_watermark("*", low * KIB, (low + span) * KIB)
+        self.host = Host()
+        self.manager.steer(self.host)
+        self.components: list[Component] = []
+        self.num_made = 0
+        self.occupied = [0, 0]
+
+    def note(self, deed: str, how: str = "done") -> None:
+        self.counts[deed, how] += 1
+
+    def pick(self, number: int) -> Component:
+        return self.components[number % len(self.components)]
+
+    # -- components
+
+    @precondition(lambda self: len(self.components) < MOST_COMPONENTS)
+    @rule(width=st.sampled_from(WIDTHS), profile=PROFILES, placement=PLACEMENTS, precision=PRECISIONS)
+    def register(self, width: int, profile: str, placement: str, precision: str) -> None:
+        name = f"net{self.num_made}"
+        module = build_net(seed=self.num_made, dim=width, doubles=2, singles=2)
+        self.num_made += 1
+        expected = self.compute(module) if precision == "as stored" else {}
+        try:
+            handle = manage({name: module}, profile, placement=placement, precision=precision, manager=self.manager)
+        except REFUSALS as error:
+            self.note("register", type(error).__name__)
+            return
+        component = Component(name, module, handle, precision == "as stored", placement, expected)
+        self.components.append(component)
+        self.note("register")
+
+    def compute(self, module: nn.Module, sizes: tuple[int, ...] = (1, 5)) -> dict[int, torch.Tensor]:
+        with torch.no_grad():
+            return {size: module(input_of(module, size)) for size in sizes}
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9), size=st.sampled_from([1, 5]))
+    def forward(self, number: int, size: int) -> None:
+        self.run(self.pick(number), size, "forward")
+
+    def run(self, component: Component, size: int, deed: str) -> None:
+        """Compute once; what does not fit is refused."""
+        try:
+            with torch.no_grad():
+                actual = component.module(input_of(component.module, size)).cpu()
+        except (DoesNotFit, InvalidInput, torch.OutOfMemoryError) as error:
+            self.note(deed, type(error).__name__)
+            return
+        expected = component.expected.setdefault(size, actual)
+        assert torch.equal(actual, expected), f"{component.name} computes something else"
+        self.note(deed)
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9), profile=PROFILES, placement=PLACEMENTS)
+    def reprofile(self, number: int, profile: str, placement: str) -> None:
+        component = self.pick(number)
+        try:
+            component.handle.reprofile(profile, placement=placement)
+        except REFUSALS as error:
+            self.note("reprofile", type(error).__name__)
+            return
+        component.placement = placement
+        self.note("reprofile")
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9))
+    def release(self, number: int) -> None:
+        component = self.pick(number)
+        if component.leases:
+            self.note("release", "leased")
+            return
+        component.handle.release()
+        self.components.remove(component)
+        if component.is_exact:
+            for size, output in self.compute(component.module).items():
+                assert torch.equal(output, component.expected[size]), f"{component.name} after its release"
+        self.note("release")
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9))
+    def forget(self, number: int) -> None:
+        """A program drops a component and its handle without a word."""
+        component = self.pick(number)
+        if component.leases:
+            return
+        self.components.remove(component)
+        self.manager.discard(component.handle.members[0])
+        self.note("forget")
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9), kept=st.booleans())
+    def keep(self, number: int, kept: bool) -> None:
+        self.pick(number).handle.keep(kept)
+        self.note("keep")
+
+    # -- leases
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9))
+    def lease(self, number: int) -> None:
+        component = self.pick(number)
+        stack = ExitStack()
+        held: AbstractContextManager[None] = self.manager.lease(component.handle.members[0])
+        try:
+            stack.enter_context(held)
+        except (DoesNotFit, InvalidInput, torch.OutOfMemoryError) as error:
+            self.note("lease", type(error).__name__)
+            return
+        component.leases.append(stack)
+        self.note("lease")
+
+    @precondition(lambda self: any(component.leases for component in self.components))
+    @rule()
+    def end_lease(self) -> None:
+        component = next(component for component in self.components if component.leases)
+        component.leases.pop().close()
+        self.note("end of a lease")
+
+    # -- memory
+
+    @rule(device=GPUS, kib=st.integers(0, 500))
+    def evict(self, device: int, kib: int) -> None:
+        held = {c.name: self.manager.ledger.held(c.name, f"gpu:{device}") for c in self.components if c.leases}
+        self.manager.free_memory(f"gpu:{device}", kib * KIB, "a test asked")
+        for name, num_bytes in held.items():
+            assert self.manager.ledger.held(name, f"gpu:{device}") == num_bytes, f"{name} is leased"
+        self.note("evict")
+
+    @rule()
+    def free_idle(self) -> None:
+        self.manager.free_idle("a test asked")
+        for component in self.components:
+            if not component.leases and component.placement != ON_OTHER_GPU:
+                held = self.manager.ledger.bytes_by_place(component.name)
+                assert not any(held.get(f"gpu:{index}") for index in range(2)), component.name
+        self.note("free all idle")
+
+    @rule(device=st.sampled_from(["gpu:0", "gpu:1", "*"]), low=st.integers(0, 300), span=st.integers(0, 100))
+    def change_watermark(self, device: str, low: int, span: int) -> None:
+        self.manager.set_watermark(device, low * KIB, (low + span) * KIB)
+        self.note("watermark")
+
+    @rule(device=GPUS, kib=st.integers(0, 350))
+    def other_program(self, device: int, kib: int) -> None:
+        """Another program takes memory of a device, or gives it back."""
+        free = self.manager.devices[f"gpu:{device}"].free_bytes() + self.occupied[device]
+        self.occupied[device] = min(kib * KIB, free)
+        simdevice.occupy(device, self.occupied[device])
+        self.note("another program")
+
+    @rule(pages=st.integers(0, 8))
+    def steer(self, pages: int) -> None:
+        """The host of a component that it moves brings pages of it, or takes them away."""
+        self.host.held.clear()
+        room = self.manager.devices["gpu:0"].free_bytes() // SmallPages.PAGE_BYTES
+        component = SmallPages("dynamic", min(pages, room))
+        component.leave_first = lambda device: None
+        self.host.held.append(component)
+        self.manager.note_use(component)
+        self.note("pages of the host")
+
+    # -- trouble
+
+    @precondition(lambda self: self.components)
+    @rule(number=st.integers(0, 9), device=GPUS, nth=st.integers(1, 40), kind=st.sampled_from(["alloc", "copy"]))
+    def fail(self, number: int, device: int, nth: int, kind: str) -> None:
+        component = self.pick(number)
+        arm = simdevice.fail_alloc if kind == "alloc" else simdevice.fail_copy
+        arm(device, nth)
+        try:
+            with torch.no_grad():
+                actual = component.module(input_of(component.module, 1)).cpu()
+            expected = component.expected.setdefault(1, actual)
+            assert torch.equal(actual, expected), f"{component.name} computes something else"
+            self.note(f"failing {kind}", "not reached, or mended")
+        except (DoesNotFit, InvalidInput, RuntimeError) as error:
+            self.note(f"failing {kind}", type(error).__name__)
+        finally:
+            arm(device, 0)
+
+    @precondition(lambda self: self.components)
+    @rule(
+        number=st.integers(0, 9),
+        block=st.integers(0, 3),
+        error=st.sampled_from([Interrupt, ValueError, torch.OutOfMemoryError]),
+    )
+    def interrupt(self, number: int, block: int, error: type[BaseException]) -> None:
+        component = self.pick(number)
+        blocks = [*component.module.doubles, *component.module.singles]
+        try:
+            with torch.no_grad(), raising_at(blocks[block].down, error):
+                component.module(input_of(component.module, 1))
+        except (DoesNotFit, InvalidInput) as refusal:
+            self.note("interrupt", type(refusal).__name__)
+        except (Interrupt, ValueError, torch.OutOfMemoryError) as raised:
+            self.note("interrupt", type(raised).__name__)
+            self.manager.recover()
+        else:
+            raise AssertionError("the error was lost")
+
+    @rule(number=st.integers(0, 1000))
+    def prompt(self, number: int) -> None:
+        """A run begins and ends."""
+        self.manager.begin_run(str(number), "a run")
+        self.manager.end_run()
+        self.note("run")
+
+    # -- the books
+
+    @invariant()
+    def books_are_true(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.ledger.check()
+        for index in range(2):
+            pages = sum(component.device_bytes().get(f"gpu:{index}", 0) for component in self.host.held)
+            used = simdevice.stats(index).used_bytes - pages
+            assert self.manager.ledger.used(f"gpu:{index}") == used, f"gpu:{index}"
+        assert self.manager.ledger.used("pinned") == simdevice.pinned().used_bytes
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for component in self.components:
+            for stack in component.leases:
+                stack.close()
+        self.manager.release_all()
+        self.manager.ledger.check()
+        self.host.held.clear()
+        self.components.clear()
+        for index in range(2):
+            simdevice.occupy(index, 0)
+        self.stack.close()
+
+
+def input_of(module: nn.Module, size: int) -> torch.Tensor:
+    """Return an input of a number of tokens."""
+    return torch.linspace(-1, 1, size * module.embed.in_features).reshape(1, size, -1)

@@ -1,0 +1,200 @@
+"""Kept weights by the content of their files, and the watermark of the RAM below which they leave."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from highwater.memory.errors import InvalidInput
+from highwater.memory.file_tensors import FileTensors
+from highwater.memory.manager.event_log import EventLog
+from highwater.memory.manager.kept_weights import KeptPart, KeptWeights
+from highwater.memory.manager.member import Members
+from highwater.memory.manager.watermark import Watermark, Watermarks, default_host_watermark
+from highwater.memory.runtime.blocks.pristine_slab import PristineSlab
+from highwater.memory.runtime.devices.ledger import Ledger
+from highwater.memory.transfer.devices import HostMemory
+from highwater.memory.transfer.pinned_memory import allocate_slab
+from highwater.memory.transfer.slabs import Form, SlabLayout
+from highwater.memory.weights.file_origin import FileIdentity, Origin, differs
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a.safetensors"
+    save_file({"w": torch.arange(64 * 1024, dtype=torch.float32).view(256, 256)}, path)
+    return path
+
+
+@pytest.fixture
+def bank() -> KeptWeights:
+    return KeptWeights(Members(), Ledger(), EventLog())
+
+
+def slab_of(path: Path) -> PristineSlab:
+    """Return a slab with the file's only weight."""
+    from safetensors.torch import load_file
+
+    identity, header = FileIdentity.of(path)
+    weight = load_file(path)["w"]
+    layout = SlabLayout.of([Form.of(weight)])
+    slab = allocate_slab(layout.slab_bytes)
+    layout.views(slab.data)[0].copy_(weight)
+    return PristineSlab(slab, layout, (Origin(identity, header.tensors[0]),))
+
+
+def keep(bank: KeptWeights, path: Path, name: str = "net") -> KeptPart:
+    part = KeptPart(name, "diffusion", [slab_of(path)], 0.0)
+    part.take_id(bank.members.name_other(f"kept/{path.name}", part))
+    bank.parts.append(part)
+    bank.enter(part)
+    return part
+
+
+def test_what_is_kept_is_found_and_entered_in_the_books(bank: KeptWeights, file: Path) -> None:
+    part = keep(bank, file)
+    found = bank.find(FileIdentity.of(file)[0])
+    assert torch.equal(found["w"], torch.arange(64 * 1024, dtype=torch.float32).view(256, 256))
+    assert bank.ledger.entries == dict(bank.count_bytes()) and bank.held()["host"] == part.slabs[0].num_bytes
+    num_bytes = part.slabs[0].num_bytes
+    assert bank.drop_all("test") == num_bytes
+    assert not bank.ledger.entries and not bank.parts
+
+
+def test_what_a_tensor_uses_is_not_given_again(bank: KeptWeights, file: Path) -> None:
+    keep(bank, file)
+    identity = FileIdentity.of(file)[0]
+    used = bank.find(identity)
+    assert used and not bank.find(identity)
+    used.clear()
+    gc.collect()
+    assert bank.find(identity)
+
+
+def overwrite(path: Path) -> None:
+    """Other bytes of the same size in place, the time restored."""
+    before = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-4096:] = bytes(4096)
+    with path.open("r+b") as stream:
+        stream.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    before = path.stat()
+    other = path.with_name("other")
+    data = bytearray(path.read_bytes())
+    data[-4096:] = bytes(4096)
+    other.write_bytes(data)
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.replace(other, path)
+
+
+def link(path: Path) -> None:
+    """A second name of the same file: a false miss, which costs one read."""
+    os.link(path, path.with_name("second"))
+
+
+@pytest.mark.parametrize("change", [overwrite, replace, link])
+def test_a_changed_file_is_another_one(bank: KeptWeights, file: Path, change) -> None:
+    keep(bank, file)
+    change(file)
+    assert not bank.find(FileIdentity.of(file)[0])
+    assert not bank.parts
+
+
+def test_a_moved_symbolic_link_leads_to_another_file(bank: KeptWeights, file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "b.safetensors"
+    other.write_bytes(file.read_bytes())
+    pointer = tmp_path / "pointer.safetensors"
+    pointer.symlink_to(file)
+    keep(bank, pointer)
+    assert bank.find(FileIdentity.of(pointer)[0])
+    pointer.unlink()
+    pointer.symlink_to(other)
+    assert not bank.find(FileIdentity.of(pointer)[0])
+
+
+def test_weights_that_differ_from_their_file_are_seen_by_samples(file: Path) -> None:
+    slab = slab_of(file)
+    assert not differs(file, list(slab.weights()))
+    slab.slab.data.zero_()
+    assert differs(file, list(slab.weights()))
+
+
+def test_a_library_s_copies_are_traced(file: Path) -> None:
+    """What was copied as it is has an origin; what was converted, or written to, has none."""
+    from safetensors.torch import load_file
+
+    weight = load_file(file)["w"]
+    model = nn.ModuleDict(
+        {
+            name: nn.Linear(256, 256, bias=False, dtype=dtype)
+            for name, dtype in (("same", None), ("converted", torch.half))
+        }
+    ).requires_grad_(False)
+    model["written"] = nn.Linear(256, 256, bias=False).requires_grad_(False)
+    with FileTensors() as files:
+        files.watch(file, {"w": weight})
+        for layer in model.values():
+            layer.load_state_dict({"weight": weight})
+        model["written"].weight.mul_(2)
+    assert list(files.origins(model)) == ["same.weight"]
+
+
+# -- the watermark of the RAM
+
+
+@given(total=st.integers(0, 1 << 50))
+def test_the_default_leaves_most_of_the_ram(total: int) -> None:
+    mark = default_host_watermark(total)
+    assert 0 <= mark.low_bytes <= mark.high_bytes <= total
+    assert mark.low_bytes <= 12 * GIB
+
+
+@given(
+    low=st.integers(0, 100),
+    rise=st.integers(0, 100),
+    sizes=st.lists(st.integers(1, 50), max_size=8),
+    start=st.integers(0, 300),
+)
+def test_between_the_marks_nothing_leaves_and_never_more_than_needed(
+    low: int, rise: int, sizes: list[int], start: int
+) -> None:
+    bank = KeptWeights(Members(), Ledger(), EventLog())
+    for number, size in enumerate(sizes):
+        part = KeptPart(f"p{number}", "vae", [], 0.0)
+        part.take_id(f"p{number}")
+        part.count_bytes = lambda size=size: {"host": size}  # type: ignore[method-assign]
+        bank.parts.append(part)
+    bank.give_up = lambda part, slabs: bank.parts.remove(part)  # type: ignore[method-assign]
+    mark = Watermark(low_bytes=low, high_bytes=low + rise)
+    bank.trim(start, mark)
+    left = len(bank.parts)
+    freed = sum(sizes[: len(sizes) - left])
+    if start >= low:
+        assert not freed
+    else:
+        assert start + freed >= mark.high_bytes or not bank.parts
+        assert not freed or start + freed - sizes[len(sizes) - left - 1] < mark.high_bytes
+    bank.trim(start + freed, mark)
+    assert start + freed < low or len(bank.parts) == left
+
+
+def test_marks_of_the_ram_are_set_by_its_name_and_checked() -> None:
+    marks, total = Watermarks({}), HostMemory.now().total_bytes
+    assert marks.set(" Host", MIB, 2 * MIB) == ["host"] and marks.set("host", MIB, 2 * MIB) == []
+    assert marks.of_host(total) == Watermark(low_bytes=MIB, high_bytes=2 * MIB)
+    with pytest.raises(InvalidInput, match=r"watermark high=.* exceeds host; allowed: up to"):
+        marks.set("host", MIB, total + 1)

@@ -1,0 +1,90 @@
+"""On the card a managed module computes bit for bit what it computes without the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from highwater.benchmarks.gpu_worker import build_transformer
+from highwater.benchmarks.gpu_worker import make_inputs as make_flux_inputs
+from highwater.memory import manage
+from highwater.tests.gpu.conftest import Card
+from highwater.tests.gpu.models import build, make_inputs, reference, weight_bytes
+
+SHARES = {"resident": None, "most": 0.7, "half": 0.5, "least": 0.2}
+
+
+def as_profile(share: float | None, num_bytes: int) -> str:
+    return "unlimited" if share is None else f"{share * num_bytes / 2**20:.4f}MiB"
+
+
+@pytest.mark.parametrize("placement", ["gpu:0", "gpu:0:host"], ids=["page-locked", "pageable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("share", SHARES)
+def test_managed_equals_unmanaged(card: Card, share: str, dtype: torch.dtype, placement: str) -> None:
+    net, inputs = build(card, dtype=dtype), make_inputs(card, 3, dtype)
+    wanted = reference(net, card, inputs)
+    profile = as_profile(SHARES[share], weight_bytes(net))
+    with card.manager() as manager, manage(net, profile=profile, placement=placement, manager=manager) as managed:
+        for x, want in zip(inputs, wanted, strict=True):
+            assert torch.equal(net(x.to(card.torch_device)).cpu(), want)
+            manager.ledger.check()
+        assert all(component["in_effect"] for component in managed.report()["components"])
+        assert bool(managed.plan["model"].shares[0].streamed) == (share != "resident")
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4])
+def test_weights_in_eight_bits_decode_to_the_same_streamed_and_resident(card: Card, share: float) -> None:
+    net, inputs = build(card, dtype=torch.bfloat16), make_inputs(card, 3, torch.bfloat16)
+    outputs = {}
+    for name in (None, share):
+        profile = as_profile(name, weight_bytes(net) // 2)
+        with (
+            card.manager() as manager,
+            manage(net, profile=profile, placement="gpu:0", precision="fp8 scaled", manager=manager),
+        ):
+            outputs[name] = [net(x.to(card.torch_device)).cpu() for x in inputs]
+    plain = reference(net, card, inputs)  # released: what was encoded comes back decoded
+    for resident, streamed, decoded in zip(outputs[None], outputs[share], plain, strict=True):
+        assert torch.equal(resident, streamed)
+        assert torch.equal(resident, decoded)
+
+
+def test_weights_in_their_file_reach_the_card_unchanged(card: Card, tmp_path: Path) -> None:
+    net, inputs = build(card), make_inputs(card, 3)
+    wanted = reference(net, card, inputs)
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({name: weight for name, weight in net.state_dict().items() if "out." not in name}, path)
+    profile = as_profile(0.5, weight_bytes(net))
+    with (
+        card.manager() as manager,
+        manage(net, profile=profile, placement="gpu:0:disk", files={"model": path}, manager=manager),
+    ):
+        for x, want in zip(inputs, wanted, strict=True):
+            assert torch.equal(net(x.to(card.torch_device)).cpu(), want)
+
+
+def test_an_evicted_module_comes_back_unchanged(card: Card) -> None:
+    net, inputs = build(card), make_inputs(card, 1)
+    (want,) = reference(net, card, inputs)
+    profile = as_profile(0.7, weight_bytes(net))
+    with card.manager() as manager, manage(net, profile=profile, placement="gpu:0", manager=manager):
+        for _ in range(3):
+            assert torch.equal(net(inputs[0].to(card.torch_device)).cpu(), want)
+            manager.free_idle("a test")
+            assert manager.ledger.used("gpu:0") == 0
+
+
+@pytest.mark.parametrize("share", ["resident", "least"])
+def test_a_transformer_of_diffusers_is_equal(card: Card, share: str) -> None:
+    model, inputs = build_transformer("tiny"), make_flux_inputs("tiny", card.torch_device)
+    model.to(card.torch_device)
+    want = model(**inputs, return_dict=False)[0].cpu()
+    model.to("cpu")
+    profile = as_profile(SHARES[share] and 0.6, weight_bytes(model))
+    with card.manager() as manager, manage(model, profile=profile, placement="gpu:0", manager=manager):
+        for _ in range(3):
+            assert torch.equal(model(**inputs, return_dict=False)[0].cpu(), want)

@@ -1,0 +1,177 @@
+"""Lend, keep, release and limits: asked of a server, and by the command line of one that listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+
+from highwater.headless.cli import main
+from highwater.memory import manage
+from highwater.memory.manager import default
+from highwater.nodes.routes import add_routes
+
+MIB = 1 << 20
+X = torch.ones(1, 64)
+
+
+class Server:
+    """A server with our routes alone, in a thread, whose process has 8 MiB of gpu:0 and one model there."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        queue = SimpleNamespace(get_current_queue_volatile=lambda: (self.running, []))
+        server = SimpleNamespace(routes=web.RouteTableDef(), prompt_queue=queue)
+        add_routes(server)
+        self.app = web.Application()
+        self.app.add_routes(server.routes)
+        self.loop = asyncio.new_event_loop()
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+        assert self.ready.wait(60)
+
+    def serve(self) -> None:
+        async def start() -> None:
+            self.runner = web.AppRunner(self.app)
+            await self.runner.setup()
+            await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+            self.ready.set()
+
+        self.loop.run_until_complete(start())
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.runner.cleanup())
+        self.loop.close()
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(60)
+
+
+@pytest.fixture
+def server(sim: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(default, "made", [])
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=8 * MIB)]), torch.no_grad():
+        manager = default.default_manager()
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        managed = manage({"model": model}, manager=manager, name="part")
+        model(X)
+        found = Server()
+        found.manager, found.model, found.managed = manager, model, managed
+        yield found
+        found.stop()
+        manager.release_all()
+
+
+@pytest.fixture
+def post(server: Server) -> Callable[[str], tuple[int, Any]]:
+    import urllib.error
+    import urllib.request
+
+    def post(path: str) -> tuple[int, Any]:
+        request = urllib.request.Request(server.url + path, method="POST")
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    return post
+
+
+def test_a_component_is_released_and_kept_by_its_id(server: Server, post: Callable) -> None:
+    status, answer = post("/highwater/keep?component=part/model&at_most=50%25")
+    assert (status, answer) == (200, {"component": "part/model", "keep": True, "at_most": "50%"})
+    assert server.manager.members["part/model"].evict_last
+    assert post("/highwater/keep?component=part/model&keep=false")[0] == 200
+    assert not server.manager.members["part/model"].evict_last
+    status, answer = post("/highwater/release?component=part/model")
+    assert status == 200 and answer["released"][0]["freed_bytes"] > 0
+    assert not server.manager.ledger.used("gpu:0")
+
+
+@pytest.mark.parametrize("path", ["release?component=part/model", "release?component=part/model&device=gpu:0"])
+def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable, path: str) -> None:
+    server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
+    held = server.manager.ledger.used("gpu:0")
+    status, answer = post(f"/highwater/{path}")
+    assert status == 409 and "a prompt is running" in answer["error"]
+    server.running.clear()
+    server.manager.begin_run("r", "run")
+    assert post(f"/highwater/{path}")[0] == 409
+    server.manager.end_run()
+    assert server.manager.ledger.used("gpu:0") == held
+
+
+def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
+    assert post("/highwater/limits?keep_loaded=2&idle=10min") == (200, {"keep_loaded": 2, "idle_s": 600.0})
+    assert server.manager.idle.limits.num_loaded == 2
+    assert post("/highwater/limits?keep_loaded=off") == (200, {"keep_loaded": None, "idle_s": None})
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["keep", "keep?component=nothing", "keep?component=part/model&keep=maybe", "keep?component=part/model&at_most=9GiB",
+     "release", "release?component=part/model&device=gpu:9", "release?device=gpu:0", "limits?keep_loaded=0",
+     "limits?keep_loaded=x", "limits?keep_loaded=%C2%B2", "limits?idle=60", "limits?colour=red", "lend",
+     "lend?size=8", "lend?size=1MiB&for=1", "lend?size=9GiB&for=60s", "lend?size=1MiB&for=60s&device=cpu",
+     "lend?size=0&for=60s", "lend/give-back?device=x"],
+)  # fmt: skip
+def test_bad_input_is_one_line(server: Server, post: Callable, path: str) -> None:
+    status, answer = post(f"/highwater/{path}")
+    assert status == 400 and len(answer["error"].splitlines()) == 1, answer
+    assert not server.manager.capacity.loans.running()
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["lend", *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_lends_and_gives_back(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = run(capsys, "6MiB", "--for", "60s", "--url", server.url)
+    assert (code, error) == (0, "")
+    assert out.startswith("6.00MiB of gpu:0 are lent for 60 s: ")
+    assert server.manager.report()["devices"][1]["lent"]["num_bytes"] == 6 * MIB
+    code, out, error = run(capsys, "1MiB", "--for", "60s", "--url", server.url)
+    assert (code, out, len(error.splitlines())) == (1, "", 1) and "lent already" in error
+    code, out, error = run(capsys, "--give-back", "--url", f"{server.url}/", "--json")
+    assert (code, json.loads(out)) == (0, {"device": "gpu:0", "lent_bytes": 6 * MIB})
+    code, out, error = run(capsys, "--give-back", "--url", server.url)
+    assert (code, error) == (1, "highwater: nothing of gpu:0 is lent\n")
+
+
+def test_what_computes_is_refused_with_exit_code_1(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    with server.manager.lease(server.managed.members[0]):
+        code, _, error = run(capsys, "8MiB", "--for", "60s", "--url", server.url)
+    assert code == 1 and "part/model computes with" in error and len(error.splitlines()) == 1
+
+
+def test_a_host_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        code, out, error = run(capsys, "1MiB", "--for", "60s", "--url", url)
+    assert (code, out, len(error.splitlines())) == (1, "", 1)
+    assert f"no Highwater answers at {url}" in error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("8GiB",), ("--for", "60s"), ("8", "--for", "60s"), ("8GiB", "--for", "60"), ("8GiB", "--for", "2d"),
+     ("8GiB", "--for", "60s", "--url", "here"), ("8GiB", "--for", "60s", "--url", "file:///etc/passwd"),
+     ("8GiB", "--for", "60s", "--url", "http://a:99999"), ("8GiB", "--for", "60s", "--url", "http://a/ b"),
+     ("8GiB", "--give-back"), ("8GiB", "--for", "60s", "--url", "http://[")],
+)  # fmt: skip
+def test_bad_words_are_one_line_with_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: tuple) -> None:
+    code, out, error = run(capsys, *arguments)
+    assert (code, out, len(error.splitlines())) == (2, "", 1), error
