@@ -48,7 +48,7 @@ class FileTensors:
         """The version of each tensor of kept weights as it was given, by its address."""
         self.kept_bytes = 0
         """How many bytes of kept weights the library was given."""
-        self.mode = Tracing(self)
+        self.mode: Tracing | None = None
 
     def read(self, path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
         """Return the tensors and the metadata of a file of which weights are kept; None if none are.
@@ -94,13 +94,16 @@ class FileTensors:
                 self.known[tensor.data_ptr()] = tensor, origin
 
     def __enter__(self) -> FileTensors:
+        self.mode = Tracing(self)
         self.mode.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.mode.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        mode, self.mode = self.mode, None  # else the two would hold each other, and with them the files' tensors
+        assert mode is not None
+        mode.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
 
     def were_written(self) -> bool:
         """Whether the library wrote to kept weights: then they are no longer what the file has."""

@@ -187,7 +187,9 @@ class Run:
         cache, order = self.runner.cache, self.workflow.order
         signatures = self.sign_nodes()
         needed = frozenset(signatures.values())
-        self.tell("cached", [id for id in order if cache.find(signatures[id]) is not None])
+        kept = frozenset(self.runner.results)
+        done = {id for id in order if cache.find(signatures[id]) is not None}
+        self.tell("cached", [id for id in order if id in done])
         found: dict[str, CacheEntry] = {}
         executed: dict[str, None] = {}
         outputs: dict[str, Mapping[str, list[Any]]] = {}
@@ -195,11 +197,12 @@ class Run:
             entry = cache.find(signatures[id])
             if entry is None:
                 cache.trim(needed)
-                self.foresee(id, [other for other in order if other in found or cache.find(signatures[other])])
+                self.foresee(id, done, kept)
                 entry = self.execute_node(self.workflow.nodes[id], found)
                 cache.store(signatures[id], entry)
                 executed[id] = None
             found[id] = entry
+            done.add(id)
             if entry.ui:
                 outputs[id] = entry.ui
                 self.tell("executed", id, entry.ui)
@@ -244,24 +247,26 @@ class Run:
                 self.runner.forecast.learn(self.run_id, manager.end_node(), manager.known_components())
             return make_entry(node, output)
 
-    def foresee(self, now: str, done: Collection[str]) -> None:
+    def foresee(self, now: str, done: Collection[str], kept: Collection[str]) -> None:
         """Tell the manager which components the rest of this run and the workflows that wait will use.
 
         Args:
             now: the node that runs next.
             done: the nodes that have run, and those whose results are cached.
+            kept: the digests of the nodes that ran before this run.
         """
         forecast, manager = self.runner.forecast, self.runner.manager
         own = Upcoming(id=self.run_id, name=self.name, workflow=self.workflow)
         waiting = [each for each in self.upcoming() if each.id != self.run_id]
         forecast.forget_others({each.id for each in (own, *waiting)})
         for each in (own, *waiting[:MAX_PROMPTS]):
-            workflow = each.workflow
-            forecast.read(each.id, workflow.prompt, workflow_id=each.name, outputs=workflow.output_ids)
+            if each.id not in forecast.prompts:
+                workflow = each.workflow
+                forecast.read(each.id, workflow.prompt, workflow_id=each.name, outputs=workflow.output_ids)
         ids = [each.id for each in waiting]
-        told = forecast.foresee(self.run_id, now, done, ids, manager.known_components(), kept=self.runner.results)
+        told = forecast.foresee(self.run_id, now, done, ids, manager.known_components(), kept=kept)
         digests = forecast.prompts[self.run_id].digests
-        self.runner.note_results(digests[id] for id in (now, *done) if id in digests)
+        self.runner.note_results(filter(None, map(digests.get, (now, *done))))
         manager.foresee(told.steps, told.num_running)
 
     def progress(self, node_id: str, value: float, maximum: float) -> None:

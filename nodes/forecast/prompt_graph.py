@@ -48,6 +48,7 @@ class PromptGraph:
         self.order = tuple(self.in_order())
         """The nodes that its roots need, each after those that it needs."""
         self.kinds = self.find_kinds()
+        self.walked: Walk | None = None
 
     def in_order(self) -> dict[str, None]:
         """Return the roots and what they need, each after what it needs; a cycle is cut somewhere."""
@@ -67,13 +68,21 @@ class PromptGraph:
                     path.append((source, iter(self.links[source])))
         return done
 
-    def to_run(self, done: Collection[str], kept: Collection[str]) -> list[str]:
+    def to_run(self, done: Collection[str], kept: Collection[str]) -> Collection[str]:
         """Return the nodes that still have to run, in their order.
+
+        The graph is walked once for a run: what is done since the last call is left out of its result.
 
         Args:
             done: nodes that have run.
             kept: digests whose results the host has: such a node does not run, nor does what only it needs.
         """
+        done, kept = frozenset(done), frozenset(kept)
+        if self.walked is None or not self.walked.is_continued_by(done, kept, self.links):
+            self.walked = Walk(done, kept, dict.fromkeys(self.walk(done, kept)))
+        return self.walked.rest.keys()
+
+    def walk(self, done: frozenset[str], kept: frozenset[str]) -> list[str]:
         needed = set(self.roots)
         found = []
         for node_id in reversed(self.order):
@@ -128,6 +137,25 @@ class PromptGraph:
                 yield PurePosixPath(value.replace("\\", "/")).stem
             elif isinstance(value, str) and value and KINDS_OF_INPUTS.get(name) == ANY_KIND:
                 yield PurePosixPath(value.replace("\\", "/")).name
+
+
+class Walk:
+    """The nodes that still have to run, as they were found, without those that are done since."""
+
+    def __init__(self, done: frozenset[str], kept: frozenset[str], rest: dict[str, None]) -> None:
+        self.done, self.kept, self.rest = done, kept, rest
+
+    def is_continued_by(self, done: frozenset[str], kept: frozenset[str], links: Mapping[str, Sequence[str]]) -> bool:
+        """Take out what is done now; returns whether the rest is what a new walk would find.
+
+        It would not if something that is done never needed one of its inputs: then perhaps nothing needs it.
+        """
+        if kept != self.kept or not done >= self.done:
+            return False
+        new, self.done = done - self.done, done
+        for node_id in new:
+            self.rest.pop(node_id, None)
+        return not any(source in self.rest for node_id in new for source in links.get(node_id, ()))
 
 
 def checked(graph: Any) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ order, and nothing else depends on it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,9 @@ class QueueForecast:
         """The kinds that nodes of this class computed with, in the order of their first use."""
         self.prompts: dict[str, PromptGraph] = {}
         """What was read of the prompts that are in the queue, by their ids."""
-        self.sources: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
-        """By prompt and node: for each kind, the nodes that may give it a component, the nearest first."""
+        self.sources: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {}
+        """By prompt, of each node that may compute with components: by kind the nodes that may give it one, the nearest
+        first."""
 
     # -- what runs tell
 
@@ -111,7 +112,7 @@ class QueueForecast:
         """Forget the prompts that are not in the queue any more."""
         if self.prompts.keys() - prompt_ids:
             self.prompts = {known: prompt for known, prompt in self.prompts.items() if known in prompt_ids}
-            self.sources = {key: found for key, found in self.sources.items() if key[0] in prompt_ids}
+            self.sources = {key: found for key, found in self.sources.items() if key in prompt_ids}
 
     # -- what is to come
 
@@ -140,16 +141,14 @@ class QueueForecast:
         if running is not None:
             prompt = self.prompts[running]
             if now is not None:
-                found += self.steps_of(running, now, known) if now in prompt.nodes else []
+                found += self.steps_of(running, now, known)
                 found = found or [frozenset()]
                 num_running = len(found)
-            for node_id in prompt.to_run({*done, now}, results):
-                found += self.steps_of(running, node_id, known)
+            found += self.steps_to_run(running, {*done, now} - {None}, results, known)
             results = self.results_after(prompt, results)
         for prompt_id in list(waiting)[:MAX_PROMPTS]:
             prompt = self.prompts[prompt_id]
-            for node_id in prompt.to_run((), results):
-                found += self.steps_of(prompt_id, node_id, known)
+            found += self.steps_to_run(prompt_id, (), results, known)
             results = self.results_after(prompt, results)
         return Steps(steps=found, num_running=num_running)
 
@@ -158,13 +157,22 @@ class QueueForecast:
         own = set(prompt.digests.values())
         return results | own if self.keeps_results else own
 
+    def steps_to_run(
+        self, prompt_id: str, done: Collection[str], kept: Collection[str], known: Known
+    ) -> Iterator[frozenset[str]]:
+        """Yield the steps of the nodes of a prompt that still have to run."""
+        rest = self.prompts[prompt_id].to_run(done, kept)
+        for node_id in self.sources_of(prompt_id):
+            if node_id in rest:
+                yield from self.steps_of(prompt_id, node_id, known)
+
     def steps_of(self, prompt_id: str, node_id: str, known: Known) -> list[frozenset[str]]:
         """Return the components with which a node will compute: a step for each kind, in the order of their use."""
         prompt = self.prompts[prompt_id]
         found: dict[str, frozenset[str]] = {}
-        kinds = self.kinds_of(prompt, node_id)
-        turns = {kind: turn for turn, kind in enumerate(kinds)}
-        for kind, sources in self.sources_of(prompt_id, node_id).items():
+        by_kind = self.sources_of(prompt_id).get(node_id, {})
+        turns = {kind: turn for turn, kind in enumerate(self.kinds_of(prompt, node_id))} if by_kind else {}
+        for kind, sources in by_kind.items():
             for source in sources:
                 given = [part for part in self.given_by(prompt, source, known) if kind in (ANY_KIND, part.kind)]
                 for part in given:
@@ -178,23 +186,23 @@ class QueueForecast:
         learned = self.kinds.get(prompt.class_of(node_id), ())
         return tuple(dict.fromkeys([*learned, *prompt.kinds[node_id]]))
 
-    def sources_of(self, prompt_id: str, node_id: str) -> dict[str, tuple[str, ...]]:
-        """Return by kind the nodes that may give a node its components, the nearest first; remembered."""
-        key = prompt_id, node_id
-        if key not in self.sources:
+    def sources_of(self, prompt_id: str) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Return what `sources` has for a prompt, in the order of its nodes; remembered until something is learned."""
+        if prompt_id not in self.sources:
             prompt = self.prompts[prompt_id]
-            kinds = self.kinds_of(prompt, node_id)
-            self.sources[key] = {
-                kind: tuple(
-                    source
-                    for source in prompt.upstream(
-                        node_id, kind, lambda other, kind=kind: kind in self.kinds_of(prompt, other)
-                    )
-                    if prompt.digests.get(source) in self.given or self.may_load(prompt, source)
-                )
-                for kind in ([ANY_KIND] if ANY_KIND in kinds else kinds)
-            }
-        return self.sources[key]
+            found = {node_id: self.find_sources(prompt, node_id) for node_id in prompt.order}
+            self.sources[prompt_id] = {node_id: by_kind for node_id, by_kind in found.items() if by_kind}
+        return self.sources[prompt_id]
+
+    def find_sources(self, prompt: PromptGraph, node_id: str) -> dict[str, tuple[str, ...]]:
+        kinds = self.kinds_of(prompt, node_id)
+        found = {}
+        for kind in [ANY_KIND] if ANY_KIND in kinds else kinds:
+            nodes = prompt.upstream(node_id, kind, lambda other, kind=kind: kind in self.kinds_of(prompt, other))
+            givers = [node for node in nodes if prompt.digests.get(node) in self.given or self.may_load(prompt, node)]
+            if givers:
+                found[kind] = tuple(givers)
+        return found
 
     def may_load(self, prompt: PromptGraph, node_id: str) -> bool:
         """Whether a node may give components: it names a file, or is one of ours."""

@@ -205,7 +205,17 @@ def test_the_order_of_any_graph_has_what_a_node_needs_before_it_unless_that_is_a
     prompt = PromptGraph(made)
     assert len(set(prompt.order)) == len(prompt.order) <= len(prompt.nodes)
     assert set(prompt.to_run((), ())) == set(prompt.order)
-    assert prompt.to_run(prompt.order, ()) == prompt.to_run((), prompt.digests.values()) == [] or not prompt.digests
+    assert not prompt.to_run(prompt.order, ())
+    assert not prompt.to_run((), prompt.digests.values()) or not prompt.digests
+
+
+@given(made=graphs, data=st.data())
+def test_what_is_left_of_a_run_is_the_same_whether_it_was_asked_before_or_not(made: Any, data: st.DataObject) -> None:
+    prompt, done = PromptGraph(made), set[str]()
+    kept = data.draw(st.sets(st.sampled_from([*prompt.digests.values(), "another"]), max_size=2))
+    for node_id in data.draw(st.permutations([*prompt.nodes, "nowhere"])):
+        assert [*prompt.to_run(done, kept)] == [*PromptGraph(made).to_run(done, kept)]
+        done.add(node_id)
 
 
 @given(

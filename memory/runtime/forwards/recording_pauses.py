@@ -8,7 +8,8 @@ ours allocates there and keeps ends the process when another block frees it. The
    a block returns is its caller's to free: it is recorded as in a module that is not managed.
 2. In a pause nothing is freed that was recorded. So the forward's tensors are dropped outside of pauses.
 3. Pauses of the host do not nest: the end of an inner one ends all. So ours are few: a steady forward on one device has
-   none. A host that loads or unloads components itself has paused where it has to.
+   one at most, before its first layer, for what a second try would need ([Note: second try] in
+   `memory/repeated_call.py`). A host that loads or unloads components itself has paused where it has to.
 4. The recording is of one device, the pause of one thread. What computes on another device of a split is in a pause.
 """
 

@@ -30,7 +30,7 @@ class Runner:
     def __init__(self) -> None:
         self.manager = SimpleNamespace(plans=dict, subscribe=lambda listener: lambda: None, depth=0)
 
-    def run(self, workflow: Any, *, name: str, listener: Any) -> None:
+    def run(self, workflow: Any, *, name: str, listener: Any, upcoming: Any = ()) -> None:
         listener("executing", "1")
         for block in (1, 2, 3):
             listener("loading", "1", "tiny/unet", block * MIB, 3 * MIB)
@@ -46,8 +46,8 @@ def test_a_loading_has_a_bar_on_a_terminal_only(terminal: bool, quiet: bool) -> 
     runner = Runner()
     listen = runner.run
 
-    def run_and_draw(workflow: Any, *, name: str, listener: Any) -> None:
-        listen(workflow, name=name, listener=lambda *event: (listener(*event), drawn.refresh()))
+    def run_and_draw(workflow: Any, *, name: str, listener: Any, **rest: Any) -> None:
+        listen(workflow, name=name, **rest, listener=lambda *event: (listener(*event), drawn.refresh()))
 
     runner.run = run_and_draw  # type: ignore[method-assign]
     drawn = console.progress()
