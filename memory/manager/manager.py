@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from ..transfer.devices import Device, list_devices
 from ..transfer.host_heap import give_back_heap
 from ..weights.file_origin import FileIdentity
 from .admission import Admission
-from .claims.alarm import Alarm
+from .caretaker import Caretaker
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
 from .claims.loans import Loan
 from .departures import Departure, Departures
@@ -44,24 +42,12 @@ from .policies.candidate import EvictionPolicy
 from .policies.next_use import NextUse
 from .recovery import Recovery
 from .registry import Registry
-from .report import (
-    ComponentState,
-    DeviceReport,
-    Event,
-    NodeReport,
-    Report,
-    RunReport,
-    component_report,
-    device_report,
-)
+from .report import DeviceReport
+from .reporter import Reporter
 from .steered import Steered, SteeredComponent, SteeringHost
 from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
-
-# When what is due is looked at again while another thread has the lock, and while a run or a pass goes on.
-RETRY_S = 0.2
-RETRY_BUSY_S = 5.0
 
 
 class MemoryManager:
@@ -102,8 +88,8 @@ class MemoryManager:
         self.recovery = Recovery(self.leases)
         self.departures = Departures(self.admission)
         self.lending = Lending(self.admission)
-        self.alarm = Alarm(self.look)
-        self.hosts_running: list[Callable[[], bool]] = []
+        self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle)
+        self.reporter = Reporter(self.capacity, self.measures)
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())
             weakref.finalize(self, write_needs, self.capacity.needs, needs_file)  # also as the process ends
@@ -198,7 +184,7 @@ class MemoryManager:
             UnsafeState: a run is open.
         """
         with self.exclusive():  # a run that begins now waits until this has ended
-            if self.is_in_run():
+            if self.caretaker.is_in_run():
                 raise UnsafeState("a prompt is running; cancel it, or wait until it ends")
             return self.release_from(component, device, reason=reason)
 
@@ -209,10 +195,10 @@ class MemoryManager:
         """
         with self.exclusive():
             self.leases.recover_abandoned(None)
-            moves_hosted = not self.is_in_run()
+            moves_hosted = not self.caretaker.is_in_run()
             found = self.lending.find_device(device)
             report = self.lending.lend(found, num_bytes, seconds, moves_hosted=moves_hosted)
-        self.alarm.set(seconds)
+        self.caretaker.alarm.set(seconds)
         return report
 
     def take_back(self, device: str | None = None) -> Loan:
@@ -229,35 +215,16 @@ class MemoryManager:
         """
         with self.exclusive():
             self.idle.take(limits)
-            self.idle.trim(moves_hosted=not self.is_in_run())
-        self.alarm.set(self.look())
+            self.idle.trim(moves_hosted=not self.caretaker.is_in_run())
+        self.caretaker.alarm.set(self.caretaker.look())
 
     def ask_before_moving(self, is_running: Callable[[], bool]) -> None:
         """Move what a host loads only while this says that the host runs nothing; asked beside our own runs."""
-        if is_running not in self.hosts_running:
-            self.hosts_running.append(is_running)
-
-    def is_in_run(self) -> bool:
-        """Whether a run is open here or in a host."""
-        return self.event_log.is_running or any(is_running() for is_running in self.hosts_running)
+        self.caretaker.ask(is_running)
 
     def look(self) -> float | None:
-        """Do what is due: end loans, unload what is idle; nothing moves during a run or a pass.
-
-        Never waits. Returns the seconds until it is to be called again, None where nothing is left to do.
-        """
-        with self.lock.exclusive_now() as is_ours:
-            if not is_ours:
-                return RETRY_S
-            self.lending.end_overdue()
-            dues = [loan.until_s - self.event_log.now_s for loan in self.capacity.loans.running()]
-            if self.idle.limits.idle_s is not None:
-                if not self.is_in_run() and not self.leases.leased:
-                    self.idle.unload_idle()
-                    dues.append(max(RETRY_S, self.idle.due_s() or self.idle.limits.idle_s))
-                else:
-                    dues.append(min(RETRY_BUSY_S, max(RETRY_S, self.idle.limits.idle_s)))
-        return min(dues, default=None)
+        """Do what is due now, as the alarm does (`Caretaker.look`)."""
+        return self.caretaker.look()
 
     def note_unload(self, component: SteeredComponent, freed_bytes: Mapping[str, int]) -> None:
         """Note that the host took a component that it moves off its devices."""
@@ -360,23 +327,7 @@ class MemoryManager:
 
     def known_components(self) -> list[KnownComponent]:
         """Return what hosts find every component by, those that they move themselves too; takes no lock."""
-        ours = [
-            KnownComponent(
-                id=member.id,
-                name=member.name,
-                kind=member.managed.component.kind,
-                node_id=member.node_id,
-                workflow_id=member.workflow_id,
-            )
-            for member in list(self.members.values())
-        ]
-        steered = []
-        for other in self.steered.components():
-            node_id, workflow_id = other.asked_by()
-            steered.append(
-                KnownComponent(id=other.id, name=other.name, kind=other.kind, node_id=node_id, workflow_id=workflow_id)
-            )
-        return [*ours, *steered]
+        return self.reporter.known_components()
 
     # -- leases
 
@@ -537,24 +488,9 @@ class MemoryManager:
     def end_node(self) -> dict[str, Any]:
         """Close the open node; returns its report and sends it to the listeners."""
         with self.exclusive():
-            node = self.measures.node
-            if node is None:
-                return {}
-            self.capacity.trim_kept()
-            tiers: Counter[str] = Counter()
-            for member in self.members.values():
-                # Equal node ids in two workflows are two nodes.
-                if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
-                    tiers.update(self.ledger.bytes_by_place(member.id))
-            for other in self.steered.components():
-                if other.asked_by() == (node.node_id, node.workflow_id):
-                    tiers.update({**other.device_bytes(), **other.host_bytes()})
-            self.measures.steered_by_node()
-            report = self.measures.end_node(node, dict(tiers))
-            told = asdict(report)
-            devices = [asdict(device) for device in self.device_reports()]
-            self.event_log.tell({"type": "node", **told, "devices": devices})
-            return told
+            if self.measures.node is not None:
+                self.capacity.trim_kept()
+            return self.reporter.end_node()
 
     def subscribe(
         self, listener: Callable[[dict[str, Any]], None], *, unless_equal: bool = False
@@ -569,25 +505,13 @@ class MemoryManager:
 
     def device_reports(self) -> list[DeviceReport]:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
-        none = Watermark(low_bytes=0, high_bytes=0)
-        return [
-            device_report(
-                device,
-                none if device.is_cpu else self.capacity.watermarks.of(name),
-                self.ledger,
-                self.measures.peaks[name],
-                sum(self.steered.by_component(name).values()),
-                self.capacity.loans.describe(name),
-            )
-            for name, device in self.devices.items()
-        ]
+        return self.reporter.devices()
 
     def report(self) -> dict[str, Any]:
         """Return the versioned report of everything so far, JSON-able. The lock is held only while that is copied."""
         with self.exclusive():
-            log = self.event_log
-            now, timeline = self.report_now(log.nodes, log.runs, log.events), log.timeline.copy()
-        return replace(now(), samples=timeline.samples()).to_json()
+            report = self.reporter.whole()
+        return report().to_json()
 
     def recent_report(self, number: int) -> dict[str, Any]:
         """Return the report with only so many of the last nodes, runs and events, and without the timeline.
@@ -595,28 +519,5 @@ class MemoryManager:
         Costs the same after one node as after ten thousand.
         """
         with self.exclusive():
-            log = self.event_log
-            now = self.report_now(*(newest(entries, number) for entries in (log.nodes, log.runs, log.events)))
-        return now().to_json()
-
-    def report_now(
-        self, nodes: Iterable[NodeReport], runs: Iterable[RunReport], events: Iterable[Event]
-    ) -> Callable[[], Report]:
-        """Copy what changes, and return what makes the report of it without the lock. The caller holds the lock."""
-        states = [ComponentState(member) for member in self.members.values()]
-        ledger, devices = self.ledger.copy(), self.device_reports()
-        copied = {"nodes": list(nodes), "runs": list(runs), "events": list(events)}
-        others = [*self.steered.reports(), *self.kept.reports()]
-
-        def report() -> Report:
-            components = [*(component_report(state, ledger) for state in states), *others]
-            return Report(devices=devices, components=components, samples=[], **copied)  # type: ignore[arg-type]
-
-        return report
-
-
-def newest(entries: deque[Any], number: int) -> list[Any]:
-    """Return the last ``number`` entries, the oldest first."""
-    found = list(islice(reversed(entries), number))
-    found.reverse()
-    return found
+            report = self.reporter.recent(number)
+        return report().to_json()

@@ -1,6 +1,4 @@
-"""What is claimed of a device beside what components hold: bytes that are kept for a component, bytes that are lent to
-another program, and what other processes with this pack keep free and ask for.
-"""
+"""What is claimed of a device beside what components hold: bytes kept for a component, bytes lent to other programs."""
 
 from ...lazy_names import lazy_names
 

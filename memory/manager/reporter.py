@@ -1,0 +1,125 @@
+"""Makes the report out of what members, ledger and log have."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any
+
+from .forecast import KnownComponent
+from .live_capacity import LiveCapacity
+from .measures import Measures
+from .report import (
+    ComponentState,
+    DeviceReport,
+    Event,
+    NodeReport,
+    Report,
+    RunReport,
+    component_report,
+    device_report,
+)
+from .watermark import Watermark
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """Reports devices, components, nodes, runs and events. Where nothing else is said the caller holds the lock."""
+
+    def __init__(self, capacity: LiveCapacity, measures: Measures) -> None:
+        self.capacity = capacity
+        self.measures = measures
+        self.members = capacity.members
+        self.steered = capacity.steered
+        self.kept = capacity.kept
+        self.ledger = measures.ledger
+        self.event_log = measures.event_log
+
+    def devices(self) -> list[DeviceReport]:
+        """Return what each device has in all, free, and of managed weights; asks the driver, takes no lock."""
+        none = Watermark(low_bytes=0, high_bytes=0)
+        return [
+            device_report(
+                device,
+                none if device.is_cpu else self.capacity.watermarks.of(name),
+                self.ledger,
+                self.measures.peaks[name],
+                sum(self.steered.by_component(name).values()),
+                self.capacity.loans.describe(name),
+            )
+            for name, device in self.capacity.devices.items()
+        ]
+
+    def known_components(self) -> list[KnownComponent]:
+        """Return what hosts find every component by, those that they move themselves too; takes no lock."""
+        ours = [
+            KnownComponent(
+                id=member.id,
+                name=member.name,
+                kind=member.managed.component.kind,
+                node_id=member.node_id,
+                workflow_id=member.workflow_id,
+            )
+            for member in list(self.members.values())
+        ]
+        steered = []
+        for other in self.steered.components():
+            node_id, workflow_id = other.asked_by()
+            steered.append(
+                KnownComponent(id=other.id, name=other.name, kind=other.kind, node_id=node_id, workflow_id=workflow_id)
+            )
+        return [*ours, *steered]
+
+    def end_node(self) -> dict[str, Any]:
+        """Close the open node; returns its report and sends it to the listeners."""
+        node = self.measures.node
+        if node is None:
+            return {}
+        tiers: Counter[str] = Counter()
+        for member in self.members.values():
+            # Equal node ids in two workflows are two nodes.
+            if (member.node_id, member.workflow_id) == (node.node_id, node.workflow_id):
+                tiers.update(self.ledger.bytes_by_place(member.id))
+        for other in self.steered.components():
+            if other.asked_by() == (node.node_id, node.workflow_id):
+                tiers.update({**other.device_bytes(), **other.host_bytes()})
+        self.measures.steered_by_node()
+        report = self.measures.end_node(node, dict(tiers))
+        told = asdict(report)
+        self.event_log.tell({"type": "node", **told, "devices": [asdict(device) for device in self.devices()]})
+        return told
+
+    def whole(self) -> Callable[[], Report]:
+        """Copy everything so far, and return what makes the report of it without the lock."""
+        log = self.event_log
+        report, timeline = self.copy(log.nodes, log.runs, log.events), log.timeline.copy()
+        return lambda: replace(report(), samples=timeline.samples())
+
+    def recent(self, number: int) -> Callable[[], Report]:
+        """As `whole`, with only so many of the last nodes, runs and events, and without the timeline."""
+        log = self.event_log
+        return self.copy(*(newest(entries, number) for entries in (log.nodes, log.runs, log.events)))
+
+    def copy(
+        self, nodes: Iterable[NodeReport], runs: Iterable[RunReport], events: Iterable[Event]
+    ) -> Callable[[], Report]:
+        states = [ComponentState(member) for member in self.members.values()]
+        ledger, devices = self.ledger.copy(), self.devices()
+        copied = {"nodes": list(nodes), "runs": list(runs), "events": list(events)}
+        others = [*self.steered.reports(), *self.kept.reports()]
+
+        def report() -> Report:
+            components = [*(component_report(state, ledger) for state in states), *others]
+            return Report(devices=devices, components=components, samples=[], **copied)  # type: ignore[arg-type]
+
+        return report
+
+
+def newest(entries: deque[Any], number: int) -> list[Any]:
+    """Return the last ``number`` entries, the oldest first."""
+    found = list(islice(reversed(entries), number))
+    found.reverse()
+    return found
