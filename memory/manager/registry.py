@@ -400,8 +400,9 @@ class Registry:
         self.sharing.take_back(member, member.managed.module)
         self.members.strike(member)  # last: interrupted before, it can be released again
         self.moved_by_released += member.managed.bytes_moved
+        reason = "nothing uses its model any more" if member.leaves_weights else "released"
         for place, num_bytes in freed.items():
-            self.event_log.note("release", member.id, num_bytes, place, "released")
+            self.event_log.note("release", member.id, num_bytes, place, reason)
         self.measures.sample()
         pristine = member.managed.packing.take_pristine()
         if member.leaves_weights and self.event_log.is_running:

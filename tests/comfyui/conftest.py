@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -159,6 +160,22 @@ def no_errors_in_the_log(request: pytest.FixtureRequest) -> Iterator[None]:
         if host.total_bytes:
             host.ask_devices("read")
             assert host.races[num_races:] == []
+
+
+@contextlib.contextmanager
+def watermark(host: HostProcess, low_bytes: int, high_bytes: int) -> Iterator[None]:
+    """Set both marks of all devices for the body; then the defaults for devices as small as these."""
+
+    def set_marks(low: int, high: int) -> None:
+        graph = Graph()
+        graph.add("HighwaterWatermark", device="*", low=f"{low / MIB}MiB", high=f"{high / MIB}MiB")
+        assert host.run(graph.nodes).outcome == "success"
+
+    set_marks(low_bytes, high_bytes)
+    try:
+        yield
+    finally:
+        set_marks(DEVICE_BYTES // 10, DEVICE_BYTES * 3 // 20)
 
 
 Comparison = Callable[[HostProcess, str, Loaders], Tensors]

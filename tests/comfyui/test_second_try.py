@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from highwater.tests.comfyui.conftest import watermark
 from highwater.tests.comfyui.graphs import CORE, Graph, Link, Loaders, lora, sd_conditioning
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
@@ -86,12 +87,6 @@ def num_repeated(host: HostProcess) -> int:
     return sum(event["kind"] == "recover" for event in host.part("events"))
 
 
-def set_watermark(host: HostProcess, low: str, high: str) -> None:
-    graph = Graph()
-    graph.add("HighwaterWatermark", device="*", low=low, high=high)
-    assert host.run(graph.nodes).outcome == "success"
-
-
 def assert_clean(host: HostProcess) -> None:
     host.forget()
     books = host.ask_devices("read")
@@ -113,14 +108,11 @@ def test_a_failed_allocation_in_a_step_does_not_show(gpu_host: HostProcess, case
 def test_a_step_that_finds_too_little_memory_goes_on_with_less_of_the_model(gpu_host: HostProcess, wanted: Any) -> None:
     want, before = wanted("flux", "resident"), num_repeated(gpu_host)
     gpu_host.forget()
-    set_watermark(gpu_host, "0", "0")  # another program takes what it keeps free, too
-    try:
+    with watermark(gpu_host, 0, 0):  # another program takes what it keeps free, too
         result = run(gpu_host, "flux", Loaders(), call=2, free_bytes=64 << 10)
-    finally:
-        set_watermark(gpu_host, "184.4MiB", "276.6MiB")  # the default again: 10 and 15% of a device this small
+        (part,) = [part for part in gpu_host.part("components") if part["kind"] == "diffusion"]
     assert torch.equal(result.kept()["value.samples"], want)
     assert num_repeated(gpu_host) == before + 1
-    (part,) = [part for part in gpu_host.part("components") if part["kind"] == "diffusion"]
     assert part["plan"]["shares"][0]["resident_blocks"] < part["plan"]["shares"][0]["blocks"]
     assert_clean(gpu_host)
 
