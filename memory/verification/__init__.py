@@ -8,7 +8,8 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "comparison": ["leaves_in", "same_bits", "show"],
-        "snapshot": ["RandomState", "Snapshot", "go_through", "hook_tables", "is_our_hook", "is_same"],
+        "saved_values": ["CONTAINERS", "SavedValues", "write"],
+        "snapshot": ["RandomState", "Snapshot", "go_through", "hook_tables", "is_our_hook"],
         "argument_copies": ["copy_arguments"],
         "recording": ["Recording", "places_of"],
         "reference": ["Reference", "find_changed_weights", "read_at_rest"],

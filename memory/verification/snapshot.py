@@ -1,17 +1,14 @@
 """Saves and restores what a forward may change beside its result: random states, buffers, caches, attributes.
 
-Finds caches in attributes of modules, and in containers and plain objects there. Does not find state in ``__slots__``,
-closures or C extensions.
+Finds caches in attributes of modules, and in containers and plain objects there.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,17 +16,12 @@ from torch import nn
 
 from ..runtime.tensors.parameter_slots import ParameterSlot
 from ..weights.quantized_leaves import leaves_of
-from .comparison import same_bits
+from .saved_values import SavedValues, write
 
-__all__ = ["RandomState", "Snapshot", "go_through", "hook_tables", "is_our_hook", "is_same"]
+__all__ = ["RandomState", "Snapshot", "go_through", "hook_tables", "is_our_hook"]
 
 # The attributes that torch sets on every module; `training` is treated like other attributes.
 TORCHS_OWN = frozenset(vars(nn.Module())) - {"training"}
-CONTAINERS = (dict, list, set, deque)
-ATOMS = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, FunctionType, torch.device, torch.dtype)
-# A larger container is a vocabulary, not a cache: it is restored as a whole, and its items are not searched.
-MAX_ITEMS = 4096
-MAX_OBJECTS = 50_000
 PACK = f"{__name__.rsplit('.', 3)[0]}."
 
 
@@ -69,7 +61,7 @@ class RandomState:
             torch.get_device_module().set_rng_state(state, index)
 
 
-class Snapshot:
+class Snapshot(SavedValues):
     """The state of modules and other objects at one time. Costs a copy of their buffers and caches.
 
     Args:
@@ -86,13 +78,9 @@ class Snapshot:
         *,
         left_out: frozenset[str] = frozenset(),
     ) -> None:
+        super().__init__()
         self.left_out = TORCHS_OWN | left_out
         self.random = RandomState()
-        self.seen: dict[int, Any] = {}
-        """The searched objects by id. Keeping them alive keeps their ids from being reused."""
-        self.containers: list[tuple[Any, Any]] = []
-        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.buffers: list[tuple[nn.Module, dict[str, list[torch.Tensor] | None]]] = []
         self.owners = [(slot, slot.owners, slot.held) for slot in slots if slot.is_buffer]
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -105,55 +93,20 @@ class Snapshot:
                     self.buffers.append((part, {name: copy_of(held) for name, held in part._buffers.items()}))
                     self.hooks += [(table, dict(table)) for table in hook_tables(part)]
                     waiting += self.take_attributes(vars(part), self.left_out)
-        for thing in objects:
-            waiting.append(thing)
-        while waiting and len(self.seen) < MAX_OBJECTS:
-            waiting += self.take(waiting.pop())
+        self.search([*waiting, *objects])
 
-    def take(self, value: Any) -> list[Any]:
-        """Save a value; returns the values inside it that are to be saved as well."""
-        if isinstance(value, ATOMS) or id(value) in self.seen:
-            return []
-        self.seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            if not value.is_meta and len(leaves_of(value)) == 1 and not isinstance(value, nn.Parameter):
-                self.tensors.append((value, value.detach().clone()))
-            return []
-        if isinstance(value, tuple):
-            return list(value)
-        if isinstance(value, CONTAINERS):
-            self.containers.append((value, value.copy()))
-            if len(value) > MAX_ITEMS:
-                return []
-            return list(value.values() if isinstance(value, dict) else value)
+    def take_object(self, value: Any) -> Iterable[Any]:
         # An alias of a type, such as list[int], has the read-only attributes of the type.
         if isinstance(value, nn.Module) or not isinstance(getattr(value, "__dict__", None), dict) or is_foreign(value):
-            return []
-        return self.take_attributes(vars(value), frozenset())
+            return ()
+        return self.take_attributes(vars(value))
 
-    def take_attributes(self, attributes: dict[str, Any], left_out: frozenset[str]) -> list[Any]:
-        saved = {name: value for name, value in attributes.items() if name not in left_out}
-        self.attributes.append((attributes, saved))
-        return list(saved.values())
-
-    def put_back(self) -> None:
+    def put_back(self, *, compares: bool = True) -> None:
         """Restore everything that was saved. Can be called again, also after an interrupt."""
         self.random.put_back()
-        for attributes, saved in self.attributes:
-            for name in [name for name in attributes if name not in saved and name not in self.left_out]:
-                del attributes[name]
-            attributes.update(saved)
         for table, hooks in self.hooks:
             put_back_hooks(table, hooks)
-        for container, items in self.containers:
-            if not is_same(container, items):
-                container.clear()
-                container.extend(items) if isinstance(container, list | deque) else container.update(items)
-        for tensor, content in self.tensors:
-            if tensor.shape != content.shape:
-                tensor.data = content.clone()
-            else:
-                write(tensor, content)
+        super().put_back(compares=compares)
         for slot, owners, held in self.owners:
             if slot.owners != owners:  # the group gave up the buffer, because the forward changed its shape
                 slot.set_owners(owners)
@@ -202,26 +155,6 @@ def copy_of(held: torch.Tensor | None) -> list[torch.Tensor] | None:
     if held is None:
         return None
     return [leaf.detach() if leaf.is_meta else leaf.detach().clone() for leaf in leaves_of(held)]
-
-
-def write(tensor: torch.Tensor, content: torch.Tensor) -> None:
-    """Write a tensor's former content if it has changed; an unchanged tensor keeps its version counter."""
-    if tensor.is_meta:
-        return
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        content = content.to(tensor.device)
-        if not same_bits(tensor.detach(), content):
-            tensor.detach().copy_(content)
-
-
-def is_same(container: Any, items: Any) -> bool:
-    if len(container) != len(items):
-        return False
-    if isinstance(container, dict):
-        return all(a is b and container[a] is items[b] for a, b in zip(container, items, strict=True))
-    if isinstance(container, set):
-        return bool(container == items)
-    return all(a is b for a, b in zip(container, items, strict=True))
 
 
 def is_foreign(value: Any) -> bool:
