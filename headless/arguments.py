@@ -24,6 +24,10 @@ PRECISION_HELP = f"one of: {', '.join(precision_names(FORMS))} (files only); def
 DEVICES_HELP = (
     'hardware to simulate instead of using the machine, such as "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"'
 )
+WATERMARK_HELP = (
+    'how much stays free, low and high mark, such as 1GiB:2GiB for each device, or "gpu:0=5%%:10%%,host=4GiB:6GiB"; '
+    "a Watermark node of a workflow counts instead for its device"
+)
 COMFYUI_HELP = "ComfyUI's folder; default: $COMFYUI_DIR, the ComfyUI with this pack, or ~/comfy/ComfyUI"
 
 # A value that starts like an option, and an option that may take a value.
@@ -132,6 +136,7 @@ def build_parser() -> Parser:
     for command in (demo, run, verify, plan, devices, serve):
         command.add_argument("--devices", metavar="TEXT", help=DEVICES_HELP)
     for command in (demo, run, verify, plan, serve):
+        command.add_argument("--watermark", metavar="TEXT", help=WATERMARK_HELP)
         command.add_argument(
             "--models", type=named_path, metavar="DIR", help="ComfyUI's models folder; default: tiny example pipelines"
         )

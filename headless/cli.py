@@ -16,7 +16,9 @@ from .arguments import build_parser, join_values
 from .commands.output import OUTPUT, drop_output, json_line, open_output, print_json
 
 if TYPE_CHECKING:
+    from ..memory.options.marks import Marks
     from .commands.hardware import Hardware
+    from .runner.runner import WorkflowRunner
 
 __all__ = ["main"]
 
@@ -67,9 +69,9 @@ def describe(error: OSError) -> str:
 def run_demo(options: argparse.Namespace) -> int:
     import torch
 
+    from ..memory.options.marks import HOST
     from .commands.console import Console
     from .commands.demo import choose_hardware, run_demo
-    from .commands.session import make_runner
 
     console = Console(quiet=options.json)
     hardware = described(options) or choose_hardware()
@@ -77,19 +79,20 @@ def run_demo(options: argparse.Namespace) -> int:
         hardware.simulate()
         torch.set_num_threads(1)  # for matrices this small more threads only wait for each other
         console.say(f"Simulated devices: {hardware}")
-    runner = make_runner(models_directory(options), output_directory(options))
-    report = run_demo(runner, options.out, console, simulated=hardware is not None)
+    runner = make_runner(options)
+    has_marks = any(device != HOST for device in asked_marks(options))
+    report = run_demo(runner, options.out, console, simulated=hardware is not None, has_marks=has_marks)
     finish(options, report)
     return 0
 
 
 def run_workflows(options: argparse.Namespace) -> int:
     from .commands.console import Console
-    from .commands.session import load_workflows, make_runner, run_workflow
+    from .commands.session import load_workflows, run_workflow
 
     simulate(options)
     console = Console(quiet=options.json)
-    runner = make_runner(models_directory(options), output_directory(options))
+    runner = make_runner(options)
     workflows = load_workflows(options.workflows)
     for turn, (name, workflow) in enumerate(workflows, 1):
         console.title(f"Run {name}")
@@ -101,10 +104,14 @@ def run_workflows(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
+    from ..memory import default_manager
     from .commands.console import Console
     from .commands.verifying import verify_workflow
 
+    marks = asked_marks(options)
     simulate(options)
+    if marks:
+        default_manager().set_default_watermarks(marks)
     found = verify_workflow(options.workflow, models=models_directory(options))
     if options.json:
         print_json(found.to_json())
@@ -127,20 +134,20 @@ def run_plan(options: argparse.Namespace) -> int:
     from ..nodes.plans import plan_files
     from .commands.planning import machine_for, plan_workflow
 
-    hardware = described(options)
+    hardware, marks = described(options), asked_marks(options)
     files = [path for path in options.paths if path.suffix != ".json"]
     plans = {}
     if files:
         plans["files"] = plan_files(
             files,
-            machine_for(hardware),
+            machine_for(hardware, marks),
             profile=options.profile,
             placement=options.placement,
             precision=options.precision,
         )
     for path in options.paths:
         if path.suffix == ".json":
-            plans |= plan_workflow(path, hardware, models_directory(options))
+            plans |= plan_workflow(path, hardware, models_directory(options), marks)
     if options.json:
         print_json({name: plan.to_json() for name, plan in plans.items()})
         return 0
@@ -232,7 +239,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
     simulate(options)
     announce = (lambda url: print(json_line({"url": url}), flush=True)) if options.json else None
-    runner = make_runner(models_directory(options), output_directory(options))
+    runner = make_runner(options)
     serve(runner, host=options.host, port=options.port, allowed_hosts=options.allow_host, announce=announce)
     return 0
 
@@ -257,6 +264,24 @@ def described(options: argparse.Namespace) -> Hardware | None:
     from .commands.hardware import parse_hardware
 
     return parse_hardware(options.devices) if options.devices is not None else None
+
+
+def asked_marks(options: argparse.Namespace) -> dict[str, Marks]:
+    """Return the watermarks that the command line names, by device."""
+    from ..memory.options.marks import parse_watermarks
+
+    return parse_watermarks(options.watermark) if options.watermark is not None else {}
+
+
+def make_runner(options: argparse.Namespace) -> WorkflowRunner:
+    """Return a runner under the watermarks of the command line. Raises `InvalidInput` for a bad folder or mark."""
+    from .commands import session
+
+    marks = asked_marks(options)
+    runner = session.make_runner(models_directory(options), output_directory(options))
+    if marks:
+        runner.manager.set_default_watermarks(marks)
+    return runner
 
 
 def simulate(options: argparse.Namespace) -> None:

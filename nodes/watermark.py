@@ -11,7 +11,7 @@ from .device_choices import ALL, HOST, resolve_watermark_device, watermark_choic
 from .schema import make_schema
 
 if TYPE_CHECKING:
-    from ..memory.manager.watermark import Watermark
+    from ..memory.options.marks import Mark, Marks
 
 __all__ = ["DeviceWatermark", "HighwaterWatermark", "WatermarkType"]
 
@@ -23,32 +23,28 @@ class DeviceWatermark:
     """A watermark and the device that it is for, ``*`` for every one: what the node passes on its link."""
 
     device: str
-    mark: Watermark
+    marks: Marks
 
     @classmethod
     def parse(cls, device: str, low: str, high: str) -> DeviceWatermark:
         """Return what the widgets name.
 
         Raises:
-            InvalidInput: not a size, or low above high.
+            InvalidInput: not a size and no percentage, or low above high.
         """
-        from ..memory.errors import InvalidInput
-        from ..memory.manager.watermark import Watermark
+        from ..memory.options.marks import Marks
 
-        low_bytes, high_bytes = parse_mark("low", low), parse_mark("high", high)
-        if low_bytes > high_bytes:
-            raise InvalidInput(f"low {low!r} is above high {high!r}; allowed: at most {high}")
-        return cls(device=device.strip(), mark=Watermark(low_bytes=low_bytes, high_bytes=high_bytes))
+        return cls(device=device.strip(), marks=Marks(low=parse_mark("low", low), high=parse_mark("high", high)))
 
     def apply(self) -> None:
         """Set it on the shared manager; idle models leave at once if less than the low mark is free.
 
         Raises:
-            InvalidInput: the device is not here, or smaller than the high mark.
+            InvalidInput: the device is not here, or smaller than the high mark; low is above high on it.
         """
         from ..memory import default_manager
 
-        default_manager().set_watermark(self.device, self.mark.low_bytes, self.mark.high_bytes)
+        default_manager().set_watermark(self.device, self.marks.low.setting, self.marks.high.setting)
 
 
 class HighwaterWatermark(io.ComfyNode):
@@ -83,7 +79,10 @@ class HighwaterWatermark(io.ComfyNode):
                 io.String.Input(
                     "low",
                     default=format_bytes(default.low_bytes),
-                    tooltip="Eviction starts when less than this would be free. A number with GiB, MiB, GB or MB.",
+                    tooltip=(
+                        "Eviction starts when less than this would be free. A number with GiB, MiB, GB or MB, "
+                        "or a part of the total, such as 10%."
+                    ),
                 ),
                 io.String.Input(
                     "high",
@@ -138,14 +137,16 @@ def check_marks(low: str | None, high: str | None) -> None:
     devices = list_devices()  # the CPU's memory is the RAM
     largest = max(devices, key=lambda device: device.total_bytes()) if len(devices) > 1 else None
     for name, text in (("low", low), ("high", high)):
-        num_bytes = 0 if text is None else parse_mark(name, text)
+        if text is None:
+            continue
+        num_bytes = parse_mark(name, text).num_bytes or 0
         if largest is not None and num_bytes > largest.total_bytes():
             has = f"{format_bytes(largest.total_bytes())}, the size of {HOST if largest.is_cpu else largest}"
             raise InvalidInput(f"{name} {text!r} is larger than every device; allowed: up to {has}")
 
 
-def parse_mark(name: str, text: object) -> int:
-    """Return the bytes of one mark. Raises `InvalidInput`, also for a number without a unit."""
-    from ..memory.units import parse_bytes
+def parse_mark(name: str, text: object) -> Mark:
+    """Return one mark. Raises `InvalidInput`, also for a number without a unit."""
+    from ..memory.options.marks import read_mark
 
-    return parse_bytes(str(text), what=name)
+    return read_mark(str(text), what=name)

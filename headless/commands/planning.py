@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...memory.errors import InvalidInput, allowed_values
+from ...memory.manager.watermark import in_bytes
+from ...memory.options.marks import ALL, HOST
 from ...memory.options.placement import canonical_device
 from ...memory.planner.plan import Machine, Plan
 from ...nodes.plans import plan_pipeline
 
 if TYPE_CHECKING:
+    from ...memory.options.marks import Marks
     from ..runner.workflow import WorkflowNode
     from .hardware import Hardware
 
 __all__ = ["machine_for", "plan_workflow"]
 
 
-def machine_for(hardware: Hardware | None) -> Machine:
-    """Return the numbers to plan with: the described machine's, or this one's as it is now."""
+def machine_for(hardware: Hardware | None, marks: Mapping[str, Marks]) -> Machine:
+    """Return the numbers to plan with: the described machine's, or this one's as it is now.
+
+    Args:
+        marks: how much of its devices stays free, by device, in place of the default.
+
+    Raises:
+        InvalidInput: the machine has no such device, or a smaller one.
+    """
     from ...memory import default_manager
 
-    return hardware.machine() if hardware else default_manager().machine()
+    return keep_free(hardware.machine() if hardware else default_manager().machine(), marks)
 
 
-def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[str, Plan]:
-    """Plan every pipeline that a workflow loads, with the loader's own settings; keyed by file and node."""
+def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Mapping[str, Marks]) -> dict[str, Plan]:
+    """Plan every pipeline that a workflow loads, with the loader's own settings; keyed by file and node.
+
+    Args:
+        marks: as in `machine_for`; a Watermark node of the workflow counts instead for its device.
+    """
     from ...nodes.pipelines.pipeline_folders import find_pipeline
+    from ...nodes.watermark import DeviceWatermark
     from ..comfy_stub import folder_paths
     from ..comfy_stub.comfy_api import install
     from ..runner.workflow import load_workflow
@@ -35,10 +51,11 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path) -> dict[s
     install()
     folder_paths.configure(models=models, output=Path("out"))
     workflow = load_workflow(path, ask_nodes=False)
-    machine = machine_for(hardware)
+    machine = machine_for(hardware, marks)
     for node in workflow.nodes.values():
         if node.schema.node_id == "HighwaterWatermark":
-            machine = keep_free(machine, **{name: value_of(path, node, name) for name in ("device", "low", "high")})
+            asked = DeviceWatermark.parse(*(value_of(path, node, name) for name in ("device", "low", "high")))
+            machine = keep_free(machine, {asked.device: asked.marks})
     plans = {}
     for node in workflow.nodes.values():
         if node.schema.node_id != "HighwaterLoadPipeline":
@@ -66,23 +83,25 @@ def value_of(path: Path, node: WorkflowNode, name: str) -> str:
     return value
 
 
-def keep_free(machine: Machine, *, device: str, low: str, high: str) -> Machine:
-    """Return the machine with the watermark that a workflow sets, in place of the default one."""
-    from ...nodes.watermark import DeviceWatermark
-
-    asked = DeviceWatermark.parse(device, low, high)
+def keep_free(machine: Machine, asked: Mapping[str, Marks]) -> Machine:
+    """Return the machine with other watermarks than the default ones. Raises `InvalidInput`, as `machine_for`."""
     names = [capacity.name for capacity in machine.accelerators]
-    wanted = canonical_device(asked.device)
-    if wanted != "*" and wanted not in names:
-        raise InvalidInput(f"watermark device {device!r} does not exist; {allowed_values(device, ['*', *names])}")
+    lows: dict[str, int] = {}
+    for device in sorted(asked, key=lambda name: name != ALL):
+        wanted = device.strip().lower() if device.strip().lower() == HOST else canonical_device(device)
+        if wanted not in (ALL, HOST, *names):
+            allowed = allowed_values(device, [ALL, *names, HOST])
+            raise InvalidInput(f"watermark device {device!r} does not exist; {allowed}")
+        for name in names if wanted == ALL else [wanted] if wanted != HOST else []:
+            lows[name] = in_bytes(asked[device], name, machine.device(name).total_bytes).low_bytes
     capacities = tuple(
         replace(
             capacity,
-            available_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - asked.mark.low_bytes),
-            kept_free_bytes=asked.mark.low_bytes,
+            available_bytes=max(0, capacity.available_bytes + capacity.kept_free_bytes - lows[capacity.name]),
+            kept_free_bytes=lows[capacity.name],
             unlearned_bytes=0,
         )
-        if capacity.name in names and wanted in ("*", capacity.name)
+        if capacity.name in lows
         else capacity
         for capacity in machine.devices
     )

@@ -13,10 +13,11 @@ only the loops that ask them, and one mover, `evict`, which passes on the reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState
 from ..options.budget import BudgetItem
+from ..options.marks import HOST, Marks
 from ..runtime.forwards.input_size import Size
 from ..transfer.devices import Device
 from ..units import format_bytes
@@ -25,7 +26,6 @@ from .live_capacity import LiveCapacity, computable
 from .member import Member
 from .policies.candidate import EvictionPolicy, Victim
 from .steered import SteeredComponent
-from .watermark import HOST
 
 __all__ = ["Admission"]
 
@@ -42,21 +42,48 @@ class Admission:
         self.event_log = capacity.event_log
         self.measures = capacity.measures
 
-    def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
+    def set_watermark(self, device: str, low: int | str, high: int | str) -> None:
         """Set the VRAM watermark (keep free) of one accelerator, of all (``*``) or of the RAM (``host``); at once.
 
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
         """
-        for target in self.capacity.watermarks.set(device, low_bytes, high_bytes):
-            reason = f"keep free: low {format_bytes(low_bytes)}, high {format_bytes(high_bytes)}"
-            self.event_log.note("watermark", "", low_bytes, target, reason)
+        changed = self.capacity.watermarks.set(device, low, high)
+        self.note_marks(changed)
+        self.keep_changed(changed)
+        self.keep_free_in_host()
+
+    def set_default_watermarks(self, asked: Mapping[str, Marks], *, moves: bool) -> None:
+        """Set what counts for devices for which `set_watermark` was not called, in place of what was set so.
+
+        Args:
+            moves: whether idle components leave at once where too little is free; at the next boundary of a run if not.
+
+        Raises:
+            InvalidInput: as `set_watermark`; nothing is set then.
+        """
+        changed = self.capacity.watermarks.set_defaults(asked)
+        self.note_marks(changed)
+        if moves:
+            self.keep_changed(changed)
+        self.capacity.outdate_plans()
+        self.keep_free_in_host()
+
+    def note_marks(self, changed: Iterable[str]) -> None:
+        """Note the marks of devices that have others now."""
+        for target in changed:
+            mark = self.capacity.mark_of_host() if target == HOST else self.capacity.watermarks.of(target)
+            reason = f"keep free: low {format_bytes(mark.low_bytes)}, high {format_bytes(mark.high_bytes)}"
+            self.event_log.note("watermark", "", mark.low_bytes, target, reason)
+
+    def keep_changed(self, changed: Iterable[str]) -> None:
+        """Make room on devices that have other marks now."""
+        for target in changed:
             if target == HOST:
                 self.capacity.trim_kept()
                 continue
             self.make_room(self.devices[target], 0, None)
             self.capacity.outdate_plans()
-        self.keep_free_in_host()
 
     def keep_marks(self) -> None:
         """Evict idle components where less than the low mark is free, as at the boundaries of runs."""
@@ -66,7 +93,7 @@ class Admission:
 
     def keep_free_in_host(self) -> None:
         """Make the host that moves components keep free what the marks say; it knows one number for all devices."""
-        marks = self.capacity.watermarks.marks
+        marks = self.capacity.watermarks.all_set()
         lows = {name: mark.low_bytes for name, mark in marks.items() if mark.high_bytes}  # 0 and 0: it is taken away
         for loan in self.capacity.loans.running():
             lows[loan.device] = lows.get(loan.device, 0) + self.capacity.loans.missing_bytes(loan.device)

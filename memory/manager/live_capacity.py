@@ -74,6 +74,10 @@ class LiveCapacity:
             return mark
         return Watermark(low_bytes=mark.low_bytes + lent, high_bytes=mark.high_bytes + lent)
 
+    def mark_of_host(self) -> Watermark:
+        """Return how much of the RAM is kept free now."""
+        return self.watermarks.of_host(HostMemory.now().total_bytes)
+
     def free_bytes(self, device: Device) -> int:
         """Return the bytes of a device that an allocation may take now: free, and not lent."""
         return device.free_bytes() - self.loans.missing_bytes(device.name)

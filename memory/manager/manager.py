@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
+from ..options.marks import Marks
 from ..planner.capacity import Machine
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.devices.ledger import Entry, Ledger
@@ -117,14 +118,28 @@ class MemoryManager:
                     total[place, member.id, kind] += num_bytes
         return total + self.kept.count_bytes()
 
-    def set_watermark(self, device: str, low_bytes: int, high_bytes: int) -> None:
-        """Set the VRAM watermark (keep free) of one accelerator, or of all with ``*``; takes effect at once.
+    def set_watermark(self, device: str, low: int | str, high: int | str) -> None:
+        """Set the VRAM watermark (keep free) of one accelerator, of all (``*``) or of the RAM (``host``); at once.
+
+        Args:
+            low, high: bytes, or text such as ``512MiB`` or ``10%`` of the total.
 
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total.
         """
         with self.exclusive():
-            self.admission.set_watermark(device, low_bytes, high_bytes)
+            self.admission.set_watermark(device, low, high)
+
+    def set_default_watermarks(self, asked: Mapping[str, Marks]) -> None:
+        """Set marks for the devices for which `set_watermark` is not called, by device; replaces those set before.
+
+        While a run is open nothing moves; it ends with the new marks.
+
+        Raises:
+            InvalidInput: as `set_watermark`; nothing is set then.
+        """
+        with self.exclusive():
+            self.admission.set_default_watermarks(asked, moves=not self.is_in_run())
 
     # -- components that a host moves
 

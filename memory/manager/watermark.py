@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidInput, allowed_values, quoted, require
+from ..options.marks import ALL, HOST, Marks, read_mark
 from ..options.placement import canonical_device
 from ..units import GIB, LARGEST_SIZE, MIB, format_bytes
 
 if TYPE_CHECKING:  # nodes read the default without loading torch
     from ..transfer.devices import Device
 
-__all__ = ["HOST", "Watermark", "Watermarks", "default_host_watermark", "default_watermark", "unlearned_bytes"]
-
-# The RAM, as in a description of hardware.
-HOST = "host"
+__all__ = [
+    "Watermark",
+    "Watermarks",
+    "default_host_watermark",
+    "default_watermark",
+    "in_bytes",
+    "unlearned_bytes",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,63 +67,104 @@ def default_host_watermark(total_bytes: int) -> Watermark:
     return Watermark(low_bytes=low, high_bytes=low * 5 // 4)
 
 
+def in_bytes(marks: Marks, device: str, total_bytes: int) -> Watermark:
+    """Return marks in bytes of a device with so many. Raises `InvalidInput`: not low <= high <= total."""
+    low, high = (f"{name}={mark.says(total_bytes)}" for name, mark in (("low", marks.low), ("high", marks.high)))
+    found = marks.low.of(total_bytes), marks.high.of(total_bytes)
+    if found[0] > found[1]:
+        raise InvalidInput(f"watermark {low} {high} of {device}; allowed: low <= high")
+    if found[1] > total_bytes:
+        raise InvalidInput(f"watermark {high} exceeds {device}; allowed: up to {format_bytes(total_bytes)}")
+    return Watermark(low_bytes=found[0], high_bytes=found[1])
+
+
 class Watermarks:
-    """The marks of each accelerator: those that were set, else the default for its size."""
+    """The marks of each accelerator and of the RAM.
+
+    What was set for a device (`set`, as nodes do) counts; else what is set by default (`set_defaults`, as settings and
+    command lines do); else `default_watermark`, by the device's size.
+    """
 
     def __init__(self, devices: Mapping[str, Device]) -> None:
         self.devices = devices
         """The accelerators, by name."""
         self.marks: dict[str, Watermark] = {}
-        """The marks that were set."""
-        self.host_mark: Watermark | None = None
-        """The marks of the RAM, if they were set."""
+        """The marks that were set, of accelerators."""
+        self.defaults: dict[str, Watermark] = {}
+        """The marks that are set by default, of accelerators."""
+        self.host_marks: Marks | None = None
+        """The marks of the RAM, if they were set. A percentage follows the limit of a container, which may change."""
+        self.host_defaults: Marks | None = None
+        """The marks of the RAM that are set by default."""
 
     def of(self, device: str) -> Watermark:
         """Return the marks of an accelerator; asks the driver for its size where none were set."""
-        if device not in self.marks:
-            return default_watermark(self.devices[device].total_bytes())
-        return self.marks[device]
+        found = self.marks.get(device) or self.defaults.get(device)
+        return found or default_watermark(self.devices[device].total_bytes())
 
     def of_host(self, total_bytes: int) -> Watermark:
-        """Return the marks of the RAM, by its size where none were set."""
-        return self.host_mark or default_host_watermark(total_bytes)
-
-    def set_host(self, mark: Watermark) -> list[str]:
-        """Set the marks of the RAM. Raises `InvalidInput` for marks above its size."""
-        from ..transfer.devices import HostMemory
-
-        total_bytes = HostMemory.now().total_bytes
-        if mark.high_bytes > total_bytes:
-            high, total = format_bytes(mark.high_bytes), format_bytes(total_bytes)
-            raise InvalidInput(f"watermark high={high} exceeds {HOST}; allowed: up to {total}")
-        changed, self.host_mark = self.host_mark != mark, mark
-        return [HOST] if changed else []
+        """Return the marks of the RAM, by its size where none were set; never more than all of it."""
+        asked = self.host_marks or self.host_defaults
+        if asked is None:
+            return default_host_watermark(total_bytes)
+        high = min(asked.high.of(total_bytes), total_bytes)
+        return Watermark(low_bytes=min(asked.low.of(total_bytes), high), high_bytes=high)
 
     def is_set(self, device: str) -> bool:
-        return device in self.marks
+        """Whether someone said what stays free of an accelerator."""
+        return device in self.marks or device in self.defaults
 
-    def set(self, device: str, low_bytes: int, high_bytes: int) -> list[str]:
+    def all_set(self) -> dict[str, Watermark]:
+        """Return the marks of the accelerators for which someone set some."""
+        return self.defaults | self.marks
+
+    def set(self, device: str, low: int | str, high: int | str) -> list[str]:
         """Set the marks of one accelerator, of all (``*``) or of the RAM (``host``); returns the changed ones.
+
+        Args:
+            low, high: bytes, or text such as ``512MiB`` or ``10%`` of the total.
 
         Raises:
             InvalidInput: an unknown device, or marks that are not 0 <= low <= high <= total; nothing is set then.
         """
         require(device, str, what="watermark device", allowed="text, such as gpu:0 or *")
-        if device.strip().lower() == HOST:
-            return self.set_host(Watermark(low_bytes=low_bytes, high_bytes=high_bytes))
-        name = canonical_device(device)
-        if name != "*" and name not in self.devices:
-            allowed = allowed_values(name, ["*", *self.devices, HOST])
-            raise InvalidInput(f"watermark: this machine has no device {device!r}; {allowed}")
-        mark = Watermark(low_bytes=low_bytes, high_bytes=high_bytes)
-        targets = list(self.devices) if name == "*" else [name]
-        for target in targets:
-            total_bytes = self.devices[target].total_bytes()
-            if mark.high_bytes > total_bytes:
-                raise InvalidInput(
-                    f"watermark high={format_bytes(mark.high_bytes)} exceeds {target}; "
-                    f"allowed: up to {format_bytes(total_bytes)}"
-                )
-        changed = [target for target in targets if self.marks.get(target) != mark]
-        self.marks |= dict.fromkeys(changed, mark)
+        marks = Marks(low=read_mark(low, what="watermark low"), high=read_mark(high, what="watermark high"))
+        found = self.resolve(device, marks)
+        changed = [name for name, mark in found.items() if name != HOST and self.marks.get(name) != mark]
+        self.marks |= {name: found[name] for name in changed}
+        if HOST in found and self.host_marks != marks:
+            self.host_marks = marks
+            changed.append(HOST)
         return changed
+
+    def set_defaults(self, asked: Mapping[str, Marks]) -> list[str]:
+        """Set what counts for devices without marks of their own, replacing what was set so; returns the changed ones.
+
+        Args:
+            asked: the marks by device, ``*`` for accelerators that it does not name, ``host`` for the RAM.
+
+        Raises:
+            InvalidInput: as `set`; nothing is set then.
+        """
+        before, ram = self.all_set(), self.host_marks or self.host_defaults
+        defaults: dict[str, Watermark] = {}
+        for device in sorted(asked, key=lambda name: name != ALL):
+            defaults |= self.resolve(device, asked[device])
+        defaults.pop(HOST, None)
+        self.defaults, self.host_defaults = defaults, asked.get(HOST)
+        now = self.all_set()
+        changed = [name for name in self.devices if before.get(name) != now.get(name)]
+        return changed if ram == (self.host_marks or self.host_defaults) else [*changed, HOST]
+
+    def resolve(self, device: str, marks: Marks) -> dict[str, Watermark]:
+        """Return marks in bytes, by accelerator; those of the RAM as ``host``. Raises `InvalidInput`."""
+        if device.strip().lower() == HOST:
+            from ..transfer.devices import HostMemory
+
+            return {HOST: in_bytes(marks, HOST, HostMemory.now().total_bytes)}
+        name = canonical_device(device.strip())
+        if name != ALL and name not in self.devices:
+            allowed = allowed_values(name, [ALL, *self.devices, HOST])
+            raise InvalidInput(f"watermark: this machine has no device {device!r}; {allowed}")
+        targets = list(self.devices) if name == ALL else [name]
+        return {target: in_bytes(marks, target, self.devices[target].total_bytes()) for target in targets}

@@ -21,6 +21,7 @@ __all__, __getattr__ = lazy_names(
             "parse_placement",
         ],
         "budget": ["BudgetItem", "exact_size", "parse_size"],
+        "marks": ["ALL", "HOST", "Mark", "Marks", "parse_watermarks", "read_mark"],
         "profile": ["LANGUAGE", "OffloadProfile", "PROFILES", "TITLES", "covers", "parse_profile"],
         "profile_arguments": ["build_profile"],
         "precision": ["BY_PROFILE", "DEFAULT_PRECISION", "Precision", "parse_precision", "precision_names"],

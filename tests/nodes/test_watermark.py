@@ -88,6 +88,12 @@ def test_a_device_of_another_machine_means_every_one_and_the_node_says_so(
     assert len(told) == bool(said) and said in "".join(told)
 
 
+def test_percentages_are_passed_on_as_such(two_gpus: None, marks: list[Any]) -> None:
+    """The device knows its own total."""
+    HighwaterWatermark.execute("gpu:1", "2.5%", "1GiB")
+    assert marks == [("gpu:1", "2.5%", GIB)]
+
+
 @pytest.mark.parametrize("device", ["moon", "cpu", "", "gpu:", "gpu:x", "gpu:0&gpu:1", "default", 3, None])
 def test_what_is_no_accelerator_anywhere_is_refused_on_its_input(two_gpus: None, marks: list[Any], device: Any) -> None:
     assert device not in offered()
@@ -103,7 +109,14 @@ def test_what_is_no_accelerator_anywhere_is_refused_on_its_input(two_gpus: None,
         ("512", "1GiB", "low '512' has no unit; allowed: GiB, MiB, GB, MB"),
         (512, "1GiB", "low '512' has no unit; allowed: GiB, MiB, GB, MB"),
         ("512MiB", "much", "high 'much' is not a size; write a number and a unit"),
-        ("2GiB", "1GiB", "low '2GiB' is above high '1GiB'; allowed: at most 1GiB"),
+        ("2GiB", "1GiB", "low 2.00GiB is above high 1.00GiB; allowed: low <= high"),
+        ("20%", "10%", "low 20% is above high 10%; allowed: low <= high"),
+        ("1GiB", "110%", "high '110%' is more than all; allowed: 0% to 100%"),
+        (
+            "ten%",
+            "1GiB",
+            "low 'ten%' is not a size; write a number and a unit, such as 6GiB or 800MiB, or a part of the",
+        ),
         ("1GiB", "200GiB", "high '200GiB' is larger than every device; allowed: up to 64.0GiB, the size of host"),
         (None, "200GiB", "high '200GiB' is larger than every device"),
         ("200GiB", None, "low '200GiB' is larger than every device"),
@@ -116,7 +129,10 @@ def test_bad_marks_are_refused_before_the_run(two_gpus: None, low: Any, high: An
     assert isinstance(verdict, str) and said in verdict and "\n" not in verdict
 
 
-@pytest.mark.parametrize(("low", "high"), [("0MiB", "24GiB"), ("1GiB", "1GiB"), (None, None), (None, "24GiB")])
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [("0MiB", "24GiB"), ("1GiB", "1GiB"), ("5%", " 10 %"), ("90%", "1GiB"), (None, None), (None, "24GiB")],
+)
 def test_good_marks_pass(two_gpus: None, low: str | None, high: str | None) -> None:
     assert HighwaterWatermark.validate_inputs(low, high) is True
 

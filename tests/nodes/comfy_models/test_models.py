@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 
 from highwater.headless.comfy_stub import comfy_api, folder_paths
 from highwater.headless.comfy_stub.comfy_io import HiddenHolder, Input, NodeOutput
-from highwater.memory import Watermark
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.placement import AUTO_PLACEMENT, Placement
 from highwater.memory.options.precision import Precision
@@ -195,7 +194,7 @@ def test_a_linked_watermark_is_set_before_the_model_is_loaded(
     host: Recorder, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.loaded = ("the model", "a clip", "a vae")
-    mark = DeviceWatermark(device="*", mark=Watermark(low_bytes=1, high_bytes=2))
+    mark = DeviceWatermark.parse("*", "0", "1MiB")
     monkeypatch.setattr(DeviceWatermark, "apply", lambda self: host.calls.append(("watermark", self)))
     for name, (given, *_) in {**LOADERS, **{name: (given,) for name, given in MANAGERS.items()}}.items():
         assert inputs_of(name)["watermark"].optional
