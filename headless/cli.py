@@ -234,7 +234,6 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    from .commands.session import make_runner
     from .server.app import serve
 
     simulate(options)

@@ -87,7 +87,7 @@ class HighwaterWatermark(io.ComfyNode):
                 io.String.Input(
                     "high",
                     default=format_bytes(default.high_bytes),
-                    tooltip="Eviction stops when this much is free. Must not be less than the low mark.",
+                    tooltip="Eviction stops when this much is free. Written like the low mark, and not less than it.",
                 ),
             ],
             outputs=[

@@ -139,7 +139,7 @@ class MemoryManager:
             InvalidInput: as `set_watermark`; nothing is set then.
         """
         with self.exclusive():
-            self.admission.set_default_watermarks(asked, moves=not self.is_in_run())
+            self.admission.set_default_watermarks(asked, moves=not self.caretaker.is_in_run())
 
     # -- components that a host moves
 

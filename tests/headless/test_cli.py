@@ -20,8 +20,9 @@ from highwater.headless.commands.hardware import parse_hardware
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.transfer.devices import find_device, peers_of
-from highwater.memory.units import GIB
+from highwater.memory.units import GIB, MIB
 
+WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
 TWO = "gpu:0=16GiB@25GB/s,gpu:1=10GiB@12GB/s,host=32GiB"
 
 
@@ -168,6 +169,50 @@ def test_a_workflow_is_planned_under_its_own_watermark(capsys) -> None:
     # demo_flux keeps 8 MiB free: what is left of 40 MiB does not hold its 34 MiB.
     (share,) = plan_demo("demo_flux", "gpu:0=40MiB", capsys)["transformer"]["shares"]
     assert share["streamed_blocks"] > 0 and share["device_bytes"] <= 32 << 20
+
+
+def test_a_plan_leaves_free_what_the_command_line_says(model_file: Path, capsys) -> None:
+    held = {}
+    for marks in ("50%:75%", "3MiB:3MiB", "gpu:1=60MiB:60MiB,host=10%:2GiB", ""):
+        more = ["--watermark", marks] if marks else []
+        command = ["plan", str(model_file), "--devices", "gpu:0=4MiB,gpu:1=64MiB,host=8GiB", "--placement", "gpu:0"]
+        assert main([*command, *more, "--json"]) == 0
+        (component,) = json.loads(capsys.readouterr().out)["files"]["components"]
+        held[marks] = component["shares"][0]["device_bytes"]
+    assert held["50%:75%"] <= 2 * MIB < held["gpu:1=60MiB:60MiB,host=10%:2GiB"] == held[""]
+    assert held["3MiB:3MiB"] <= MIB
+
+
+def test_the_marks_of_a_workflow_count_before_those_of_the_command_line(tmp_path: Path, capsys) -> None:
+    workflow = json.loads((WORKFLOWS / "demo_flux.json").read_text(encoding="utf-8"))
+    (node,) = (node for node in workflow.values() if node["class_type"] == "HighwaterWatermark")
+    for device, limit in (("*", 32 * MIB), ("gpu:0", 32 * MIB), ("host", 10 * MIB)):
+        node["inputs"]["device"] = device
+        path = tmp_path / "marks.json"
+        path.write_text(json.dumps(workflow), encoding="utf-8")
+        assert main(["plan", str(path), "--devices", "gpu:0=40MiB", "--watermark", "75%:80%", "--json"]) == 0
+        (plan,) = json.loads(capsys.readouterr().out).values()
+        (share,) = next(part for part in plan["components"] if part["component"] == "transformer")["shares"]
+        assert limit * 0.5 < share["device_bytes"] <= limit
+
+
+@pytest.mark.parametrize("command", ["run", "demo", "serve", "verify", "plan"])
+def test_a_bad_watermark_is_refused_before_anything_is_read(command: str, tmp_path: Path, capsys) -> None:
+    words = {"run": [str(tmp_path)], "verify": [str(tmp_path)], "plan": [str(tmp_path)]}.get(command, [])
+    models = ["--models", str(tmp_path)]
+    for text, said in (
+        ("gpu:0=1GiB", "watermark 'gpu:0=1GiB', column 11: ':' and the high mark must follow, such as 1GiB:2GiB"),
+        ("2%:1%", "watermark '2%:1%', column 1: low 2% is above high 1%; allowed: low <= high"),
+    ):
+        assert main([command, *words, *models, "--watermark", text]) == 2
+        assert capsys.readouterr().err == f"highwater: {said}\n"
+
+
+def test_a_watermark_for_a_device_that_is_not_there_is_refused(model_file: Path, capsys) -> None:
+    assert main(["plan", str(model_file), "--devices", TWO, "--watermark", "gpu:2=1GiB:2GiB"]) == 2
+    assert "watermark device 'gpu:2' does not exist; did you mean 'gpu:1'? allowed: *" in capsys.readouterr().err
+    assert main(["plan", str(model_file), "--devices", TWO, "--watermark", "5%:12GiB"]) == 2
+    assert "watermark high=12.0GiB exceeds gpu:1; allowed: up to 10.0GiB" in capsys.readouterr().err
 
 
 def test_profiles_lists_every_value_of_every_profile(capsys) -> None:

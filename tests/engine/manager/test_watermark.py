@@ -102,7 +102,7 @@ def test_the_rams_percentage_follows_the_limit_of_a_container() -> None:
 @torch.no_grad()
 def test_marks_that_are_set_by_default_move_idle_components_at_once_but_not_in_a_run(toys, machine) -> None:
     with machine(8) as manager:
-        net = toys.build_net("a")
+        net = toys.build_net()
         manage({"a": net}, manager=manager)
         net(X)
         held = manager.ledger.used("gpu:0")

@@ -12,7 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from highwater.headless.comfy_stub import comfy_api
+from highwater.headless.commands.demo import WORKFLOWS, without_marks
 from highwater.headless.commands.timeline import samples_at
+from highwater.headless.runner.workflow import load_workflow
+
+comfy_api.install()
 
 SCRIPT = """
 import json, sys, dataclasses
@@ -153,6 +158,21 @@ def test_json_is_one_document(sim, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "highwater", *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["version"] == 2
+
+
+def test_a_run_keeps_free_what_the_command_line_says(sim, tmp_path: Path) -> None:
+    workflow = without_marks(load_workflow(WORKFLOWS / "demo_sd.json"))
+    assert "HighwaterWatermark" not in {node.schema.node_id for node in workflow.nodes.values()}
+    path = tmp_path / "sd.json"
+    path.write_text(json.dumps(workflow.prompt), encoding="utf-8")
+    hardware = ["--devices", "gpu:0=64MiB,gpu:1=32MiB", "--watermark", "25%:50%,gpu:1=1MiB:10%,host=1%:1%"]
+    command = ["run", str(path), *hardware, "--out", str(tmp_path), "--json"]
+    done = subprocess.run([sys.executable, "-m", "highwater", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    devices = {device["name"]: device for device in json.loads(done.stdout)["devices"]}
+    assert devices["gpu:0"]["watermark"] == {"low_bytes": 16 << 20, "high_bytes": 32 << 20}
+    assert devices["gpu:1"]["watermark"] == {"low_bytes": 1 << 20, "high_bytes": (32 << 20) // 10}
+    assert devices["gpu:0"]["free_bytes"] >= 16 << 20
 
 
 def test_every_panel_of_the_picture_has_every_point(demo) -> None:
