@@ -15,7 +15,7 @@ Use = tuple[str, int]
 SIZES: Mapping[str, int] = {
     "text a": 8, "model a": 14, "vae a": 1,
     "text b": 6, "model b": 15, "vae b": 1,
-    "model c": 13, "model d": 16, "big": 20,
+    "model c": 13, "model d": 16, "big": 20, "huge": 48,
     **{f"small {number}": 2 for number in range(6)},
     **{f"zipf {number}": size for number, size in enumerate((12, 6, 10, 4, 14, 3, 8, 5))},
 }  # fmt: skip
@@ -57,4 +57,5 @@ TRACES: Mapping[str, Trace] = {
         [[("text a", 1), (f"model {'ac'[turn % 2]}", STEPS), ("vae a", 1)] for turn in range(NUM_PROMPTS)]
     ),
     "random, Zipf": Trace(zipf()),
+    "larger than the device": Trace([[("text a", 1), ("huge", STEPS), ("vae a", 1)] for _ in range(NUM_PROMPTS // 4)]),
 }

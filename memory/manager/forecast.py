@@ -33,6 +33,8 @@ class Forecast:
         self.num_running = 0
         """How many of the first steps are of the node that runs now."""
         self.next_uses: dict[str, int] = {}
+        self.later_uses: dict[str, int] = {}
+        """As the one above, without the step that runs now."""
 
     def foresee(self, steps: Iterable[Collection[str]], num_running: int = 1) -> bool:
         """Take the components of each step to come, by their ids; returns whether that is another forecast."""
@@ -44,11 +46,12 @@ class Forecast:
         return is_new
 
     def take(self, steps: tuple[frozenset[str], ...]) -> None:
-        next_uses: dict[str, int] = {}
-        for number, components in enumerate(steps):
+        later_uses: dict[str, int] = {}
+        for number, components in enumerate(steps[1:], start=1):
             for component in components:
-                next_uses.setdefault(component, number)
-        self.steps, self.next_uses = steps, next_uses
+                later_uses.setdefault(component, number)
+        self.steps, self.later_uses = steps, later_uses
+        self.next_uses = later_uses | dict.fromkeys(steps[0] if steps else (), 0)
 
     def note_use(self, component: str) -> bool:
         """Note that a component is used now; returns whether that begins another step of the node that runs."""
@@ -62,3 +65,7 @@ class Forecast:
     def next_use(self, component: str) -> int | None:
         """Return the steps until a component is used, 0 for the step that runs now; None where that is not known."""
         return self.next_uses.get(component)
+
+    def use_after(self, component: str) -> int | None:
+        """As `next_use`, of a component that is used in the step that runs now: the steps until its use after that."""
+        return self.later_uses.get(component)

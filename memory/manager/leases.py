@@ -15,6 +15,7 @@ from typing import TypeGuard
 import torch
 
 from ..errors import UnsafeState
+from ..planner.plan import ComponentPlan
 from ..runtime.forwards.deferring_lock import DeferringLock
 from ..runtime.forwards.forward_pass import Guest, Pass
 from ..runtime.forwards.input_size import Size
@@ -221,6 +222,7 @@ class Leases:
             member.note_activations(device, num_bytes)
             self.measures.needed_by_node(device, num_bytes)
         if is_own_pass(holder):
+            member.note_pass(self.measures.step)
             learn_needs(member, self.capacity, holder, needed)
         if not member.leases:
             learn_times(member, self.capacity)
@@ -280,7 +282,15 @@ class Leases:
             where = "&".join(share.device for share in plan.shares)
             resident = sum(len(share.resident) for share in plan.shares)
             reason = f"{resident} of {plan.num_blocks} blocks resident, {plan.precision.name}"
+            reason += self.streams_past(member, plan)
             self.event_log.note("load", member.id, queued, where, reason)
+
+    def streams_past(self, member: Member, plan: ComponentPlan) -> str:
+        """Return which idle components a member leaves where they are although it could be resident instead."""
+        if all(len(share.resident) == len(share.blocks) for share in plan.shares):
+            return ""
+        names = dict.fromkeys(idle.component for idle in self.capacity.spared_by(member))
+        return f"; streams past {', '.join(names)}, which is needed sooner" if names else ""
 
     def note_refusal(self, member: Member) -> None:
         """Note, once, that the driver refused to lock as much memory as planned."""

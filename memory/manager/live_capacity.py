@@ -6,10 +6,11 @@ what the watermark keeps free. Everything here is arithmetic on what devices and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
+from ..errors import DoesNotFit, InvalidInput
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from ..planner.plan import ComponentPlan, confirm_plan, replan
 from ..planner.sizes import least_bytes
@@ -26,6 +27,7 @@ from .measures import Measures
 from .member import Member, Members
 from .needs import Key, Needs, digest_component, digest_device
 from .policies.candidate import Candidate
+from .policies.newcomer import Newcomer
 from .steered import Steered
 from .watermark import Watermark, Watermarks, unlearned_bytes
 
@@ -195,6 +197,20 @@ class LiveCapacity:
         beyond = replace(candidate, device_bytes=candidate.device_bytes - most, evict_last=False)
         return [beyond, replace(candidate, device_bytes=most)] if most else [beyond]
 
+    def spared(self, idle: Iterable[Candidate], member: Member, device: str) -> list[Candidate]:
+        """Return the idle components on a device that a member streams past ([Note: streaming past])."""
+        newcomer = Newcomer(
+            num_passes=member.passes_left(self.measures.step),
+            next_use=self.forecast.use_after(member.id),
+            reload_s_per_byte=self.reload_s_per_byte(member, device),
+        )
+        return [candidate for candidate in idle if newcomer.streams_past(candidate)]
+
+    def spared_by(self, member: Member) -> Iterator[Candidate]:
+        """Yield the idle components on the devices of a member that it streams past."""
+        for device in member.managed.accelerators:
+            yield from self.spared(self.candidates(device, member), member, device.name)
+
     def limit_of(self, component: str) -> KeepLimit | None:
         """Return up to how many bytes a component is kept."""
         found = self.members.get(component) or self.steered.get(component)
@@ -256,6 +272,7 @@ class LiveCapacity:
         is_hosted: bool = False,
         evicts: bool = True,
         in_pass: bool = False,
+        spares: bool = True,
     ) -> Machine:
         """Return what a member (or a newcomer) may plan with, in live numbers.
 
@@ -264,6 +281,7 @@ class LiveCapacity:
             freed_bytes: the host memory of a newcomer's weights, which packing them gives back.
             is_hosted: whether a newcomer's host says how much it may take.
             evicts: whether the bytes of idle components count as available.
+            spares: but not those that the member streams past ([Note: streaming past] in `policies/newcomer.py`).
             in_pass: a pass of the member ends: what its tensors still take counts as available.
         """
         is_hosted = member.is_hosted if member is not None else is_hosted
@@ -275,6 +293,9 @@ class LiveCapacity:
             total_bytes, free_bytes, _, allocated_bytes, _ = memory[device.name]
             low = 0 if device.is_cpu else self.mark_of(device.name).low_bytes
             idle = self.candidates(device, member) if evicts else []
+            if spares and member is not None and idle:
+                spared = self.spared(idle, member, device.name)
+                idle = [candidate for candidate in idle if candidate not in spared]
             others = sum(candidate.device_bytes for candidate in idle)
             names = {candidate.component for candidate in idle}
             own = self.ledger.held(member.id, device.name) if member else 0
@@ -329,10 +350,19 @@ class LiveCapacity:
             InvalidInput, DoesNotFit: as `plan_components`.
         """
         managed = member.managed
-        machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass)
-        chosen = managed.component, managed.plan, machine, member.profile, member.block_seconds
-        # Planned again where memory, its host's ceiling, or the known needs and times of its forwards have changed.
-        return confirm_plan(*chosen) or replan(*chosen)
+
+        def plan(*, spares: bool) -> ComponentPlan:
+            machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass, spares=spares)
+            chosen = managed.component, managed.plan, machine, member.profile, member.block_seconds
+            # Planned again where memory, its host's ceiling, or the known needs and times of forwards have changed.
+            return confirm_plan(*chosen) or replan(*chosen)
+
+        try:
+            return plan(spares=True)
+        except (DoesNotFit, InvalidInput):
+            if not any(self.spared_by(member)):
+                raise
+            return plan(spares=False)
 
     def end_run(self, member: Member) -> None:
         """End a run of a member: what only an earlier, larger run needed is no longer kept free."""

@@ -101,6 +101,11 @@ class Measures:
         self.used_in_run: set[str] = set()
         """The components that computed in the open run."""
 
+    @property
+    def step(self) -> object:
+        """What tells the open node of a run from all others; None outside of nodes."""
+        return (self.node.run_id, self.node.node_id, self.node.workflow_id) if self.node is not None else None
+
     # -- looks at devices
 
     def sample(self, devices: Iterable[str] | None = None, *, always: bool = False) -> None:

@@ -106,6 +106,11 @@ class Member:
         """The input sizes of passes that failed because another program took memory: only the first time is excused."""
         self.num_passes = 0
         """The completed passes outside of runs, up to as many as count as a run."""
+        self.step: object = None
+        """The node of a run in which its last pass began."""
+        self.passes_in_step = 0
+        self.passes_before: int | None = None
+        """How many passes it made in the step before that one."""
         self.evicted_bytes = 0
         """What was evicted of it since it was loaded last."""
         self.returns: list[int] = []
@@ -160,6 +165,22 @@ class Member:
     def note_foreign(self, device: str, num_bytes: int) -> None:
         """Note the bytes of a device that others than torch's allocator have while it is planned."""
         self.foreign_at_plan[device] = num_bytes
+
+    def note_pass(self, step: object) -> None:
+        """Note a completed pass in a node of a run; None: outside of nodes, where nothing tells when a use ends."""
+        if step is not None:
+            if step != self.step:
+                self.passes_before = self.passes_in_step or None
+                self.step, self.passes_in_step = step, 0
+            self.passes_in_step += 1
+
+    def passes_left(self, step: object) -> int | None:
+        """Return how many passes it still makes in a node, if these are as many as in the last one; None if unknown."""
+        if step is None or step != self.step:
+            return self.passes_in_step or None
+        if self.passes_before is None or self.passes_before <= self.passes_in_step:
+            return None
+        return self.passes_before - self.passes_in_step
 
     def note_evicted(self, num_bytes: int) -> None:
         """Note that bytes of it were evicted for others."""

@@ -11,7 +11,8 @@ __all__, __getattr__ = lazy_names(
         "candidate": ["Candidate", "EvictionPolicy", "Victim"],
         "least_recently_used": ["LeastRecentlyUsed"],
         "largest_first": ["LargestFirst"],
-        "next_use": ["NextUse"],
+        "next_use": ["NextUse", "USUAL_RELOAD_S_PER_BYTE", "worth_per_byte"],
+        "newcomer": ["Newcomer"],
         "named": ["POLICIES"],
     },
 )

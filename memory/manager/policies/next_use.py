@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from .candidate import Candidate, Victim
 from .least_recently_used import by_recency, recency_text
 
-__all__ = ["NextUse", "worth_per_byte"]
+__all__ = ["USUAL_RELOAD_S_PER_BYTE", "NextUse", "worth_per_byte"]
 
 # Where no copy was measured yet: page-locked memory over PCIe 3.0.
 USUAL_RELOAD_S_PER_BYTE = 1e-10

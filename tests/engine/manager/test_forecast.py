@@ -111,3 +111,67 @@ def test_no_more_leaves_than_is_needed_and_nobody_that_computes(toys, machine, u
                 assert manager.devices["gpu:0"].free_bytes() <= 2 * low + 2 * largest
             order = [event["component"] in kept for event in events]
             assert order == sorted(order), "what is kept leaves last"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("num_passes", "coming", "leaves"),
+    [
+        (1, ["b"], []),  # b is needed next, and one pass copies each weight once in any case
+        (3, ["b"], ["b"]),  # the second pass would copy them again
+        (1, ["b", "a", "c"], []),  # it is used again itself, but later than b
+        (1, ["c", "a", "b"], ["b"]),  # b later than it
+        (1, [], ["b"]),
+    ],
+)
+def test_what_makes_one_pass_streams_past_what_the_next_step_needs(
+    toys, machine, num_passes: int, coming: list[str], leaves: list[str]
+) -> None:
+    """With room for one and a half of them."""
+    with machine(8, h2d_bytes_per_s=1e9) as manager:
+        nets = {name: toys.build_net(seed, doubles=3, singles=3) for seed, name in enumerate("ab")}
+        for name, net in nets.items():
+            manage({name: net}, placement="gpu:0", manager=manager)
+        size = manager.plans()["a"].weight_bytes
+        manager.set_watermark("gpu:0", 8 * MIB - int(1.5 * size), 8 * MIB - int(1.5 * size))
+        manager.begin_run("run 1", "first")
+        for name, passes in [("a", num_passes), ("b", 2)]:
+            manager.begin_node(name, name)
+            for _ in range(passes):
+                nets[name](X)
+            manager.end_node()
+        manager.end_run()
+        manager.unload(manager.find("a"))
+        held = manager.ledger.held("b", "gpu:0")
+        assert held == size
+        manager.begin_run("run 2", "first")
+        manager.begin_node("1", "encode")
+        manager.foresee([["a"], *([name] for name in coming)])
+        before = len(evictions(manager))
+        results = [nets["a"](X).cpu() for _ in range(num_passes)]
+        assert {event["component"] for event in evictions(manager)[before:]} == set(leaves)
+        assert (manager.ledger.held("b", "gpu:0") == held) == (not leaves)
+        load = [event for event in manager.report()["events"] if event["kind"] == "load"][-1]
+        assert ("streams past b, which is needed sooner" in load["reason"]) == (not leaves)
+        manager.end_node()
+        manager.end_run()
+        manager.unload(manager.find("b"))
+        assert all(torch.equal(nets["a"](X).cpu(), result) for result in results)
+
+
+@torch.no_grad()
+def test_what_cannot_compute_beside_what_the_next_step_needs_pushes_it_out(toys, machine) -> None:
+    with machine(8) as manager:
+        nets = {name: toys.build_net(seed, doubles=3, singles=3) for seed, name in enumerate("ab")}
+        for name, net in nets.items():
+            manage({name: net}, placement="gpu:0", manager=manager)
+        size = manager.plans()["a"].weight_bytes
+        manager.set_watermark("gpu:0", 8 * MIB - size - 1024, 8 * MIB - size - 1024)
+        for name in "ab":
+            manager.begin_node(name, name)
+            nets[name](X)
+            manager.end_node()
+        manager.begin_node("a", "again")
+        manager.foresee([["a"], ["b"]])
+        nets["a"](X)
+        assert {event["component"] for event in evictions(manager)} == {"a", "b"}
