@@ -2,9 +2,9 @@
 
 [Note: tracing] A library builds a model from a dict of tensors in its own way: it renames, splits, converts them. While
 it does so, each copy of one of these tensors is seen (`torch`'s dispatch modes), so it is known afterwards which weight
-has the bytes of which tensor of which file. A copy of kept weights is not made: the weight is pointed to them instead.
-What was assigned, or copied as it is, is known by its address. All else (converted, transposed, joined) has no origin:
-its bytes are in no file.
+has the values of which tensor of which file. A copy of kept weights is not made: the weight is pointed to them instead,
+also if the library would convert the file's tensor as it copies; that one is not read then (`UnreadTensors`). What was
+assigned, copied or converted is known by its address. All else (transposed, joined) has no origin: it is in no file.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .manager.default import default_manager
 from .runtime.blocks.pristine_slab import KnownOrigins
+from .unread_tensors import LEAST_UNREAD_BYTES, UnreadTensors
 from .weights.file_origin import FileIdentity, Origin
 from .weights.file_reader import WeightsFile, torch_dtype
 from .weights.quantized_leaves import leaves_of
@@ -27,7 +28,7 @@ from .weights.quantized_leaves import leaves_of
 __all__ = ["FileTensors"]
 
 COPY = torch.ops.aten.copy_.default
-COPIES = (COPY, torch.ops.aten.clone.default)
+COPIES = (COPY, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -44,10 +45,9 @@ class FileTensors:
         """What that was copied to, by its address."""
         self.written: set[int] = set()
         """The storages, by their addresses, that the library wrote to by other means."""
-        self.kept: dict[int, int] = {}
-        """The version of each tensor of kept weights as it was given, by its address."""
-        self.kept_bytes = 0
-        """How many bytes of kept weights the library was given."""
+        self.kept: dict[Origin, tuple[torch.Tensor, int]] = {}
+        """The kept weights that the library was given, or may be given, each with its version then."""
+        self.unread = UnreadTensors()
         self.mode: Tracing | None = None
 
     def read(self, path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
@@ -62,18 +62,25 @@ class FileTensors:
         kept = default_manager().find_kept(identity)
         if not kept:
             return None
+        converted = {origin.tensor.name for origin in kept if origin.dtype is not None}
         tensors: dict[str, torch.Tensor] = {}
+        missing: dict[str, torch.Tensor] = {}
+        unread: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):
             for tensor in header.tensors:
                 dtype = torch_dtype(tensor.dtype)
                 if dtype is None:
                     return None
-                found = kept.get(tensor.name)
-                tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype) if found is None else found
-        missing = [(name, tensor) for name, tensor in tensors.items() if name not in kept]
-        WeightsFile(header).read_into(missing)
-        self.kept_bytes += sum(tensor.nbytes for tensor in kept.values())
-        self.kept |= {tensor.data_ptr(): tensor._version for tensor in kept.values()}
+                found = kept.get(Origin(identity, tensor))
+                if found is None:
+                    found = torch.empty(tensor.shape, dtype=dtype)
+                    waits = tensor.name in converted and tensor.weight_bytes >= LEAST_UNREAD_BYTES
+                    (unread if waits else missing)[tensor.name] = found
+                tensors[tensor.name] = found
+        file = WeightsFile(header)
+        file.read_into(list(missing.items()))
+        self.unread.add(file, unread)
+        self.kept |= {origin: (tensor, tensor._version) for origin, tensor in kept.items()}
         self.note(identity, {tensor.name: tensor for tensor in header.tensors}, tensors)
         return tensors, dict(header.metadata)
 
@@ -104,10 +111,14 @@ class FileTensors:
         mode, self.mode = self.mode, None  # else the two would hold each other, and with them the files' tensors
         assert mode is not None
         mode.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        unread, self.unread = self.unread, UnreadTensors()
+        origins = {at: self.known.pop(at)[1] for at in list(self.known) if unread.is_unread(self.known[at][0])}
+        for tensor in unread.end() if exc is None else ():
+            self.known[tensor.data_ptr()] = tensor, origins[tensor.data_ptr()]
 
     def were_written(self) -> bool:
         """Whether the library wrote to kept weights: then they are no longer what the file has."""
-        return any(self.known[at][0]._version != version for at, version in self.kept.items() if at in self.known)
+        return any(tensor._version != version for tensor, version in self.kept.values())
 
     def origins(self, model: nn.Module) -> KnownOrigins:
         """Return what the weights of a model, which was built in this context, were read from."""
@@ -141,6 +152,11 @@ class FileTensors:
                 return at, known[at][1]
         return None
 
+    def copied_origin(self, source: torch.Tensor, dtype: torch.dtype) -> Origin | None:
+        """Return what a copy in a dtype of what a tensor has now comes from."""
+        found = self.origin_of(source) if is_plain(source) else None
+        return found[1].in_dtype(dtype) if found is not None else None
+
 
 class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every copy of a file's tensors, and points the target to kept weights instead of copying them."""
@@ -152,22 +168,27 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if function not in COPIES:
+            self.files.unread.read_for((args, kwargs))
             if function._schema.is_mutable:
                 self.note_written(function, args)
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
         source, target = (args[1], args[0]) if function is COPY else (args[0], None)
-        known = self.files.known.get(source.data_ptr()) if is_plain(source) else None
-        if known is not None and not known[1].is_form_of(source):
-            known = None
-        if known is not None and source.data_ptr() in self.files.kept and target is not None and takes(target, source):
-            target.data = alike(source, target)
+        origin = self.files.copied_origin(
+            source, (kwargs.get("dtype") or source.dtype) if target is None else target.dtype
+        )
+        kept = self.files.kept.get(origin) if origin is not None else None
+        if origin is not None and kept is not None and target is not None and takes(target, kept[0]):
+            target.data = alike(kept[0], target)
+            self.files.copies[target.data_ptr()] = kept[0], origin
             return target
-        made = function(*args, **(kwargs or {}))
+        self.files.unread.read_for((args, kwargs))
+        made = function(*args, **kwargs)
         if is_plain(made):
             storage = made.untyped_storage()
-            if known is not None and storage.nbytes() == made.nbytes:
-                self.files.copies[made.data_ptr()] = made, known[1]
+            if origin is not None and storage.nbytes() == made.nbytes:
+                self.files.copies[made.data_ptr()] = made, origin
                 self.files.written.discard(storage.data_ptr())
             elif target is not None:
                 self.files.written.add(storage.data_ptr())

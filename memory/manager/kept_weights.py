@@ -2,9 +2,10 @@
 
 [Note: kept weights] A host may drop a model that it loads again a moment later. What such a model leaves is kept, by
 the content of its files ([Note: same file] in `weights/file_origin.py`): slabs with weights as the files have them,
-never what was patched, written to or encoded, and nothing of the host's: no module, no patcher. They are the first to
-leave when RAM is short, the oldest first. A loader gets them as tensors of the file (`FileTensors`), while nothing else
-uses their memory, and its component goes on with the slabs where it packs them as they are. Else they are copied.
+or as the host converted those to another dtype when it loaded them, never what was patched, written to or encoded, and
+nothing of the host's: no module, no patcher. They are the first to leave when RAM is short, the oldest first. A loader
+gets them as tensors of the file (`FileTensors`), while nothing else uses their memory, and its component goes on with
+the slabs where it packs them as they are. Else they are copied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..runtime.blocks.pristine_slab import PristineSlab
 from ..runtime.devices.ledger import Entry, Kind, Ledger
 from ..transfer.pinned_memory import count_slabs
 from ..units import format_bytes
-from ..weights.file_origin import FileIdentity, differs
+from ..weights.file_origin import FileIdentity, Origin, differs
 from .event_log import EventLog
 from .member import Member, Members
 from .report import ComponentReport
@@ -89,12 +90,12 @@ class KeptWeights:
             "keep", part.id, num_bytes, "host", f"{member.id} left; its weights stay until RAM is short"
         )
 
-    def find(self, file: FileIdentity) -> dict[str, torch.Tensor]:
-        """Return the weights of a file that are kept and that nothing else uses, as views, by their names there.
+    def find(self, file: FileIdentity) -> dict[Origin, torch.Tensor]:
+        """Return the weights of a file that are kept and that nothing else uses, as views.
 
         What is kept of a file that was replaced or written to leaves.
         """
-        found: dict[str, torch.Tensor] = {}
+        found: dict[Origin, torch.Tensor] = {}
         for part in list(self.parts):
             own = [slab for slab in part.slabs if any(each is not None and each.file == file for each in slab.origins)]
             unused = [slab for slab in own if slab.is_unused()]
@@ -104,16 +105,16 @@ class KeptWeights:
             elif weights and self.is_changed(file, weights):
                 self.drop(part, f"{file.name} has other bytes now")
             else:
-                found |= {origin.tensor.name: view for origin, view in weights}
+                found |= dict(weights)
         if found:
-            num_bytes = sum(view.nbytes for view in found.values())
-            self.event_log.note("reuse", file.name, num_bytes, "host", "loaded again: these bytes are not read")
+            num_bytes = sum({origin.tensor: origin.tensor.weight_bytes for origin in found}.values())
+            self.event_log.note("reuse", file.name, num_bytes, "host", "loaded again: taken from RAM")
         return found
 
-    def is_changed(self, file: FileIdentity, weights: Sequence[tuple[object, torch.Tensor]]) -> bool:
-        """Whether a file has other bytes than some of its kept weights, compared here and there."""
+    def is_changed(self, file: FileIdentity, weights: Sequence[tuple[Origin, torch.Tensor]]) -> bool:
+        """Whether a file has other values than some of its kept weights, compared here and there."""
         try:
-            return differs(file.path, weights)  # type: ignore[arg-type]
+            return differs(file.path, weights)
         except InvalidInput:
             return True
 
@@ -125,9 +126,11 @@ class KeptWeights:
         """Forget the slabs that a member, which was just packed, goes on with, or has copied."""
         if not self.parts:
             return
-        there = {origin for group in member.managed.groups for origin in group.at_rest.origins if origin is not None}
+        at_rest = [group.at_rest for group in member.managed.groups]
+        there = {origin for each in at_rest for origin in each.origins if origin is not None}
+        stores = {id(each.host_slab) for each in at_rest}
         for part in list(self.parts):
-            gone = [slab for slab in part.slabs if not there.isdisjoint(slab.origins)]
+            gone = [slab for slab in part.slabs if id(slab.slab.data) in stores or not there.isdisjoint(slab.origins)]
             if gone:
                 self.give_up(part, gone)
 

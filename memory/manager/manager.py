@@ -22,7 +22,7 @@ from ..runtime.forwards.deferring_lock import DeferringLock
 from ..runtime.forwards.recording_pauses import host_recordings
 from ..transfer.devices import Device, list_devices
 from ..transfer.host_heap import give_back_heap
-from ..weights.file_origin import FileIdentity
+from ..weights.file_origin import FileIdentity, Origin
 from .admission import Admission
 from .caretaker import Caretaker
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
@@ -286,8 +286,8 @@ class MemoryManager:
             member.discard_weights()
         self.remove(member)
 
-    def find_kept(self, file: FileIdentity) -> dict[str, torch.Tensor]:
-        """Return the weights of a file that are kept, by their names there (`KeptWeights.find`)."""
+    def find_kept(self, file: FileIdentity) -> dict[Origin, torch.Tensor]:
+        """Return the weights of a file that are kept (`KeptWeights.find`)."""
         with self.exclusive():
             return self.kept.find(file)
 

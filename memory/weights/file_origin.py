@@ -12,7 +12,7 @@ import hashlib
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -77,29 +77,47 @@ def times_of(stat: os.stat_result) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One tensor of a file: where the bytes of a weight come from, unchanged."""
+    """One tensor of a file: where the values of a weight come from, each as it is or converted to another dtype."""
 
     file: FileIdentity
     tensor: TensorHeader
+    dtype: torch.dtype | None = None
+    """The dtype to which they were converted; None: it is the file's."""
+
+    def in_dtype(self, dtype: torch.dtype) -> Origin | None:
+        """Return the origin of a copy in a dtype; None for what was converted twice."""
+        own = self.dtype or torch_dtype(self.tensor.dtype)
+        if dtype == own:
+            return self
+        return replace(self, dtype=dtype) if self.dtype is None else None
 
     def is_form_of(self, leaf: torch.Tensor) -> bool:
-        """Whether a tensor has the dtype and the shape that the file gives; its strides are those of a file."""
-        is_same = leaf.dtype == torch_dtype(self.tensor.dtype) and tuple(leaf.shape) == self.tensor.shape
+        """Whether a tensor has this dtype and the shape that the file gives; its strides are those of a file."""
+        is_same = (
+            leaf.dtype == (self.dtype or torch_dtype(self.tensor.dtype)) and tuple(leaf.shape) == self.tensor.shape
+        )
         return is_same and leaf.is_contiguous()
 
 
 def differs(path: str | Path, weights: Sequence[tuple[Origin, torch.Tensor]]) -> bool:
-    """Whether bytes of weights, taken here and there, are not what the file has there now; reads a few KiB.
+    """Whether values of weights, taken here and there, are not what the file has there now; reads a few KiB.
 
     Raises `InvalidInput` where it cannot be read.
     """
-    filled = [(origin, bytes_of(tensor)) for origin, tensor in weights if tensor.numel()]
+    filled = [(origin, tensor) for origin, tensor in weights if tensor.numel()]
     chosen = filled if len(filled) <= NUM_SAMPLES else random.sample(filled, NUM_SAMPLES)
     with open_regular(Path(path), "a .safetensors file") as file:
         advise(file.raw, "POSIX_FADV_RANDOM", 0, 0)  # type: ignore[attr-defined]
-        for origin, memory in chosen:
-            begin = random.randint(0, max(0, len(memory) - SAMPLE_BYTES))
-            file.seek(origin.tensor.begin + begin)
-            if file.read(min(SAMPLE_BYTES, len(memory))) != memory[begin : begin + SAMPLE_BYTES]:
+        for origin, tensor in chosen:
+            stored_dtype = torch_dtype(origin.tensor.dtype)
+            assert stored_dtype is not None
+            length = min(tensor.numel(), SAMPLE_BYTES // stored_dtype.itemsize)
+            begin = random.randint(0, tensor.numel() - length)
+            file.seek(origin.tensor.begin + begin * stored_dtype.itemsize)
+            stored = bytearray(file.read(length * stored_dtype.itemsize))
+            if len(stored) < length * stored_dtype.itemsize:
+                return True
+            expected = torch.frombuffer(stored, dtype=stored_dtype).to(tensor.dtype)
+            if bytes_of(expected) != bytes_of(tensor.detach().reshape(-1)[begin : begin + length]):
                 return True
     return False

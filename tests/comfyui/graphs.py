@@ -161,6 +161,10 @@ def quantized(graph: Graph, loaders: Loaders) -> None:
     graph.keep(sample_flux(graph, lora(graph, model, 1.0)), "kept-lora")
 
 
+def quantized_alone(graph: Graph, loaders: Loaders) -> None:
+    graph.keep(sample_flux(graph, loaders.diffusion_model(graph, "tiny_flux_fp8.safetensors")))
+
+
 def lora_at_half(graph: Graph, loaders: Loaders) -> None:
     graph.keep(sample_flux(graph, lora(graph, loaders.diffusion_model(graph), 0.5)))
 
@@ -331,6 +335,7 @@ CASES: dict[str, Callable[[Graph, Loaders], None]] = {
         weight_hook,
         merge,
         quantized,
+        quantized_alone,
         wan,
         merge_wan,
         text,

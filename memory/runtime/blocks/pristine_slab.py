@@ -16,7 +16,7 @@ from ...weights.quantized_leaves import leaves_of
 from .weight_group import WeightGroup
 from .weight_store import HostStore
 
-__all__ = ["KnownOrigins", "PristineSlab", "find_origins", "lying_in", "slab_of"]
+__all__ = ["KnownOrigins", "PristineSlab", "count_tensors", "find_origins", "lying_in", "slab_of"]
 
 KnownOrigins: TypeAlias = Mapping[str, tuple[tuple[int, Origin] | None, ...]]
 """For the leaves of a weight, by its name, where each lay in host memory when it was read, and what it was read from;
@@ -53,16 +53,19 @@ class PristineSlab:
         return count_tensors(self.slab.data) == 1 and not self.slab.has_pieces()
 
     def holds(self, group: WeightGroup) -> bool:
-        """Whether a group's weights lie in the slab as they would be packed, and no other tensors do."""
+        """Whether a group's weights lie in the slab as they would be packed, and no other tensors do.
+
+        Some may lie elsewhere, such as buffers, which are made anew with each model: there is room for them.
+        """
         leaves = [leaf for slot in group.slots for leaf in leaves_of(slot.held)]
         if group.encoded or group.layout.at_rest != self.layout or len(leaves) != len(self.layout.offsets):
             return False
-        begin = self.slab.data.data_ptr()
-        places = zip(leaves, self.layout.offsets, strict=True)
-        if not all(leaf.device.type == "cpu" and leaf.data_ptr() == begin + offset for leaf, offset in places):
+        if not all(leaf.device.type == "cpu" for leaf in leaves):
             return False
-        num_leaves = len({id(leaf) for leaf in leaves})
-        return count_tensors(self.slab.data) == 1 + num_leaves and not self.slab.has_pieces()
+        begin = self.slab.data.data_ptr()
+        there = [leaf.data_ptr() == begin + offset for leaf, offset in zip(leaves, self.layout.offsets, strict=True)]
+        num_leaves = len({id(leaf) for leaf, is_there in zip(leaves, there, strict=True) if is_there})
+        return num_leaves > 0 and count_tensors(self.slab.data) == 1 + num_leaves and not self.slab.has_pieces()
 
 
 def count_tensors(slab: torch.Tensor) -> int:
@@ -81,11 +84,11 @@ def lying_in(
     Args:
         pinned: the names of the groups that are to be page-locked.
     """
-    by_address = {each.slab.data.data_ptr(): each for each in filled}
+    by_address = {each.slab.data.data_ptr() + offset: each for each in filled for offset in each.layout.offsets}
     found: dict[WeightGroup, HostSlab] = {}
     for group in groups if by_address else ():
-        first = next((leaf for slot in group.slots for leaf in leaves_of(slot.held)), None)
-        slab = by_address.get(first.data_ptr()) if first is not None and not first.is_meta else None
+        leaves = (leaf for slot in group.slots for leaf in leaves_of(slot.held) if not leaf.is_meta)
+        slab = next((by_address[at] for leaf in leaves if (at := leaf.data_ptr()) in by_address), None)
         if slab is not None and (slab.slab.lock is not None) == (group.name in pinned) and slab.holds(group):
             found[group] = slab.slab
     taken = Counter[int]()

@@ -165,7 +165,7 @@ class WeightsAtRest:
         called with the bytes packed or read since it was called last, and what it raises ends that.
 
         Args:
-            is_filled: the weights lie in this slab already: nothing is copied.
+            is_filled: most of the weights lie in this slab already: only the others are copied.
         """
         self.store = HostStore(slab)
         to_read = []
@@ -179,8 +179,8 @@ class WeightsAtRest:
                 slot.rest_as(form.measure(weight, name=slot.spec.name))
             if weight.is_meta:
                 to_read.append((slot.spec.name, views[0]))
-            elif not is_filled:
-                store_weight(slot, views, weight.detach() if form is not None else weight)
+            else:
+                store_weight(slot, views, weight.detach() if form is not None else weight, may_lie_there=is_filled)
             resting = repoint(slot, views if form is None else views[:1])
             if self.shows(slot):
                 self.originals[slot.spec.name] = resting

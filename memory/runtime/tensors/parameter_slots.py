@@ -203,11 +203,14 @@ def as_held(leaves: Iterator[torch.Tensor], slot: ParameterSlot, *, lasting: boo
         return nn.Parameter(tensor, requires_grad=False)
 
 
-def store_weight(slot: ParameterSlot, targets: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
-    """Write a weight into views of its leaves, in its form."""
+def store_weight(
+    slot: ParameterSlot, targets: Sequence[torch.Tensor], weight: torch.Tensor, *, may_lie_there: bool = False
+) -> None:
+    """Write a weight into views of its leaves, in its form; ``may_lie_there``: a leaf that does is not copied."""
     with torch.no_grad():
         for target, leaf in zip(targets, slot.form.encode(weight), strict=True):
-            target.copy_(leaf.detach())
+            if not (may_lie_there and leaf.device.type == "cpu" and leaf.data_ptr() == target.data_ptr()):
+                target.copy_(leaf.detach())
 
 
 def read_weights(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from highwater.memory.errors import InvalidInput
 from highwater.memory.file_tensors import FileTensors
+from highwater.memory.manager.default import default_manager
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.kept_weights import KeptPart, KeptWeights
 from highwater.memory.manager.member import Members
@@ -43,19 +45,24 @@ def bank() -> KeptWeights:
 
 def slab_of(path: Path) -> PristineSlab:
     """Return a slab with the file's only weight."""
-    from safetensors.torch import load_file
-
     identity, header = FileIdentity.of(path)
-    weight = load_file(path)["w"]
+    return slab_with(load_file(path)["w"], Origin(identity, header.tensors[0]))
+
+
+def slab_with(weight: torch.Tensor, origin: Origin | None) -> PristineSlab:
     layout = SlabLayout.of([Form.of(weight)])
     slab = allocate_slab(layout.slab_bytes)
     layout.views(slab.data)[0].copy_(weight)
-    return PristineSlab(slab, layout, (Origin(identity, header.tensors[0]),))
+    return PristineSlab(slab, layout, (origin,))
 
 
 def keep(bank: KeptWeights, path: Path, name: str = "net") -> KeptPart:
-    part = KeptPart(name, "diffusion", [slab_of(path)], 0.0)
-    part.take_id(bank.members.name_other(f"kept/{path.name}", part))
+    return keep_slab(bank, slab_of(path), name)
+
+
+def keep_slab(bank: KeptWeights, slab: PristineSlab, name: str = "net") -> KeptPart:
+    part = KeptPart(name, "diffusion", [slab], 0.0)
+    part.take_id(bank.members.name_other(f"kept/{name}", part))
     bank.parts.append(part)
     bank.enter(part)
     return part
@@ -63,8 +70,8 @@ def keep(bank: KeptWeights, path: Path, name: str = "net") -> KeptPart:
 
 def test_what_is_kept_is_found_and_entered_in_the_books(bank: KeptWeights, file: Path) -> None:
     part = keep(bank, file)
-    found = bank.find(FileIdentity.of(file)[0])
-    assert torch.equal(found["w"], torch.arange(64 * 1024, dtype=torch.float32).view(256, 256))
+    (found,) = bank.find(FileIdentity.of(file)[0]).values()
+    assert torch.equal(found, torch.arange(64 * 1024, dtype=torch.float32).view(256, 256))
     assert bank.ledger.entries == dict(bank.count_bytes()) and bank.held()["host"] == part.slabs[0].num_bytes
     num_bytes = part.slabs[0].num_bytes
     assert bank.drop_all("test") == num_bytes
@@ -134,9 +141,7 @@ def test_weights_that_differ_from_their_file_are_seen_by_samples(file: Path) -> 
 
 
 def test_a_library_s_copies_are_traced(file: Path) -> None:
-    """What was copied as it is has an origin; what was converted, or written to, has none."""
-    from safetensors.torch import load_file
-
+    """What was copied or converted has an origin; what was written to has none."""
     weight = load_file(file)["w"]
     model = nn.ModuleDict(
         {
@@ -150,7 +155,105 @@ def test_a_library_s_copies_are_traced(file: Path) -> None:
         for layer in model.values():
             layer.load_state_dict({"weight": weight})
         model["written"].weight.mul_(2)
-    assert list(files.origins(model)) == ["same.weight"]
+    found = files.origins(model)
+    assert list(found) == ["same.weight", "converted.weight"]
+    assert [origin.dtype for ((_, origin),) in found.values()] == [None, torch.half]  # type: ignore[misc]
+
+
+# What a library does with a tensor of a file as it builds a model; each returns what the model has of it.
+
+
+def fill(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+
+
+def fill_converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return fill(tensor.to(dtype), dtype)
+
+
+def convert(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype)
+
+
+def assign(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor
+
+
+def detach(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach()
+
+
+def fill_part(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return fill(tensor[: len(tensor) // 2], dtype)
+
+
+def look_and_fill(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return fill(tensor, dtype) if tensor.float().std().item() > 0 else torch.zeros(1)
+
+
+def transpose(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return fill(tensor.T, dtype)
+
+
+USES = [fill, fill_converted, convert, assign, detach, fill_part, look_and_fill, transpose]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+@pytest.fixture
+def keeping() -> Iterator[KeptWeights]:
+    """What the process's manager keeps; dropped after the test."""
+    default_manager().drop_kept("test")
+    yield default_manager().kept
+    default_manager().drop_kept("test")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(data=st.data(), stored=st.sampled_from(DTYPES), in_inference=st.booleans())
+def test_from_kept_weights_a_library_builds_what_it_builds_from_the_file(
+    tmp_path: Path, keeping: KeptWeights, data: st.DataObject, stored: torch.dtype, in_inference: bool
+) -> None:
+    """Whatever it does with the file's tensors, in whatever dtype they were kept."""
+    names, path = [f"w{number}" for number in range(3)], tmp_path / "model.safetensors"
+    weights = {name: torch.randn(256, 130).to(stored) for name in names}
+    save_file(weights, path)
+    identity, header = FileIdentity.of(path)
+    for tensor in header.tensors:
+        dtype = data.draw(st.sampled_from([*DTYPES, None]))
+        if dtype is not None:
+            origin = Origin(identity, tensor).in_dtype(dtype)
+            keep_slab(keeping, slab_with(weights[tensor.name].to(dtype), origin), tensor.name)
+    uses = {name: (data.draw(st.sampled_from(USES)), data.draw(st.sampled_from(DTYPES))) for name in names}
+    expected = {name: use(weights[name], dtype) for name, (use, dtype) in uses.items()}
+    with torch.inference_mode(in_inference), FileTensors() as files:
+        tensors, _ = files.read(path) or (load_file(path), {})
+        built = {name: use(tensors.pop(name), dtype) for name, (use, dtype) in uses.items()}
+    for name in names:
+        assert torch.equal(built[name], expected[name]), uses[name]
+    assert not files.were_written()
+    keeping.drop_all("test")
+
+
+def test_what_is_converted_as_it_was_kept_is_not_read(file: Path, keeping: KeptWeights) -> None:
+    """The memory of the file's tensor stays as it came, and the weight lies in the slab."""
+    identity, header = FileIdentity.of(file)
+    origin = Origin(identity, header.tensors[0]).in_dtype(torch.half)
+    part = keep_slab(keeping, slab_with(load_file(file)["w"].half(), origin))
+    layer = nn.Linear(256, 256, bias=False, dtype=torch.half).requires_grad_(False)
+    with FileTensors() as files:
+        tensors, _ = files.read(file) or ({}, {})
+        tensors["w"].numpy()[:] = 7  # behind the library's back: nothing is read for it
+        layer.load_state_dict({"weight": tensors.pop("w")})
+    assert layer.weight.data_ptr() == part.slabs[0].slab.data.data_ptr()
+    assert torch.equal(layer.weight, load_file(file)["w"].half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_converted_weights_are_compared_with_what_the_file_has_by_now(file: Path, dtype: torch.dtype) -> None:
+    identity, header = FileIdentity.of(file)
+    slab = slab_with(load_file(file)["w"].to(dtype), Origin(identity, header.tensors[0]).in_dtype(dtype))
+    assert not differs(file, list(slab.weights()))
+    slab.slab.data.zero_()
+    assert differs(file, list(slab.weights()))
 
 
 # -- the watermark of the RAM
