@@ -1,4 +1,4 @@
-"""What the page and the command line ask of the running manager: lend, keep, release, and limits for idle models.
+"""What the page and the command line ask of the running manager: lend, keep, release, limits, and watermarks.
 
 Each takes the words of an address, and returns what is sent back.
 """
@@ -13,7 +13,7 @@ from ..memory.errors import InvalidInput, allowed_values, quoted
 if TYPE_CHECKING:
     from ..memory import MemoryManager
 
-__all__ = ["give_back", "keep", "lend", "release", "set_limits"]
+__all__ = ["give_back", "keep", "lend", "release", "set_limits", "set_watermarks"]
 
 OFF = "off"
 SWITCH = {"true": True, "false": False}
@@ -77,6 +77,19 @@ def set_limits(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, An
     )
     manager.set_idle_limits(limits)
     return {"keep_loaded": limits.num_loaded, "idle_s": limits.idle_s}
+
+
+def set_watermarks(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
+    """Set ``marks`` for devices without a Watermark node, such as ``gpu:0=5%:10%,host=4GiB:6GiB``; empty: none.
+
+    Returns the marks of all devices and of the RAM as they are now. Raises as `MemoryManager.set_default_watermarks`.
+    """
+    from ..memory.options.marks import parse_watermarks
+
+    found = read_words(words, others=("marks",))
+    if "marks" not in found:
+        raise InvalidInput("marks= is missing; needed: marks, such as 1GiB:2GiB, or nothing for the default ones")
+    return {"watermarks": manager.set_default_watermarks(parse_watermarks(found["marks"]))}
 
 
 def read_words(

@@ -130,6 +130,7 @@ def make_routes(
         ("POST", "/highwater/keep", requesting("keep")),
         ("POST", "/highwater/release", requesting("release")),
         ("POST", "/highwater/limits", requesting("set_limits")),
+        ("POST", "/highwater/watermark", requesting("set_watermarks")),
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
         ("GET", "/highwater/devices", telling(lambda _: tell_devices())),
         ("GET", "/highwater/plan", telling(lambda words: asked().plan_models(manager(), words.items()))),

@@ -5,6 +5,7 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, keysOf, makeTextBox, noticeOfEvent, noticeOfFailure, precisionOf, tiersOf } from "./readout.js";
 import { makeAsker, makeSoon } from "./report.js";
+import { makeMarksListener, marksText } from "./watermark.js";
 
 /** @typedef {import("./readout.js").NodeReport} NodeReport */
 /** @typedef {import("./readout.js").ComponentReport} ComponentReport */
@@ -15,6 +16,7 @@ import { makeAsker, makeSoon } from "./report.js";
 const STORE = "highwaterReadouts";
 const NOTICE_MS = 20_000;
 const ASK_MS = 200;
+const TYPING_MS = 1_000;
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
 const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Verify|VerifyPipeline)$)/;
@@ -141,6 +143,15 @@ async function giveBack() {
   await change("Give lent memory back", "lend/give-back", (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
 }
 
+/**
+ * Keep as much memory free as the setting says. What the page passes on as it opens is told only where it is refused.
+ * @param {string} marks
+ * @param {boolean} isChanged
+ */
+async function keepFree(marks, isChanged) {
+  await change("Memory to keep free", `watermark?${new URLSearchParams({ marks })}`, (answer) => (isChanged ? marksText(answer.watermarks) : null));
+}
+
 /** @param {number} bytes */
 const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
 
@@ -148,14 +159,15 @@ const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
  * Ask the server to change something, and tell what came of it.
  * @param {string} summary
  * @param {string} path
- * @param {(answer: any) => string} tell
+ * @param {(answer: any) => string | null} tell null: nothing to tell
  */
 async function change(summary, path, tell) {
   try {
     const response = await api.fetchApi(`/highwater/${path}`, { method: "POST" });
     const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
     if (!response.ok) throw new Error(answer.error);
-    notify({ severity: "success", summary, detail: tell(answer) });
+    const detail = tell(answer);
+    notify(detail === null ? null : { severity: "success", summary, detail });
   } catch (error) {
     notify({ severity: "error", summary, detail: error instanceof Error ? error.message : String(error) });
   }
@@ -164,6 +176,20 @@ async function change(summary, path, tell) {
 app.registerExtension({
   name: "highwater.readouts",
 
+  settings: [
+    {
+      id: "Highwater.Watermark",
+      category: ["Highwater", "Memory", "Watermark"],
+      name: "Memory to keep free: low and high mark",
+      tooltip:
+        "1GiB:2GiB for each GPU, or by device: gpu:0=5%:10%,host=4GiB:6GiB (host is the RAM). When less than the low mark would " +
+        "be free, idle models are evicted until the high mark is free. A Watermark node counts instead for its device. " +
+        "Empty: the default.",
+      type: "text",
+      defaultValue: "",
+      onChange: makeMarksListener((marks, isChanged) => void keepFree(marks, isChanged), TYPING_MS),
+    },
+  ],
   commands: [
     { id: "Highwater.MakeTinyPipelines", label: "Highwater: make tiny pipelines", function: makeTinyPipelines },
     { id: "Highwater.Lend", label: "Highwater: lend GPU memory", function: lend },

@@ -26,6 +26,7 @@ from .live_capacity import LiveCapacity, computable
 from .member import Member
 from .policies.candidate import EvictionPolicy, Victim
 from .steered import SteeredComponent
+from .watermark import WatermarkReport
 
 __all__ = ["Admission"]
 
@@ -53,8 +54,10 @@ class Admission:
         self.keep_changed(changed)
         self.keep_free_in_host()
 
-    def set_default_watermarks(self, asked: Mapping[str, Marks], *, moves: bool) -> None:
+    def set_default_watermarks(self, asked: Mapping[str, Marks], *, moves: bool) -> dict[str, WatermarkReport]:
         """Set what counts for devices for which `set_watermark` was not called, in place of what was set so.
+
+        Returns the marks of all devices and of the RAM as they are now.
 
         Args:
             moves: whether idle components leave at once where too little is free; at the next boundary of a run if not.
@@ -68,6 +71,7 @@ class Admission:
             self.keep_changed(changed)
         self.capacity.outdate_plans()
         self.keep_free_in_host()
+        return self.capacity.watermark_reports()
 
     def note_marks(self, changed: Iterable[str]) -> None:
         """Note the marks of devices that have others now."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from ..errors import DoesNotFit, InvalidInput
+from ..options.marks import HOST
 from ..planner.capacity import EVERYTHING, DeviceCapacity, KeptFree, Machine
 from ..planner.plan import ComponentPlan, confirm_plan, replan
 from ..planner.sizes import least_bytes
@@ -29,7 +30,7 @@ from .needs import Key, Needs, digest_component, digest_device
 from .policies.candidate import Candidate
 from .policies.newcomer import Newcomer
 from .steered import Steered
-from .watermark import Watermark, Watermarks, unlearned_bytes
+from .watermark import Watermark, WatermarkReport, Watermarks, unlearned_bytes
 
 __all__ = ["LiveCapacity", "computable"]
 
@@ -79,6 +80,15 @@ class LiveCapacity:
     def mark_of_host(self) -> Watermark:
         """Return how much of the RAM is kept free now."""
         return self.watermarks.of_host(HostMemory.now().total_bytes)
+
+    def watermark_reports(self) -> dict[str, WatermarkReport]:
+        """Return the marks of each accelerator and of the RAM, and what they come from."""
+        marks = self.watermarks
+        found = {name: marks.of(name) for name in marks.devices} | {HOST: self.mark_of_host()}
+        return {
+            name: WatermarkReport(low_bytes=mark.low_bytes, high_bytes=mark.high_bytes, source=marks.source_of(name))
+            for name, mark in found.items()
+        }
 
     def free_bytes(self, device: Device) -> int:
         """Return the bytes of a device that an allocation may take now: free, and not lent."""

@@ -46,7 +46,7 @@ from .registry import Registry
 from .report import DeviceReport
 from .reporter import Reporter
 from .steered import Steered, SteeredComponent, SteeringHost
-from .watermark import Watermark, default_watermark
+from .watermark import Watermark, WatermarkReport, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
@@ -130,16 +130,16 @@ class MemoryManager:
         with self.exclusive():
             self.admission.set_watermark(device, low, high)
 
-    def set_default_watermarks(self, asked: Mapping[str, Marks]) -> None:
+    def set_default_watermarks(self, asked: Mapping[str, Marks]) -> dict[str, WatermarkReport]:
         """Set marks for the devices for which `set_watermark` is not called, by device; replaces those set before.
 
-        While a run is open nothing moves; it ends with the new marks.
+        While a run is open nothing moves; it ends with the new marks. Returns the marks that count now.
 
         Raises:
             InvalidInput: as `set_watermark`; nothing is set then.
         """
         with self.exclusive():
-            self.admission.set_default_watermarks(asked, moves=not self.caretaker.is_in_run())
+            return self.admission.set_default_watermarks(asked, moves=not self.caretaker.is_in_run())
 
     # -- components that a host moves
 

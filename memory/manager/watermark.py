@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from ..errors import InvalidInput, allowed_values, quoted, require
 from ..options.marks import ALL, HOST, Marks, read_mark
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # nodes read the default without loading torch
 
 __all__ = [
     "Watermark",
+    "WatermarkReport",
     "Watermarks",
     "default_host_watermark",
     "default_watermark",
@@ -39,6 +40,14 @@ class Watermark:
         if self.low_bytes > self.high_bytes:
             low, high = format_bytes(self.low_bytes), format_bytes(self.high_bytes)
             raise InvalidInput(f"watermark low={low} high={high}; allowed: low <= high")
+
+
+class WatermarkReport(TypedDict):
+    """The marks of a device or of the RAM, and what they come from (`Watermarks.source_of`)."""
+
+    low_bytes: int
+    high_bytes: int
+    source: str
 
 
 def unlearned_bytes(total_bytes: int) -> int:
@@ -113,6 +122,13 @@ class Watermarks:
     def is_set(self, device: str) -> bool:
         """Whether someone said what stays free of an accelerator."""
         return device in self.marks or device in self.defaults
+
+    def source_of(self, device: str) -> str:
+        """Return what the marks of a device, or of the RAM, come from: ``set``, ``setting`` or ``default``."""
+        is_host = device == HOST
+        if self.host_marks is not None if is_host else device in self.marks:
+            return "set"
+        return "setting" if (self.host_defaults is not None if is_host else device in self.defaults) else "default"
 
     def all_set(self) -> dict[str, Watermark]:
         """Return the marks of the accelerators for which someone set some."""

@@ -124,12 +124,52 @@ def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
      "release", "release?component=part/model&device=gpu:9", "release?device=gpu:0", "limits?keep_loaded=0",
      "limits?keep_loaded=x", "limits?keep_loaded=%C2%B2", "limits?idle=60", "limits?colour=red", "lend",
      "lend?size=8", "lend?size=1MiB&for=1", "lend?size=9GiB&for=60s", "lend?size=1MiB&for=60s&device=cpu",
-     "lend?size=0&for=60s", "lend/give-back?device=x"],
+     "lend?size=0&for=60s", "lend/give-back?device=x", "watermark", "watermark?marks=1GiB", "watermark?marks=2%25:1%25",
+     "watermark?marks=gpu:9=1%25:2%25", "watermark?marks=9GiB:9GiB", "watermark?device=gpu:0&marks=0:0"],
 )  # fmt: skip
 def test_bad_input_is_one_line(server: Server, post: Callable, path: str) -> None:
     status, answer = post(f"/highwater/{path}")
     assert status == 400 and len(answer["error"].splitlines()) == 1, answer
     assert not server.manager.capacity.loans.running()
+
+
+def test_the_setting_says_what_stays_free_where_no_node_does(server: Server, post: Callable) -> None:
+    manager = server.manager
+    held = manager.ledger.used("gpu:0")
+    status, answer = post("/highwater/watermark?marks=0:1%25,host=1%25:2%25")
+    gpu, host = answer["watermarks"]["gpu:0"], answer["watermarks"]["host"]
+    assert status == 200 and gpu == {"low_bytes": 0, "high_bytes": 8 * MIB // 100, "source": "setting"}
+    assert host["source"] == "setting" and 0 < 2 * host["low_bytes"] <= host["high_bytes"] + 1
+    assert manager.ledger.used("gpu:0") == held
+
+    assert post("/highwater/watermark?marks=100%25:100%25")[0] == 200
+    assert manager.ledger.used("gpu:0") == 0  # idle: it leaves at once
+    manager.set_watermark("gpu:0", MIB, MIB)
+    status, answer = post("/highwater/watermark?marks=100%25:100%25,host=1%25:2%25")
+    assert answer["watermarks"]["gpu:0"] == {"low_bytes": MIB, "high_bytes": MIB, "source": "set"}
+    status, answer = post("/highwater/watermark?marks=")
+    sources = {name: mark["source"] for name, mark in answer["watermarks"].items()}
+    assert (status, sources) == (200, {"gpu:0": "set", "host": "default"})
+
+
+def test_a_setting_moves_nothing_while_a_prompt_runs(server: Server, post: Callable) -> None:
+    held = server.manager.ledger.used("gpu:0")
+    server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
+    assert post("/highwater/watermark?marks=100%25:100%25")[0] == 200
+    assert server.manager.ledger.used("gpu:0") == held
+    server.running.clear()
+    server.manager.begin_run("r", "run")
+    server.manager.end_run()
+    assert server.manager.ledger.used("gpu:0") == 0
+
+
+def test_a_refused_setting_changes_nothing_and_says_why(server: Server, post: Callable) -> None:
+    assert post("/highwater/watermark?marks=1MiB:2MiB")[0] == 200
+    status, answer = post("/highwater/watermark?marks=gpu:0=1MiB:9MiB")
+    assert (status, answer) == (400, {"error": "watermark high=9.00MiB exceeds gpu:0; allowed: up to 8.00MiB"})
+    status, answer = post("/highwater/watermark?marks=gpu:0=1MiB;2MiB")
+    assert status == 400 and "column 11: ':' and the high mark must follow" in answer["error"]
+    assert server.manager.capacity.watermarks.of("gpu:0").low_bytes == MIB
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

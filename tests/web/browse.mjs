@@ -72,6 +72,24 @@ await run();
 await page.getByText(/'1MiB' is too small: transformer needs at least/).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("failed");
+
+// How much memory stays free: a setting that is applied when it is changed and when the page opens, or refused with why.
+const lowMark = async () => (await (await fetch("/highwater/report?only=devices")).json()).devices[1].watermark.low_bytes;
+await setting("Highwater.Watermark", "gpu:0=3MiB");
+await page.getByText(/column 11: ':' and the high mark must follow, such as 1GiB:2GiB/).first().waitFor();
+await setting("Highwater.Watermark", "gpu:0=3MiB:25%");
+await page.getByText("Kept free: gpu:0: 3 MiB to 16 MiB.").first().waitFor();
+assert.equal(await page.evaluate(lowMark), 3 << 20);
+await page.evaluate(() => fetch("/highwater/watermark?marks=", { method: "POST" }));
+assert.notEqual(await page.evaluate(lowMark), 3 << 20);
+await page.reload();
+await eventually("the setting counts again after a reload", lowMark, (bytes) => bytes === 3 << 20);
+await eventually("example is open once more", exampleIsOpen, hasOurs);
+await page.evaluate(() => app.extensionManager.command.execute("Comfy.ShowSettingsDialog"));
+await page.getByText("Highwater", { exact: true }).first().click();
+await page.getByText("Memory to keep free: low and high mark").first().waitFor();
+await page.waitForTimeout(300);
+await shoot("setting");
 assert.deepEqual(errors.filter((error) => !error.startsWith("PromptExecutionError")), [], "errors in the page");
 console.log(`asked other servers: ${[...foreign].join(" ") || "none"}`);
 await browser.close();

@@ -136,4 +136,10 @@ def test_every_precision_that_a_page_shows_can_be_chosen():
 def test_the_scripts_folder_holds_scripts_and_help_only():
     """The host imports every script below it, also one that was meant for tests."""
     found = {path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.is_file()}
-    assert found == {"extension.js", "readout.js", "report.js", *(f"docs/{node_id}.md" for node_id in INFO)}
+    assert found == {
+        "extension.js",
+        "readout.js",
+        "report.js",
+        "watermark.js",
+        *(f"docs/{node_id}.md" for node_id in INFO),
+    }

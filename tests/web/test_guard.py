@@ -114,6 +114,7 @@ def test_pages_of_other_sites_read_and_run_nothing(with_server, kind: str) -> No
             ("POST", "/prompt"),
             ("POST", "/free"),
             ("POST", "/highwater/free"),
+            ("POST", "/highwater/watermark?marks=1GiB:2GiB"),
         ):
             response = await server.client.request(method, path, headers=headers)
             assert response.status == 403, (method, path)

@@ -37,6 +37,15 @@ interface ComfyToast {
 }
 interface ComfyExtension {
   name: string;
+  settings?: {
+    id: string;
+    category?: string[];
+    name: string;
+    tooltip?: string;
+    type: "text";
+    defaultValue: string;
+    onChange?: (value: string, before?: string) => void;
+  }[];
   commands?: { id: string; label: string; function: () => void | Promise<void> }[];
   menuCommands?: { path: string[]; commands: string[] }[];
   nodeCreated?(node: ComfyNode): void;
