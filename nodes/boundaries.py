@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
 from .forecast.queue_forecast import MAX_PROMPTS, QueueForecast, remember
+from .free_requests import hear_free_requests
 from .host.waiting_queue import read_queue
 from .prompts import digests_of, names_our_node, title_of, workflow_id_of
 
@@ -86,8 +87,6 @@ class Boundaries:
         """What the results follow from that the host had when this run began, as far as is known."""
         self.revisited: set[str] = set()
         """The nodes of this run that ran in an earlier one, but were not in the one before."""
-        self.drops_kept = False
-        """The user asked the host to free its memory while a prompt ran: it does so when that ends."""
         # Features that are not in effect, and why.
         self.lost: dict[str, str] = {}
 
@@ -124,8 +123,8 @@ class Boundaries:
         self.run_id = self.workflow_id = None
         self.foresee()
         self.manager.end_run()
-        if self.drops_kept:
-            self.drop_kept()
+        if read_queue(self.server).frees:  # the host does so next
+            self.follow_free()
 
     @quietly("node_boundaries")
     def node_started(self, node_id: str, graph: Any) -> None:
@@ -150,18 +149,17 @@ class Boundaries:
 
     @quietly("free")
     def free_requested(self) -> None:
-        """The user asked the host to free its memory, which drops its models between prompts."""
-        self.drops_kept = self.run_id is not None
-        self.drop_kept()
+        """The user asked the host to free its memory; while a prompt runs, it does so when that ends, and we too."""
+        if self.run_id is None:
+            self.follow_free()
 
     # -- what that means
 
-    def drop_kept(self) -> None:
-        """Drop the weights that the manager kept of models which the host dropped."""
+    def follow_free(self) -> None:
+        """Drop the weights that the manager kept of models which the host dropped, and give freed memory back."""
         manager = existing_manager()
         if manager is not None:
-            manager.drop_kept("ComfyUI was asked to free memory")
-        self.drops_kept = self.run_id is not None
+            manager.follow_free("ComfyUI was asked to free memory")
 
     def close_node(self) -> None:
         if self.open_node is not None and self.manager is not None:
@@ -298,21 +296,7 @@ def install(server: Any) -> None:
         return request
 
     server.add_on_prompt_handler(look_at)
-    watch_free(server, boundaries)
-
-
-def watch_free(server: Any, boundaries: Boundaries) -> None:
-    """Hear of requests to free the host's memory, which it tells no provider of; its answer stays its own."""
-    from aiohttp import web
-
-    @web.middleware
-    async def hear(request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        response: web.StreamResponse = await handler(request)
-        if request.method == "POST" and request.path in ("/free", "/api/free"):
-            await asyncio.to_thread(boundaries.free_requested)
-        return response
-
-    server.app.middlewares.append(hear)
+    hear_free_requests(server, boundaries.free_requested)
 
 
 def attach_to_core() -> None:

@@ -1,11 +1,13 @@
-"""Does what falls due while nothing runs: ends loans, unloads idle components."""
+"""Does what falls due while nothing runs: ends loans, unloads idle components, gives freed memory back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from ..runtime.forwards.deferring_lock import DeferringLock
+from ..transfer.host_heap import give_back_heap
 from .claims.alarm import Alarm
+from .heap_return import HeapReturn
 from .idle_limits import IdleUnloading
 from .leases import Leases
 from .lending import Lending
@@ -27,6 +29,7 @@ class Caretaker:
         self.idle = idle
         self.loans = lending.capacity.loans
         self.event_log = lending.event_log
+        self.heap = HeapReturn(lambda: len(leases.members) + len(lending.capacity.kept.parts))
         self.alarm = Alarm(self.look)
         self.hosts_running: list[Callable[[], bool]] = []
 
@@ -38,6 +41,11 @@ class Caretaker:
     def is_in_run(self) -> bool:
         """Whether a run is open here or in a host."""
         return self.event_log.is_running or any(is_running() for is_running in self.hosts_running)
+
+    def return_heap_soon(self) -> None:
+        """Give freed memory back to the system once a host has dropped what it drops now, and nothing runs."""
+        self.heap.ask()
+        self.alarm.set(RETRY_S)
 
     def look(self) -> float | None:
         """Do what is due. Returns the seconds until it is to be called again, None where nothing is left to do."""
@@ -52,4 +60,11 @@ class Caretaker:
                     dues.append(max(RETRY_S, self.idle.due_s() or self.idle.limits.idle_s))
                 else:
                     dues.append(min(RETRY_BUSY_S, max(RETRY_S, self.idle.limits.idle_s)))
+            returns_heap = False
+            if self.heap.is_asked:
+                due_s = RETRY_BUSY_S if self.is_in_run() else self.heap.look()
+                returns_heap = due_s is None
+                dues += [due_s] if due_s is not None else []
+        if returns_heap:
+            give_back_heap()  # takes a while, and needs no lock
         return min(dues, default=None)

@@ -296,6 +296,11 @@ class MemoryManager:
         with self.exclusive():
             return self.kept.drop_all(reason)
 
+    def follow_free(self, reason: str) -> None:
+        """Drop all kept weights as a host frees its memory; once its models are gone, give the heap back."""
+        self.drop_kept(reason)
+        self.caretaker.return_heap_soon()
+
     def has(self, member: Member) -> bool:
         """Whether a component is under management, and not released."""
         return self.members.has(member)

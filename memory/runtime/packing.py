@@ -84,9 +84,9 @@ class Packing:
         """The weights that came under management without memory."""
         self.written = WrittenWeights(source)
         self.origins: KnownOrigins = {}
-        """What weights that are not packed yet were read from."""
+        """What weights that are not packed yet were read from; empty but while they are packed."""
         self.filled: Sequence[PristineSlab] = ()
-        """Slabs in which groups may lie already."""
+        """Slabs in which groups may lie already; empty but while they are packed."""
         self.pristine: list[PristineSlab] = []
         """After the end, slabs whose weights are as their files have them."""
         self.left: list[Bundle] = []
@@ -116,7 +116,10 @@ class Packing:
                 group.measure()
 
     def start_from(self, origins: KnownOrigins, filled: Sequence[PristineSlab]) -> None:
-        """Set what the weights were read from, and the slabs in which some of them may lie as they would be packed."""
+        """Set what the weights were read from, and the slabs in which some of them may lie as they would be packed.
+
+        `pack` forgets both: the slabs of others would keep their memory as long as this component lives.
+        """
         self.origins, self.filled = origins, filled
 
     def to_pack(self) -> int:
@@ -147,12 +150,15 @@ class Packing:
                 `to_pack`. An exception from it is raised here.
         """
         self.go_on()
-        with self.open_files():
-            for share in self.shares:
-                if self.plan.tier == "disk":
-                    self.leave_in_file(share)
-                else:
-                    self.pack_share(share, progress)
+        try:
+            with self.open_files():
+                for share in self.shares:
+                    if self.plan.tier == "disk":
+                        self.leave_in_file(share)
+                    else:
+                        self.pack_share(share, progress)
+        finally:
+            self.origins, self.filled = {}, ()
         if self.plan.tier == "disk":
             self.written.end_doubts()
         self.left.clear()

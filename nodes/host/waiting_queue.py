@@ -29,6 +29,8 @@ class WaitingQueue:
 
     running: tuple[QueuedPrompt, ...] = ()
     waiting: tuple[QueuedPrompt, ...] = ()
+    frees: bool = False
+    """Whether the host was asked to unload models or to free memory, and does so once no prompt runs."""
     lost: str | None = None
     """Why it could not be read; None where it was."""
 
@@ -44,9 +46,20 @@ def read_queue(server: Any) -> WaitingQueue:
     try:
         running, waiting = read()
         # The queue is a heap: only its first entry is where it belongs.
-        return WaitingQueue(running=tuple(prompts_of(running)), waiting=tuple(prompts_of(in_turn(waiting))))
+        return WaitingQueue(
+            running=tuple(prompts_of(running)),
+            waiting=tuple(prompts_of(in_turn(waiting))),
+            frees=has_free_flag(server.prompt_queue),
+        )
     except Exception as error:  # of the host, or of what another pack made of its queue
         return WaitingQueue(lost=f"failed: {type(error).__name__}: {error}")
+
+
+def has_free_flag(queue: Any) -> bool:
+    """Whether one of the flags is set that ``/free`` sets; the host takes them after a prompt, or when it is idle."""
+    read = getattr(queue, "get_flags", None)
+    flags = read(reset=False) if read is not None else {}
+    return any(bool(flags.get(name)) for name in ("unload_models", "free_memory"))
 
 
 def in_turn(entries: Iterable[Any]) -> list[Any]:

@@ -101,11 +101,25 @@ def test_after_free_nothing_is_kept(host: HostProcess) -> None:
 
 
 def test_our_own_free_drops_them(host: HostProcess) -> None:
+    """With their page-locked arena: the model that came after them holds none of it."""
+    before = host.ask_devices("read")["pinned"]["registered_bytes"]
     sample(host, A)
+    one = host.ask_devices("read")["pinned"]["registered_bytes"] - before
     sample(host, B)
     assert kept(host)
     host.post("/highwater/free")
     assert not kept(host)
+    assert host.ask_devices("read")["pinned"]["registered_bytes"] - before == one
+
+
+def test_what_was_asked_to_be_freed_as_a_prompt_begins_is_not_kept_by_it(host: HostProcess) -> None:
+    """The host takes its flags when no prompt runs: here after one that drops another model."""
+    sample(host, A)
+    graph = Graph()
+    graph.keep(sample_flux(graph, Loaders().diffusion_model(graph, B)))
+    host.post("/free", {"unload_models": True, "free_memory": True})
+    host.run(graph.nodes)
+    host.wait_until(lambda: not kept(host), "nothing kept")
 
 
 def test_a_patched_weight_is_not_kept(host: HostProcess) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from highwater.headless.comfy_stub.comfy_api import install as install_stand_ins
 from highwater.memory import existing_manager
@@ -31,7 +32,7 @@ class FakeServer:
     """What ``PromptServer`` has: one running prompt, a websocket, and handlers of requests."""
 
     def __init__(self) -> None:
-        self.app = SimpleNamespace(middlewares=[])
+        self.app = web.Application()
         self.running: list[Any] = []
         self.sent: list[dict[str, Any]] = []
         self.handlers: list[Any] = []

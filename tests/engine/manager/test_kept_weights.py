@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from highwater.memory.file_tensors import FileTensors
 from highwater.memory.manager.default import default_manager
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.kept_weights import KeptPart, KeptWeights
-from highwater.memory.manager.member import Members
+from highwater.memory.manager.member import Member, Members
 from highwater.memory.manager.watermark import Watermark, Watermarks, default_host_watermark
 from highwater.memory.runtime.blocks.pristine_slab import PristineSlab
 from highwater.memory.runtime.devices.ledger import Ledger
@@ -254,6 +255,52 @@ def test_converted_weights_are_compared_with_what_the_file_has_by_now(file: Path
     assert not differs(file, list(slab.weights()))
     slab.slab.data.zero_()
     assert differs(file, list(slab.weights()))
+
+
+def test_what_is_dropped_is_freed_though_another_component_came_after(machine, tmp_path: Path) -> None:
+    """Whatever of the kept weights could have been the newcomer's, it holds none of it once it is packed."""
+    from highwater.memory.options.placement import AUTO_PLACEMENT
+    from highwater.memory.options.precision import DEFAULT_PRECISION
+    from highwater.memory.options.profile import OffloadProfile
+
+    with machine(32) as manager, torch.no_grad():
+
+        def join(name: str) -> Member:
+            from safetensors.torch import load_file
+
+            path = tmp_path / f"{name}.safetensors"
+            save_file({"0.weight": torch.rand(256, 256)}, path)
+            model = nn.Sequential(nn.Linear(256, 256, bias=False)).requires_grad_(False)
+            with FileTensors() as files:
+                tensors = load_file(path)
+                files.watch(path, tensors)
+                model.load_state_dict(tensors, assign=True)
+            (member,), _ = manager.add(
+                {name: model},
+                kinds={name: "diffusion"},
+                placement=AUTO_PLACEMENT,
+                profile=OffloadProfile(),
+                precision=DEFAULT_PRECISION,
+                name=None,
+                node_id=None,
+                is_hosted=True,
+                origins={name: files.origins(model)},
+            )
+            return member
+
+        manager.begin_run("1", "run")
+        first = join("first")
+        first.leave_weights()
+        manager.remove(first)
+        del first
+        (part,) = manager.kept.parts
+        slab = weakref.ref(part.slabs[0].slab.data)
+        del part
+        second = join("second")
+        manager.end_run()
+        assert manager.drop_kept("test") >= 256 * 256 * 4
+        assert slab() is None
+        manager.remove(second)
 
 
 # -- the watermark of the RAM
