@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..units import MIB, format_bytes
 from .event_log import EventLog
 from .member import Members
+from .runs_file import RunsFile, digest_name
 
 __all__ = ["Growth"]
 
 # Less is no news.
 NOTEWORTHY_BYTES = MIB // 4
 MAX_WORKFLOWS = 1_000
+# What a text begins with that only its digest is known of.
+DIGEST = "digest "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,36 +28,89 @@ class Needed:
     activation_bytes: int
     choices: Mapping[str, str]
 
+    def is_like(self, other: Needed) -> bool:
+        """Whether the two differ by nothing but bytes that are no news."""
+        sizes = (self.weight_bytes - other.weight_bytes, self.activation_bytes - other.activation_bytes)
+        return (
+            self.choices.keys() == other.choices.keys()
+            and not self.changes(other)
+            and all(abs(size) < NOTEWORTHY_BYTES for size in sizes)
+        )
+
     def changes(self, before: Needed) -> str:
         """Return which choices differ from those of a run before."""
-        found = [f"{name} {value}, was {before.choices[name]}" for name, value in self.choices.items()
-                 if before.choices.get(name, value) != value]  # fmt: skip
+        found = []
+        for name, value in self.choices.items():
+            earlier = before.choices.get(name, value)
+            if earlier == DIGEST + digest_name(value) or earlier == value:
+                continue
+            was = "another" if earlier.startswith(DIGEST) else earlier
+            found.append(f"{name} {value}, was {was}")
         return f" (since {', '.join(found)})" if found else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it without names: a profile may have some."""
+        choices = {
+            name: DIGEST + digest_name(value) if name == "profile" and not value.startswith(DIGEST) else value
+            for name, value in self.choices.items()
+        }
+        return {"weight_bytes": self.weight_bytes, "activation_bytes": self.activation_bytes, "choices": choices}
 
 
 class Growth:
-    """Compares each run with the last one of the same workflow."""
+    """Compares each run with the last one of the same workflow, also with that of an earlier process.
 
-    def __init__(self, members: Members, event_log: EventLog) -> None:
+    Args:
+        file: where the last runs are stored; None: only here.
+        versions: of the software that computes: a choice, too, which an update makes.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        event_log: EventLog,
+        file: RunsFile | None = None,
+        versions: Mapping[str, str] | None = None,
+    ) -> None:
         self.members = members
         self.event_log = event_log
+        self.file = file
+        self.versions = dict(versions or {})
         self.last: dict[str, dict[str, Needed]] = {}
+        """By the digests of workflows and of their components' ids."""
+        self.is_read = file is None
+
+    def read(self) -> None:
+        """Read the stored runs at the first comparison."""
+        if not self.is_read and self.file is not None:
+            self.is_read = True
+            for workflow, run in self.file.read().items():
+                self.last[workflow] = {
+                    key: Needed(
+                        weight_bytes=needed["weight_bytes"],
+                        activation_bytes=needed["activation_bytes"],
+                        choices=needed["choices"],
+                    )
+                    for key, needed in run.items()
+                }
 
     def end_run(self, workflow: str, used: Collection[str]) -> None:
         """Enter an event if the components that a run used need more than those of the last run of its workflow."""
-        now = {name: self.needed(name) for name in used if name in self.members}
-        before = self.last.pop(workflow, None)
-        if now or before is None:
-            self.last[workflow] = now
-        else:
-            self.last[workflow] = before  # all of it was cached
+        self.read()
+        names = {digest_name(name): name for name in used if name in self.members}
+        now = {key: self.needed(name) for key, name in names.items()}
+        key_of_run = digest_name(workflow)
+        before = self.last.pop(key_of_run, None)
+        self.last[key_of_run] = now if now or before is None else before  # else all of it was cached
         if len(self.last) > MAX_WORKFLOWS:
             del self.last[next(iter(self.last))]
+        if now:
+            self.store(key_of_run, now, before)
         if not before or not now:
             return
         grown: list[tuple[int, str]] = []
-        for name, needed in now.items():
-            earlier = before.get(name)
+        for key, needed in now.items():
+            name, earlier = names[key], before.get(key)
             if earlier is None:
                 grown.append((needed.weight_bytes, f"{name} is new, {format_bytes(needed.weight_bytes)}"))
                 continue
@@ -62,12 +119,18 @@ class Growth:
                 if is_now - was >= NOTEWORTHY_BYTES:
                     words = f"{what}s of {name} take {format_bytes(is_now)} instead of {format_bytes(was)}"
                     grown.append((is_now - was, words + needed.changes(earlier)))
-        gone = sum(each.weight_bytes for name, each in before.items() if name not in now)
+        gone = sum(each.weight_bytes for key, each in before.items() if key not in now)
         more = sum(num_bytes for num_bytes, _ in grown) - gone
         if more >= NOTEWORTHY_BYTES:
             told = "; ".join(words for _, words in sorted(grown, reverse=True))
             reason = f"{workflow} needs {format_bytes(more)} more than at its last run: {told}"
             self.event_log.note("growth", "", more, "host", reason)
+
+    def store(self, workflow: str, now: Mapping[str, Needed], before: Mapping[str, Needed] | None) -> None:
+        """Store a run unless an equal one is stored, but for bytes that are no news."""
+        is_known = before is not None and now.keys() == before.keys()
+        if self.file is not None and not (is_known and all(now[key].is_like(before[key]) for key in now)):  # type: ignore[index]
+            self.file.write(workflow, {key: needed.to_json() for key, needed in now.items()})
 
     def needed(self, name: str) -> Needed:
         member = self.members[name]
@@ -78,6 +141,7 @@ class Growth:
             choices={
                 "precision": plan.precision.name,
                 "profile": str(member.profile),
-                "placement": str(plan.placement),
+                "placement": str(plan.placement).partition("=")[2],
+                **self.versions,
             },
         )

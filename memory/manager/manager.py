@@ -45,6 +45,7 @@ from .recovery import Recovery
 from .registry import Registry
 from .report import DeviceReport
 from .reporter import Reporter
+from .runs_file import RUNS_FILE_NAME, RunsFile
 from .steered import Steered, SteeredComponent, SteeringHost
 from .watermark import Watermark, WatermarkReport, default_watermark
 
@@ -81,7 +82,7 @@ class MemoryManager:
         )
         self.capacity = LiveCapacity(self.devices, self.members, self.steered, self.measures)
         self.admission = Admission(self.capacity, policy or NextUse())
-        self.growth = Growth(self.members, self.event_log)
+        self.growth = Growth(self.members, self.event_log, *stored_runs(needs_file))
         self.idle = IdleUnloading(self.admission)
         self.leases = Leases(self.lock, self.admission, self.idle, needs_file)
         self.kept = self.capacity.kept
@@ -541,3 +542,10 @@ class MemoryManager:
         with self.exclusive():
             report = self.reporter.recent(number)
         return report().to_json()
+
+
+def stored_runs(needs_file: NeedsFile | None) -> tuple[RunsFile | None, dict[str, str]]:
+    """Return the file of runs beside that of needs, and the versions that a run is of."""
+    if needs_file is None:
+        return None, {}
+    return RunsFile(needs_file.path.parent / RUNS_FILE_NAME), needs_file.versions()

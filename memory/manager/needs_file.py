@@ -31,6 +31,7 @@ from ..errors import InvalidInput
 from ..runtime.forwards.input_size import Size
 from ..user_folders import cache_folder
 from .needs import Key, Need
+from .runs_file import RUNS_FILE_NAME
 
 __all__ = ["NeedsFile", "cache_path"]
 
@@ -107,6 +108,11 @@ class NeedsFile:
         """The version of the needs, see [Note: version]."""
         return f"{installed_versions()}, {attention_kernels()}, {self.host}"
 
+    def versions(self) -> dict[str, str]:
+        """Return the parts of `version` that an update changes, by name."""
+        found = dict(each.split(" ", 1) for each in installed_versions().split(", "))
+        return found | ({"host": self.host} if self.host else {})
+
     def read(self) -> list[tuple[Key, Size, Need]]:
         """Return the needs of this version, the last used first; none if the file cannot be read."""
         try:
@@ -180,13 +186,15 @@ class NeedsFile:
         return False
 
     def reset(self) -> int:
-        """Delete all learned needs; returns how many there were.
+        """Delete all learned needs, in our own folder also the runs beside them; returns how many needs there were.
 
         Raises:
             InvalidInput: the file cannot be changed, or the user named a file that is not ours.
         """
         num_needs = 0
         try:
+            if self.begins_anew:
+                (self.path.parent / RUNS_FILE_NAME).unlink(missing_ok=True)
             if os.path.lexists(self.path):
                 num_needs = len(self.look())
                 with self.opened(writes=True) as database:
