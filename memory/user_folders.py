@@ -1,10 +1,11 @@
-"""The folders of the user's files: the cache, and data that the user made."""
+"""The folders of the user's files: the cache, data that the user made, and files of what runs now."""
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
-__all__ = ["cache_folder", "data_folder"]
+__all__ = ["cache_folder", "data_folder", "runtime_folder"]
 
 APP_NAME = "highwater"
 
@@ -21,6 +22,23 @@ def cache_folder() -> Path | None:
 def data_folder() -> Path | None:
     """Return the folder of data that the user made, such as saved workflows. Uses XDG_DATA_HOME in the same way."""
     return below_home("data", Path(".local", "share"))
+
+
+def runtime_folder() -> Path | None:
+    """Return the folder of files that hold only while programs run, which may not exist yet.
+
+    ``$XDG_RUNTIME_DIR/highwater``, ``/run/user/UID/highwater`` or ``runtime-UID/highwater`` in the folder of temporary
+    files on Linux, the usual folder on other systems. None where another user has taken its name.
+    """
+    import platformdirs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns where it takes the third
+        try:
+            folder = platformdirs.user_runtime_path(APP_NAME, appauthor=False)
+        except (OSError, RuntimeError):
+            return None
+    return folder if folder.is_absolute() else None
 
 
 def below_home(kind: str, usual: Path) -> Path | None:

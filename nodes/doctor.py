@@ -113,7 +113,7 @@ def examine_comfyui(
             *check_packs(custom_nodes),
         ]
     findings += [*check_torch(root), *check_devices(environment, flags, num_nvidia)]
-    findings += [*check_pinning(), check_compiler(environment)]
+    findings += [*check_sharing(), *check_pinning(), check_compiler(environment)]
     findings += [
         Finding(check="features", text=f"{name}: {state}; {WITHOUT_FEATURE[name]}", is_warning=True)
         for name, state in features.items()
@@ -298,6 +298,15 @@ def check_devices(environment: Mapping[str, str], flags: Sequence[str] | None, n
         text = "on Windows ComfyUI uses only the first device, unless started with --cuda-device all"
         findings.append(Finding(check="devices", text=text))
     return findings
+
+
+def check_sharing() -> list[Finding]:
+    """Say which other processes with this pack are seen on each device, or why none can be."""
+    from ..memory.manager.default import shared_folder
+    from ..memory.manager.sharing_check import describe_sharing
+    from ..memory.transfer.devices import list_devices
+
+    return [Finding(check="sharing", **asdict(state)) for state in describe_sharing(list_devices(), shared_folder())]
 
 
 def driver_devices() -> int:

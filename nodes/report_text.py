@@ -79,7 +79,14 @@ def devices_section(report: Mapping[str, Any]) -> Section:
                 f"other {format_bytes(max(0, device['other_bytes'] - resting))}",
             ]
         )
-    return Section(title="Devices", lines=align_columns(rows))
+    others = [
+        f"{device['name']}: another process (pid {other['pid']}) uses {format_bytes(other['used_bytes'])}, "
+        f"{format_bytes(other['idle_bytes'])} of it idle"
+        + (f", and asks for {format_bytes(other['need_bytes'])}" if other["need_bytes"] else "")
+        for device in report["devices"]
+        for other in device.get("neighbours", ())
+    ]
+    return Section(title="Devices", lines=[*align_columns(rows), *others])
 
 
 def components_section(report: Mapping[str, Any]) -> Section:

@@ -93,9 +93,10 @@ def little_to_look_through() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_links_remembered() -> Iterator[None]:
     """Links and needs that were measured in an earlier session, or by another test, would change plans."""
-    from highwater.memory.manager.default import remember_needs_in
+    from highwater.memory.manager.default import remember_needs_in, share_devices_in
 
     remember_needs_in(None)
+    share_devices_in(None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("highwater.memory.manager.live_capacity.known_link", lambda device: None)
         patch.setattr("highwater.memory.manager.live_capacity.link_bytes_per_s", lambda device, measure: measure())

@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import torch
 from torch.utils import cpp_extension
 
 from ...memory.errors import InvalidInput
+from ...memory.private_folders import make_parents, refuse_foreign, refuse_open_parents
 from ...memory.user_folders import cache_folder
 
 SOURCE = Path(__file__).with_name("simdevice.cpp")
@@ -30,6 +30,7 @@ SOURCE = Path(__file__).with_name("simdevice.cpp")
 # warnings.
 FLAGS = ("-O1", "-w")
 NAME = "highwater_simdevice"
+PURPOSE, VARIABLE = "code is loaded from here", "XDG_CACHE_HOME"
 
 
 class CompilerMissing(RuntimeError):
@@ -94,9 +95,7 @@ def load_backend(build_directory: Path | None = None) -> None:
 def make_private(directory: Path) -> Path:
     """Create a folder and its missing parents, private to this user. Returns it as `check_private`."""
     try:
-        for folder in [*reversed(directory.parents), directory]:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
+        make_parents(directory)
     except OSError as error:
         raise InvalidInput(
             f"{directory}: cannot be created: {error.strerror}; set XDG_CACHE_HOME to another folder"
@@ -112,28 +111,15 @@ def check_private(directory: Path) -> Path:
     """
     real = Path(os.path.realpath(directory))
     if hasattr(os, "getuid"):  # under Windows the user's profile is closed to others
-        for folder in [*reversed(real.parents), real]:
-            check_own(folder, is_above=folder != real)
+        refuse_open_parents(real, purpose=PURPOSE, variable=VARIABLE)
+        check_own(real)
         real.chmod(0o700)
     return real
 
 
-def check_own(path: Path, *, is_above: bool = False) -> None:
-    """Require that this user (for a parent folder: or root) owns a path, and that no other user can write to it."""
-    if not hasattr(os, "getuid"):
-        return
-    status = path.lstat()
-    told = f"{path}: code is loaded from here, but"
-    if stat.S_ISLNK(status.st_mode):
-        raise InvalidInput(f"{told} it is a link; remove it, or set XDG_CACHE_HOME to another folder")
-    if status.st_uid not in ((os.getuid(), 0) if is_above else (os.getuid(),)):
-        raise InvalidInput(f"{told} it belongs to user {status.st_uid}; set XDG_CACHE_HOME to a folder of yours")
-    is_kept_apart = is_above and status.st_mode & stat.S_ISVTX and status.st_uid == 0
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_kept_apart:
-        raise InvalidInput(
-            f"{told} other users can write there; run: chmod go-w {shlex.quote(str(path))}, or set XDG_CACHE_HOME to "
-            "another folder"
-        )
+def check_own(path: Path) -> None:
+    """Require that this user owns a path, and that no other user can write to it."""
+    refuse_foreign(path, purpose=PURPOSE, variable=VARIABLE)
 
 
 @contextlib.contextmanager

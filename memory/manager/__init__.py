@@ -19,6 +19,15 @@ __all__, __getattr__ = lazy_names(
         "steered": ["SteeredComponent", "SteeringHost"],
         "report": ["Report", "empty_report", "parts_of"],
         "manager": ["MemoryManager"],
-        "default": ["default_manager", "existing_manager", "keep_out_of_user_cache", "needs_path", "remember_needs_in"],
+        "sharing_check": ["SharingState", "describe_sharing"],
+        "default": [
+            "default_manager",
+            "existing_manager",
+            "keep_out_of_user_cache",
+            "needs_path",
+            "remember_needs_in",
+            "share_devices_in",
+            "shared_folder",
+        ],
     },
 )

@@ -99,8 +99,14 @@ class Admission:
         """Make the host that moves components keep free what the marks say; it knows one number for all devices."""
         marks = self.capacity.watermarks.all_set()
         lows = {name: mark.low_bytes for name, mark in marks.items() if mark.high_bytes}  # 0 and 0: it is taken away
-        for loan in self.capacity.loans.running():
-            lows[loan.device] = lows.get(loan.device, 0) + self.capacity.loans.missing_bytes(loan.device)
+        for name in self.capacity.watermarks.devices:
+            lent = self.capacity.lent_bytes(name)
+            if self.capacity.neighbours.on(name):
+                joined = self.capacity.joined_mark(name)
+                if joined.low_bytes > self.capacity.watermarks.of(name).low_bytes:
+                    lows[name] = joined.low_bytes
+            if lent:
+                lows[name] = lows.get(name, 0) + lent
         self.capacity.steered.keep_free(max(lows.values(), default=None))
 
     def victims(self, device: Device, member: Member | None, cause: Callable[[], str]) -> Iterator[Victim]:

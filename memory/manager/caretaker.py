@@ -1,4 +1,4 @@
-"""Does what falls due while nothing runs: ends loans, unloads idle components, gives freed memory back."""
+"""Does what falls due while nothing runs: ends loans, unloads what is idle, helps others, gives freed memory back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..runtime.forwards.deferring_lock import DeferringLock
 from ..transfer.host_heap import give_back_heap
+from .card_sharing import CardSharing
 from .claims.alarm import Alarm
 from .heap_return import HeapReturn
 from .idle_limits import IdleUnloading
@@ -22,8 +23,11 @@ RETRY_BUSY_S = 5.0
 class Caretaker:
     """Looks at what is due when an alarm rings. Nothing moves during a run or a pass; it never waits for the lock."""
 
-    def __init__(self, lock: DeferringLock, leases: Leases, lending: Lending, idle: IdleUnloading) -> None:
+    def __init__(
+        self, lock: DeferringLock, leases: Leases, lending: Lending, idle: IdleUnloading, sharing: CardSharing
+    ) -> None:
         self.lock = lock
+        self.sharing = sharing
         self.leases = leases
         self.lending = lending
         self.idle = idle
@@ -60,6 +64,8 @@ class Caretaker:
                     dues.append(max(RETRY_S, self.idle.due_s() or self.idle.limits.idle_s))
                 else:
                     dues.append(min(RETRY_BUSY_S, max(RETRY_S, self.idle.limits.idle_s)))
+            shared_due = self.sharing.look(is_idle=not self.is_in_run() and not self.leases.leased)
+            dues += [shared_due] if shared_due is not None else []
             returns_heap = False
             if self.heap.is_asked:
                 due_s = RETRY_BUSY_S if self.is_in_run() else self.heap.look()

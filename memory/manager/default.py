@@ -6,15 +6,28 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..user_folders import runtime_folder
+
 if TYPE_CHECKING:
     from .manager import MemoryManager
 
-__all__ = ["default_manager", "existing_manager", "keep_out_of_user_cache", "needs_path", "remember_needs_in"]
+__all__ = [
+    "default_manager",
+    "existing_manager",
+    "keep_out_of_user_cache",
+    "needs_path",
+    "remember_needs_in",
+    "share_devices_in",
+    "shared_folder",
+]
 
 lock = threading.Lock()
 made: list[MemoryManager] = []
 needs_folder: list[tuple[Path | None, str]] = []
 """The folder of what is learned and the host that it holds for, if set; else the user's cache folder is used."""
+
+shared_folders: list[Path | None] = []
+"""The folder through which processes share devices, if set; else the user's runtime folder is used."""
 
 
 def remember_needs_in(folder: str | Path | None, *, host: str = "") -> None:
@@ -26,15 +39,27 @@ def remember_needs_in(folder: str | Path | None, *, host: str = "") -> None:
     needs_folder[:] = [(None if folder is None else Path(folder), host)]
 
 
-def keep_out_of_user_cache() -> None:
-    """Keep learned needs and link speeds in this process; a folder that was named for needs is still used.
+def share_devices_in(folder: str | Path | None) -> None:
+    """Share devices with other processes through a folder, or not at all; call it before the manager is made."""
+    shared_folders[:] = [None if folder is None else Path(folder)]
 
-    For a process with simulated devices: what they need is of no use to other runs.
+
+def shared_folder() -> Path | None:
+    """Return the folder through which processes share devices; it need not exist. None: nothing is shared."""
+    return shared_folders[0] if shared_folders else runtime_folder()
+
+
+def keep_out_of_user_cache() -> None:
+    """Keep learned needs and link speeds in this process, and share no device; folders that were named are still used.
+
+    For a process with simulated devices: what they need is of no use to other runs, and no other process has them.
     """
     from ..transfer.link_speed import remember_links_in
 
     if not needs_folder:
         remember_needs_in(None)
+    if not shared_folders:
+        share_devices_in(None)
     remember_links_in(None)
 
 
@@ -61,7 +86,8 @@ def default_manager() -> MemoryManager:
                 folder, host = needs_folder[0]
                 remember_links_in(None if folder is None else folder / "links", keep=True)
             path = needs_path()
-            made.append(MemoryManager(needs_file=NeedsFile(path, host=host) if path is not None else None))
+            needs_file = NeedsFile(path, host=host) if path is not None else None
+            made.append(MemoryManager(needs_file=needs_file, shared_folder=shared_folder()))
         return made[0]
 
 

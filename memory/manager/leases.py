@@ -23,6 +23,7 @@ from ..runtime.forwards.recording_pauses import host_recordings
 from ..runtime.managed_component import ManagedComponent
 from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times
+from .card_sharing import CardSharing
 from .idle_limits import IdleUnloading
 from .live_capacity import computable
 from .member import Member
@@ -42,9 +43,15 @@ class Leases:
     """
 
     def __init__(
-        self, lock: DeferringLock, admission: Admission, idle: IdleUnloading, needs_file: NeedsFile | None
+        self,
+        lock: DeferringLock,
+        admission: Admission,
+        idle: IdleUnloading,
+        sharing: CardSharing,
+        needs_file: NeedsFile | None,
     ) -> None:
         self.lock = lock
+        self.sharing = sharing
         self.idle = idle
         self.admission = admission
         self.capacity = admission.capacity
@@ -256,7 +263,7 @@ class Leases:
             size: the size of the inputs for which it is loaded, if known.
         """
         managed, admission = member.managed, self.admission
-        plan = self.capacity.replan(member, computable(member, ceilings or {}), size=size)
+        plan = self.sharing.plan(member, computable(member, ceilings or {}), size=size)
         member.settled.clear()
         self.idle.trim(member.id, moves_hosted=False)
         for share in plan.shares:

@@ -22,6 +22,7 @@ from ..transfer.pinned_memory import pin_limit_bytes
 from ..weights.component import Component
 from .claims.kept import KeepLimit
 from .claims.loans import Loans
+from .claims.neighbours import Neighbours
 from .forecast import Forecast
 from .kept_weights import KeptWeights
 from .measures import Measures
@@ -52,6 +53,7 @@ class LiveCapacity:
         self.event_log = measures.event_log
         self.watermarks = Watermarks({name: device for name, device in devices.items() if not device.is_cpu})
         self.loans = Loans(self.foreign_on, lambda: self.event_log.now_s)
+        self.neighbours = Neighbours()
         self.kept = KeptWeights(members, self.ledger, self.event_log)
         self.needs = Needs()
         self.device_digests: dict[str, str] = {}
@@ -72,7 +74,7 @@ class LiveCapacity:
 
     def mark_of(self, device: str) -> Watermark:
         """Return how much of an accelerator is kept free now: its marks, and what is lent of it."""
-        mark, lent = self.watermarks.of(device), self.loans.missing_bytes(device)
+        mark, lent = self.joined_mark(device), self.lent_bytes(device)
         if not lent:
             return mark
         return Watermark(low_bytes=mark.low_bytes + lent, high_bytes=mark.high_bytes + lent)
@@ -92,7 +94,21 @@ class LiveCapacity:
 
     def free_bytes(self, device: Device) -> int:
         """Return the bytes of a device that an allocation may take now: free, and not lent."""
-        return device.free_bytes() - self.loans.missing_bytes(device.name)
+        return device.free_bytes() - self.lent_bytes(device.name)
+
+    def joined_mark(self, device: str) -> Watermark:
+        """Return the marks of an accelerator, the larger ones where other processes on it keep more free."""
+        own, others = self.watermarks.of(device), self.neighbours.on(device)
+        if not others:
+            return own
+        return Watermark(
+            low_bytes=max(own.low_bytes, *(other.low_bytes for other in others)),
+            high_bytes=max(own.high_bytes, *(other.high_bytes for other in others)),
+        )
+
+    def lent_bytes(self, device: str) -> int:
+        """Return what this process and others lend of an accelerator, and is not taken yet."""
+        return self.loans.missing_bytes(device) + sum(other.lent_bytes for other in self.neighbours.on(device))
 
     def trim_kept(self) -> None:
         """Drop kept weights, the oldest first, until the RAM's high mark is free, if less than its low mark is."""
@@ -283,6 +299,7 @@ class LiveCapacity:
         evicts: bool = True,
         in_pass: bool = False,
         spares: bool = True,
+        given: Mapping[str, int] | None = None,
     ) -> Machine:
         """Return what a member (or a newcomer) may plan with, in live numbers.
 
@@ -293,6 +310,7 @@ class LiveCapacity:
             evicts: whether the bytes of idle components count as available.
             spares: but not those that the member streams past ([Note: streaming past] in `policies/newcomer.py`).
             in_pass: a pass of the member ends: what its tensors still take counts as available.
+            given: what other processes might give of devices counts as available, too.
         """
         is_hosted = member.is_hosted if member is not None else is_hosted
         capacities = []
@@ -312,6 +330,7 @@ class LiveCapacity:
             own += sum(kept.values()) if device.is_cpu else 0  # they leave for it
             if in_pass and member is not None and device.name in member.allocated_at_entry:
                 own += max(0, allocated_bytes - member.allocated_at_entry[device.name])
+            own += (given or {}).get(device.name, 0)
             available = free_bytes + own + others - low - self.kept_for_sharing(member, device.name)
             capacities.append(
                 DeviceCapacity(
@@ -351,6 +370,7 @@ class LiveCapacity:
         size: Size | None = None,
         evicts: bool = True,
         in_pass: bool = False,
+        given: Mapping[str, int] | None = None,
     ) -> ComponentPlan:
         """Return the plan for a member with the memory, needs and times that are known now; moves nothing.
 
@@ -362,7 +382,9 @@ class LiveCapacity:
         managed = member.managed
 
         def plan(*, spares: bool) -> ComponentPlan:
-            machine = self.machine(member, ceilings, size=size, evicts=evicts, in_pass=in_pass, spares=spares)
+            machine = self.machine(
+                member, ceilings, size=size, evicts=evicts, in_pass=in_pass, spares=spares, given=given
+            )
             chosen = managed.component, managed.plan, machine, member.profile, member.block_seconds
             # Planned again where memory, its host's ceiling, or the known needs and times of forwards have changed.
             return confirm_plan(*chosen) or replan(*chosen)

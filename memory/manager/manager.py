@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..transfer.devices import Device, list_devices
 from ..transfer.host_heap import give_back_heap
 from ..weights.file_origin import FileIdentity, Origin
 from .admission import Admission
+from .card_sharing import CardSharing
 from .caretaker import Caretaker
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
 from .claims.loans import Loan
@@ -61,6 +63,8 @@ class MemoryManager:
     Args:
         needs_file: where what forwards need is remembered; None: only here.
         devices: what is managed; None: the CPU and every accelerator. Two names may stand for one device.
+        shared_folder: where processes that use the same devices tell each other what they use and need of them, see
+            [Note: card sharing] in `card_sharing.py`; None: others are not seen.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class MemoryManager:
         policy: EvictionPolicy | None = None,
         needs_file: NeedsFile | None = None,
         devices: Iterable[Device] | None = None,
+        shared_folder: Path | None = None,
     ) -> None:
         self.lock = DeferringLock()
         self.ledger = Ledger(self.count_bytes)
@@ -84,17 +89,22 @@ class MemoryManager:
         self.admission = Admission(self.capacity, policy or NextUse())
         self.growth = Growth(self.members, self.event_log, *stored_runs(needs_file))
         self.idle = IdleUnloading(self.admission)
-        self.leases = Leases(self.lock, self.admission, self.idle, needs_file)
+        self.sharing = CardSharing(self.admission)
+        self.leases = Leases(self.lock, self.admission, self.idle, self.sharing, needs_file)
         self.kept = self.capacity.kept
         self.registry = Registry(self.capacity, self.leases)
         self.recovery = Recovery(self.leases)
         self.departures = Departures(self.admission)
         self.lending = Lending(self.admission)
-        self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle)
+        self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle, self.sharing)
         self.reporter = Reporter(self.capacity, self.measures)
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())
             weakref.finalize(self, write_needs, self.capacity.needs, needs_file)  # also as the process ends
+        if shared_folder is not None:
+            self.sharing.join(shared_folder)
+            weakref.finalize(self, self.capacity.neighbours.leave)
+            self.caretaker.alarm.set(self.caretaker.look())
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Hold the lock; on leaving it, remove what was released meanwhile."""
@@ -130,6 +140,7 @@ class MemoryManager:
         """
         with self.exclusive():
             self.admission.set_watermark(device, low, high)
+            self.sharing.exchange()
 
     def set_default_watermarks(self, asked: Mapping[str, Marks]) -> dict[str, WatermarkReport]:
         """Set marks for the devices for which `set_watermark` is not called, by device; replaces those set before.
@@ -140,7 +151,9 @@ class MemoryManager:
             InvalidInput: as `set_watermark`; nothing is set then.
         """
         with self.exclusive():
-            return self.admission.set_default_watermarks(asked, moves=not self.caretaker.is_in_run())
+            changed = self.admission.set_default_watermarks(asked, moves=not self.caretaker.is_in_run())
+            self.sharing.exchange()
+            return changed
 
     # -- components that a host moves
 
@@ -477,6 +490,7 @@ class MemoryManager:
         """A prompt execution begins; plans are looked at again with the memory there is now."""
         with self.exclusive():
             self.recover()
+            self.sharing.exchange()
             self.capacity.outdate_plans()
             for member in self.members.values():
                 self.capacity.end_run(member)
@@ -492,6 +506,7 @@ class MemoryManager:
                 self.admission.keep_marks()
             self.measures.end_run()
             self.idle.trim(moves_hosted=True)
+            self.sharing.end_run()
             self.ledger.check()
         self.leases.remember()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import InvalidInput, allowed_values
 from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device
+from .claims.neighbours import ProcessUse
 from .member import Member
 from .watermark import Watermark
 
@@ -85,6 +86,10 @@ class DeviceReport:
     peak_bytes: int = 0
     lent: dict[str, Any] | None = None
     """What of it is lent to another program: ``num_bytes``, ``missing_bytes`` not taken yet, ``left_s``."""
+    neighbours: list[dict[str, Any]] = field(default_factory=list)
+    """What the other processes with this pack that share it say of it (`ProcessUse`)."""
+    unshared: str | None = None
+    """Why other processes on it are not seen, where they should be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +219,8 @@ def device_report(
     peak_bytes: int,
     steered_bytes: int = 0,
     lent: dict[str, Any] | None = None,
+    neighbours: Sequence[ProcessUse] = (),
+    unshared: str | None = None,
 ) -> DeviceReport:
     """Return the report of a device; ``steered_bytes`` are those of components that the host moves."""
     memory, managed = device.memory(), ledger.used(device.name) + steered_bytes
@@ -226,6 +233,8 @@ def device_report(
         other_bytes=max(0, memory.total - memory.free - managed),
         peak_bytes=max(peak_bytes, memory.peak),
         lent=lent,
+        neighbours=[other.to_json() for other in neighbours],
+        unshared=unshared,
     )
 
 

@@ -44,11 +44,13 @@ class Reporter:
         return [
             device_report(
                 device,
-                none if device.is_cpu else self.capacity.watermarks.of(name),
+                none if device.is_cpu else self.capacity.joined_mark(name),
                 self.ledger,
                 self.measures.peaks[name],
                 sum(self.steered.by_component(name).values()),
                 self.capacity.loans.describe(name),
+                self.capacity.neighbours.on(name),
+                self.capacity.neighbours.why_not(name),
             )
             for name, device in self.capacity.devices.items()
         ]

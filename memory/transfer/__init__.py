@@ -9,6 +9,7 @@ __all__, __getattr__ = lazy_names(
     {
         "devices": [
             "AllocatorBytes",
+            "Card",
             "Device",
             "DeviceMemory",
             "HostMemory",

@@ -21,6 +21,7 @@ from ..options.placement import canonical_device
 __all__ = [
     "CPU",
     "AllocatorBytes",
+    "Card",
     "Device",
     "DeviceMemory",
     "HostMemory",
@@ -150,6 +151,13 @@ class DeviceMemory(NamedTuple):
     peak: int
 
 
+class Card(NamedTuple):
+    """Which card a device is, as every process on the machine sees it."""
+
+    uuid: str
+    total_bytes: int
+
+
 NOTHING_ALLOCATED = AllocatorBytes(0, 0, 0)
 
 
@@ -169,6 +177,18 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         return self.torch_device.type == "cpu"
+
+    def card(self) -> Card | None:
+        """Return what tells the card from every other, in every process; None if torch reports no uuid of it.
+
+        Allocates no device memory.
+        """
+        find = getattr(self.module, "get_device_properties", None)
+        if self.is_cpu or find is None:
+            return None
+        properties = find(self.torch_device)
+        uuid = str(getattr(properties, "uuid", ""))
+        return Card(uuid, int(properties.total_memory)) if uuid.strip("0-") else None
 
     def memory(self) -> DeviceMemory:
         """Return all memory numbers of the device, from one query of the driver and one of the allocator.
