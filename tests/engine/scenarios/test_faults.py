@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -68,12 +69,15 @@ class Run:
 
 
 @contextmanager
-def a_run(sim: Any, machine: Any, toys: Any, folder: Path, form: str) -> Iterator[Run]:
+def a_run(
+    sim: Any, machine: Any, toys: Any, folder: Path, form: str, *, begin: Callable[[], None] = lambda: None
+) -> Iterator[Run]:
     net = toys.build_net()
     path = folder / "net.safetensors"
     if not path.exists():
         save_model(net, str(path))
     with machine(8, 8) as manager:
+        begin()
         managed = manage({"net": net}, files={"net": [path]}, manager=manager, **FORMS[form])
         yield Run(sim, manager, net, managed)
         managed.release()
@@ -161,3 +165,26 @@ def test_a_failed_allocation_or_copy(sim, machine, toys, tmp_path, form: str, fa
         counts[f"of {number} tried"] = len(range(1, number + 1, stride))
     assert counts["errors"]
     note(f"{fault} failed, {form}", counts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_refused_registration(sim, machine, toys, tmp_path, form: str) -> None:
+    """The n-th of packing and loading, for each n: what could not be page-locked is pageable, and an event says so."""
+    counts: Counter[str] = Counter()
+    with a_run(sim, machine, toys, tmp_path, form) as run:
+        want = run.compute()
+    for nth in itertools.count(1):
+        with a_run(sim, machine, toys, tmp_path, form, begin=lambda: sim.fail_registration(nth)) as run:  # noqa: B023
+            assert torch.equal(run.compute(), want), nth
+            run.assert_books()
+            assert torch.equal(run.compute(), want), nth
+            events = run.manager.report()["events"]
+        sim.fail_registration(0)
+        assert sim.pinned().used_bytes == sim.pinned().num_registered == 0, (
+            "what was page-locked beside the refused piece is unlocked again"
+        )
+        if not any("the driver refused to page-lock more memory" in event["reason"] for event in events):
+            break
+        counts["refused"] += 1
+    assert bool(counts["refused"]) == ("pinned=none" not in FORMS[form]["profile"])
+    note(f"registration refused, {form}", counts or Counter({"without any": 1}))
