@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 from ..runtime.forwards.deferring_lock import DeferringLock
@@ -72,5 +73,6 @@ class Caretaker:
                 returns_heap = due_s is None
                 dues += [due_s] if due_s is not None else []
         if returns_heap:
-            give_back_heap()  # takes a while, and needs no lock
+            gc.collect()  # a host's models may be in cycles; takes a while, and needs no lock
+            give_back_heap()
         return min(dues, default=None)
