@@ -115,11 +115,30 @@ def build_parser() -> Parser:
     lend.add_argument("--for", dest="duration", metavar="TIME", help="for how long, such as 60s, 5min or 1h")
     lend.add_argument("--give-back", action="store_true", help="give it back before the time is up")
     lend.add_argument("--device", metavar="NAME", help="the device, such as gpu:0; default: the only one")
-    lend.add_argument(
-        "--url",
-        default=f"http://{LOOPBACK}:{DEFAULT_PORT}",
-        help=f"where the host listens; default: http://{LOOPBACK}:{DEFAULT_PORT}",
+    keep = add("keep", "make a running host evict one of its models last")
+    keep.add_argument("component", metavar="COMPONENT", help="its id in the report")
+    keep.add_argument(
+        "--at-most", metavar="SIZE", help="how much of a device is kept, such as 4GiB or 50%%; default: all"
     )
+    keep.add_argument("--off", action="store_true", help="evict it in the usual order again")
+    release = add("release", "take models off a running host's devices now; they stay in its RAM")
+    release.add_argument("component", nargs="?", metavar="COMPONENT", help="its id in the report; default: all models")
+    release.add_argument(
+        "--device", metavar="NAME", help="the device, such as gpu:0; default: all that the model is on"
+    )
+    limits = add(
+        "limits",
+        "limit how many models of a running host stay loaded, and for how long while idle",
+        "Without an option it prints the limits. An option that is not given leaves its limit as it is.",
+    )
+    limits.add_argument("--max-loaded", metavar="N", help="at most so many models stay loaded; off: any number")
+    limits.add_argument("--idle", metavar="TIME", help="unload what was idle for so long, such as 10min; off: never")
+    for asking in (lend, keep, release, limits):
+        asking.add_argument(
+            "--url",
+            default=f"http://{LOOPBACK}:{DEFAULT_PORT}",
+            help=f"where the host listens; default: http://{LOOPBACK}:{DEFAULT_PORT}",
+        )
     doctor = add("doctor", "check whether Highwater works in ComfyUI, and what prevents it")
     doctor.add_argument("--comfyui", type=named_path, metavar="DIR", help=COMFYUI_HELP)
     serve = add("serve", "start the ComfyUI web page with these nodes, without ComfyUI's backend")

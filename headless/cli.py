@@ -6,12 +6,11 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import DoesNotFit, InvalidInput, one_line
-from ..memory.units import format_bytes
 from .arguments import build_parser, join_values
 from .commands.output import OUTPUT, drop_output, json_line, open_output, print_json
 
@@ -198,26 +197,52 @@ def run_needs(options: argparse.Namespace) -> int:
 
 
 def run_lend(options: argparse.Namespace) -> int:
-    from .commands.lending import HostFailed, give_back, lend, lent_text
+    from .commands.lending import give_back, given_back_text, lend, lent_text
 
     if options.give_back and (options.size is not None or options.duration is not None):
         raise InvalidInput("--give-back takes neither a size nor --for")
     if not options.give_back and (options.size is None or options.duration is None):
         raise InvalidInput("name how much and for how long, such as: highwater lend 8GiB --for 60s")
+    if options.give_back:
+        return tell_answer(options, lambda: give_back(options.url, options.device), given_back_text)
+    return tell_answer(options, lambda: lend(options.url, options.size, options.duration, options.device), lent_text)
+
+
+def run_keep(options: argparse.Namespace) -> int:
+    from .commands.keeping import keep, kept_text
+
+    return tell_answer(
+        options, lambda: keep(options.url, options.component, options.at_most, kept=not options.off), kept_text
+    )
+
+
+def run_release(options: argparse.Namespace) -> int:
+    from .commands.keeping import release, released_text
+
+    return tell_answer(options, lambda: release(options.url, options.component, options.device), released_text)
+
+
+def run_limits(options: argparse.Namespace) -> int:
+    from .commands.keeping import limits_text, set_limits
+
+    return tell_answer(options, lambda: set_limits(options.url, options.max_loaded, options.idle), limits_text)
+
+
+def tell_answer(
+    options: argparse.Namespace, ask: Callable[[], dict[str, Any]], text: Callable[[dict[str, Any]], str]
+) -> int:
+    """Print what a running host answers; exit code 1 where it does not, or refuses."""
+    from .commands.running_host import HostFailed
+
     try:
-        if options.give_back:
-            answer = give_back(options.url, options.device)
-            text = f"{format_bytes(answer['lent_bytes'])} of {answer['device']} are given back"
-        else:
-            answer = lend(options.url, options.size, options.duration, options.device)
-            text = lent_text(answer)
+        answer = ask()
     except HostFailed as error:
         print(f"highwater: {one_line(str(error))}", file=sys.stderr)
         return 1
     if options.json:
         print_json(answer)
     else:
-        print(text)
+        print(text(answer))
     return 0
 
 
@@ -252,6 +277,9 @@ COMMANDS = {
     "devices": run_devices,
     "needs": run_needs,
     "lend": run_lend,
+    "keep": run_keep,
+    "release": run_release,
+    "limits": run_limits,
     "doctor": run_doctor,
     "serve": run_serve,
 }

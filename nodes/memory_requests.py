@@ -6,6 +6,7 @@ Each takes the words of an address, and returns what is sent back.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..memory.errors import InvalidInput, allowed_values, quoted
@@ -51,31 +52,39 @@ def keep(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
 
 
 def release(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
-    """Take a ``component`` off a ``device``, or off all, now. Raises as `MemoryManager.release_from`."""
-    found = read_words(words, needed=("component",), others=("device",))
-    component = manager.find(found["component"])
-    reason = "released from the page"
-    departures = manager.release_between_runs(component, found.get("device"), reason=reason)
+    """Take a ``component`` off a ``device``, or off all, or everything off a ``device``, now.
+
+    Raises as `MemoryManager.release_between_runs`.
+    """
+    found = read_words(words, others=("component", "device"))
+    named, device = found.get("component"), found.get("device")
+    if not named and not device:
+        raise InvalidInput("component= is missing; needed: component or device, or both")
+    component = manager.find(named) if named else None
+    departures = manager.release_between_runs(component, device, reason="released on request")
     return {"released": [departure.to_json() for departure in departures]}
 
 
 def set_limits(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, Any]:
     """Set how many components stay loaded (``keep_loaded``), and after how long idle ones leave (``idle``).
 
-    A word that is missing, or ``off``, sets no limit.
+    ``off`` sets no limit; a word that is missing leaves its limit as it is. Returns the limits that count now.
     """
     from ..memory.manager.claims.loans import parse_seconds
-    from ..memory.manager.idle_limits import LONGEST_IDLE_S, IdleLimits
+    from ..memory.manager.idle_limits import LONGEST_IDLE_S, parse_num_loaded
 
     found = read_words(words, others=("keep_loaded", "idle"))
-    loaded, idle = found.get("keep_loaded", OFF), found.get("idle", OFF)
-    if loaded != OFF and not (loaded.isascii() and loaded.isdigit() and len(loaded) < 10):
-        raise InvalidInput(f"keep_loaded={quoted(loaded)}; allowed: a whole number of components, or {OFF}")
-    limits = IdleLimits(
-        num_loaded=None if loaded == OFF else int(loaded),
-        idle_s=None if idle == OFF else parse_seconds(idle, what="idle", most_s=LONGEST_IDLE_S),
-    )
-    manager.set_idle_limits(limits)
+    limits = manager.idle.limits
+    if "keep_loaded" in found:
+        word = found["keep_loaded"]
+        limits = replace(limits, num_loaded=None if word == OFF else parse_num_loaded(word, what="keep_loaded"))
+    if "idle" in found:
+        word = found["idle"]
+        limits = replace(
+            limits, idle_s=None if word == OFF else parse_seconds(word, what="idle", most_s=LONGEST_IDLE_S)
+        )
+    if found:
+        manager.set_idle_limits(limits)
     return {"keep_loaded": limits.num_loaded, "idle_s": limits.idle_s}
 
 

@@ -84,6 +84,15 @@ class Departures:
         held = {device: num_bytes for device in devices if (num_bytes := self.held(component, device))}
         return [self.leave(component, device, num_bytes, reason) for device, num_bytes in held.items()]
 
+    def release_all(self, named: str | None = None, *, reason: str) -> list[Departure]:
+        """Take every component off one device, or off all. Raises as `release`; nothing has left then."""
+        self.find_devices(named)
+        components = [*self.capacity.members.values(), *self.capacity.steered.components()]
+        busy = [component.id for component in components if is_computing(component)]
+        if busy:
+            raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
+        return [departure for component in components for departure in self.release(component, named, reason=reason)]
+
     def find_devices(self, named: str | None) -> list[Device]:
         accelerators = {name: device for name, device in self.admission.devices.items() if not device.is_cpu}
         if named is None:

@@ -10,7 +10,7 @@ from ..units import format_seconds
 from .admission import Admission
 from .policies.candidate import Candidate
 
-__all__ = ["LONGEST_IDLE_S", "IdleLimits", "IdleUnloading"]
+__all__ = ["LONGEST_IDLE_S", "IdleLimits", "IdleUnloading", "parse_num_loaded"]
 
 LONGEST_IDLE_S = 7 * 24 * 3600.0
 MOST_LOADED = 1000
@@ -37,6 +37,13 @@ class IdleLimits:
         loaded = f"at most {self.num_loaded} loaded" if self.num_loaded is not None else "any number loaded"
         idle = f"unloaded after {format_seconds(self.idle_s)} idle" if self.idle_s is not None else "no idle unload"
         return f"{loaded}, {idle}"
+
+
+def parse_num_loaded(text: object, *, what: str) -> int:
+    """Return a number of components from its digits. Raises `InvalidInput` where it is none."""
+    if not isinstance(text, str) or not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise InvalidInput(f"{what} {quoted(text)}; allowed: 1 to {MOST_LOADED} components, or off")
+    return int(text)
 
 
 class IdleUnloading:

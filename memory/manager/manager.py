@@ -205,9 +205,9 @@ class MemoryManager:
             return self.departures.release(component, device, reason=reason)
 
     def release_between_runs(
-        self, component: Member | SteeredComponent, device: str | None = None, *, reason: str
+        self, component: Member | SteeredComponent | None, device: str | None = None, *, reason: str
     ) -> list[Departure]:
-        """As `release_from`, for other threads than the one that runs prompts.
+        """As `release_from`, for other threads than the one that runs prompts. No component: all of them.
 
         Raises:
             UnsafeState: a run is open.
@@ -215,7 +215,10 @@ class MemoryManager:
         with self.exclusive():  # a run that begins now waits until this has ended
             if self.caretaker.is_in_run():
                 raise UnsafeState("a prompt is running; cancel it, or wait until it ends")
-            return self.release_from(component, device, reason=reason)
+            if component is not None:
+                return self.release_from(component, device, reason=reason)
+            self.leases.recover_abandoned(None)
+            return self.departures.release_all(device, reason=reason)
 
     def lend(self, num_bytes: int, seconds: float, device: str | None = None) -> LendingReport:
         """Keep so many bytes of a device free for another program, for a while (`Lending.lend`).

@@ -99,7 +99,24 @@ def test_a_component_is_released_and_kept_by_its_id(server: Server, post: Callab
     assert not server.manager.ledger.used("gpu:0")
 
 
-@pytest.mark.parametrize("path", ["release?component=part/model", "release?component=part/model&device=gpu:0"])
+def test_everything_leaves_a_device_or_nothing_does(server: Server, post: Callable) -> None:
+    other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    with manage(other, manager=server.manager, name="other") as managed:
+        other(X)
+        held = server.manager.ledger.used("gpu:0")
+        with server.manager.lease(managed.members[0]):
+            status, answer = post("/highwater/release?device=gpu:0")
+        assert status == 409 and "other/model: computes now" in answer["error"]
+        assert server.manager.ledger.used("gpu:0") == held
+        status, answer = post("/highwater/release?device=gpu:0")
+        assert status == 200 and not server.manager.ledger.used("gpu:0")
+        assert {departure["component"] for departure in answer["released"]} == {"part/model", "other/model"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["release?component=part/model", "release?component=part/model&device=gpu:0", "release?device=gpu:0"],
+)
 def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable, path: str) -> None:
     server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
     held = server.manager.ledger.used("gpu:0")
@@ -115,13 +132,15 @@ def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable,
 def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
     assert post("/highwater/limits?keep_loaded=2&idle=10min") == (200, {"keep_loaded": 2, "idle_s": 600.0})
     assert server.manager.idle.limits.num_loaded == 2
-    assert post("/highwater/limits?keep_loaded=off") == (200, {"keep_loaded": None, "idle_s": None})
+    assert post("/highwater/limits") == (200, {"keep_loaded": 2, "idle_s": 600.0})
+    assert post("/highwater/limits?keep_loaded=off") == (200, {"keep_loaded": None, "idle_s": 600.0})
+    assert post("/highwater/limits?idle=off") == (200, {"keep_loaded": None, "idle_s": None})
 
 
 @pytest.mark.parametrize(
     "path",
     ["keep", "keep?component=nothing", "keep?component=part/model&keep=maybe", "keep?component=part/model&at_most=9GiB",
-     "release", "release?component=part/model&device=gpu:9", "release?device=gpu:0", "limits?keep_loaded=0",
+     "release", "release?component=part/model&device=gpu:9", "release?device=gpu:9", "limits?keep_loaded=0",
      "limits?keep_loaded=x", "limits?keep_loaded=%C2%B2", "limits?idle=60", "limits?colour=red", "lend",
      "lend?size=8", "lend?size=1MiB&for=1", "lend?size=9GiB&for=60s", "lend?size=1MiB&for=60s&device=cpu",
      "lend?size=0&for=60s", "lend/give-back?device=x", "watermark", "watermark?marks=1GiB", "watermark?marks=2%25:1%25",
@@ -172,8 +191,8 @@ def test_a_refused_setting_changes_nothing_and_says_why(server: Server, post: Ca
     assert server.manager.capacity.watermarks.of("gpu:0").low_bytes == MIB
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = main(["lend", *arguments])
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "lend") -> tuple[int, str, str]:
+    code = main([command, *arguments])
     return code, *capsys.readouterr()
 
 
@@ -196,11 +215,53 @@ def test_what_computes_is_refused_with_exit_code_1(server: Server, capsys: pytes
     assert code == 1 and "part/model computes with" in error and len(error.splitlines()) == 1
 
 
-def test_a_host_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_keep_and_release(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    url, member = ("--url", server.url), server.manager.members["part/model"]
+    code, out, error = run(capsys, "part/model", "--at-most", "1MiB", *url, command="keep")
+    assert (code, out, error) == (0, "part/model is evicted last, up to 1MiB of a device\n", "")
+    assert member.evict_last
+    code, out, _ = run(capsys, "part/model", *url, command="keep")
+    assert (code, out) == (0, "part/model is evicted last\n")
+    code, out, _ = run(capsys, "part/model", "--off", *url, command="keep")
+    assert (code, out) == (0, "part/model is evicted in the usual order\n") and not member.evict_last
+    code, out, error = run(capsys, "part/model", "--at-most", "9GiB", *url, command="keep")
+    assert (code, out, len(error.splitlines())) == (2, "", 1) and "gpu:0 has 8.00MiB" in error
+    code, out, error = run(capsys, "part/other", *url, command="release")
+    assert (code, out, len(error.splitlines())) == (2, "", 1) and "part/model" in error
+    code, out, error = run(capsys, "part/model", "--device", "gpu:0", *url, command="release")
+    assert (code, error) == (0, "") and out.startswith("released part/model: ") and not out.count("another program")
+    code, out, _ = run(capsys, "--device", "gpu:0", *url, command="release")
+    assert (code, out) == (0, "nothing was there to release\n")
+    server.model(X)
+    code, out, _ = run(capsys, "--device", "gpu:0", "--json", *url, command="release")
+    assert code == 0 and [part["component"] for part in json.loads(out)["released"]] == ["part/model"]
+    server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
+    code, out, error = run(capsys, "--device", "gpu:0", *url, command="release")
+    assert (code, out) == (1, "") and "a prompt is running" in error
+
+
+def test_the_command_sets_limits_and_prints_them(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    def limits(*arguments: str) -> str:
+        code, out, error = run(capsys, *arguments, "--url", server.url, command="limits")
+        assert (code, error) == (0, "")
+        return out
+
+    assert limits() == "any number loaded, no idle unload\n"
+    assert limits("--max-loaded", "2") == "at most 2 loaded, no idle unload\n"
+    assert limits("--idle", "10min") == "at most 2 loaded, unloaded after 600 s idle\n"
+    assert limits("--max-loaded", "off") == "any number loaded, unloaded after 600 s idle\n"
+    assert json.loads(limits("--idle", "off", "--json")) == {"keep_loaded": None, "idle_s": None}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("lend", "1MiB", "--for", "60s"), ("keep", "a"), ("release", "a"), ("limits",)],
+)
+def test_a_host_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        code, out, error = run(capsys, "1MiB", "--for", "60s", "--url", url)
+        code, out, error = run(capsys, *command[1:], "--url", url, command=command[0])
     assert (code, out, len(error.splitlines())) == (1, "", 1)
     assert f"no Highwater answers at {url}" in error
 
@@ -214,4 +275,18 @@ def test_a_host_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
 )  # fmt: skip
 def test_bad_words_are_one_line_with_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: tuple) -> None:
     code, out, error = run(capsys, *arguments)
+    assert (code, out, len(error.splitlines())) == (2, "", 1), error
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("keep",), ("keep", "a", "--at-most", "8"), ("keep", "a", "--off", "--at-most", "8GiB"), ("keep", "a", "b"),
+     ("keep", "a", "--url", "here"), ("release",), ("release", "--url", "http://127.0.0.1:1"),
+     ("limits", "--max-loaded", "0"), ("limits", "--max-loaded", "-1"), ("limits", "--max-loaded", "many"),
+     ("limits", "--max-loaded", "\N{SUPERSCRIPT TWO}"), ("limits", "--idle", "10"), ("limits", "--idle", "8d")],
+)  # fmt: skip
+def test_bad_words_of_the_other_commands_are_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    code, out, error = run(capsys, *arguments[1:], command=arguments[0])
     assert (code, out, len(error.splitlines())) == (2, "", 1), error

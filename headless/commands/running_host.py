@@ -1,0 +1,66 @@
+"""Asks the ComfyUI, or the Highwater server, that runs: one client for all commands."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from ...memory.errors import InvalidInput, one_line, quoted
+
+__all__ = ["HostFailed", "ask"]
+
+TIMEOUT_S = 120.0
+
+
+class HostFailed(RuntimeError):
+    """The host is not there, or cannot do what was asked."""
+
+
+def ask(url: str, path: str, words: dict[str, str | None]) -> dict[str, Any]:
+    """Post to a host and return its answer; no proxy stands between. Waits up to two minutes.
+
+    Args:
+        words: of the address; those that are None are left out.
+
+    Raises:
+        InvalidInput: not an address, or the host calls a word invalid.
+        HostFailed: no host answers there, or it refuses.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0  # raises where it is no port
+        is_url = parts.scheme in ("http", "https") and has_host and not parts.query and not parts.fragment
+    except ValueError:
+        is_url = False
+    if not is_url or not url.isprintable() or " " in url:
+        raise InvalidInput(f"--url {quoted(url)} is no address; allowed: such as http://127.0.0.1:8188")
+    query = urllib.parse.urlencode({name: value for name, value in words.items() if value is not None})
+    try:
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}?{query}", method="POST")
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=TIMEOUT_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        refused = read_error(error)
+        if error.code == 400:
+            raise InvalidInput(refused) from error
+        raise HostFailed(refused) from error
+    except (OSError, http.client.HTTPException, ValueError, UnicodeError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise HostFailed(f"no Highwater answers at {url}: {reason}; name its host with --url") from error
+    if not isinstance(answer, dict):
+        raise HostFailed(f"what answers at {url} is not Highwater; name its host with --url")
+    return answer
+
+
+def read_error(error: urllib.error.HTTPError) -> str:
+    """Return why a host refuses, in one line."""
+    try:
+        told = json.loads(error.read())
+        return one_line(str(told["error"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"the host at {error.url.partition('?')[0]} answers HTTP {error.code}: is Highwater installed there?"
