@@ -87,7 +87,7 @@ class Departures:
     def release_all(self, named: str | None = None, *, reason: str) -> list[Departure]:
         """Take every component off one device, or off all. Raises as `release`; nothing has left then."""
         self.find_devices(named)
-        components = [*self.capacity.members.values(), *self.capacity.steered.components()]
+        components: list[Resident] = [*self.capacity.members.values(), *self.capacity.steered.components()]
         busy = [component.id for component in components if is_computing(component)]
         if busy:
             raise UnsafeState(f"{', '.join(busy)}: computes now; release it after that")
