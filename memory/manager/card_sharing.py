@@ -25,6 +25,7 @@ from .admission import Admission
 from .claims.neighbours import ProcessUse
 from .member import Member
 from .policies.candidate import Candidate
+from .steered import SteeredComponent
 from .watermark import Watermark, default_watermark
 
 __all__ = ["CardSharing"]
@@ -86,10 +87,7 @@ class CardSharing:
 
     def reserved_by_others(self, device: str) -> tuple[int, int, int]:
         """Return the largest marks of the others on a device, and what they lend in all."""
-        others = self.neighbours.on(device)
-        low = max((other.low_bytes for other in others), default=0)
-        high = max((other.high_bytes for other in others), default=0)
-        return low, high, sum(other.lent_bytes for other in others)
+        return *self.neighbours.marks(device), self.neighbours.lent_bytes(device)
 
     def note_marks(self, device: Device) -> None:
         """Enter it in the log when other marks than this process's own hold, or hold no more."""
@@ -167,9 +165,17 @@ class CardSharing:
         self.exchange()
         try:
             plan = self.capacity.replan(member, ceilings, size=size)
-        except DoesNotFit:
+        except DoesNotFit as error:
             self.ask(member, ceilings, size, {})
-            raise
+            holders = [
+                f"{process_name(other)} uses {format_bytes(other.used_bytes)} of {device.name}"
+                for device in self.shared()
+                for other in self.neighbours.on(device.name)
+                if other.used_bytes and device.name in member.managed.device_names
+            ]
+            if not holders:
+                raise
+            raise DoesNotFit(f"{error}; {', '.join(holders)}, and was asked for what is idle of it") from None
         self.ask(member, ceilings, size, plan.device_bytes if plan.streams else None)
         return plan
 
@@ -178,9 +184,7 @@ class CardSharing:
     ) -> None:
         """Ask for what a member would take if the others gave what is idle, beyond what it has; None: all it wants."""
         idle = {
-            device.name: num_bytes
-            for device in self.shared()
-            if (num_bytes := sum(other.idle_bytes for other in self.neighbours.on(device.name)))
+            device.name: num_bytes for device in self.shared() if (num_bytes := self.neighbours.idle_bytes(device.name))
         }
         wanted: Mapping[str, int] = {}
         if idle and has is not None:
@@ -201,6 +205,21 @@ class CardSharing:
         if before != {name: max(wants.values(), default=0) for name, wants in self.wanted.items()}:
             self.exchange()
 
+    def note_use(self, component: SteeredComponent) -> None:
+        """Ask for what a component that its host moves would have if there were room; its host takes it by itself."""
+        for device in self.shared():
+            name, held = device.name, component.device_bytes().get(device.name, 0)
+            lacks = component.wanted_bytes().get(name, 0) - held
+            self.wanted[name].pop(component.id, None)
+            if lacks > 0:
+                candidates = self.capacity.candidates(device, None)
+                idle = sum(other.device_bytes for other in candidates if other.component != component.id)
+                room = device.free_bytes() + idle - self.capacity.mark_of(name).low_bytes
+                lacks = min(lacks - max(0, room), self.neighbours.idle_bytes(name))
+            if lacks > 0:
+                self.wanted[name][component.id] = lacks
+        self.exchange()
+
     def end_run(self) -> None:
         """Ask for nothing any more, and help who asks."""
         if self.neighbours.shared:
@@ -213,8 +232,8 @@ class CardSharing:
         now_s = self.event_log.now_s
         for name in {*self.wanted, *self.short}:
             for component in {*self.wanted[name], *self.short[name]}:
-                member = self.capacity.members.get(component)
-                if member is None or member.last_use_s is None or now_s - member.last_use_s >= unused_s:
+                found = self.capacity.members.get(component) or self.capacity.steered.get(component)
+                if found is None or found.last_use_s is None or now_s - found.last_use_s >= unused_s:
                     self.wanted[name].pop(component, None)
                     self.short[name].discard(component)
 
@@ -235,8 +254,8 @@ class CardSharing:
     def note_room(self) -> None:
         """Have plans that take less than they would looked at again when others use less, or might give more."""
         for device in self.shared():
-            others, name = self.neighbours.on(device.name), device.name
-            used, idle = sum(other.used_bytes for other in others), sum(other.idle_bytes for other in others)
+            name = device.name
+            used, idle = self.neighbours.used_bytes(name), self.neighbours.idle_bytes(name)
             used_before, idle_before = self.heard.get(name, (0, 0))
             if self.short[name] and (used < used_before or idle > idle_before):
                 self.capacity.outdate_plans()

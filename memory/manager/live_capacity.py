@@ -98,17 +98,12 @@ class LiveCapacity:
 
     def joined_mark(self, device: str) -> Watermark:
         """Return the marks of an accelerator, the larger ones where other processes on it keep more free."""
-        own, others = self.watermarks.of(device), self.neighbours.on(device)
-        if not others:
-            return own
-        return Watermark(
-            low_bytes=max(own.low_bytes, *(other.low_bytes for other in others)),
-            high_bytes=max(own.high_bytes, *(other.high_bytes for other in others)),
-        )
+        own, (low, high) = self.watermarks.of(device), self.neighbours.marks(device)
+        return Watermark(low_bytes=max(own.low_bytes, low), high_bytes=max(own.high_bytes, high))
 
     def lent_bytes(self, device: str) -> int:
         """Return what this process and others lend of an accelerator, and is not taken yet."""
-        return self.loans.missing_bytes(device) + sum(other.lent_bytes for other in self.neighbours.on(device))
+        return self.loans.missing_bytes(device) + self.neighbours.lent_bytes(device)
 
     def trim_kept(self) -> None:
         """Drop kept weights, the oldest first, until the RAM's high mark is free, if less than its low mark is."""
@@ -202,8 +197,8 @@ class LiveCapacity:
         return memory.total - memory.free - memory.allocated - self.steered.paged_bytes(device.name)
 
     def foreign_on(self, device: str) -> int:
-        """As `foreign_bytes`, by the device's name."""
-        return self.foreign_bytes(self.devices[device])
+        """As `foreign_bytes`, by the device's name, and without what other processes with this pack say they use."""
+        return self.foreign_bytes(self.devices[device]) - self.neighbours.used_bytes(device)
 
     def candidates(self, device: Device, member: Member | None) -> list[Candidate]:
         """Return the idle components with bytes on a device, other than the member, also those that the host moves.

@@ -171,6 +171,7 @@ class MemoryManager:
             self.leases.touch(component)
             self.admission.order_steered()
             self.measures.sample()
+            self.sharing.note_use(component)
 
     def keep(
         self, components: Iterable[Member | SteeredComponent], kept: bool, limit: KeepLimit = EVERYTHING_KEPT

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..errors import InvalidInput
 from ..transfer.devices import Device
 from ..units import format_bytes
-from .claims.neighbours import others_on
+from .claims.neighbours import NO_UUID, others_on
 
 __all__ = ["SharingState", "describe_sharing"]
 
@@ -51,6 +51,8 @@ def describe_device(device: Device, folder: Path) -> SharingState:
     try:
         others = others_on(folder, device)
     except InvalidInput as error:
+        if str(error) == NO_UUID:  # so it is on MPS: nothing can be done
+            return SharingState(text=f"{device.name}: not shared with other processes: {error}")
         remedy = "two processes on it compete for its memory; run one at a time, or give each a part with a watermark"
         return SharingState(text=f"{device.name}: not shared: {error}", is_warning=True, remedy=remedy)
     if not others:

@@ -67,6 +67,13 @@ class SteeredComponent(ABC):
     def device_bytes(self) -> Mapping[str, int]:
         """Return the bytes of weights on each device now."""
 
+    def wanted_bytes(self) -> Mapping[str, int]:
+        """Return the bytes of weights that it would have on each device if there were room, within its budget.
+
+        Nothing where the host does not tell.
+        """
+        return {}
+
     @abstractmethod
     def paged_bytes(self, device: str) -> int:
         """Return the bytes of a device that it has beside torch's allocator."""

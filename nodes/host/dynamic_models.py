@@ -123,6 +123,13 @@ class DynamicModel(SteeredComponent):
         buffers = list(getattr(comfy.model_management, "STREAM_AIMDO_CAST_BUFFERS", {}).values())
         return sum(int(buffer.size()) for buffer in buffers if buffer.device == patcher.load_device.index)
 
+    def wanted_bytes(self) -> Mapping[str, int]:
+        patcher, most = self.patcher, self.budget_bytes
+        if patcher is None or is_cpu(patcher.load_device):
+            return {}
+        whole = int(patcher.model_size())
+        return {device_name(patcher.load_device): whole if most is None else min(whole, most)}
+
     def paged_bytes(self, device: str) -> int:
         vbar, patcher = self.ranges().get(device), self.patcher
         if vbar is None or patcher is None:

@@ -11,6 +11,6 @@ __all__, __getattr__ = lazy_names(
         "loans": ["LONGEST_LOAN_S", "Loan", "Loans", "parse_seconds"],
         "alarm": ["Alarm"],
         "process_slots": ["SlotFile", "slot_file"],
-        "neighbours": ["Neighbours", "ProcessUse", "others_on"],
+        "neighbours": ["NO_UUID", "Neighbours", "ProcessUse", "others_on"],
     },
 )

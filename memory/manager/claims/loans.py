@@ -40,7 +40,7 @@ class Loans:
     """The loans that run: at most one for each device. The caller holds the manager's lock.
 
     Args:
-        foreign_bytes: the bytes of a device that others than this process have.
+        foreign_bytes: the bytes of a device that others than this process have, and may be the borrower.
         now_s: the time of the event log.
     """
 

@@ -14,12 +14,12 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidInput
+from ...errors import InvalidInput, reason_of
 from ...private_folders import make_private_folder, refuse_unprivate
 from ...transfer.devices import Card, Device
 from .process_slots import SlotFile, slot_file
 
-__all__ = ["Neighbours", "ProcessUse", "others_on", "shared_path"]
+__all__ = ["NO_UUID", "Neighbours", "ProcessUse", "others_on", "shared_path"]
 
 NO_UUID = "torch reports no uuid of it"
 PURPOSE, VARIABLE = "processes share devices here", "XDG_RUNTIME_DIR"
@@ -118,9 +118,10 @@ class Neighbours:
             self.unshared |= {device.name: str(error) for device in accelerators}
             return
         for device in accelerators:
-            card = device.card()
-            if card is None:
-                self.unshared[device.name] = NO_UUID
+            try:
+                card = card_of(device)
+            except InvalidInput as error:
+                self.unshared[device.name] = str(error)
             else:
                 self.shared[device.name] = Shared(shared_path(folder, card), card.total_bytes)
 
@@ -134,6 +135,24 @@ class Neighbours:
         """Return what the others said last of a device."""
         shared = self.shared.get(device)
         return shared.others if shared is not None else ()
+
+    def marks(self, device: str) -> tuple[int, int]:
+        """Return the largest marks that others keep free of a device, low and high; 0 without others."""
+        others = self.on(device)
+        low = max((other.low_bytes for other in others), default=0)
+        return low, max((other.high_bytes for other in others), default=0)
+
+    def used_bytes(self, device: str) -> int:
+        """Return what the others use of a device."""
+        return sum(other.used_bytes for other in self.on(device))
+
+    def idle_bytes(self, device: str) -> int:
+        """Return what the others would give of a device."""
+        return sum(other.idle_bytes for other in self.on(device))
+
+    def lent_bytes(self, device: str) -> int:
+        """Return what the others lend of a device to programs that have not taken it yet."""
+        return sum(other.lent_bytes for other in self.on(device))
 
     def why_not(self, device: str) -> str | None:
         """Return why other processes on a device are not seen; None where they are, or where nothing is shared."""
@@ -153,9 +172,7 @@ def others_on(folder: Path, device: Device) -> tuple[ProcessUse, ...]:
     Raises:
         InvalidInput: the folder is not private, the device has no uuid, or its file cannot be read.
     """
-    card = device.card()
-    if card is None:
-        raise InvalidInput(NO_UUID)
+    card = card_of(device)
     if not os.path.lexists(folder):
         return ()
     refuse_unprivate(folder, purpose=PURPOSE, variable=VARIABLE)
@@ -167,6 +184,17 @@ def others_on(folder: Path, device: Device) -> tuple[ProcessUse, ...]:
     except OSError as error:
         raise InvalidInput(str(error)) from None
     return tuple(other for other in found if other is not None)
+
+
+def card_of(device: Device) -> Card:
+    """Return which card a device is. Raises `InvalidInput`: torch does not tell, or cannot use it."""
+    try:
+        card = device.card()
+    except RuntimeError as error:
+        raise InvalidInput(f"torch cannot use it: {reason_of(error)}") from error
+    if card is None:
+        raise InvalidInput(NO_UUID)
+    return card
 
 
 def shared_path(folder: Path, card: Card) -> Path:

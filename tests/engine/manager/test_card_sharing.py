@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from highwater.memory import MemoryManager, manage
+from highwater.memory import DoesNotFit, MemoryManager, manage
 from highwater.memory.manager import card_sharing
 from highwater.memory.manager.claims.neighbours import ProcessUse, shared_path
 from highwater.memory.manager.idle_limits import IdleLimits
@@ -23,6 +23,7 @@ from highwater.memory.units import MIB
 
 from . import sharing_process
 from .test_process_slots import Other, posix
+from .test_steered import Host, Paged
 
 X = torch.ones(2, 5, 64)
 ROOM = 2 * MIB
@@ -258,7 +259,8 @@ def test_what_does_not_fit_is_asked_for(shared, toys, sim) -> None:
         sim.occupy(0, ROOM - MIB // 8)
         says.say(idle_bytes=MIB, used_bytes=ROOM - MIB // 8)
         manager.begin_run("r", "run")
-        with pytest.raises(RuntimeError, match="needs at least"):
+        told = rf"needs at least .*; another process \(pid {says.use.pid}\) uses 1.88MiB of gpu:0, and was asked"
+        with pytest.raises(DoesNotFit, match=told):
             net(X)
         assert says.heard().need_bytes > MIB // 2
         manager.end_run()
@@ -279,6 +281,59 @@ def test_what_others_lend_is_free_for_nobody(shared, toys) -> None:
         manager.lend(MIB // 4, 60)
         manager.look()
         assert says.heard().lent_bytes == MIB // 4
+
+
+def test_what_other_processes_take_is_not_taken_for_the_borrowers(shared, sim) -> None:
+    manager, says = shared
+    manager.lend(MIB, 60)
+    sim.occupy(0, MIB // 2)
+    says.say(used_bytes=MIB // 2)
+    manager.look()
+    assert manager.capacity.lent_bytes("gpu:0") == MIB
+    sim.occupy(0, MIB // 2 + MIB // 4)
+    assert manager.capacity.lent_bytes("gpu:0") == MIB - MIB // 4
+    sim.occupy(0, 0)
+    manager.take_back()
+
+
+class Wanting(Paged):
+    """A component that its host moves, and that would have so many pages if there were room."""
+
+    num_wanted = 0
+
+    def wanted_bytes(self) -> dict[str, int]:
+        return {"gpu:0": self.num_wanted * self.PAGE_BYTES}
+
+
+def test_what_a_host_would_load_is_asked_for(shared, sim) -> None:
+    manager, says = shared
+    component = Wanting("dynamic", 2)
+    manager.steer(Host(component))
+    sim.occupy(0, MIB)
+    says.say(used_bytes=MIB, idle_bytes=MIB // 2)
+    # It has half a MiB, and as much is free.
+    for num_wanted, asked in ((2, 0), (4, 0), (5, MIB // 4), (7, MIB // 2)):
+        component.num_wanted = num_wanted
+        manager.begin_run("r", "run")
+        manager.note_use(component)
+        assert says.heard().need_bytes == asked
+        manager.end_run()
+        assert says.heard().need_bytes == 0
+    sim.occupy(0, 0)
+    component.pages.clear()
+
+
+def test_what_a_host_moves_leaves_for_others(shared, sim) -> None:
+    manager, says = shared
+    component = Paged("dynamic", 4)
+    manager.steer(Host(component))
+    sim.occupy(0, MIB)
+    manager.look()
+    says.say(need_bytes=MIB // 2)
+    manager.look()
+    assert len(component.pages) == 2
+    sim.occupy(0, 0)
+    component.pages.clear()
 
 
 def test_what_cannot_be_is_not_heard(shared) -> None:
@@ -339,6 +394,16 @@ def test_a_device_without_a_uuid_is_not_shared(machine, folder: Path, sim, monke
             monkeypatch.setattr(module, "get_device_properties", lambda device=None, found=found: found)
             manager.sharing.join(folder)
             assert manager.capacity.neighbours.why_not("gpu:0") == "torch reports no uuid of it"
+            (state,) = describe_sharing(manager.devices.values(), folder, root=folder)
+            assert "not shared with other processes: torch reports no uuid of it" in state.text and not state.is_warning
+
+        def fail(device: object = None) -> None:
+            raise RuntimeError("No CUDA GPUs are available")
+
+        monkeypatch.setattr(module, "get_device_properties", fail)
+        manager.sharing.join(folder)
+        assert "No CUDA GPUs are available" in manager.capacity.neighbours.why_not("gpu:0")
+        monkeypatch.undo()
         manager.capacity.neighbours.leave()
 
 
