@@ -158,6 +158,7 @@ class HostProcess:
         dynamic: str = "",
         on_gpu: bool = False,
         aimdo: Path | None = None,
+        runtime: Path | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
         """Prepare the base directory; nothing runs yet.
@@ -171,6 +172,7 @@ class HostProcess:
                 core also does what it does for NVIDIA's devices only: streams and page-locked copies of weights.
             on_gpu: it takes the machine's GPU, and as many threads as it likes; for measurements.
             aimdo: the folder of another comfy-aimdo than the one that is installed.
+            runtime: the folder through which hosts share simulated GPUs; None: each has its own.
             arguments: more for the host's command line; by default its cache forgets what a prompt does not name.
         """
         self.files = files
@@ -180,6 +182,7 @@ class HostProcess:
         self.dynamic = dynamic
         self.on_gpu = on_gpu
         self.aimdo = aimdo
+        self.runtime = runtime
         for path in models.glob("*/*.safetensors"):  # one by one: a test may add a file of its own
             (self.base / "models" / path.parent.name).mkdir(parents=True, exist_ok=True)
             (self.base / "models" / path.parent.name / path.name).symlink_to(path)
@@ -246,7 +249,12 @@ class HostProcess:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.total_bytes:
             environment |= simulated_gpus(
-                self.total_bytes, self.base / "books", strict=self.strict, dynamic=self.dynamic, aimdo=self.aimdo
+                self.total_bytes,
+                self.base / "books",
+                strict=self.strict,
+                dynamic=self.dynamic,
+                aimdo=self.aimdo,
+                runtime=self.runtime,
             )
         return environment
 

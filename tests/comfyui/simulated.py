@@ -23,6 +23,7 @@ def simulated_gpus(
     dynamic: str = "",
     aimdo: Path | str | None = None,
     import_from: Sequence[Path | str] = (),
+    runtime: Path | None = None,
 ) -> dict[str, str]:
     """Return the variables that the stand-in for ``torch_npu`` reads.
 
@@ -33,6 +34,7 @@ def simulated_gpus(
         dynamic: the kind of `fake_cuda.start`: "core", "nvidia", or none.
         aimdo: the folder of another comfy-aimdo than the one that is installed.
         import_from: more folders from which to import.
+        runtime: the folder through which processes share devices; None: one of its own beside the socket.
     """
     settings = {
         "simdevice": str(HERE.parents[1] / "headless" / "simdevice"),
@@ -44,9 +46,12 @@ def simulated_gpus(
     if dynamic:
         start = HERE / "fake_cuda" / "start.py"
         settings["driver"] = {"start": str(start), "path": str(ensure_driver()), "kind": dynamic}
+    runtime = runtime or Path(socket).parent / "run"
+    runtime.mkdir(mode=0o700, exist_ok=True)
     folders = [HERE / "stand_in", *([] if aimdo is None else [aimdo]), *import_from]
     return {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "CUDA_VISIBLE_DEVICES": "",
+        "XDG_RUNTIME_DIR": str(runtime),
         "HIGHWATER_TEST_SIMDEVICE": json.dumps(settings),
     }

@@ -76,6 +76,8 @@ def answer(request: dict[str, Any]) -> Any:
                 driver.reset()
         case "fail_alloc":
             simdevice.fail_alloc(request["device"], request["nth"])
+        case "occupy":
+            simdevice.occupy(request["device"], request["num_bytes"])
         case "fail_call":
             driver.fail(request["function"], request["nth"])
         case unknown:
