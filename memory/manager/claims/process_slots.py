@@ -85,6 +85,7 @@ class SlotFile:
 
     def refuse_foreign(self) -> None:
         found = os.fstat(self.file)
+        self.identity = found.st_dev, found.st_ino
         if not stat.S_ISREG(found.st_mode) or self.path.is_symlink() or found.st_nlink != 1:
             raise OSError(f"{self.path} is no plain file")
         if hasattr(os, "getuid"):
@@ -104,8 +105,7 @@ class SlotFile:
             found = self.path.lstat()
         except OSError:
             return True
-        own = os.fstat(self.file)
-        return (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino)
+        return (found.st_dev, found.st_ino) != self.identity
 
     def claim(self, entry: bytes) -> int | None:
         """Take a slot and write its first entry; None where others have all of them. Raises `OSError`."""
@@ -128,7 +128,7 @@ class SlotFile:
         padded = entry.ljust(ENTRY_BYTES, b"\0")
         os.lseek(self.file, slot * SLOT_BYTES, os.SEEK_SET)
         os.write(self.file, digest_of(slot, padded) + padded)
-        # One that reads may hold it for a moment: then the next write takes it.
+        # One that reads may hold the second byte for a moment: then the next write takes it.
         self.mine[slot] = self.mine[slot] or try_lock(self.file, live_at(slot))
 
     def free(self, slot: int) -> None:
