@@ -111,6 +111,24 @@ def test_marks_join_and_go_with_their_process(pair, wait_until) -> None:
     assert two.state()["device"]["neighbours"] == []
 
 
+def test_two_busy_processes_do_not_take_turns_in_evicting_each_other(pair) -> None:
+    for process in pair:
+        process.do("mark", MIB // 8, MIB // 8)
+    for _ in range(20):
+        for process in pair:
+            process.do("begin")
+            process.do("forward")
+            process.do("foresee")  # its queue will use the model again
+            share_memory(*pair)
+            process.do("forward")
+            process.do("end")
+            process.do("look")
+    states = share_memory(*pair)
+    given = [event for state in states for event in state["events"] if "another process (pid" in event]
+    assert len(given) <= 5, "each takes from the other what that needs next"
+    assert all(state["used"] > 0.3 * MIB for state in states)
+
+
 # -- one manager, and another process that says what a test wants
 
 
