@@ -63,7 +63,8 @@ class HighwaterWatermark(io.ComfyNode):
                 "Keeps memory free on a device. When free memory would fall below the low mark, idle models are "
                 "evicted until the high mark is free: first those that no waiting prompt uses, the least recently used "
                 "of them before the others; then those that are used last."
-                " Of the RAM (host), weights of dropped models leave, the oldest first."
+                " Of the RAM (host), weights of dropped models leave, the oldest first, and plans leave the low mark "
+                "free."
             ),
             search_aliases=["vram watermark", "keep free", "reserve vram", "evict"],
             inputs=[

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from ...memory.errors import InvalidInput
-from ...memory.manager.watermark import default_watermark, unlearned_bytes
+from ...memory.manager.watermark import default_host_watermark, default_watermark, unlearned_bytes
 from ...memory.options.placement import INTEGER, Scanner
 from ...memory.planner.plan import DeviceCapacity, Machine
 from ...memory.transfer.devices import HostMemory
@@ -65,7 +65,8 @@ class Hardware:
                     unlearned_bytes=unlearned_bytes(device.total_bytes),
                 )
             )
-        return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes)
+        kept = default_host_watermark(self.host_bytes).low_bytes
+        return Machine(devices=tuple(capacities), pinned_bytes=self.pinned_bytes, host_kept_bytes=kept)
 
     def simulate(self) -> None:
         """Make this process's accelerators be these; before anything asks torch for its devices.

@@ -92,8 +92,9 @@ def keep_free(machine: Machine, asked: Mapping[str, Marks]) -> Machine:
         if wanted not in (ALL, HOST, *names):
             allowed = allowed_values(device, [ALL, *names, HOST])
             raise InvalidInput(f"watermark device {device!r} does not exist; {allowed}")
-        for name in names if wanted == ALL else [wanted] if wanted != HOST else []:
-            lows[name] = in_bytes(asked[device], name, machine.device(name).total_bytes).low_bytes
+        for name in names if wanted == ALL else [wanted]:
+            total_bytes = machine.device("cpu" if name == HOST else name).total_bytes
+            lows[name] = in_bytes(asked[device], name, total_bytes).low_bytes
     capacities = tuple(
         replace(
             capacity,
@@ -105,4 +106,4 @@ def keep_free(machine: Machine, asked: Mapping[str, Marks]) -> Machine:
         else capacity
         for capacity in machine.devices
     )
-    return replace(machine, devices=capacities)
+    return replace(machine, devices=capacities, host_kept_bytes=lows.get(HOST, machine.host_kept_bytes))

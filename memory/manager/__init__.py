@@ -10,7 +10,7 @@ __all__, __getattr__ = lazy_names(
         "oom_message": ["read_shortage"],
         "needs_file": ["FILE_NAME", "NeedsFile", "cache_path", "size_text"],
         "module_plans": ["Draft", "bytes_in_ram", "plan_modules"],
-        "watermark": ["Watermark", "default_watermark", "in_bytes", "unlearned_bytes"],
+        "watermark": ["Watermark", "default_host_watermark", "default_watermark", "in_bytes", "unlearned_bytes"],
         "member": ["Member"],
         "departures": ["Departure"],
         "lending": ["LendingReport"],

@@ -112,14 +112,17 @@ class LiveCapacity:
             self.kept.trim(memory.free_bytes, self.watermarks.of_host(memory.total_bytes))
 
     def make_lockable(self, num_bytes: int, freed_bytes: int) -> None:
-        """Drop kept weights until so many bytes may be page-locked; those that a newcomer lies in count for it.
+        """Drop kept weights until so many bytes may be page-locked, and the RAM's low mark stays free beside them.
+
+        Those that a newcomer lies in count for it.
 
         Args:
             freed_bytes: the host memory that packing gives back.
         """
         if self.kept.parts:
-            missing = num_bytes - pin_limit_bytes(HostMemory.now(), freed_bytes=freed_bytes)
-            self.kept.make_lockable(missing)
+            host = HostMemory.now()
+            room = host.free_bytes + freed_bytes - self.watermarks.of_host(host.total_bytes).low_bytes
+            self.kept.make_lockable(num_bytes - min(pin_limit_bytes(host, freed_bytes=freed_bytes), room))
 
     def key_of(self, component: Component, device: str, member: Member | None = None) -> Key:
         """Return the key of a component's needs on a device."""
@@ -355,7 +358,13 @@ class LiveCapacity:
             # What the host has page-locked counts towards the same limit.
             pinned = pin_limit_bytes(host, freed_bytes=freed_bytes + kept["pinned"]) + kept["pinned"]
             pinned = max(0, pinned - self.steered.pinned_bytes())
-        return Machine(devices=tuple(capacities), pinned_bytes=pinned, needs=needs)
+        return Machine(
+            devices=tuple(capacities),
+            pinned_bytes=pinned,
+            host_kept_bytes=self.watermarks.of_host(memory["cpu"].total).low_bytes,
+            freed_bytes=freed_bytes,
+            needs=needs,
+        )
 
     def replan(
         self,

@@ -139,6 +139,7 @@ class Registry:
         )
         for member in found.values():
             member.add_holder()
+        self.capacity.trim_kept()
         self.capacity.outdate_plans()
         joined = {**found, **members}
         plans = [found[c].managed.plan if c in found else plan[c] for c in modules]

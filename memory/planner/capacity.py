@@ -52,10 +52,17 @@ class DeviceCapacity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The devices, and ``pinned_bytes``: how much host memory may be page-locked."""
+    """The devices, and what of the host memory weights may take.
+
+    ``pinned_bytes`` may be page-locked, if enough stays free beside them (`lockable_bytes`).
+    """
 
     devices: tuple[DeviceCapacity, ...]
     pinned_bytes: int = 0
+    host_kept_bytes: int = 0
+    """What the RAM's watermark keeps free."""
+    freed_bytes: int = 0
+    """The bytes of RAM that newcomers' weights take already: packing gives them back."""
     needs: Callable[[Component, str], KeptFree | None] | None = field(default=None, compare=False)
     """Returns what is known of the needs of a component's forwards on a device."""
 
@@ -68,5 +75,13 @@ class Machine:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of RAM that weights may take."""
-        return self.device("cpu").available_bytes
+        """The bytes of RAM that weights may take, beside those that stay free."""
+        return max(0, self.device("cpu").available_bytes - self.host_kept_bytes)
+
+    @property
+    def lockable_bytes(self) -> int:
+        """The bytes of RAM that may be page-locked: no more than what stays free allows."""
+        if not self.host_kept_bytes:
+            return self.pinned_bytes
+        room = self.device("cpu").available_bytes + self.freed_bytes - self.host_kept_bytes
+        return max(0, min(self.pinned_bytes, room))

@@ -3,8 +3,9 @@
 [Note: host memory] Unlike the bytes of a device, which components take in turns, those of the host are taken by all
 components at once. So one decision is made for all of them: which components rest in RAM, the diffusion model first,
 because it is read in every step; and which of their parts are page-locked, streamed blocks first, because those are
-copied in every pass. A component at tier ``disk`` costs two bounce buffers per device, through which its file is read.
-Every copy of it passes through them, so they are page-locked before all else, if its profile page-locks it at all.
+copied in every pass. Both leave free what the RAM's watermark says: what exceeds that rests in its file, or is pageable
+if it is in RAM already. A component at tier ``disk`` costs two bounce buffers per device, through which its file is
+read. Every copy of it passes through them, so they are page-locked before all else, if its profile page-locks it.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def choose_tiers(stores: Sequence[StoreSpec], machine: Machine, profile: Offload
             reason = "profile sets disk: kept in its file until it is used"
         elif part.tier is None and part.ram_bytes > left + part.bounce_bytes:
             have = format_bytes(max(0, left + part.bounce_bytes))
-            reason = f"kept in its file: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available"
+            kept = f", {format_bytes(machine.host_kept_bytes)} reserved" if machine.host_kept_bytes else ""
+            reason = f"kept in its file: it needs {format_bytes(part.ram_bytes)} of RAM, {have} available{kept}"
         if reason:
             part = replace(part, tier="disk", reasons=(reason,))
         if part.tier != "disk":
@@ -169,7 +171,7 @@ def lock_pages(stores: Sequence[StoreSpec], machine: Machine, profile: OffloadPr
     Buffers through which files are read come before all weights; components that the user placed at tier ``pinned``
     come before those that the plan places there.
     """
-    left = machine.pinned_bytes
+    left = machine.lockable_bytes
     stores = list(stores)
     for index, part in sorted(enumerate(stores), key=lambda numbered: numbered[1].rank):
         if part.tier == "disk" and may_be_pinned(part, profile) and part.bounce_bytes <= left:
@@ -255,4 +257,7 @@ def explain(part: StoreSpec, machine: Machine, profile: OffloadProfile) -> str:
 
 
 def all_may_lock(machine: Machine) -> str:
-    return f"the limit of page-locked memory for all components is {format_bytes(machine.pinned_bytes)}"
+    limit = f"the limit of page-locked memory for all components is {format_bytes(machine.lockable_bytes)}"
+    if machine.lockable_bytes == machine.pinned_bytes:
+        return limit
+    return f"{limit}, with {format_bytes(machine.host_kept_bytes)} of RAM reserved"

@@ -375,7 +375,7 @@ def fresh_plan_holds(component: Component, plan: ComponentPlan, machine: Machine
     False where several devices share the blocks, or where some blocks had to stay pageable.
     """
     is_locked = plan.tier == "pinned" and plan.pinned_bytes + plan.oversize_bytes == plan.host_bytes
-    has_room = is_locked and plan.pinned_bytes <= machine.pinned_bytes
+    has_room = is_locked and plan.pinned_bytes <= machine.lockable_bytes
     return len(plan.shares) == 1 and has_room and confirm_plan(component, plan, machine, profile) is plan
 
 

@@ -196,6 +196,17 @@ def test_the_marks_of_a_workflow_count_before_those_of_the_command_line(tmp_path
         assert limit * 0.5 < share["device_bytes"] <= limit
 
 
+def test_a_plan_leaves_ram_free(model_file: Path, capsys) -> None:
+    """A header's weights are in their file: what the RAM cannot hold beside its mark stays there."""
+    for marks, tier in (([], "pinned"), (["--watermark", "host=7.999GiB:8GiB"], "disk")):
+        assert main(["plan", str(model_file), "--devices", "gpu:0=1GiB,host=8GiB", *marks, "--json"]) == 0
+        (component,) = json.loads(capsys.readouterr().out)["files"]["components"]
+        assert component["tier"] == tier
+        assert any("of RAM, 1.02MiB available, 8.00GiB reserved" in reason for reason in component["reasons"]) == bool(
+            marks
+        )
+
+
 @pytest.mark.parametrize("command", ["run", "demo", "serve", "verify", "plan"])
 def test_a_bad_watermark_is_refused_before_anything_is_read(command: str, tmp_path: Path, capsys) -> None:
     words = {"run": [str(tmp_path)], "verify": [str(tmp_path)], "plan": [str(tmp_path)]}.get(command, [])

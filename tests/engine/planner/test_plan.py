@@ -416,6 +416,52 @@ def test_the_diffusion_model_gets_the_ram_first() -> None:
     assert (decided["transformer"].tier, decided["text"].tier) == ("disk", "host")
 
 
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=5),
+    ram=st.integers(0, 200),
+    kept=st.integers(0, 120),
+    lockable=st.integers(0, 200),
+)
+def test_weights_leave_free_what_the_rams_watermark_says(
+    sizes: list[tuple[int, bool]], ram: int, kept: int, lockable: int
+) -> None:
+    """Weights in files take no more than what is left; those in RAM are there, and pageable where too little is."""
+    parts = [replace(component([MIB] * size), name=f"part{number}") for number, (size, _) in enumerate(sizes)]
+    parts = [from_file(part) if has_file else part for part, (_, has_file) in zip(parts, sizes, strict=True)]
+    in_ram = sum(size * MIB + 1024 for size, has_file in sizes if not has_file)
+    here = replace(with_ram(machine(pinned=lockable * MIB), ram * MIB), host_kept_bytes=kept * MIB, freed_bytes=in_ram)
+    decided = plan(*parts, on=here)
+    left = max(0, ram - kept) * MIB
+    buffers = sum(part.host_bytes for part in decided.components if part.tier == "disk")
+    taken = sum(
+        part.host_bytes
+        for part, (_, has_file) in zip(decided.components, sizes, strict=True)
+        if has_file and part.tier != "disk"
+    )
+    assert taken + buffers <= left or not taken
+    locked = sum(part.pinned_bytes for part in decided.components)
+    assert locked <= min(lockable * MIB, max(0, ram * MIB + in_ram - kept * MIB) if kept else lockable * MIB)
+    for part in decided.components:
+        if part.tier == "disk":
+            (reason,) = [reason for reason in part.reasons if "kept in its file" in reason]
+            assert bool(kept) == reason.endswith(" reserved")
+
+
+def test_a_plan_says_what_the_rams_watermark_costs() -> None:
+    part, here = component([MIB] * 100), replace(with_ram(machine(), 150 * MIB), host_kept_bytes=60 * MIB)
+    on_disk = plan(from_file(part), on=here)["transformer"]
+    assert on_disk.reasons[0] == "kept in its file: it needs 100MiB of RAM, 90.0MiB available, 60.0MiB reserved"
+    half = plan(part, on=here)["transformer"]  # in RAM, and nothing is given back for what is page-locked
+    assert (half.tier, half.pinned_bytes) == ("pinned", 90 * MIB)
+    assert any(
+        "page-locked memory for all components is 90.0MiB, with 60.0MiB of RAM reserved" in r for r in half.reasons
+    )
+    full = replace(here, host_kept_bytes=150 * MIB)
+    assert plan(part, on=full)["transformer"].tier == "host"
+    assert plan(part, on=replace(full, freed_bytes=200 * MIB))["transformer"].pinned_bytes > 100 * MIB
+    assert plan(part, on=replace(here, host_kept_bytes=0))["transformer"].tier == "pinned"
+
+
 def test_the_buffers_through_which_files_are_read_have_their_part_of_what_may_be_page_locked() -> None:
     text = replace(component([MIB] * 8), name="text", kind="text")
     here, parts = machine(first=5 * MIB, pinned=10 * MIB), (from_file(component([MIB] * 200)), text)

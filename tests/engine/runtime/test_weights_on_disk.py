@@ -98,6 +98,30 @@ def test_computes_alike_and_costs_no_ram_while_idle(toys, machine, files, profil
         assert not any(parameter.is_meta for parameter in net.parameters())
 
 
+@torch.no_grad()
+def test_the_rams_watermark_decides_what_is_read_into_ram_and_what_is_page_locked(toys, machine, files) -> None:
+    """Marks of 0 and of all the RAM mean the same on every machine, however busy."""
+    x = torch.randn(2, 5, 64)
+    with machine(8) as manager:
+        want = toys.build_net().to("sim:0")(x.to("sim:0")).cpu()
+        for mark, from_file, in_ram in (("0%", "pinned", "pinned"), ("100%", "disk", "host")):
+            manager.set_watermark("host", mark, mark)
+            net = bare_net(toys)
+            with manage({"net": net}, placement="gpu:0", files={"net": files}, manager=manager) as managed:
+                plan = managed.members[0].managed.plan
+                assert plan.tier == from_file
+                told = [reason for reason in plan.reasons if "kept in its file: it needs" in reason]
+                assert bool(told) == (from_file == "disk") == any(reason.endswith(" reserved") for reason in told)
+                assert torch.equal(net(x).cpu(), want)
+                assert ("pinned" in manager.ledger.bytes_by_place("net")) == (from_file == "pinned")
+            with manage({"net": toys.build_net()}, placement="gpu:0", manager=manager) as managed:
+                plan = managed.members[0].managed.plan
+                assert plan.tier == in_ram
+                assert ("pinned" in manager.ledger.bytes_by_place("net")) == (in_ram == "pinned")
+                assert any("of RAM reserved" in reason for reason in plan.reasons) == (in_ram == "host")
+                assert torch.equal(managed.members[0].managed.module(x).cpu(), want)
+
+
 @pytest.mark.parametrize("placement", ["gpu:0:disk", "gpu:0:pinned", "gpu:0:host", "gpu:0&gpu:1", "cpu"])
 @pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
 def test_a_module_without_memory_is_filled_by_managing_it(toys, machine, files, placement: str, precision: str) -> None:
