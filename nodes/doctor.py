@@ -113,7 +113,7 @@ def examine_comfyui(
             *check_packs(custom_nodes),
         ]
     findings += [*check_torch(root), *check_devices(environment, flags, num_nvidia)]
-    findings += [*check_sharing(), *check_pinning(), check_compiler(environment)]
+    findings += [*check_sharing(), *check_pinning(), check_return(), check_compiler(environment)]
     findings += [
         Finding(check="features", text=f"{name}: {state}; {WITHOUT_FEATURE[name]}", is_warning=True)
         for name, state in features.items()
@@ -337,6 +337,13 @@ def check_pinning() -> list[Finding]:
             remedy = "raise ulimit -l or the container's limit; without pinned memory each copy blocks the CPU"
             findings.append(Finding(check="pinning", text=f"failed: {reason}", is_warning=True, remedy=remedy))
     return findings
+
+
+def check_return() -> Finding:
+    """Say which memory goes back to the system when models are released."""
+    from ..memory.transfer.host_heap import describe_return
+
+    return Finding(check="release", text=describe_return())
 
 
 def locked_limit() -> int | None:

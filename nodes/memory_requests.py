@@ -74,17 +74,17 @@ def set_limits(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, An
     from ..memory.manager.idle_limits import LONGEST_IDLE_S, parse_num_loaded
 
     found = read_words(words, others=("keep_loaded", "idle"))
-    limits = manager.idle.limits
+    changes: dict[str, Any] = {}
     if "keep_loaded" in found:
         word = found["keep_loaded"]
-        limits = replace(limits, num_loaded=None if word == OFF else parse_num_loaded(word, what="keep_loaded"))
+        changes["num_loaded"] = None if word == OFF else parse_num_loaded(word, what="keep_loaded")
     if "idle" in found:
         word = found["idle"]
-        limits = replace(
-            limits, idle_s=None if word == OFF else parse_seconds(word, what="idle", most_s=LONGEST_IDLE_S)
-        )
-    if found:
-        manager.set_idle_limits(limits)
+        changes["idle_s"] = None if word == OFF else parse_seconds(word, what="idle", most_s=LONGEST_IDLE_S)
+    with manager.exclusive():  # the page sets both at once, by two requests
+        limits = replace(manager.idle.limits, **changes)
+        if changes:
+            manager.set_idle_limits(limits)
     return {"keep_loaded": limits.num_loaded, "idle_s": limits.idle_s}
 
 

@@ -65,7 +65,7 @@ def describe_all_runs(report: Mapping[str, Any]) -> list[Section]:
 
 
 def devices_section(report: Mapping[str, Any]) -> Section:
-    from ..memory.units import format_bytes
+    from ..memory.units import format_bytes, format_seconds
 
     in_ram = sum(component["tiers"].get(tier, 0) for component in report["components"] for tier in IN_RAM)
     rows = []
@@ -79,6 +79,12 @@ def devices_section(report: Mapping[str, Any]) -> Section:
                 f"other {format_bytes(max(0, device['other_bytes'] - resting))}",
             ]
         )
+    loans = [
+        f"{device['name']}: {format_bytes(lent['num_bytes'])} are lent to another program for "
+        f"{format_seconds(lent['left_s'])} more, {format_bytes(lent['missing_bytes'])} of it not taken yet"
+        for device in report["devices"]
+        if (lent := device.get("lent")) is not None
+    ]
     others = [
         f"{device['name']}: another process (pid {other['pid']}) uses {format_bytes(other['used_bytes'])}, "
         f"{format_bytes(other['idle_bytes'])} of it idle"
@@ -86,7 +92,7 @@ def devices_section(report: Mapping[str, Any]) -> Section:
         for device in report["devices"]
         for other in device.get("neighbours", ())
     ]
-    return Section(title="Devices", lines=[*align_columns(rows), *others])
+    return Section(title="Devices", lines=[*align_columns(rows), *loans, *others])
 
 
 def components_section(report: Mapping[str, Any]) -> Section:
@@ -184,6 +190,9 @@ def event_text(event: Mapping[str, Any]) -> str:
     from ..memory.units import format_bytes
 
     done = DONE.get(event["kind"])
+    if event["kind"] == "lend":  # of the device, not of a component; no bytes at its end
+        amount = f"{format_bytes(event['bytes'])} " if event["bytes"] else ""
+        return f"{event['device']}: {amount}{event['reason']}"
     if event.get("to"):
         what = " ".join(filter(None, [KIND_WORDS.get(event["component_kind"], ""), event["component"]]))
         where = f"from {event['device']} to {event['to']}"

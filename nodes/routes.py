@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,14 @@ def add_routes(server: Any) -> None:
     def is_running() -> bool:
         return bool(read_queue(server).running)
 
-    for method, path, handler in make_routes(is_running=is_running, host_features=features, find_shown_as=shown_as):
+    def seeing_models() -> AbstractContextManager[None]:
+        from .host import seeing_loaded_models
+
+        return seeing_loaded_models(idle=not is_running())
+
+    for method, path, handler in make_routes(
+        is_running=is_running, host_features=features, find_shown_as=shown_as, seeing_models=seeing_models
+    ):
         server.routes.route(method, path)(handler)
 
 
@@ -42,6 +50,7 @@ def make_routes(
     examine: Callable[[], dict[str, Any]] | None = None,
     find_manager: Callable[[], MemoryManager | None] = existing_manager,
     find_shown_as: Callable[[], list[dict[str, str | None]]] = list,
+    seeing_models: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Route]:
     """Return our addresses with what answers them.
 
@@ -51,6 +60,7 @@ def make_routes(
         examine: says whether the pack is in effect; looks at the ComfyUI that this process is by default.
         find_manager: returns the manager; None: there is none yet. Only what needs one makes it.
         find_shown_as: returns the nodes that the page shows as others, whose results they have.
+        seeing_models: makes the manager see, in its body, what the host has loaded by itself.
     """
     from aiohttp import web
 
@@ -77,7 +87,8 @@ def make_routes(
 
             found = manager()
             found.ask_before_moving(is_running)
-            answer: dict[str, Any] = getattr(memory_requests, name)(found, words)
+            with seeing_models() if name in ("lend", "release") else nullcontext():
+                answer: dict[str, Any] = getattr(memory_requests, name)(found, words)
             return answer
 
         return telling(ask)

@@ -5,7 +5,9 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, keysOf, makeTextBox, noticeOfEvent, noticeOfFailure, precisionOf, tiersOf } from "./readout.js";
 import { makeAsker, makeSoon } from "./report.js";
-import { makeMarksListener, marksText } from "./watermark.js";
+import { limitWords, limitsText } from "./limits.js";
+import { makeListener } from "./settings.js";
+import { marksText } from "./watermark.js";
 
 /** @typedef {import("./readout.js").NodeReport} NodeReport */
 /** @typedef {import("./readout.js").ComponentReport} ComponentReport */
@@ -152,6 +154,16 @@ async function keepFree(marks, isChanged) {
   await change("Memory to keep free", `watermark?${new URLSearchParams({ marks })}`, (answer) => (isChanged ? marksText(answer.watermarks) : null));
 }
 
+/**
+ * Limit how many models stay loaded, or for how long idle ones do, as a setting says.
+ * @param {"keep_loaded" | "idle"} name
+ * @param {number} value
+ * @param {boolean} isChanged
+ */
+async function limit(name, value, isChanged) {
+  await change("Limits for idle models", `limits?${limitWords(name, value)}`, (answer) => (isChanged ? limitsText(answer) : null));
+}
+
 /** @param {number} bytes */
 const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
 
@@ -187,7 +199,27 @@ app.registerExtension({
         "Empty: the default.",
       type: "text",
       defaultValue: "",
-      onChange: makeMarksListener((marks, isChanged) => void keepFree(marks, isChanged), TYPING_MS),
+      onChange: makeListener((/** @type {string} */ marks, isChanged) => void keepFree(marks, isChanged), TYPING_MS, ""),
+    },
+    {
+      id: "Highwater.MaxLoaded",
+      category: ["Highwater", "Memory", "MaxLoaded"],
+      name: "Models that stay loaded, at most",
+      tooltip: "When another model is loaded, idle ones leave the GPU until no more are loaded. Models of ComfyUI leave between runs. 0: any number.",
+      type: "number",
+      defaultValue: 0,
+      attrs: { min: 0, max: 1000, step: 1 },
+      onChange: makeListener((/** @type {number} */ value, isChanged) => void limit("keep_loaded", value, isChanged), TYPING_MS, 0),
+    },
+    {
+      id: "Highwater.IdleMinutes",
+      category: ["Highwater", "Memory", "IdleMinutes"],
+      name: "Unload idle models after minutes",
+      tooltip: "A model that nothing used for so long leaves the GPU; it stays in RAM. 0: never.",
+      type: "number",
+      defaultValue: 0,
+      attrs: { min: 0, max: 10080, step: 1 },
+      onChange: makeListener((/** @type {number} */ value, isChanged) => void limit("idle", value, isChanged), TYPING_MS, 0),
     },
   ],
   commands: [

@@ -1,24 +1,7 @@
 // @ts-check
-// The setting of how much memory stays free. Knows nothing of the page: it imports nothing, so that node can test it.
+// What is said of how much memory stays free. Knows nothing of the page: it imports nothing, so that node can test it.
 
 /** @typedef {{ low_bytes: number, high_bytes: number, source: "set" | "setting" | "default" }} WatermarkReport */
-
-/**
- * Return a setting's listener that passes its text on. When the page opens: at once, and only a text, so that the marks
- * of a command line stay where the setting is empty. When it is changed: some time after the last keystroke.
- * @param {(marks: string, isChanged: boolean) => void} apply
- * @param {number} milliseconds
- * @returns {(text: string, before?: string) => void} the page calls it without the second when it opens
- */
-export function makeMarksListener(apply, milliseconds) {
-  /** @type {ReturnType<typeof setTimeout> | undefined} */
-  let waiting;
-  return (text, before) => {
-    clearTimeout(waiting);
-    if (before !== undefined) waiting = setTimeout(() => apply(text ?? "", true), milliseconds);
-    else if (text) apply(text, false);
-  };
-}
 
 /**
  * Say which marks count now, and for which devices a node has others.

@@ -22,7 +22,7 @@ __all__, __getattr__ = lazy_names(
         "slabs": ["Form", "SlabLayout", "allocate_device"],
         "timing": ["PassTimes"],
         "copy_stream": ["CopyStream"],
-        "host_heap": ["give_back_heap", "has_trim"],
+        "host_heap": ["describe_return", "give_back_heap", "has_trim"],
         "bounce_buffers": ["BounceBuffers", "allocate_slabs"],
     },
 )

@@ -20,7 +20,7 @@ __all__, __getattr__ = lazy_names(
             "load_text_encoder",
             "load_vae",
         ],
-        "keeping": ["keep", "release"],
+        "keeping": ["keep", "release", "seeing_loaded_models"],
         "managing": ["manage_clip", "manage_model", "manage_vae"],
         "patcher": ["HighwaterPatcher"],
         "verifying": ["verify_clip", "verify_model", "verify_vae"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher
@@ -16,12 +18,13 @@ from ...memory.hosted_component import (
     keep_steered,
     take_off_steered,
 )
+from .core_loading import listed
 from .dynamic_models import attach_to_core, dynamic_model_of, is_dynamic, kind_of
 from .hosted import hosted_of
 from .model_names import name_of
 from .unmanaged import UnmanagedModel, see_model
 
-__all__ = ["keep", "release"]
+__all__ = ["keep", "release", "seeing_loaded_models"]
 
 LIMITED_BY_US = "ComfyUI's dynamic VRAM knows no such limit: by itself it evicts all of it last"
 MOVED_BY_CORE = "ComfyUI moves it, and may unload it in an order of its own"
@@ -59,6 +62,24 @@ def release(link: Any, reason: str) -> tuple[str, list[Departure]]:
     if isinstance(component, HostedComponent):
         return component.name, component.take_off(reason)
     return component.name, take_off_steered(component, reason)
+
+
+@contextmanager
+def seeing_loaded_models(*, idle: bool) -> Iterator[None]:
+    """Make the manager see whatever core has loaded, also what no node of ours has touched.
+
+    Args:
+        idle: nothing runs in the host, so that what core moves by itself may leave in the body, by core's own way.
+    """
+    found = [find_component(entry.model) for entry in listed() if isinstance(entry.model, ModelPatcher)]
+    ended = [each for each in found if isinstance(each, UnmanagedModel) and not each.runs and not each.has_run]
+    for component in ended if idle else ():
+        component.note_idle(True)
+    try:
+        yield
+    finally:
+        for component in ended if idle else ():
+            component.note_idle(False)
 
 
 def find_patcher(link: Any) -> ModelPatcher:

@@ -78,6 +78,10 @@ class UnmanagedModel(SteeredComponent):
         """Note that sampling begins or has ended."""
         self.runs, self.has_run = runs, not runs
 
+    def note_idle(self, is_idle: bool) -> None:
+        """Note for a while that nothing uses it, though nothing told of the end of its last use."""
+        self.has_run = is_idle
+
     # -- what is there
 
     @property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 
+MIB = 1 << 20
 LOADERS = {"blocks": Loaders(engine="blocks"), "core": CORE}
 
 
@@ -42,3 +45,34 @@ def check(host: HostProcess, loaders: Loaders) -> None:
     released = [event for event in events if "released by a Release node" in event["reason"]]
     assert released and all(event["bytes"] > 0 for event in released)
     assert not any(component["tiers"].get("gpu:0") for component in host.part("components"))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_kept_model_stays_on_its_device_across_prompts_with_the_cache_that_keeps_results(
+    start_gpu_host: Callable[..., HostProcess], is_kept: bool
+) -> None:
+    """Room for two of three models that take turns: of the two idle ones the kept one stays, else the one used last."""
+    names = ("tiny_flux", "other_flux", "tiny_flux_fp8")
+
+    def sample(host: HostProcess, name: str, *, keep: bool = False) -> torch.Tensor:
+        graph = Graph()
+        model = Loaders().diffusion_model(graph, f"{name}.safetensors")
+        if keep:
+            model = graph.add("HighwaterKeep", model=model, keep=True, at_most="unlimited")
+        graph.keep(sample_flux(graph, model))
+        return host.run(graph.nodes).kept()["value.samples"]
+
+    with start_gpu_host(arguments=["--cache-lru", "100"]) as host:
+        graph = Graph()
+        graph.add("HighwaterWatermark", device="*", low="0", high="0")
+        graph.add("TestOccupy", device=0, free_bytes=int(0.8 * (1 << 30)) + 18 * MIB, run=1)
+        assert host.run(graph.nodes).outcome == "success"
+        first = sample(host, names[0], keep=is_kept)
+        for name in names[1:]:
+            sample(host, name)
+        loaded = {part["name"] for part in host.part("components") if part["tiers"].get("gpu:0", 0) > 7 * MIB}
+        assert (names[0] in loaded) == is_kept
+        num_events = len(host.part("events"))
+        assert torch.equal(sample(host, names[0]), first)
+        loads = [event["component"] for event in host.part("events")[num_events:] if event["kind"] == "load"]
+        assert bool(loads) != is_kept

@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from aiohttp import web
 from highwater.headless.cli import main
 from highwater.memory import manage
 from highwater.memory.manager import default
-from highwater.nodes.routes import add_routes
+from highwater.nodes.routes import make_routes
 
 MIB = 1 << 20
 X = torch.ones(1, 64)
@@ -28,11 +28,9 @@ class Server:
 
     def __init__(self) -> None:
         self.running: list[Any] = []
-        queue = SimpleNamespace(get_current_queue_volatile=lambda: (self.running, []))
-        server = SimpleNamespace(routes=web.RouteTableDef(), prompt_queue=queue)
-        add_routes(server)
         self.app = web.Application()
-        self.app.add_routes(server.routes)
+        for method, path, handler in make_routes(is_running=lambda: bool(self.running), host_features=dict):
+            self.app.router.add_route(method, path, handler)
         self.loop = asyncio.new_event_loop()
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self.serve)
@@ -135,6 +133,18 @@ def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
     assert post("/highwater/limits") == (200, {"keep_loaded": 2, "idle_s": 600.0})
     assert post("/highwater/limits?keep_loaded=off") == (200, {"keep_loaded": None, "idle_s": 600.0})
     assert post("/highwater/limits?idle=off") == (200, {"keep_loaded": None, "idle_s": None})
+
+
+def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) -> None:
+    """As the page makes them when it opens."""
+    for number in range(1, 21):
+        words = [f"keep_loaded={number}", f"idle={number}min"]
+        with ThreadPoolExecutor(2) as pool:
+            assert [status for status, _ in pool.map(post, [f"/highwater/limits?{word}" for word in words])] == [
+                200
+            ] * 2
+        limits = server.manager.idle.limits
+        assert (limits.num_loaded, limits.idle_s) == (number, 60.0 * number)
 
 
 @pytest.mark.parametrize(

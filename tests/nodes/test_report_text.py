@@ -7,8 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from highwater.memory import MemoryManager
 from highwater.memory.manager.report import Event, NodeReport, Report, RunReport, empty_report
-from highwater.memory.units import KIB, format_bytes
+from highwater.memory.units import KIB, MIB, format_bytes
 from highwater.nodes.report_text import NUM_NODES, Section, describe_all_runs, describe_now
 
 MOST = 1 << 40
@@ -159,3 +160,20 @@ def test_what_is_said_of_components_that_are_not_where_a_plan_put_them() -> None
     ]
     lines = only(describe_now(report), "Components").lines
     assert [line.rpartition("  ")[2] for line in lines] == list(said.values())
+
+
+def test_a_loan_stands_with_its_device_and_in_the_events() -> None:
+    manager = MemoryManager(devices=[])
+    manager.event_log.note("lend", "", 24 * MIB, "gpu:0", "lent to another program for 60 s")
+    manager.event_log.note("lend", "", 0, "gpu:0", "24.0MiB were lent: given back")
+    device = {"name": "gpu:0", "free_bytes": 0, "total_bytes": 0, "managed_bytes": 0, "other_bytes": 0}
+    lent = {"num_bytes": 24 * MIB, "missing_bytes": 8 * MIB, "left_s": 59.0}
+    report = {**manager.report(), "devices": [{**device, "lent": lent}, {**device, "name": "gpu:1", "lent": None}]}
+    devices, events = describe_now(report)
+    assert devices.lines[2:] == [
+        "gpu:0: 24.0MiB are lent to another program for 59 s more, 8.00MiB of it not taken yet"
+    ]
+    assert [line.split(" s  ")[1] for line in events.lines] == [
+        "gpu:0: 24.0MiB lent to another program for 60 s",
+        "gpu:0: 24.0MiB were lent: given back",
+    ]

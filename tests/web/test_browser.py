@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 
 
 def test_every_node_shows_its_bytes(node, packages, chromium, sim, tmp_path):
-    """About 30 s: `highwater serve` with a simulated device, Chromium, two runs of the tiny Flux pipeline."""
+    """About 30 s: `highwater serve` with a simulated device, Chromium, three runs of the tiny Flux pipeline."""
     command = [sys.executable, "-m", "highwater", "serve", "--port", "0", "--out", str(tmp_path / "output")]
     environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path / "data")}
     server_log = tmp_path / "server.log"
@@ -31,4 +31,4 @@ def test_every_node_shows_its_bytes(node, packages, chromium, sim, tmp_path):
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr + server_log.read_text()
     assert "Traceback" not in server_log.read_text()
-    assert len(list((tmp_path / "output").glob("first-image_*.png"))) == 2
+    assert len(list((tmp_path / "output").glob("first-image_*.png"))) == 3

@@ -138,8 +138,10 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
     found = {path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.is_file()}
     assert found == {
         "extension.js",
+        "limits.js",
         "readout.js",
         "report.js",
+        "settings.js",
         "watermark.js",
         *(f"docs/{node_id}.md" for node_id in INFO),
     }

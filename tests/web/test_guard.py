@@ -115,6 +115,11 @@ def test_pages_of_other_sites_read_and_run_nothing(with_server, kind: str) -> No
             ("POST", "/free"),
             ("POST", "/highwater/free"),
             ("POST", "/highwater/watermark?marks=1GiB:2GiB"),
+            ("POST", "/highwater/lend?size=1MiB&for=60s"),
+            ("POST", "/highwater/lend/give-back"),
+            ("POST", "/highwater/keep?component=a"),
+            ("POST", "/highwater/release?device=gpu:0"),
+            ("POST", "/highwater/limits?keep_loaded=1"),
         ):
             response = await server.client.request(method, path, headers=headers)
             assert response.status == 403, (method, path)

@@ -14,7 +14,7 @@ def run(*command: str | Path) -> None:
 
 
 def test_units(node: str):
-    run(node, "--test", "readout.test.mjs", "report.test.mjs", "watermark.test.mjs")
+    run(node, "--test", *sorted(HERE.glob("*.test.mjs")))
 
 
 def test_types(node: str, packages: Path):

@@ -1,37 +1,9 @@
-// What of the watermark's setting is passed on, and what is said of it; test_scripts.py runs this under node.
+// What is said of the watermark's setting; test_scripts.py runs this under node.
 import assert from "node:assert/strict";
-import { mock, test } from "node:test";
-import { makeMarksListener, marksText } from "../../web/watermark.js";
+import { test } from "node:test";
+import { marksText } from "../../web/watermark.js";
 
 const MIB = 2 ** 20;
-
-test("what the page opens with is passed on at once, unless it is empty", () => {
-  const applied = [];
-  const listen = makeMarksListener((...words) => applied.push(words), 1000);
-  listen("");
-  listen(undefined);
-  assert.deepEqual(applied, []);
-  listen("1GiB:2GiB");
-  assert.deepEqual(applied, [["1GiB:2GiB", false]]);
-});
-
-test("a change is passed on after the last keystroke, an empty one, too", () => {
-  mock.timers.enable({ apis: ["setTimeout"] });
-  const applied = [];
-  const listen = makeMarksListener((...words) => applied.push(words), 1000);
-  for (const [text, before] of [["5", ""], ["5%", "5"], ["5%:", "5%"], ["5%:10%", "5%:"]]) {
-    listen(text, before);
-    mock.timers.tick(999);
-  }
-  assert.deepEqual(applied, []);
-  mock.timers.tick(1);
-  assert.deepEqual(applied, [["5%:10%", true]]);
-  listen("", "5%:10%");
-  mock.timers.tick(1000);
-  assert.deepEqual(applied.at(-1), ["", true]);
-  assert.equal(applied.length, 2);
-  mock.timers.reset();
-});
 
 test("the notice names the marks of the setting, and the devices of nodes", () => {
   const mark = (low, high, source) => ({ low_bytes: low * MIB, high_bytes: high * MIB, source });

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from highwater.memory.transfer.host_heap import give_back_heap, has_trim
+from highwater.memory.transfer.host_heap import describe_return, give_back_heap, has_trim
 
 
 @pytest.mark.skipif(not has_trim(), reason="this C library has no malloc_trim")
@@ -35,3 +36,15 @@ assert rss() - before < 16 * MIB, (rss() - before) // MIB
 def test_it_may_be_asked_at_any_time() -> None:
     for _ in range(3):
         give_back_heap()
+
+
+@pytest.mark.parametrize(
+    ("platform", "trims", "said"),
+    [("win32", False, "copied out of"), ("darwin", False, "marked as reusable"), ("linux", False, "has no call"),
+     ("linux", True, "MALLOC_ARENA_MAX=1")],
+)  # fmt: skip
+def test_what_each_system_takes_back_is_said(platform: str, trims: bool, said: str) -> None:
+    texts = {name: describe_return(name, trims=trims) for name in ("win32", "darwin", "linux")}
+    assert said in texts[platform] and len(set(texts.values())) == 3
+    assert ("malloc_trim" in texts[platform]) == trims
+    assert describe_return() == describe_return(sys.platform, trims=has_trim())

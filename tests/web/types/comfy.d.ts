@@ -35,17 +35,20 @@ interface ComfyToast {
   detail?: string;
   life?: number;
 }
+interface Setting<Type, Value> {
+  id: string;
+  category?: string[];
+  name: string;
+  tooltip?: string;
+  type: Type;
+  defaultValue: Value;
+  attrs?: { min?: number; max?: number; step?: number };
+  onChange?: (value: Value | undefined, before?: Value) => void;
+}
+
 interface ComfyExtension {
   name: string;
-  settings?: {
-    id: string;
-    category?: string[];
-    name: string;
-    tooltip?: string;
-    type: "text";
-    defaultValue: string;
-    onChange?: (value: string, before?: string) => void;
-  }[];
+  settings?: (Setting<"text", string> | Setting<"number", number>)[];
   commands?: { id: string; label: string; function: () => void | Promise<void> }[];
   menuCommands?: { path: string[]; commands: string[] }[];
   nodeCreated?(node: ComfyNode): void;
