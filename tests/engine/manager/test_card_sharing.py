@@ -115,14 +115,16 @@ def test_two_busy_processes_do_not_take_turns_in_evicting_each_other(pair) -> No
     for process in pair:
         process.do("mark", MIB // 8, MIB // 8)
     for _ in range(20):
-        for process in pair:
+        for process, other in (pair, pair[::-1]):
+            share_memory(*pair)
             process.do("begin")
             process.do("forward")
             process.do("foresee")  # its queue will use the model again
             share_memory(*pair)
+            other.do("look")
+            share_memory(*pair)
             process.do("forward")
             process.do("end")
-            process.do("look")
     states = share_memory(*pair)
     given = [event for state in states for event in state["events"] if "another process (pid" in event]
     assert len(given) <= 5, "each takes from the other what that needs next"
