@@ -67,6 +67,28 @@ def test_idle_models_leave_for_a_loan_whoever_loaded_them(host: HostProcess, loa
     assert torch.equal(sample(host, loaders), expected)
 
 
+def test_an_idle_dynamic_model_leaves_for_a_loan(dynamic_host: HostProcess) -> None:
+    """Page by page, by core's dynamic VRAM; the next run computes the same beside the loan."""
+    host = dynamic_host
+    host.forget()
+    try:
+        expected = sample(host, CORE, WIDE)
+        host.post("/highwater/watermark?marks=0:0")
+        total = host.total_bytes[0]
+        held = used_bytes(host)
+        assert held > WIDE_BYTES // 2
+        answer = lend(host, total - 150 * MIB)
+        assert answer["missing_bytes"] == 0 and answer["freed_bytes"] >= held - 150 * MIB
+        assert torch.equal(sample(host, CORE, WIDE), expected)
+        host.post("/highwater/lend/give-back?device=gpu:0")
+        assert torch.equal(sample(host, CORE, WIDE), expected)
+    finally:
+        host.post("/highwater/watermark?marks=")
+        if device(host)["lent"] is not None:
+            host.post("/highwater/lend/give-back?device=gpu:0")
+        host.forget()
+
+
 def test_runs_go_on_and_stream_beside_a_loan(host: HostProcess) -> None:
     """335 MiB of weights where 150 MiB are not lent; all of them are on the device again when it is given back."""
     expected = sample(host, Loaders(), WIDE)
