@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ def run_demo(
     loaded = [(name, load_workflow(WORKFLOWS / f"{file}.json")) for name, file, _ in DEMO_RUNS]
     for turn, (name, _, what) in enumerate(DEMO_RUNS):
         if has_marks:
-            loaded[turn] = name, without_marks(loaded[turn][1])
+            own = loaded[turn][1]
+            loaded[turn] = name, parse_workflow(without_marks(own.prompt), source=own.source)
         if not simulated:
             loaded[turn] = name, fit_to_machine(loaded[turn][1], runner.manager)
         console.title(f"Run {name}: {what}")
@@ -95,9 +97,9 @@ def fit_to_machine(workflow: Workflow, manager: MemoryManager) -> Workflow:
     return parse_workflow(graph, source=workflow.source)
 
 
-def without_marks(workflow: Workflow) -> Workflow:
-    """Return the workflow without its Watermark nodes."""
-    graph = copy.deepcopy(dict(workflow.prompt))
+def without_marks(prompt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a workflow's graph without its Watermark nodes."""
+    graph = copy.deepcopy(dict(prompt))
     own = [id for id, node in graph.items() if node["class_type"] == "HighwaterWatermark"]
     for id in own:
         del graph[id]
@@ -105,4 +107,4 @@ def without_marks(workflow: Workflow) -> Workflow:
         links = [name for name, value in node["inputs"].items() if isinstance(value, list) and value[0] in own]
         for name in links:
             del node["inputs"][name]
-    return parse_workflow(graph, source=workflow.source)
+    return graph

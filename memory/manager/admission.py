@@ -2,10 +2,12 @@
 
 [Note: admission] A component is admitted when it is entered, never before. It may plan with what `LiveCapacity` says.
 If loading it would leave less than ``low`` free, idle components leave, in the order that the policy chooses, whole or
-block by block, until ``high`` is free. Between the marks nothing moves. What the forwards of the newcomer are known to
-need, or its kind may need, raises both marks, as far as it can compute beside that ([Note: needs] in `needs.py`); so
-does what its profile leaves free. Where it has a budget for the device, idle siblings, which the same call manages,
-leave until all of them together are within it. A component that computes holds a lease and is never a victim.
+block by block, until ``high`` is free. Between the marks nothing moves: a component in place that streams grows only
+when a block more than the high mark is free (`steady_limit` in `planner/device_limit.py`). What the forwards of the
+newcomer are known to need, or its kind may need, raises both marks, as far as it can compute beside that ([Note: needs]
+in `needs.py`); so does what its profile leaves free. Where it has a budget for the device, idle siblings, which the
+same call manages, leave until all of them together are within it. A component that computes holds a lease and is never
+a victim.
 
 The policies stand in `policies/`, the words of causes in `eviction.py`, the arithmetic in `live_capacity.py`; here
 only the loops that ask them, and one mover, `evict`, which passes on the reason that it is given.

@@ -83,6 +83,13 @@ class LiveCapacity:
         """Return how much of the RAM is kept free now."""
         return self.watermarks.of_host(HostMemory.now().total_bytes)
 
+    def band_of(self, device: Device) -> int:
+        """Return the distance of an accelerator's marks: so much may come and go, and nothing moves."""
+        if device.is_cpu:
+            return 0
+        mark = self.mark_of(device.name)
+        return mark.high_bytes - mark.low_bytes
+
     def watermark_reports(self) -> dict[str, WatermarkReport]:
         """Return the marks of each accelerator and of the RAM, and what they come from."""
         marks = self.watermarks
@@ -324,11 +331,14 @@ class LiveCapacity:
                 idle = [candidate for candidate in idle if candidate not in spared]
             others = sum(candidate.device_bytes for candidate in idle)
             names = {candidate.component for candidate in idle}
-            own = self.ledger.held(member.id, device.name) if member else 0
+            own = held = self.ledger.held(member.id, device.name) if member else 0
             own += sum(kept.values()) if device.is_cpu else 0  # they leave for it
             if in_pass and member is not None and device.name in member.allocated_at_entry:
                 own += max(0, allocated_bytes - member.allocated_at_entry[device.name])
             own += (given or {}).get(device.name, 0)
+            steadies = (
+                member is not None and member.managed.is_loaded and not (is_hosted or others or ceilings or given)
+            )
             available = free_bytes + own + others - low - self.kept_for_sharing(member, device.name)
             capacities.append(
                 DeviceCapacity(
@@ -338,6 +348,8 @@ class LiveCapacity:
                     kept_free_bytes=low,
                     link_bytes_per_s=self.links.get(device.name),
                     ceiling_bytes=(ceilings or {}).get(device.name),
+                    held_bytes=held,
+                    band_bytes=self.band_of(device) if steadies else 0,
                     computing=self.computing(device.name, member),
                     sibling_bytes=sum(self.ledger.held(other, device.name) for other in computing),
                     pageable_bytes_per_s=self.pageable_links.get(device.name),

@@ -48,6 +48,11 @@ class DeviceCapacity:
     """The other components that compute now, and the bytes that each holds: they cannot leave."""
     unlearned_bytes: int = 0
     """What is kept free for forwards whose needs are not known yet; 0 where the user says what stays free."""
+    held_bytes: int = 0
+    """What the component holds there now."""
+    band_bytes: int = 0
+    """The distance of the watermark's marks, where a component in place keeps its size while free memory changes by
+    less: nothing idle could leave for it, and no host says what it may take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from ..units import MIB, align_up, format_bytes
 from ..weights.component import Component
 from .capacity import DeviceCapacity, KeptFree, Machine
 
-__all__ = ["find_kept", "find_limit", "refuse_small_limit"]
+__all__ = ["find_kept", "find_limit", "refuse_small_limit", "steady_limit"]
 
 # Forwards of these take more beside their weights than a watermark's few bytes.
 LARGE_ACTIVATIONS = ("diffusion", "vae")
@@ -59,6 +59,26 @@ def find_kept(component: Component, capacity: DeviceCapacity, machine: Machine, 
         return kept
     why = "their size is not known yet"
     return KeptFree(num_bytes=capacity.unlearned_bytes, why=why, is_known=False)
+
+
+def steady_limit(
+    limit: int, capacity: DeviceCapacity, planned_bytes: int, planned_limit: int, largest_bytes: int
+) -> int:
+    """Return the limit of a component that is in place and streams, so that a wobble of free memory moves nothing.
+
+    It gives way when less than the low mark would be free, and then until the high mark is. It grows again when more is
+    free than the high mark and a block.
+
+    Args:
+        planned_bytes, planned_limit: what its plan takes, and the limit for which that was made.
+        largest_bytes: of its blocks: so much may be left of what it may take.
+    """
+    held, band = capacity.held_bytes, capacity.band_bytes
+    if limit < held:
+        return limit - band
+    if limit > held + band + largest_bytes:
+        return limit
+    return planned_limit if planned_bytes == held <= planned_limit <= limit else held
 
 
 def smallest_budget(component: Component, capacity: DeviceCapacity, profile: OffloadProfile) -> BudgetItem | None:

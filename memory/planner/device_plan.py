@@ -15,8 +15,8 @@ from typing import Any
 
 from ..options.profile import OffloadProfile
 from ..units import GIB, MIB, SLAB_ALIGNMENT, format_bytes, format_seconds
-from .capacity import Machine
-from .device_limit import find_kept, find_limit, refuse_small_limit
+from .capacity import DeviceCapacity, Machine
+from .device_limit import find_kept, find_limit, refuse_small_limit, steady_limit
 from .prefetch_schedule import (
     Schedule,
     choose_prefetch,
@@ -141,7 +141,9 @@ def plan_share(
         InvalidInput: the user's budget is too small for the least form.
         DoesNotFit: the device is too small for it.
     """
-    allowed = find_allowed(component_sizes, device, blocks, machine, profile, first=first, keeps_free=keeps_free)
+    allowed = find_allowed(
+        component_sizes, device, blocks, machine, profile, first=first, keeps_free=keeps_free, current=current
+    )
     component, whole, limit = component_sizes.component, allowed.whole, allowed.limit_bytes
     if allowed.holds_all:
         return whole
@@ -197,8 +199,9 @@ def confirm_share(
     in page-locked memory and the known times are the same.
     """
     allowed = find_allowed(
-        component_sizes, share.device, share.blocks, machine, profile, first=first, keeps_free=keeps_free
-    )
+        component_sizes, share.device, share.blocks, machine, profile,
+        first=first, keeps_free=keeps_free, current=share,
+    )  # fmt: skip
     if allowed.holds_all or not share.staging_bytes:
         return allowed.whole if allowed.holds_all and allowed.whole == share else None
     blocking = find_blocking(component_sizes.component, share.blocks, pinned)
@@ -266,6 +269,7 @@ def find_allowed(
     *,
     first: bool,
     keeps_free: bool,
+    current: DevicePlan | None,
 ) -> Allowed:
     """Return what blocks may take of a device now; arguments as of `plan_share`."""
     component, capacity = component_sizes.component, machine.device(device)
@@ -296,6 +300,9 @@ def find_allowed(
                 reasons.append(f"{KEEPS} {format_bytes(keeps_bytes)} free for activations: {kept.why}")
     if limit >= GIB and whole.device_bytes > limit >= least:
         limit = max(least, limit // MIB * MIB)  # whole MiB: people read the text that gives the same plan again
+    if current is not None and may_be_wobble(capacity, current, whole) and current.limit_bytes is not None:
+        steady = steady_limit(limit, capacity, current.device_bytes, current.limit_bytes, largest)
+        limit = max(min(limit, least), steady)
     return Allowed(
         whole=replace(whole, reasons=tuple(reasons)),
         sizes=sizes,
@@ -304,6 +311,12 @@ def find_allowed(
         limit_bytes=limit,
         source=source,
     )
+
+
+def may_be_wobble(capacity: DeviceCapacity, current: DevicePlan, whole: DevicePlan) -> bool:
+    """Whether only free memory may have changed: the blocks, and what stays free for the forwards, are the same."""
+    is_same = current.blocks == whole.blocks and current.keeps_bytes == whole.keeps_bytes
+    return bool(capacity.band_bytes and capacity.held_bytes) and is_same
 
 
 def stream(whole: DevicePlan, sizes: Mapping[int, int], schedule: Schedule) -> DevicePlan:

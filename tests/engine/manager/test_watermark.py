@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from highwater.memory import manage
@@ -15,6 +15,7 @@ from highwater.memory.transfer.devices import HostMemory
 
 MIB = 1 << 20
 X = torch.ones(1, 64)
+X2 = torch.ones(1, 128)
 
 
 def marks(low: object, high: object) -> Marks:
@@ -120,3 +121,65 @@ def test_marks_that_are_set_by_default_move_idle_components_at_once_but_not_in_a
         manager.set_default_watermarks(parse_watermarks("100%:100%"))
         assert manager.ledger.used("gpu:0") == 0
         manager.set_default_watermarks({})
+
+
+@settings(max_examples=8)
+@given(free=st.lists(st.integers(0, 100), min_size=2, max_size=6), looks_again=st.booleans())
+@torch.no_grad()
+def test_a_wobble_between_the_marks_moves_nothing(toys, machine, sim, free: list[int], looks_again: bool) -> None:
+    """Another program takes and gives back memory while two resident components take turns."""
+    low, high = 2 * MIB, 4 * MIB
+    with machine(16, low=low, high=high) as manager:
+        nets = {name: toys.build_net() for name in "ab"}
+        for name, net in nets.items():
+            manage({name: net}, manager=manager)
+        for net in [*nets.values()] * 2:
+            net(X)
+        held, moved = manager.ledger.used("gpu:0"), manager.bytes_moved()
+        most = manager.devices["gpu:0"].free_bytes() - low - MIB  # what passes need stays free
+        for part in free:
+            sim.occupy(0, most * part // 100)
+            manager.begin_run("r", "run")
+            if looks_again:
+                manager.capacity.outdate_plans()
+            for net in nets.values():
+                net(X)
+            manager.end_run()
+            assert (manager.ledger.used("gpu:0"), manager.bytes_moved()) == (held, moved)
+        sim.occupy(0, 0)
+
+
+@torch.no_grad()
+def test_a_component_that_streams_gives_way_once_and_does_not_grow_for_a_wobble(toys, machine, sim) -> None:
+    low, high = MIB // 4, MIB // 2
+    with machine(2, low=low, high=high) as manager:
+        net = toys.build_net(singles=14)
+        with manage({"net": net}, manager=manager) as managed:
+
+            def run(part: float) -> tuple[int, int]:
+                """Return what is held and what a second pass moves, while others hold a part of the marks' distance."""
+                sim.occupy(0, int((high - low) * part))
+                manager.begin_run("r", "run")
+                manager.capacity.outdate_plans()
+                net(X)
+                before = manager.bytes_moved()
+                net(X)
+                moved = manager.bytes_moved() - before
+                manager.end_run()
+                return manager.ledger.used("gpu:0"), moved
+
+            warm = [run(0) for _ in range(3)]
+            assert managed.members[0].managed.plan.streams and warm[1] == warm[2]
+            first = [run(part) for part in (0.1, 0, 0.5, 0.2, 1, 0)]
+            assert all(now[0] <= before[0] for before, now in zip([warm[-1], *first], first, strict=False))
+            moved = manager.bytes_moved()
+            again = [run(part) for part in (0.1, 0, 0.5, 0.2, 1, 0)]
+            assert set(again) == {first[-1]} and first[-1][0] < warm[-1][0]
+            assert manager.bytes_moved() - moved == pytest.approx(12 * first[-1][1], rel=0.2), "only what streams"
+
+            sim.occupy(0, 400 << 10)
+            manager.begin_run("r", "run")  # below the low mark: it gives way until the high mark is free
+            assert manager.devices["gpu:0"].free_bytes() >= high
+            manager.end_run()
+            assert run(0)[0] > first[-1][0]  # and all that is free is much more than a wobble
+        sim.occupy(0, 0)

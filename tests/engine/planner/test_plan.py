@@ -462,6 +462,39 @@ def test_a_plan_says_what_the_rams_watermark_costs() -> None:
     assert plan(part, on=replace(here, host_kept_bytes=0))["transformer"].tier == "pinned"
 
 
+@given(
+    sizes=st.lists(st.integers(1, 8), min_size=4, max_size=12),
+    band=st.integers(1, 12),
+    wobbles=st.lists(st.integers(-12, 12), min_size=1, max_size=8),
+)
+def test_a_share_in_place_keeps_its_size_while_free_memory_wobbles(
+    sizes: list[int], band: int, wobbles: list[int]
+) -> None:
+    part = component([size * MIB for size in sizes])
+    room = max(3 * max(sizes), sum(sizes) * 2 // 3) * MIB
+    here = machine(first=room + MIB)
+    assume(room < sum(sizes) * MIB)
+    decided = plan(part, on=here)["transformer"]
+    for wobble in wobbles:
+        (share,) = decided.shares
+        available = max((max(sizes) + 1) * MIB, room + wobble * band * MIB // 12)
+        devices = (
+            here.devices[0],
+            replace(
+                here.devices[1],
+                available_bytes=available,
+                held_bytes=share.device_bytes,
+                band_bytes=band * MIB,
+            ),
+            here.devices[2],
+        )
+        decided = replan(part, decided, replace(here, devices=devices), OffloadProfile())
+        (now,) = decided.shares
+        assert now.device_bytes <= available
+        if share.device_bytes <= available <= share.device_bytes + (band + max(sizes)) * MIB:
+            assert (now.resident, now.device_bytes) == (share.resident, share.device_bytes)
+
+
 def test_the_buffers_through_which_files_are_read_have_their_part_of_what_may_be_page_locked() -> None:
     text = replace(component([MIB] * 8), name="text", kind="text")
     here, parts = machine(first=5 * MIB, pinned=10 * MIB), (from_file(component([MIB] * 200)), text)
