@@ -216,9 +216,13 @@ def alike(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def takes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a tensor can be pointed to the memory of another instead of being filled from it."""
+    """Whether a tensor can be pointed to the memory of another instead of being filled from it.
+
+    It must be the object that a module holds: what ``.data`` or a view of one is filled through is another object.
+    """
     return (
-        is_plain(target)
+        type(target) is nn.Parameter
+        and target.device.type == "cpu"
         and (target.dtype, target.shape) == (source.dtype, source.shape)
         and target.is_contiguous()
         and target.untyped_storage().nbytes() == target.nbytes  # no view of something larger

@@ -19,7 +19,7 @@ from ..errors import InvalidInput
 from ..options.precision import Precision
 from ..runtime.blocks.pristine_slab import PristineSlab
 from ..runtime.devices.ledger import Entry, Kind, Ledger
-from ..transfer.pinned_memory import count_slabs
+from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import format_bytes
 from ..weights.file_origin import FileIdentity, Origin, differs
 from .event_log import EventLog
@@ -36,12 +36,18 @@ KEPT = "kept"
 class KeptPart:
     """What one component left."""
 
-    def __init__(self, name: str, kind: str, slabs: Sequence[PristineSlab], now_s: float) -> None:
+    def __init__(
+        self, name: str, kind: str, slabs: Sequence[PristineSlab], now_s: float, *, is_common: bool = False
+    ) -> None:
         self.name = name
         self.kind = kind
         self.slabs = list(slabs)
         self.kept_s = now_s
         self.id = ""
+        self.is_common = is_common
+        """Whether components share it, or did."""
+        self.is_unwanted = False
+        """Whether it leaves as soon as no component shares it: its file has changed, or all was to be dropped."""
 
     def take_id(self, part_id: str) -> None:
         """Note its name in the books."""
@@ -50,6 +56,18 @@ class KeptPart:
     def count_bytes(self) -> dict[str, int]:
         """Return its bytes of RAM by tier."""
         return {tier: n for tier, n in count_slabs(slab.slab.data for slab in self.slabs).items() if n}
+
+    def reject(self) -> None:
+        """Drop it as soon as no component shares it; until then nobody else gets it."""
+        self.is_unwanted = True
+
+    def take(self, slabs: Iterable[PristineSlab]) -> None:
+        """Have these, too."""
+        self.slabs += slabs
+
+    def locks(self) -> list[ArenaLock]:
+        """Return the page-locked arenas of its slabs."""
+        return list({id(lock): lock for slab in self.slabs if (lock := slab.slab.lock) is not None}.values())
 
     def files(self) -> list[FileIdentity]:
         """Return the files that it has weights of."""
@@ -72,6 +90,7 @@ class KeptWeights:
 
     def keep(self, member: Member, slabs: Sequence[PristineSlab]) -> None:
         """Keep what a component left; nothing without slabs, and no arena of which most is of no use."""
+        slabs = self.keep_beside_shared(slabs)
         useful = Counter[int]()
         for slab in slabs:
             useful[id(slab.slab.lock)] += slab.num_bytes
@@ -90,13 +109,55 @@ class KeptWeights:
             "keep", part.id, num_bytes, "host", f"{member.id} left; its weights stay until RAM is short"
         )
 
+    def keep_beside_shared(self, slabs: Sequence[PristineSlab]) -> list[PristineSlab]:
+        """Keep slabs in arenas that components share, which stay with those; returns the other slabs."""
+        others = []
+        for slab in slabs:
+            lock = slab.slab.lock
+            if lock is None or not lock.is_shared:
+                others.append(slab)
+                continue
+            next(part for part in self.parts if any(lock is each for each in part.locks())).take([slab])
+        return others
+
+    def share(self, member: Member, slabs: Sequence[PristineSlab]) -> None:
+        """Take slabs of a component that shares them from now on, with their arenas."""
+        kind, now_s = member.managed.component.kind, self.event_log.now_s
+        part = KeptPart(member.name, kind, slabs, now_s, is_common=True)
+        part.take_id(self.members.name_other(f"shared/{'+'.join(file.name for file in part.files())}", part))
+        for lock in part.locks():
+            lock.share(True)
+        self.parts.append(part)
+        self.enter(part)
+        num_bytes = sum(part.count_bytes().values())
+        self.event_log.note(
+            "share", part.id, num_bytes, "host", f"{member.id} and another component have the same file"
+        )
+
+    def sharers(self, part: KeptPart) -> list[str]:
+        """Return the components that share slabs of a part."""
+        if not part.is_common:
+            return []
+        slabs = {id(slab.slab.data) for slab in part.slabs}
+        hosted = [member for member in list(self.members.values()) if member.is_hosted]
+        return [
+            member.id
+            for member in hosted
+            if any(group.at_rest.is_shared and id(group.host_slab) in slabs for group in member.managed.groups)
+        ]
+
+    def drop_unwanted(self) -> None:
+        """Drop what was to be dropped while components shared it, and no longer do."""
+        for part in [part for part in self.parts if part.is_unwanted]:
+            self.drop(part, "no component shares it any more")
+
     def find(self, file: FileIdentity) -> dict[Origin, torch.Tensor]:
         """Return the weights of a file that are kept and that nothing else uses, as views.
 
         What is kept of a file that was replaced or written to leaves.
         """
         found: dict[Origin, torch.Tensor] = {}
-        for part in list(self.parts):
+        for part in [part for part in self.parts if not part.is_unwanted]:
             own = [slab for slab in part.slabs if any(each is not None and each.file == file for each in slab.origins)]
             unused = [slab for slab in own if slab.is_unused()]
             weights = [pair for slab in unused for pair in slab.weights() if pair[0].file == file]
@@ -129,19 +190,33 @@ class KeptWeights:
         at_rest = [group.at_rest for group in member.managed.groups]
         there = {origin for each in at_rest for origin in each.origins if origin is not None}
         stores = {id(each.host_slab) for each in at_rest}
-        for part in list(self.parts):
+        for part in [part for part in self.parts if not self.sharers(part)]:
             gone = [slab for slab in part.slabs if id(slab.slab.data) in stores or not there.isdisjoint(slab.origins)]
             if gone:
                 self.give_up(part, gone)
 
     def give_up(self, part: KeptPart, slabs: Sequence[PristineSlab]) -> None:
+        before = part.locks()
         part.give_up(slabs)
+        after = part.locks()
         self.enter(part)
+        left = [lock for lock in before if lock.is_shared and not any(lock is each for each in after)]
+        for lock in left:
+            lock.share(False)
+        for member in list(self.members.values()) if left else ():  # one may have more of the arena
+            if member.is_hosted:
+                member.managed.packing.settle_books()
         if not part.slabs:
             self.parts.remove(part)
 
     def drop(self, part: KeptPart, reason: str) -> int:
-        """Drop one part; returns the bytes that are free again, page-locked or not."""
+        """Drop one part; returns the bytes that are free again, page-locked or not.
+
+        A part that components share leaves after the last of them.
+        """
+        if self.sharers(part):
+            part.reject()
+            return 0
         num_bytes = sum(part.count_bytes().values())
         self.event_log.note("drop", part.id, num_bytes, "host", reason)
         self.give_up(part, list(part.slabs))
@@ -153,8 +228,10 @@ class KeptWeights:
         Weights that a model was pointed to stay in memory with that model.
         """
         freed = 0
-        while self.parts and freed < num_bytes:
-            freed += self.drop(self.parts[0], reason)
+        for part in [part for part in self.parts if not self.sharers(part)]:
+            if freed >= num_bytes:
+                break
+            freed += self.drop(part, reason)
         return freed
 
     def trim(self, free_bytes: int, mark: Watermark) -> None:
@@ -191,19 +268,22 @@ class KeptWeights:
         )
 
     def held(self) -> Counter[str]:
-        """Return the bytes of RAM that all of them take, by tier."""
+        """Return the bytes of RAM that all of them take which may leave, by tier."""
         total = Counter[str]()
-        for part in self.parts:
+        for part in [part for part in self.parts if not self.sharers(part)]:
             total.update(part.count_bytes())
         return total
 
     def reports(self) -> list[ComponentReport]:
         """Return what the report says of each."""
-        return [kept_report(part) for part in self.parts]
+        return [kept_report(part, self.sharers(part)) for part in self.parts]
 
 
-def kept_report(part: KeptPart) -> ComponentReport:
+def kept_report(part: KeptPart, sharers: Sequence[str]) -> ComponentReport:
     files = ", ".join(file.name for file in part.files())
+    reason = f"kept in RAM in case that {files} is loaded again; leaves first when RAM is short"
+    if sharers:
+        reason = f"{' and '.join(sharers)} have {files} once in RAM"
     return ComponentReport(
         id=part.id,
         name=part.name,
@@ -216,6 +296,6 @@ def kept_report(part: KeptPart) -> ComponentReport:
         leased=False,
         last_use_s=part.kept_s,
         bytes_moved=None,
-        plan={"reasons": [f"kept in RAM in case that {files} is loaded again; leaves first when RAM is short"]},
+        plan={"reasons": [reason]},
         engine=KEPT,
     )

@@ -218,6 +218,11 @@ class Member:
         """Note that its module is not used any more, as far as its owner knows."""
         self.leaves_weights = True
 
+    @property
+    def is_left(self) -> bool:
+        """Whether its owner dropped a module that gets its weights back all the same: something may use it."""
+        return self.leaves_weights and self.ending is Ending.RESTORED
+
     # -- its managed component, and what is decided for it
 
     def use(self, managed: ManagedComponent) -> None:

@@ -21,6 +21,7 @@ from ..weights.component import Component, guess_kind
 from ..weights.module_component import component_from_module
 from ..weights.sharing import NOTHING_SHARED
 from ..weights.source import WeightsSource
+from .common_weights import CommonWeights
 from .join_checks import refuse_odd, refuse_shared_split, refuse_unsuitable
 from .leases import Leases, MemberManager
 from .live_capacity import LiveCapacity
@@ -43,6 +44,7 @@ class Registry:
         self.event_log = capacity.event_log
         self.measures = capacity.measures
         self.sharing = SharedWeights(self.members)
+        self.common = CommonWeights(self.members, self.kept)
         self.ranks = itertools.count()
         self.moved_by_released = 0
         leases.pack_with(self.pack_anew)
@@ -373,7 +375,8 @@ class Registry:
         managed, plan = member.managed, member.managed.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             self.refuse_unsuitable(member, managed.module, managed.component, managed.source, sharers)
-        managed.packing.start_from(member.origins, self.kept.slabs() if member.origins else ())
+        common = self.common.find(member) if member.origins else {}
+        managed.packing.start_from(member.origins, self.kept.slabs() if member.origins else (), common)
         try:
             managed.attach(self.leases.show_progress(member, managed.packing.to_pack()) if tells else None)
             self.members.enter(member)
@@ -395,7 +398,7 @@ class Registry:
         self.capacity.outdate_plans()
         error: InvalidInput | None = None
         try:
-            member.managed.detach(ending or member.ending)
+            member.managed.detach(ending or (Ending.LEFT if member.is_left else member.ending))
         except InvalidInput as problem:  # of a file: all else is done
             error = problem
         self.sharing.take_back(member, member.managed.module)
@@ -409,6 +412,7 @@ class Registry:
         if member.leaves_weights and self.event_log.is_running:
             self.kept.keep(member, pristine)
             self.capacity.trim_kept()
+        self.kept.drop_unwanted()
         if error is not None:
             raise error
         assert not self.ledger.bytes_by_place(member.id), self.ledger.bytes_by_place(member.id)

@@ -13,7 +13,7 @@ from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
 from ..transfer.copy_stream import CopyStream
-from ..transfer.pinned_memory import ArenaLock, count_slabs
+from ..transfer.pinned_memory import ArenaLock, HostSlab, count_slabs
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
@@ -24,6 +24,7 @@ from .blocks.unpacking import discard, unpack
 from .blocks.weight_group import WeightGroup
 from .blocks.weight_store import FileStore, HostStore
 from .changes.written_weights import WrittenWeights, renamed
+from .common_slabs import CommonSlabs, is_paid_elsewhere
 from .devices.device_share import DeviceShare
 from .devices.ledger import Kind, Ledger
 from .tensors.parameter_slots import ParameterSlot
@@ -36,12 +37,19 @@ class Ending(enum.Enum):
 
     RESTORED = "restored"
     """Weights in plain memory, read from the file where they rest there; what came without and rests there goes so."""
+    LEFT = "left"
+    """As restored, for a module that is not known to be used: what it shares with other components stays where it is. A
+    write to such a weight gives it memory of its own."""
     HANDED_OVER = "handed over"
     """What is packed stays so, for the managed component that comes next ([Note: kept blocks] in `kept_blocks.py`)."""
     TAKEN_BACK = "taken back"
     """What it held before it was packed."""
     DISCARDED = "discarded"
     """Shapes without memory; nothing is copied or read."""
+
+
+# The endings after which no other managed component goes on with the module.
+ENDS = (Ending.RESTORED, Ending.LEFT, Ending.DISCARDED)
 
 
 class Packing:
@@ -87,6 +95,7 @@ class Packing:
         """What weights that are not packed yet were read from; empty but while they are packed."""
         self.filled: Sequence[PristineSlab] = ()
         """Slabs in which groups may lie already; empty but while they are packed."""
+        self.common = CommonSlabs(owner, self.take)
         self.pristine: list[PristineSlab] = []
         """After the end, slabs whose weights are as their files have them."""
         self.left: list[Bundle] = []
@@ -115,12 +124,22 @@ class Packing:
             if group.at_rest.store is None:
                 group.measure()
 
-    def start_from(self, origins: KnownOrigins, filled: Sequence[PristineSlab]) -> None:
-        """Set what the weights were read from, and the slabs in which some of them may lie as they would be packed.
+    def start_from(
+        self,
+        origins: KnownOrigins,
+        filled: Sequence[PristineSlab],
+        common: Mapping[WeightGroup, HostSlab] | None = None,
+    ) -> None:
+        """Set what the weights were read from, and where some of them are as they would be packed.
 
-        `pack` forgets both: the slabs of others would keep their memory as long as this component lives.
+        `pack` forgets it all: the slabs of others would keep their memory as long as this component lives.
+
+        Args:
+            filled: slabs in which they may lie.
+            common: slabs of other components that have the same weights, by the groups that share these.
         """
         self.origins, self.filled = origins, filled
+        self.common.start_from(common or {})
 
     def to_pack(self) -> int:
         """Return the bytes, as they come, of what `pack` would copy into slabs or read from files into RAM.
@@ -159,6 +178,7 @@ class Packing:
                         self.pack_share(share, progress)
         finally:
             self.origins, self.filled = {}, ()
+            self.common.start_from({})
         if self.plan.tier == "disk":
             self.written.end_doubts()
         self.left.clear()
@@ -188,6 +208,9 @@ class Packing:
                         group.at_rest.store.go_through(share.bounce)
                         continue  # `leave_in_file` enters it
                     assert isinstance(group.at_rest.store, HostStore)
+                    if is_paid_elsewhere(group):
+                        self.common.go_on(group, share)
+                        continue
                     lock = group.at_rest.store.memory.lock
                     if group is bundle.added:
                         own = {"host": group.slab_bytes} if lock is None else {"pinned": lock.arena.num_bytes}
@@ -224,6 +247,7 @@ class Packing:
 
     def pack_share(self, share: DeviceShare, progress: Callable[[int], None] | None) -> None:
         """Move a share's weights into host slabs, page-locked as far as the plan says and the driver agrees."""
+        self.common.pack(share, self.origins, progress)
         to_pack = [group for group in share.groups if group.at_rest.store is None]
         if share.copies is None:  # others compute in place, in the memory they came in
             groups = [group for group in to_pack if group.encoded]
@@ -334,7 +358,8 @@ class Packing:
 
         What computes in place in the memory that it came in has no slab: it counts as one.
         """
-        slabs = [group.host_slab for group in self.groups if group.host_slab is not None]
+        own = [group for group in self.groups if not is_paid_elsewhere(group)]
+        slabs = [group.host_slab for group in own if group.host_slab is not None]
         kept_bytes = sum(
             group.at_rest.store.kept_bytes for group in self.groups if isinstance(group.at_rest.store, FileStore)
         )
@@ -351,8 +376,11 @@ class Packing:
 
     def charge_host(self, num_bytes: int) -> None:
         if num_bytes:
-            self.host_bytes["host"] += num_bytes
-            self.charge("host", num_bytes)
+            self.take("host", num_bytes)
+
+    def take(self, tier: str, num_bytes: int) -> None:
+        self.host_bytes[tier] += num_bytes
+        self.charge(tier, num_bytes)
 
     def charge(self, tier: str, num_bytes: int) -> None:
         self.charged[tier] += num_bytes
@@ -366,7 +394,7 @@ class Packing:
         Raises:
             InvalidInput: weights rest in a file that has changed; they stay without memory.
         """
-        self.pristine = self.find_pristine() if ending in (Ending.RESTORED, Ending.DISCARDED) else []
+        self.pristine = self.find_pristine() if ending in ENDS else []
         self.written.note_end(self.groups, on_disk=self.plan.tier == "disk")
         error: InvalidInput | None = None
         staying = self.to_leave(ending)
@@ -377,10 +405,14 @@ class Packing:
                 if any(group in bundle.groups for bundle in staying):
                     group.forget_views()
                     continue
+                self.common.leave(group, self.shares)
+                if ending is not Ending.LEFT:
+                    group.at_rest.give_up_sharing()
                 try:
                     self.end_group(group, ending)
                 except InvalidInput as problem:
                     error = error or problem
+        self.common.end()
         while self.charged:
             tier, num_bytes = self.charged.popitem()
             self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)

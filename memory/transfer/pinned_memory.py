@@ -146,12 +146,29 @@ class ArenaLock:
     """The bytes of all its slabs."""
     waits: list[Callable[[], object]]
     """Functions called before unlocking: each waits for copies from the slabs."""
+    is_shared: bool = False
+    """Whether slabs of it are shared by components, and so the arena is in the books as none of theirs."""
 
     def copy_by(self, waits: Iterable[Callable[[], object]]) -> None:
         """Wait for the copies so far, and before unlocking for those that these functions wait for."""
         for wait in self.waits:
             wait()
         self.waits[:] = waits
+
+    def share(self, shares: bool) -> None:
+        """Note whether components share slabs of it."""
+        self.is_shared = shares
+
+    def join(self, wait: Callable[[], object]) -> None:
+        """Wait for these copies, too, before unlocking."""
+        if wait not in self.waits:
+            self.waits.append(wait)
+
+    def leave(self, wait: Callable[[], object]) -> None:
+        """Wait for these copies now instead of before unlocking."""
+        wait()
+        if wait in self.waits:
+            self.waits.remove(wait)
 
 
 @dataclass(frozen=True, slots=True)

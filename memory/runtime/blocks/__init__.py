@@ -6,7 +6,8 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "block_state": ["BlockState"],
-        "weight_store": ["FileStore", "HostStore"],
+        "weight_store": ["FileStore", "HostStore", "SharedStore"],
+        "slab_sharing": ["SlabSharing"],
         "staging": ["StagingArea", "StagingSlot"],
         "read_on_use": ["ReadOnUse"],
         "weight_group": ["WeightGroup"],

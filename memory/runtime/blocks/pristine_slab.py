@@ -14,7 +14,7 @@ from ...transfer.slabs import SlabLayout
 from ...weights.file_origin import Origin
 from ...weights.quantized_leaves import leaves_of
 from .weight_group import WeightGroup
-from .weight_store import HostStore
+from .weight_store import HostStore, SharedStore
 
 __all__ = ["KnownOrigins", "PristineSlab", "count_tensors", "find_origins", "lying_in", "slab_of"]
 
@@ -120,6 +120,6 @@ def find_origins(group: WeightGroup, known: KnownOrigins) -> tuple[Origin | None
 def slab_of(group: WeightGroup) -> PristineSlab | None:
     """Return a group's slab if files have weights of it; the caller knows that nothing was written to it."""
     store, origins = group.at_rest.store, group.at_rest.origins
-    if not isinstance(store, HostStore) or group.encoded or not any(origins):
+    if not isinstance(store, HostStore) or isinstance(store, SharedStore) or group.encoded or not any(origins):
         return None
     return PristineSlab(store.memory, group.layout.at_rest, origins)

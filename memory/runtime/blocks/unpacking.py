@@ -48,6 +48,8 @@ def unpack(group: WeightGroup, on_meta: Collection[str] = ()) -> None:
             continue
         elif name in stored:
             repoint(slot, [stored[name]], lasting=True)
+        elif held is not None and at_rest.is_shared:
+            slot.hold(held)  # watched: a write gives it memory of its own
         elif held is not None:
             own = own_leaves(group, index) if group.host_slab is not None else []
             slot.hold(at_rest.originals.get(name, unwatch(held)))

@@ -23,6 +23,7 @@ from .computing_views import ComputingViews
 from .kept_tensors import KeptTensors
 from .placed_tensors import PlacedTensors
 from .resident_copy import ResidentCopy
+from .slab_sharing import SlabSharing
 from .weight_layout import WeightLayout
 from .weight_store import FileStore
 from .weights_at_rest import WeightsAtRest
@@ -139,9 +140,10 @@ class WeightGroup:
         progress: Callable[[int], None] | None = None,
         *,
         is_filled: bool = False,
+        sharing: SlabSharing | None = None,
     ) -> None:
         """Move the weights into a slab of host memory, as `WeightsAtRest.pack`."""
-        self.at_rest.pack(slab, source, progress, is_filled=is_filled)
+        self.at_rest.pack(slab, source, progress, is_filled=is_filled, sharing=sharing)
         self.placed.note(self.at_rest.tensors, BlockState.HOST)
 
     def rest_in_file(self, source: WeightsSource, bounce: BounceBuffers, *, written: Collection[str] = ()) -> None:
@@ -173,6 +175,7 @@ class WeightGroup:
         own = self.layout.leaf_form(index)
         if form.strides == own.strides or form.shape != own.shape:
             return False
+        self.at_rest.leave_shared()
         slabs = [self.host_slab, *([self.copy.slab] if self.copy is not None else [])]
         with torch.inference_mode(False), torch.no_grad():
             self.layout.take_strides(index, form.strides, slabs)
@@ -188,6 +191,8 @@ class WeightGroup:
         """
         index = self.index_of(name)
         slot = self.slots[index]
+        if self.copy is None:
+            self.at_rest.leave_shared()
         slab = self.resting_slab
         assert slab is not None
         with torch.no_grad():
@@ -284,6 +289,7 @@ class WeightGroup:
         is_written, has_written_buffers = copy.find_written()
         if not is_written and not has_written_buffers:
             return
+        self.at_rest.leave_shared()
         store = self.at_rest.store
         with torch.no_grad():
             if self.host_slab is not None:
@@ -337,6 +343,7 @@ class WeightGroup:
                 host.data.copy_(slab)
             self.at_rest.rest_as_written(host)
         else:
+            self.at_rest.leave_shared()
             assert self.host_slab is not None
             with torch.no_grad():
                 self.host_slab.copy_(slab)

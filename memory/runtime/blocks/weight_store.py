@@ -19,7 +19,7 @@ from ...weights.file_reader import Target
 from ...weights.source import WeightsSource
 from .block_state import BlockState
 
-__all__ = ["FileStore", "HostStore"]
+__all__ = ["FileStore", "HostStore", "SharedStore"]
 
 # How many views of a slab, or of a staging slot, are kept.
 MOST_PARTS = 16
@@ -62,6 +62,22 @@ class HostStore:
             return None
         with torch.inference_mode(False):
             return piece.view(form.dtype).as_strided(form.shape, form.strides).detach()
+
+
+class SharedStore(HostStore):
+    """Weights in a slab that several components have, and that is in the books as none of theirs.
+
+    Nothing is written to it: what would be takes a slab of its own first (`SlabSharing`).
+    """
+
+    def __init__(self, slab: HostSlab, owner: str) -> None:
+        super().__init__(slab)
+        self.owner = owner
+        """The component, for the report."""
+
+    def own_leaf(self, layout: SlabLayout, place: int) -> torch.Tensor | None:
+        """Return None: the memory is not this component's alone."""
+        return None
 
 
 class FileStore:

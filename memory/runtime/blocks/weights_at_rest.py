@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -24,11 +25,12 @@ from ..tensors.encoded_weight import EncodedLeaves, EncodedWeight
 from ..tensors.parameter_slots import ParameterSlot, add_up, as_held, fill_slots, read_weights, repoint, store_weight
 from ..tensors.recomputing import RestingWeight
 from ..tensors.reported_device import Asked, plainly
-from ..tensors.watched_data import Aliases, watch
+from ..tensors.watched_data import Aliases, WatchedTensor, end_sharing, take_own_memory, watch
 from .kept_tensors import KeptTensors
 from .read_on_use import Readable, ReadOnUse
+from .slab_sharing import SlabSharing
 from .weight_layout import WeightLayout
-from .weight_store import FileStore, HostStore
+from .weight_store import FileStore, HostStore, SharedStore
 
 __all__ = ["WeightsAtRest"]
 
@@ -78,6 +80,8 @@ class WeightsAtRest:
         """The weights at rest, how many these were, and those of them that have a version counter."""
         self.origins: tuple[Origin | None, ...] = ()
         """What each leaf of the slab was read from, unchanged, as it was packed; None where no file has it as it is."""
+        self.sharing: SlabSharing | None = None
+        """Set while other components have the slab, too."""
         self.charge_host: Callable[[int], None] | None = None
         """Called with the bytes of host memory that the weights take beside the slab into which they were packed."""
 
@@ -157,6 +161,7 @@ class WeightsAtRest:
         progress: Callable[[int], None] | None,
         *,
         is_filled: bool = False,
+        sharing: SlabSharing | None = None,
     ) -> None:
         """Move the weights into a slab of host memory, encoded in the form in which they rest.
 
@@ -166,8 +171,11 @@ class WeightsAtRest:
 
         Args:
             is_filled: most of the weights lie in this slab already: only the others are copied.
+            sharing: others have this slab, too, and all of the weights are in it: nothing is copied.
         """
         self.store = HostStore(slab)
+        if sharing is not None:
+            self.share(sharing)
         to_read = []
         copied_bytes = 0
         self.remember_on_meta()
@@ -179,8 +187,9 @@ class WeightsAtRest:
                 slot.rest_as(form.measure(weight, name=slot.spec.name))
             if weight.is_meta:
                 to_read.append((slot.spec.name, views[0]))
-            else:
+            elif sharing is None:
                 store_weight(slot, views, weight.detach() if form is not None else weight, may_lie_there=is_filled)
+            end_sharing(slot.held)
             resting = repoint(slot, views if form is None else views[:1])
             if self.shows(slot):
                 self.originals[slot.spec.name] = resting
@@ -192,6 +201,47 @@ class WeightsAtRest:
         if to_read:
             assert source is not None
             source.read_into(to_read, progress=add_up(progress))
+
+    # -- in memory that other components have, too
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other components have the slab, too."""
+        return self.sharing is not None
+
+    def share(self, sharing: SlabSharing) -> None:
+        """Share the slab from now on: nothing is written to it."""
+        assert isinstance(self.store, HostStore)
+        self.store = SharedStore(self.store.memory, sharing.owner)
+        self.sharing = sharing
+        known = ref(self)
+
+        def leave(tensor: WatchedTensor) -> None:
+            at_rest = known()
+            if at_rest is not None:
+                at_rest.leave_shared()
+            sharing.follow(tensor)
+
+        self.aliases.leave_by(leave)
+
+    def leave_shared(self) -> None:
+        """Take a slab of its own, with what is in the shared one: something is about to be written. Copies the block.
+
+        Views that other code has follow when they are written to.
+        """
+        sharing, self.sharing = self.sharing, None
+        if sharing is None or not isinstance(self.store, SharedStore):
+            return
+        before = self.version
+        slab = sharing.take_slab(self.store)
+        self.store = HostStore(slab)
+        for tensor, (own,) in zip(self.tensors, self.layout.leaf_views(slab.data), strict=True):
+            sharing.point(tensor, own)
+        self.past_writes += before - self.version  # nothing has changed yet
+
+    def give_up_sharing(self) -> None:
+        """Give the weights up without a slab of their own: whoever unpacks them copies them."""
+        self.sharing = None
 
     def remember_on_meta(self) -> None:
         """Remember what the module has on the meta device, for taking it back."""
@@ -248,7 +298,13 @@ class WeightsAtRest:
         self.tensors, self.opened, self.counted = [], [], ([], 0, [])
 
     def forget(self) -> None:
-        """Drop the weight store and what shows it; the module keeps what it holds."""
+        """Drop the weight store and what shows it; the module keeps what it holds.
+
+        What has shared memory is watched on: it gets memory of its own when it is written to.
+        """
+        if self.sharing is not None:
+            self.aliases.leave_by(take_own_memory)
+            self.sharing = None
         self.tensors, self.store, self.originals, self.origins = [], None, {}, ()
         self.opened, self.aliases, self.counted = [], Aliases(), ([], 0, [])
 

@@ -59,6 +59,8 @@ def resting_leaves(group: WeightGroup) -> list[list[torch.Tensor]]:
 
 def why_not_adopted(group: WeightGroup, index: int, given: torch.Tensor | None) -> str | None:
     """Write a tensor that was assigned to the module to the weight at rest, or return why that is impossible."""
+    if group.copy is None:
+        group.at_rest.leave_shared()
     slot, slab, placed = group.slots[index], group.resting_slab, group.placed.tensors[index]
     name = slot.spec.name
     if given is None:

@@ -8,7 +8,17 @@ __all__, __getattr__ = lazy_names(
         "deep_copies": ["Copied", "OwnHook"],
         "recomputing": ["RestingWeight", "in_backward"],
         "reported_device": ["Asked", "device_of", "plainly"],
-        "watched_data": ["Aliases", "WatchedTensor", "is_same_view", "retire_data", "unwatch", "watch"],
+        "watched_data": [
+            "Aliases",
+            "WatchedTensor",
+            "end_sharing",
+            "is_same_view",
+            "point_into",
+            "retire_data",
+            "take_own_memory",
+            "unwatch",
+            "watch",
+        ],
         "absent_weight": ["AbsentWeight", "stand_for"],
         "computing_parameter": ["ComputingWeight", "DATA", "note_data"],
         "parameter_slots": [

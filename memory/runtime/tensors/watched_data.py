@@ -30,10 +30,13 @@ __all__ = [
     "Aliases",
     "AnyTensor",
     "WatchedTensor",
+    "end_sharing",
+    "point_into",
     "refuse_absent",
     "refuse_overwritten",
     "refuse_sharing",
     "retire_data",
+    "take_own_memory",
     "unwatch",
     "watch",
 ]
@@ -64,6 +67,12 @@ class Aliases(list[torch.Tensor]):
         super().__init__()
         self.written: list[None] = []
         """Not empty if weights at rest may have been written to since it was cleared."""
+        self.leave: Callable[[WatchedTensor], None] | None = None
+        """Called with a weight, or a view of one, that is about to be written to: its memory is shared with others."""
+
+    def leave_by(self, leave: Callable[[WatchedTensor], None] | None) -> None:
+        """Set what is called before a weight is written to; None: its memory is its own."""
+        self.leave = leave
 
 
 class Shown:
@@ -111,7 +120,7 @@ class WatchedTensor(RestingWeight, torch.Tensor):
             given = with_weights_on_device(function, args, kwargs or {}, leaves_alone=LEFT_ALONE)
             if given is not None:
                 return function(*given[0], **given[1])
-        if function not in FORM and writes(function, kwargs):
+        if function not in FORM and (writes(function, kwargs) or getattr(function, "__name__", "") in GIVES_MEMORY):
             for tensor in watched_in((args, kwargs)):
                 note_write(tensor)
         if not all(issubclass(kind, WatchedTensor) for kind in types):
@@ -322,8 +331,32 @@ def count_write(tensor: torch.Tensor) -> None:
 def note_write(tensor: torch.Tensor) -> None:
     """Note that a weight at rest may have been written to: the copy of it on a device may be older now."""
     shown: Shown | None = vars(tensor).get("shown")
+    if shown is not None and shown.aliases.leave is not None:
+        shown.aliases.leave(tensor)  # type: ignore[arg-type]
     if shown is not None and not shown.aliases.written:
         shown.aliases.written.append(None)
+
+
+def take_own_memory(tensor: torch.Tensor) -> None:
+    """Give a watched tensor a copy of its memory, for itself."""
+    with plainly(), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        DATA.__set__(tensor, DATA.__get__(tensor).clone())
+
+
+def end_sharing(tensor: torch.Tensor) -> None:
+    """Make a tensor a plain one whose memory others have, too: it is about to be pointed elsewhere."""
+    shown: Shown | None = vars(tensor).get("shown") if isinstance(tensor, WatchedTensor) else None
+    if shown is not None and shown.aliases.leave is not None:
+        unwatch(tensor)
+
+
+def point_into(tensor: torch.Tensor, slab: torch.Tensor, offset: int) -> None:
+    """Point a watched tensor to bytes of a slab, which has there what the tensor's memory has."""
+    with plainly(), torch.no_grad():
+        num_bytes = (slab.numel() - offset) // tensor.itemsize * tensor.itemsize
+        flat = slab[offset : offset + num_bytes].view(tensor.dtype)
+        with torch.inference_mode(tensor.is_inference()):
+            DATA.__set__(tensor, flat.as_strided(tensor.shape, tensor.stride()))
 
 
 def watch(tensor: AnyTensor, asked: Asked | None = None, *, aliases: Aliases | None = None) -> AnyTensor:
