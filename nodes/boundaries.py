@@ -23,7 +23,7 @@ from ..memory import default_manager, existing_manager
 from .forecast.queue_forecast import MAX_PROMPTS, QueueForecast, remember
 from .free_requests import hear_free_requests
 from .host.waiting_queue import read_queue
-from .prompts import digests_of, names_our_node, title_of, workflow_id_of
+from .prompts import digests_of, name_of_run, names_our_node, title_of, workflow_id_of
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
@@ -104,7 +104,7 @@ class Boundaries:
         if existing_manager() is None and not names_our_node(graph):
             return
         workflow_id = workflow_id_of(prompt.extra_data) if prompt is not None else None
-        self.manage().begin_run(prompt_id, workflow_id or f"prompt {prompt_id[:8]}")
+        self.manage().begin_run(prompt_id, name_of_run(graph, workflow_id))
         self.run_id, self.workflow_id = prompt_id, workflow_id
         before, self.digests, self.started = {*self.digests.values()}, digests_of(graph), set()
         self.kept = frozenset(self.ran_at if self.forecast.keeps_results else before)

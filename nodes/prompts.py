@@ -14,6 +14,7 @@ __all__ = [
     "digests_of",
     "invalid_character",
     "is_link",
+    "name_of_run",
     "names_our_node",
     "title_of",
     "workflow_id_of",
@@ -36,6 +37,25 @@ def workflow_id_of(extra_data: Any) -> str | None:
     for key in ("extra_pnginfo", "workflow", "id"):
         found = found.get(key) if isinstance(found, Mapping) else None
     return found if isinstance(found, str) else None
+
+
+def name_of_run(graph: Mapping[str, Mapping[str, Any]], workflow_id: str | None) -> str:
+    """Return what runs of a workflow are called: its id, or else the same for prompts of equal nodes and links.
+
+    Values do not count: a script that asks for another picture runs the same workflow.
+    """
+    if workflow_id:
+        return workflow_id
+    nodes = [
+        (
+            node_id,
+            node.get("class_type"),
+            {n: v for n, v in sorted(node.get("inputs", {}).items()) if is_link(v, graph)},
+        )
+        for node_id, node in sorted(graph.items())
+    ]
+    text = json.dumps(nodes, default=str)
+    return f"prompt {hashlib.blake2b(text.encode(errors='replace'), digest_size=4).hexdigest()}"
 
 
 def digests_of(graph: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

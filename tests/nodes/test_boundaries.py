@@ -17,7 +17,7 @@ from highwater.memory import existing_manager
 from highwater.memory.manager import default
 from highwater.nodes import boundaries
 from highwater.nodes.boundaries import Boundaries
-from highwater.nodes.prompts import digests_of, names_our_node
+from highwater.nodes.prompts import digests_of, name_of_run, names_our_node
 
 OURS = {"1": {"class_type": "HighwaterMemoryReport", "inputs": {}}}
 CORE = {
@@ -302,3 +302,20 @@ def test_digests_follow_values_and_links_however_deep() -> None:
     assert not set(one.values()) & set(digests_of(chain(5000, "b")).values())
     loop = {"1": {"class_type": "N", "inputs": {"x": ["2", 0]}}, "2": {"class_type": "N", "inputs": {"x": ["1", 0]}}}
     assert digests_of(loop).keys() == {"1", "2"}
+
+
+def test_prompts_without_a_workflow_are_runs_of_one_if_their_nodes_and_links_are_equal() -> None:
+    """What a run needed is compared with the last one of its name, and kept for each name."""
+
+    def graph(seed: int, class_type: str = "Sample", source: str = "1") -> dict[str, Any]:
+        return {
+            "1": {"class_type": "Load", "inputs": {"name": f"model {seed}"}},
+            "2": {"class_type": class_type, "inputs": {"model": [source, 0], "seed": seed}},
+        }
+
+    name = name_of_run(graph(1), None)
+    assert name.startswith("prompt ") and name == name_of_run(graph(2), None)
+    assert name == name_of_run(dict(reversed(graph(3).items())), None)
+    others = [graph(1, "Other"), graph(1, source="2"), {**graph(1), "3": graph(1)["1"]}, {}]
+    assert len({name, *(name_of_run(other, None) for other in others)}) == 5
+    assert name_of_run(graph(1), "an id") == "an id"
