@@ -2,17 +2,24 @@
 
 Two devices with less memory than the components have together, so that deeds make others leave. After each step the
 ledger is compared with the slabs that exist, and its sums with what the devices themselves count. Every output is
-compared, bit for bit, with that of the component without the engine (in eight bits: with its own first one).
+compared, bit for bit, with that of the component without the engine (in eight bits: with its own first one). Some
+components are a host's and come from files: what they leave is kept, used again, or dropped, and files are replaced.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+import safetensors.torch
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,6 +29,10 @@ from highwater.headless import simdevice
 from highwater.memory import MemoryManager, manage
 from highwater.memory.api import Managed
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
+from highwater.memory.hosted_component import FileTensors, HostedComponent
+from highwater.memory.manager.idle_limits import IdleLimits
+from highwater.memory.options.profile import parse_profile
+from highwater.memory.transfer.devices import HostMemory
 from highwater.tests.engine.conftest import build_net
 from highwater.tests.engine.manager.test_steered import Host, Paged
 
@@ -29,6 +40,9 @@ KIB = 1 << 10
 TOTAL_BYTES = 400 * KIB
 """Of each device; the components have 66 to 260 KiB."""
 MOST_COMPONENTS = 5
+MOST_HOSTED = 3
+NUM_FILES = 2
+NUM_CONTENTS = 5
 WIDTHS = (16, 24, 32)
 GPUS = st.sampled_from([0, 1])
 
@@ -37,6 +51,11 @@ ON_OTHER_GPU = "gpu:1:gpu:0"
 PLACEMENTS = st.sampled_from(["auto", "gpu:0", "gpu:1", "gpu:0&gpu:1", "gpu:0&gpu:1@0.3", "gpu:0:host", ON_OTHER_GPU])
 PRECISIONS = st.sampled_from(["as stored", "as stored", "fp8 scaled"])
 REFUSALS = (InvalidInput, DoesNotFit, UnsafeState)
+
+
+IDLE_S = 1000.0
+LATER_S = 2000.0
+"""How much later it is after `later`: longer than any loan, and than a component may be idle."""
 
 
 class SmallPages(Paged):
@@ -58,6 +77,52 @@ class Component:
     placement: str
     expected: dict[int, torch.Tensor] = field(default_factory=dict)
     leases: list[ExitStack] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Hosted:
+    """A component of a host, from a file; its module goes with it."""
+
+    path: Path
+    module: nn.Module
+    hosted: HostedComponent
+    device: torch.device
+    expected: dict[int, torch.Tensor]
+
+
+class Files:
+    """Files of weights, which a program may replace, and what their models compute."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [folder / f"model{number}.safetensors" for number in range(NUM_FILES)]
+        self.expected: dict[Path, dict[int, torch.Tensor]] = {}
+        self.num_written = 0
+        for path in self.paths:
+            self.replace(path)
+
+    def replace(self, path: Path) -> None:
+        """Put another file of the same size in its place."""
+        content, self.expected[path] = content_of_file(self.num_written % NUM_CONTENTS)
+        self.num_written += 1
+        path.with_suffix(".new").write_bytes(content)
+        os.replace(path.with_suffix(".new"), path)
+
+
+@functools.cache
+def content_of_file(number: int) -> tuple[bytes, dict[int, torch.Tensor]]:
+    """Return the bytes of a file, in which a tied weight has both its names, and what its model computes."""
+    net = net_of_files(seed=1000 + number)
+    weights = {name: weight.clone() for name, weight in net.state_dict().items()}
+    return safetensors.torch.save(weights), compute(net)
+
+
+def net_of_files(seed: int) -> nn.Module:
+    return build_net(seed=seed, dim=24, doubles=2, singles=2)
+
+
+def compute(module: nn.Module) -> dict[int, torch.Tensor]:
+    with torch.no_grad():
+        return {size: module(input_of(module, size)) for size in (1, 5)}
 
 
 @contextmanager
@@ -92,6 +157,13 @@ class BooksMachine(RuleBasedStateMachine):
         self.manager.set_watermark("*", low * KIB, (low + span) * KIB)
         self.host = Host()
         self.manager.steer(self.host)
+        # Its thread would move something between two looks at the books; the rule `later` does what it does.
+        self.manager.caretaker.alarm.set = lambda delay_s: None  # type: ignore[method-assign]
+        patch = self.stack.enter_context(pytest.MonkeyPatch.context())
+        for room in ("hosted_component", "file_tensors"):
+            patch.setattr(f"highwater.memory.{room}.default_manager", lambda: self.manager)
+        self.files = Files(Path(self.stack.enter_context(tempfile.TemporaryDirectory())))
+        self.hosted: list[Hosted] = []
         self.components: list[Component] = []
         self.num_made = 0
         self.occupied = [0, 0]
@@ -110,7 +182,7 @@ class BooksMachine(RuleBasedStateMachine):
         name = f"net{self.num_made}"
         module = build_net(seed=self.num_made, dim=width, doubles=2, singles=2)
         self.num_made += 1
-        expected = self.compute(module) if precision == "as stored" else {}
+        expected = compute(module) if precision == "as stored" else {}
         try:
             handle = manage({name: module}, profile, placement=placement, precision=precision, manager=self.manager)
         except REFUSALS as error:
@@ -119,10 +191,6 @@ class BooksMachine(RuleBasedStateMachine):
         component = Component(name, module, handle, precision == "as stored", placement, expected)
         self.components.append(component)
         self.note("register")
-
-    def compute(self, module: nn.Module, sizes: tuple[int, ...] = (1, 5)) -> dict[int, torch.Tensor]:
-        with torch.no_grad():
-            return {size: module(input_of(module, size)) for size in sizes}
 
     @precondition(lambda self: self.components)
     @rule(number=st.integers(0, 9), size=st.sampled_from([1, 5]))
@@ -163,7 +231,7 @@ class BooksMachine(RuleBasedStateMachine):
         component.handle.release()
         self.components.remove(component)
         if component.is_exact:
-            for size, output in self.compute(component.module).items():
+            for size, output in compute(component.module).items():
                 assert torch.equal(output, component.expected[size]), f"{component.name} after its release"
         self.note("release")
 
@@ -183,6 +251,89 @@ class BooksMachine(RuleBasedStateMachine):
     def keep(self, number: int, kept: bool) -> None:
         self.pick(number).handle.keep(kept)
         self.note("keep")
+
+    # -- components of a host, from files
+
+    @precondition(lambda self: len(self.hosted) < MOST_HOSTED)
+    @rule(number=st.integers(0, NUM_FILES - 1), device=GPUS, profile=st.sampled_from(["auto", "0.08MiB"]))
+    def load_file(self, number: int, device: int, profile: str) -> None:
+        self.load(self.files.paths[number], torch.device(f"sim:{device}"), profile)
+
+    def load(self, path: Path, device: torch.device, profile: str) -> None:
+        """As a host does it: from kept weights where there are some."""
+        self.num_made += 1
+        with FileTensors() as files:
+            found = files.read(path)
+            tensors = found[0] if found is not None else safetensors.torch.load_file(path)
+            if found is None:
+                files.watch(path, tensors)
+            module = net_of_files(seed=0)
+            module.load_state_dict(tensors)
+            origins = files.origins(module)
+        hosted = HostedComponent(
+            f"hosted{self.num_made}", "diffusion", profile=parse_profile(profile, devices=["gpu:0", "gpu:1"])
+        )
+        hosted.came_from(origins)
+        try:
+            hosted.join(module, device)
+        except REFUSALS as error:
+            self.note("load a file", type(error).__name__)
+            return
+        assert not files.were_written()
+        self.hosted.append(Hosted(path, module, hosted, device, self.files.expected[path]))
+        self.note("load a file", "read" if found is None else "of kept weights")
+
+    @precondition(lambda self: self.hosted)
+    @rule(number=st.integers(0, 9), size=st.sampled_from([1, 5]))
+    def sample(self, number: int, size: int) -> None:
+        """A host loads a model, and computes with it."""
+        part = self.hosted[number % len(self.hosted)]
+        try:
+            part.hosted.load()
+            with torch.no_grad():
+                actual = part.module(input_of(part.module, size).to(part.device)).cpu()
+        except (DoesNotFit, InvalidInput, torch.OutOfMemoryError) as error:
+            self.note("sample", type(error).__name__)
+            return
+        assert torch.equal(actual, part.expected[size]), f"{part.hosted.name} computes something else"
+        self.note("sample")
+
+    @precondition(lambda self: self.hosted)
+    @rule(number=st.integers(0, 9))
+    def unload(self, number: int) -> None:
+        self.hosted[number % len(self.hosted)].hosted.unload()
+        self.note("unload")
+
+    @precondition(lambda self: self.hosted)
+    @rule(number=st.integers(0, 9), in_run=st.sampled_from([True, True, True, False]), again=st.booleans())
+    def drop(self, number: int, in_run: bool, again: bool) -> None:
+        """A host forgets a model, mostly as a run begins, and may load its file again: what is as in there is kept."""
+        before = len(self.manager.kept.parts)
+        if in_run:
+            self.manager.begin_run("drop", "a run")
+        dropped = self.hosted.pop(number % len(self.hosted))
+        dropped.hosted.leave()
+        kept = len(self.manager.kept.parts) > before
+        assert in_run or not kept
+        if in_run:
+            self.manager.end_run()
+        self.note("drop", "kept" if kept else "gone")
+        if again:
+            self.books_are_true()
+            self.load(dropped.path, dropped.device, "auto")
+
+    @rule(number=st.integers(0, NUM_FILES - 1))
+    def replace_file(self, number: int) -> None:
+        self.files.replace(self.files.paths[number])
+        self.note("replace a file")
+
+    @rule(is_short=st.booleans())
+    def change_watermark_of_host(self, is_short: bool) -> None:
+        """All RAM is to be free, or none."""
+        mark = HostMemory.now().total_bytes if is_short else 0
+        self.manager.set_watermark("host", mark, mark)
+        assert not (is_short and self.manager.kept.parts)
+        self.note("watermark of the RAM", "short" if is_short else "enough")
 
     # -- leases
 
@@ -206,6 +357,53 @@ class BooksMachine(RuleBasedStateMachine):
         component = next(component for component in self.components if component.leases)
         component.leases.pop().close()
         self.note("end of a lease")
+
+    # -- loans and idle limits
+
+    @rule(device=GPUS, kib=st.integers(1, 450))
+    def lend(self, device: int, kib: int) -> None:
+        gpu = self.manager.devices[f"gpu:{device}"]
+        try:
+            report = self.manager.lend(kib * KIB, 60, gpu.name)
+        except REFUSALS as error:
+            self.note("lend", type(error).__name__)
+            return
+        assert (report.lent_bytes, report.free_bytes) == (kib * KIB, gpu.driver_free_bytes())
+        self.note("lend")
+
+    @rule(device=GPUS)
+    def give_back(self, device: int) -> None:
+        try:
+            self.manager.take_back(f"gpu:{device}")
+        except UnsafeState as error:
+            self.note("give back", type(error).__name__)
+            return
+        self.note("give back")
+
+    @rule(num_loaded=st.none() | st.integers(1, 4), idle_s=st.sampled_from([None, IDLE_S]))
+    def limit_idle(self, num_loaded: int | None, idle_s: float | None) -> None:
+        self.manager.set_idle_limits(IdleLimits(num_loaded=num_loaded, idle_s=idle_s))
+        if num_loaded is not None:
+            assert len(self.loaded()) <= max(num_loaded, len(self.loaded() & self.fixed()))
+        self.note("idle limits")
+
+    def loaded(self) -> set[str]:
+        """Return the components with bytes on a device."""
+        return self.manager.idle.loaded()
+
+    def fixed(self) -> set[str]:
+        """Return the components that do not leave: leased ones, and those whose weights rest on another device."""
+        return {c.name for c in self.components if c.leases or c.placement == ON_OTHER_GPU}
+
+    @rule()
+    def later(self) -> None:
+        """Every loan's time is up, and everything has been idle for long; what looks after it does."""
+        self.manager.event_log.begin -= LATER_S
+        self.manager.look()
+        assert not self.manager.capacity.loans.running()
+        if self.manager.idle.limits.idle_s is not None and not any(c.leases for c in self.components):
+            assert self.loaded() <= self.fixed() | {component.id for component in self.host.held}
+        self.note("later")
 
     # -- memory
 
@@ -291,8 +489,10 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1000))
     def prompt(self, number: int) -> None:
-        """A run begins and ends."""
+        """A run with a node begins and ends."""
         self.manager.begin_run(str(number), "a run")
+        self.manager.begin_node("1", "a node")
+        self.manager.end_node()
         self.manager.end_run()
         self.note("run")
 
@@ -315,8 +515,10 @@ class BooksMachine(RuleBasedStateMachine):
         for component in self.components:
             for stack in component.leases:
                 stack.close()
+        self.hosted.clear()
         self.manager.release_all()
         self.manager.ledger.check()
+        assert not self.manager.kept.parts
         self.host.held.clear()
         self.components.clear()
         for index in range(2):
