@@ -167,6 +167,7 @@ def test_a_failed_allocation_or_copy(sim, machine, toys, tmp_path, form: str, fa
     note(f"{fault} failed, {form}", counts)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("form", FORMS)
 def test_a_refused_registration(sim, machine, toys, tmp_path, form: str) -> None:
     """The n-th of packing and loading, for each n: what could not be page-locked is pageable, and an event says so."""
