@@ -1,5 +1,5 @@
 # `make demo` and `make test` do all of their own set-up and reuse it the next time.
-.PHONY: demo test test-slow stateful faults check format serve
+.PHONY: demo test test-slow stateful faults soak check format serve
 
 PY := .venv/bin/python
 
@@ -32,6 +32,12 @@ faults:
 	@scripts/setup for-tests
 	@grep -v '^| [a-z]' benchmarks/results/faults.md > .cache/faults.md; mv .cache/faults.md benchmarks/results/faults.md
 	@HIGHWATER_FAULTS_RESULTS=benchmarks/results/faults.md $(PY) -m pytest --slow -m faults tests/engine
+
+# Three workflows in turn, of which `make test` does 24 runs on each host. Takes half an hour.
+soak:
+	@scripts/setup for-tests
+	@HIGHWATER_SOAK_RUNS=1000 HIGHWATER_SOAK_COMFYUI_RUNS=200 HIGHWATER_SOAK_RESULTS=benchmarks/results/soak.md \
+		$(PY) -m pytest -m soak tests/headless/test_soak.py tests/comfyui/test_soak.py
 
 check:
 	@.venv/bin/ruff check .

@@ -526,6 +526,26 @@ async def send_loaded(request: web.Request) -> web.Response:
     return web.json_response(entries)
 
 
+@PromptServer.instance.routes.get("/highwater_test/held")
+async def send_held(request: web.Request) -> web.Response:
+    """The resident bytes of the process, and if asked for how many objects of each kind it holds."""
+    from highwater_test_held import count_held, resident_bytes  # where the stand-in for `torch_npu` is
+
+    held = count_held() if "count" in request.query else {}
+    return web.json_response({**resident_bytes(), "held": held})
+
+
+@PromptServer.instance.routes.post("/highwater_test/shorten_record")
+async def shorten(request: web.Request) -> web.Response:
+    from highwater_test_held import shorten_record
+
+    asked = await request.json()
+    for manager in managers():
+        with manager.exclusive():
+            shorten_record(manager.event_log, asked["num_entries"])
+    return web.json_response({})
+
+
 NODE_CLASS_MAPPINGS = {
     "TestConditioning": TestConditioning,
     "TestFlip": TestFlip,
