@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from highwater.memory.hosted_component import HostedComponent
 from highwater.memory.manager.manager import MemoryManager
 from highwater.memory.options.precision import Precision
 from highwater.memory.options.profile import parse_profile
+from highwater.memory.units import MIB
 
 PROFILES = ["auto", "0.6MiB"]  # all blocks on the device, or streamed
 KEYS = [f"blocks.{number}.weight" for number in range(4)]
@@ -90,6 +92,7 @@ def manager(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryMan
     with machine(64) as manager:
         for module in ("hosted_component", "file_tensors"):
             monkeypatch.setattr(f"highwater.memory.{module}.default_manager", lambda: manager)
+        manager.begin_run("1", "test")  # outside of runs nothing is kept: the host frees its memory
         yield manager
         manager.drop_kept("test")
 
@@ -142,6 +145,64 @@ def test_after_both_left_the_file_is_not_read_again(file: Path, manager: MemoryM
         assert [event.kind for event in manager.event_log.events].count("reuse") == 1
     finally:
         gc.enable()
+
+
+def test_kept_weights_hold_nothing_of_the_host(file: Path, manager: MemoryManager) -> None:
+    gc.disable()
+    try:
+        loaded = Loaded(file, "net", manager)
+        held = [weakref.ref(each) for each in (loaded.net, loaded.hosted, loaded.net.blocks[0].weight)]
+        loaded.hosted.leave()
+        del loaded
+        assert manager.kept.parts and not any(each() for each in held)
+    finally:
+        gc.enable()
+
+
+def test_threads_that_load_a_file_at_once_each_get_what_it_has(file: Path, manager: MemoryManager) -> None:
+    """Of kept weights too: one of them may get those, all have the file's values, and the books are true."""
+    for _ in range(3):
+        with ThreadPoolExecutor(4) as threads:
+            nets = list(threads.map(lambda number: Loaded(file, f"net {number}", manager), range(4)))
+        for net in nets:
+            assert all(torch.equal(value, load_file(file)[key]) for key, value in net.values().items())
+            assert torch.equal(net.compute(), compute(load_file(file)))
+        assert in_ram(manager) <= 4 * file.stat().st_size + 4 * MIB
+        for net in nets:
+            net.hosted.leave()
+        del net, nets
+
+
+class Cancelled(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_cancelled_load_leaves_nothing_and_takes_nothing(file: Path, manager: MemoryManager, is_kept: bool) -> None:
+    """While the library builds the model, or while its weights are packed."""
+    if is_kept:
+        Loaded(file, "earlier", manager).hosted.leave()
+    before = in_ram(manager)
+    with pytest.raises(Cancelled), FileTensors() as files:
+        tensors = (files.read(file) or (load_file(file), {}))[0]
+        Net().requires_grad_(False).load_state_dict(tensors)
+        raise Cancelled
+    del tensors, files
+    assert in_ram(manager) == before
+
+    def cancel(*_: object) -> None:
+        raise Cancelled
+
+    end = manager.watch_loading(cancel)
+    with pytest.raises(Cancelled):
+        Loaded(file, "cancelled", manager)
+    end()
+    assert in_ram(manager) == before and list(manager.members) == []
+    gc.collect()  # the exception's frames hold the model that was cancelled
+    net = Loaded(file, "later", manager)
+    assert torch.equal(net.compute(), compute(load_file(file)))
+    assert [event.kind for event in manager.event_log.events].count("reuse") == (3 if is_kept else 0)
+    net.hosted.release()
 
 
 def test_one_that_gets_another_profile_goes_on_with_what_it_shares(file: Path, manager: MemoryManager) -> None:

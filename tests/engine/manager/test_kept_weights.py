@@ -165,7 +165,14 @@ def test_a_library_s_copies_are_traced(file: Path) -> None:
 
 
 def fill(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+    return nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=False).copy_(tensor)
+
+
+def fill_through_data(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The object that is filled is not the one that the model has."""
+    weight = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), requires_grad=False)
+    weight.data.copy_(tensor)
+    return weight
 
 
 def fill_converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -196,7 +203,7 @@ def transpose(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return fill(tensor.T, dtype)
 
 
-USES = [fill, fill_converted, convert, assign, detach, fill_part, look_and_fill, transpose]
+USES = [fill, fill_through_data, fill_converted, convert, assign, detach, fill_part, look_and_fill, transpose]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
