@@ -43,12 +43,13 @@ def plan_workflow(path: Path, hardware: Hardware | None, models: Path, marks: Ma
         marks: as in `machine_for`; a Watermark node of the workflow counts instead for its device.
     """
     from ...nodes.pipelines.pipeline_folders import find_pipeline
-    from ...nodes.watermark import DeviceWatermark
     from ..comfy_stub import folder_paths
     from ..comfy_stub.comfy_api import install
     from ..runner.workflow import load_workflow
 
     install()
+    from ...nodes.watermark import DeviceWatermark
+
     folder_paths.configure(models=models, output=Path("out"))
     workflow = load_workflow(path, ask_nodes=False)
     machine = machine_for(hardware, marks)
