@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, lora, sample_flux
+from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders, lora, sample_flux
 from highwater.tests.comfyui.host_process import HostProcess
 
 FILE, OTHER = "tiny_flux.safetensors", "other_flux.safetensors"
@@ -71,6 +71,7 @@ def test_two_loaders_of_a_file_have_its_blocks_once(host: HostProcess) -> None:
 def test_a_lora_on_one_leaves_the_other_as_it_is(host: HostProcess) -> None:
     plain, patched = sample_all(host, (CORE, 0), (CORE, 1.0))
     host.forget()
+    locked = page_locked(host)
     sample_all(host, (FIRST, 0), (SECOND, 0))
     assert shared(host)
     expected = {0: plain, 1.0: patched}
@@ -78,6 +79,25 @@ def test_a_lora_on_one_leaves_the_other_as_it_is(host: HostProcess) -> None:
         actual = sample_all(host, *zip((FIRST, SECOND), strengths, strict=True))
         for picture, strength in zip(actual, strengths, strict=True):
             assert torch.equal(picture, expected[strength]), strengths
+        in_books = sum(part["tiers"].get("pinned", 0) for part in host.part("components"))
+        assert page_locked(host) - locked == in_books
+
+
+def test_a_weight_hook_on_one_leaves_the_other_as_it_is(host: HostProcess, reference: Callable) -> None:
+    """Core writes the hook's LoRA into the weights between two calls."""
+    (plain,) = sample_all(host, (CORE, 0))
+    hooked = reference(host, "weight_hook")["kept value.samples"]
+    host.forget()
+    for _ in range(2):
+        graph = Graph()
+        other = SECOND.diffusion_model(graph, FILE)
+        graph.keep(sample_flux(graph, other), "kept-before")
+        CASES["weight_hook"](graph, FIRST)
+        graph.keep(sample_flux(graph, other, seed=1, steps=2), "kept-after")
+        result = host.run(graph.nodes)
+        assert torch.equal(result.kept()["value.samples"], hooked)
+        for name in ("kept-before", "kept-after"):
+            assert torch.equal(result.kept(name)["value.samples"], plain)
 
 
 def test_one_that_leaves_leaves_the_other_working(host: HostProcess) -> None:
