@@ -28,10 +28,13 @@ def runtime_folder() -> Path | None:
     """Return the folder of files that hold only while programs run, which may not exist yet.
 
     ``$XDG_RUNTIME_DIR/highwater``, ``/run/user/UID/highwater`` or ``runtime-UID/highwater`` in the folder of temporary
-    files on Linux, the usual folder on other systems. None where another user has taken its name.
+    files on Linux, the usual folder on other systems. None where another user has taken its name, and in a ComfyUI
+    whose Python lacks platformdirs: all else works there.
     """
-    import platformdirs
-
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns where it takes the third
         try:

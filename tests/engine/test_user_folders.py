@@ -15,7 +15,7 @@ from highwater.headless import cli
 from highwater.headless.server.user_directory import default_user_directory
 from highwater.memory.manager.needs_file import cache_path
 from highwater.memory.transfer import link_speed
-from highwater.memory.user_folders import cache_folder, data_folder
+from highwater.memory.user_folders import cache_folder, data_folder, runtime_folder
 
 PACK = Path(highwater.__file__).parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="where folders lie is the system's choice")
@@ -104,3 +104,9 @@ def test_no_other_file_computes_such_a_folder() -> None:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in words
     }
     assert found <= {"memory/user_folders.py", "headless/simdevice/build.py"}
+
+
+def test_without_platformdirs_there_is_no_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a ComfyUI whose Python lacks it: nothing is shared with other processes, and the manager is made."""
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    assert runtime_folder() is None
