@@ -65,6 +65,8 @@ class Lending:
             InvalidInput: no amount or time that can be lent.
             UnsafeState: components that compute hold the memory, or the device is lent already.
         """
+        require(num_bytes, int, what="lend", allowed="a whole number of bytes")
+        require(seconds, (int, float), what="lend for", allowed="a number of seconds")
         if not 1 <= seconds <= LONGEST_LOAN_S:
             raise InvalidInput(f"lend for {seconds:g} s; allowed: 1 s to {LONGEST_LOAN_S / 3600:g} h")
         self.refuse_too_much(device, num_bytes)

@@ -346,6 +346,7 @@ class LiveCapacity:
                     total_bytes=total_bytes,
                     available_bytes=max(0, available),
                     kept_free_bytes=low,
+                    lent_bytes=0 if device.is_cpu else min(low, self.lent_bytes(device.name)),
                     link_bytes_per_s=self.links.get(device.name),
                     ceiling_bytes=(ceilings or {}).get(device.name),
                     held_bytes=held,

@@ -34,6 +34,8 @@ class DeviceCapacity:
     total_bytes: int
     available_bytes: int
     kept_free_bytes: int = 0
+    lent_bytes: int = 0
+    """What of that is lent to another program."""
     link_bytes_per_s: float | None = None
     """How fast copies from page-locked host memory are; None where that is not known."""
     ceiling_bytes: int | None = None

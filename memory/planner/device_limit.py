@@ -154,9 +154,13 @@ def refuse_small_limit(
     if len(capacity.computing) > MAX_HOLDERS:
         holders.append(f"{len(capacity.computing) - MAX_HOLDERS} more compute")
     remedies = ["wait until it has computed" if len(capacity.computing) == 1 else "wait until they have computed"]
-    remedies = [*(remedies if holders else ()), *(["lower the watermark"] if capacity.kept_free_bytes else ())]
+    marked_bytes = capacity.kept_free_bytes - capacity.lent_bytes
+    remedies = remedies if holders else []
+    remedies += ["end the loan (`highwater lend --give-back`)"] if capacity.lent_bytes else []
+    remedies += ["lower the watermark"] if marked_bytes else []
     remedies += [f"choose {Precision.ENCODED.name!r}", "place it on another device"]
-    told = ", ".join([f"{format_bytes(capacity.kept_free_bytes)} reserved", *holders])
+    lent = [f"{format_bytes(capacity.lent_bytes)} lent to another program"] if capacity.lent_bytes else []
+    told = ", ".join([f"{format_bytes(marked_bytes)} reserved", *lent, *holders])
     raise DoesNotFit(
         f"{component.name} needs {form} on {capacity.name}: {format_bytes(max(0, limit))} available of "
         f"{format_bytes(capacity.total_bytes)}, {told}; {', '.join(remedies[:-1])}, or {remedies[-1]}"

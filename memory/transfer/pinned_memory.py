@@ -55,6 +55,8 @@ ARENA_BYTES = GIB
 
 # cudaHostRegisterPortable: pinned for every device, not only the current one.
 PORTABLE = 1
+# cudaErrorHostMemoryNotRegistered: it was not locked, because Ctrl-C came just before.
+NOT_REGISTERED = 713
 
 # The share of the RAM that may be locked, as in ComfyUI (`MAX_PINNED_MEMORY`).
 LOCKABLE_SHARE = 0.90
@@ -319,24 +321,30 @@ class Registrar:
             start = -memory.data_ptr() % PAGE_BYTES
             pages = memory.numpy().data[start : start + num_bytes]
         address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+        # The finalizer references the memory, so it is freed after unlocking. It is there before the memory is locked,
+        # because Ctrl-C may come as soon as that is done. It does not run at the exit of the process: devices may be
+        # closed by then, and the driver unlocks everything.
+        finalizer = weakref.finalize(pages, self.unlock, memory, address, before_unlock)
+        finalizer.atexit = False
+        locked_arenas[address] = num_bytes
         if int(self.cudart.cudaHostRegister(address, num_bytes, PORTABLE)):
+            finalizer.detach()
+            del locked_arenas[address]
             discard_error(self.accelerator)
             return None
-        locked_arenas[address] = num_bytes
-        # The finalizer references the memory, so it is freed after unlocking. It does not run at the exit of the
-        # process: devices may be closed by then, and the driver unlocks everything.
-        weakref.finalize(pages, self.unlock, memory, address, before_unlock).atexit = False
         return pages, memory if isinstance(memory, SlabMemory) else None
 
     def unlock(self, memory: SlabMemory | torch.Tensor, address: int, before_unlock: Callable[[], object]) -> None:
         try:
             before_unlock()
         finally:
-            if int(self.cudart.cudaHostUnregister(address)):
-                stuck.append(memory)
+            error = int(self.cudart.cudaHostUnregister(address))
+            if error:
                 discard_error(self.accelerator)
+            if error and error != NOT_REGISTERED:
+                stuck.append(memory)
             else:
-                del locked_arenas[address]
+                locked_arenas.pop(address, None)
                 if isinstance(memory, SlabMemory):
                     memory.end_slabs()
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from highwater.memory import InvalidInput, manage
-from highwater.memory.errors import UnsafeState
+from highwater.memory.errors import DoesNotFit, UnsafeState
 from highwater.memory.manager.claims.loans import Loan, Loans, parse_seconds
 from highwater.memory.units import MIB
 
@@ -88,6 +88,28 @@ def test_what_computes_is_not_lent(toys, machine) -> None:
 def test_a_loan_is_at_most_the_device(machine, num_bytes: int) -> None:
     with machine(8) as manager, pytest.raises(InvalidInput, match=r"allowed: more than 0, up to 8.00MiB"):
         manager.lend(num_bytes, 60)
+
+
+@pytest.mark.parametrize(("num_bytes", "seconds"), [(2.5 * MIB + 0.5, 60), ("1GiB", 60), (True, 60), (MIB, "3")])
+def test_what_is_no_amount_or_time_changes_nothing(toys, machine, num_bytes, seconds) -> None:
+    with machine(8) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, manager=manager):
+            with pytest.raises(InvalidInput, match=r"^lend .*allowed: a "):
+                manager.lend(num_bytes, seconds)
+            net(X)
+            manager.lend(MIB, 60)
+
+
+def test_what_does_not_fit_beside_a_loan_names_the_loan(toys, machine) -> None:
+    with machine(4) as manager, torch.no_grad():
+        net = toys.build_net()
+        with manage(net, placement="gpu:0", manager=manager):
+            manager.lend(4 * MIB - 4096, 60)
+            with pytest.raises(DoesNotFit, match=r"0B reserved, 4.00MiB lent to another program; end the loan"):
+                net(X)
+            manager.take_back()
+            net(X)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, -1, 1e9, float("inf"), float("nan")])

@@ -278,13 +278,39 @@ def test_what_the_driver_does_not_unlock_is_kept_and_counted(
     cudart = torch.get_device_module("sim").cudart()
     tensors, _ = allocate([4 * KIB])
     address = tensors[0].data_ptr()
-    monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: torch.ops.highwater_simdevice.host_unregister(1))
+    refuse = torch.ops.highwater_simdevice.host_unregister
+    monkeypatch.setattr(cudart, "cudaHostUnregister", lambda address: 1 if refuse(1) else 0)
     tensors.clear()
     assert pinned_used_bytes() == 4 * KIB and len(pinned_memory.stuck) == 1
     torch.ones(1, device="sim:0")
     monkeypatch.undo()
     assert cudart.cudaHostUnregister(address) == 0
     pinned_memory.locked_arenas.clear()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_ctrl_c_around_the_locking_leaves_nothing_locked(
+    hardware: ModuleType, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    cudart = torch.get_device_module("sim").cudart()
+    register = cudart.cudaHostRegister
+
+    def interrupted(*args: int) -> int:
+        if moment == "after":
+            register(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cudart, "cudaHostRegister", interrupted)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        allocate([4 * KIB])
+    stopped.value.__traceback__ = None
+    del stopped
+    gc.collect()
+    assert pinned_used_bytes() == 0 and not pinned_memory.stuck
+    assert hardware.pinned().num_registered == 0
+    monkeypatch.undo()
+    tensors, _ = allocate([4 * KIB])
+    assert tensors[0].is_pinned()
 
 
 def test_without_an_accelerator_slabs_are_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
