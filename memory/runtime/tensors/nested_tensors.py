@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 __all__ = ["Lent", "find_tensors", "replace_tensors"]
 
@@ -31,6 +32,8 @@ def entries_of(value: Any, depth: int) -> dict[Any, Any] | None:
     """Return a container's entries by key, index or attribute name; None for a value that is no container."""
     if isinstance(value, dict):
         return dict(value)
+    if isinstance(value, PackedSequence):  # torch wants the sizes of its batches on the CPU, wherever the data is
+        return {place: held for place, held in enumerate(value) if held is not value.batch_sizes}
     if isinstance(value, list | tuple | deque):
         return dict(enumerate(value))
     if is_dataclass(value) and not isinstance(value, type):

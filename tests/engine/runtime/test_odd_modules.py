@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from highwater.memory import DoesNotFit, InvalidInput, manage
 from highwater.memory.options.precision import Precision
@@ -270,6 +271,39 @@ def test_a_recurrent_layer_never_makes_its_list_of_weights_anew(machine, way: st
                 net(X)
                 assert all(layer._flat_weights is known for layer, known in zip(layers, lists, strict=True))
         assert not any(layer._weights_have_changed() for layer in layers)
+
+
+class Packed(nn.Module):
+    """Two recurrent layers, the second of which gets what the first returns, packed."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind(DIM, DIM, batch_first=True) for _ in range(3))
+
+    def forward(self, packed: PackedSequence) -> torch.Tensor:
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        return pad_packed_sequence(packed, batch_first=True)[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_packed_sequences_keep_the_sizes_of_their_batches_on_the_cpu(machine, kind: type[nn.Module], way: str) -> None:
+    torch.manual_seed(0)
+    net = Packed(kind).eval()
+    plain = copy.deepcopy(net)
+    device = "cpu" if way == "on the CPU" else "sim:0"
+    packed = pack_padded_sequence(torch.randn(2, 4, DIM), [4, 2], batch_first=True)
+    with machine(8) as manager:
+        if way.startswith("eight bits"):
+            round_to_eight_bits(plain)
+        want = plain.to(device)(packed.to(device)).cpu()
+        with manage_so(net, way, manager):
+            for _ in range(2):
+                assert torch.equal(net(packed).cpu(), want)
+                assert torch.equal(net(packed.to(device)).cpu(), want)
+        del plain
 
 
 @torch.no_grad()
