@@ -122,7 +122,9 @@ def build_parser() -> Parser:
     )
     keep.add_argument("--off", action="store_true", help="evict it in the usual order again")
     release = add("release", "take models off a running host's devices now; they stay in its RAM")
-    release.add_argument("component", nargs="?", metavar="COMPONENT", help="its id in the report; default: all models")
+    release.add_argument(
+        "component", nargs="?", metavar="COMPONENT", help="its id in the report; default: all of --device"
+    )
     release.add_argument(
         "--device", metavar="NAME", help="the device, such as gpu:0; default: all that the model is on"
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["EVENT", "Boundaries", "features", "install", "shown_as"]
 
 EVENT = "highwater.memory"
-FEATURES = ("run_boundaries", "node_boundaries", "events", "forecast")
+FEATURES = ("run_boundaries", "node_boundaries", "events", "forecast", "free")
 NO_PROVIDERS = "missing: this ComfyUI has no cache providers; update it to 0.33 or newer"
 
 log = logging.getLogger("highwater")

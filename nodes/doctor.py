@@ -36,6 +36,8 @@ FEATURE_NEEDS = {
     "node_boundaries": (PROVIDERS, HANDLERS),
     "events": (PROVIDERS,),
     "forecast": (PROVIDERS, ("execution.py", "get_current_queue_volatile")),
+    "free": (("server.py", '"/free"'),),
+    "second_try": (("comfy/patcher_extension.py", "DIFFUSION_MODEL"),),
 }
 # What does not work without a feature.
 WITHOUT_FEATURE = {
@@ -45,6 +47,8 @@ WITHOUT_FEATURE = {
     "node_boundaries": "no numbers by node, and evictions do not know the rest of the running prompt",
     "events": "the page hears of evictions only with the next report",
     "forecast": "evictions do not know the waiting prompts: the least recently used model leaves first",
+    "free": "weights that Highwater keeps in RAM stay there after ComfyUI's /free, until RAM is short",
+    "second_try": "a step that runs out of memory is not repeated",
 }
 # Packs that decide over memory too, and what they do; by folder name, in lower case with dashes.
 CONFLICTING_PACKS = {

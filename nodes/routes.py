@@ -130,7 +130,9 @@ def make_routes(
         if is_running():
             return web.json_response({"error": PROMPT_RUNS}, status=409)
         manager = find_manager()
-        freed = await asyncio.to_thread(manager.free_idle, "requested from the page") if manager is not None else {}
+        freed = (
+            await asyncio.to_thread(manager.free_idle, "requested by /highwater/free") if manager is not None else {}
+        )
         return web.json_response({"freed_bytes": freed})
 
     return [

@@ -62,7 +62,7 @@ class HighwaterWatermark(io.ComfyNode):
             description=(
                 "Keeps memory free on a device. When free memory would fall below the low mark, idle models are "
                 "evicted until the high mark is free: first those that no waiting prompt uses, the least recently used "
-                "of them before the others; then those that are used last."
+                "one before the others; then those that are needed last."
                 " Of the RAM (host), weights of dropped models leave, the oldest first, and plans leave the low mark "
                 "free."
             ),

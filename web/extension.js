@@ -137,7 +137,10 @@ async function lend() {
   if (!text) return;
   const [size, time, device] = text.trim().split(/\s+/);
   const words = new URLSearchParams({ size: size ?? "", for: time ?? "", ...(device ? { device } : {}) });
-  await change(summary, `lend?${words}`, (answer) => `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.`);
+  await change(summary, `lend?${words}`, (answer) => {
+    const missing = answer.missing_bytes ? ` ${toMiB(answer.missing_bytes)} follow when the node that runs ends.` : "";
+    return `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.${missing}`;
+  });
 }
 
 /** Give lent memory back before its time is up. */

@@ -19,7 +19,7 @@ NUM_RESIDENTS = 200
 
 
 def measure() -> Result:
-    """Measure every trace; about two minutes."""
+    """Measure every trace; less than a minute."""
     rows, seen_8 = [], []
     for name, trace in TRACES.items():
         least = least_bytes(trace.uses(), size_of, CAPACITY_BYTES)

@@ -1,4 +1,4 @@
-"""Does what falls due while nothing runs: ends loans, unloads what is idle, helps others, gives freed memory back."""
+"""Does what falls due: ends loans, trims kept weights, unloads what is idle, helps other processes, returns memory."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Caretaker:
         self.leases = leases
         self.lending = lending
         self.idle = idle
+        self.capacity = lending.capacity
         self.loans = lending.capacity.loans
         self.event_log = lending.event_log
         self.heap = HeapReturn(lambda: len(leases.members) + len(lending.capacity.kept.parts))
@@ -58,7 +59,9 @@ class Caretaker:
             if not is_ours:
                 return RETRY_S
             self.lending.end_overdue()
+            self.capacity.trim_kept()
             dues = [loan.until_s - self.event_log.now_s for loan in self.loans.running()]
+            dues += [RETRY_BUSY_S] if self.capacity.kept.parts else []
             if self.idle.limits.idle_s is not None:
                 if not self.is_in_run() and not self.leases.leased:
                     self.idle.unload_idle()

@@ -41,7 +41,7 @@ class Departure:
         told = f"released {self.component}: {format_bytes(self.freed_bytes)} of {self.device} are free again"
         if self.is_verified:
             return told
-        return f"{told}, though it had {format_bytes(self.left_bytes)}: another program took memory meanwhile"
+        return f"{told}, though it had {format_bytes(self.left_bytes)}: torch or another program holds the rest"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "text": str(self)}

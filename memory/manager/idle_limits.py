@@ -88,7 +88,7 @@ class IdleUnloading:
         excess = len(self.loaded() | {newcomer} - {None}) - most
         if excess > 0:
             fixed = set() if moves_hosted else set(self.capacity.moved_by_hosts())
-            reason = f"at most {most} components stay loaded"
+            reason = f"at most {most} {'component stays' if most == 1 else 'components stay'} loaded"
             for component in self.in_order({*fixed, newcomer or ""})[:excess]:
                 self.unload(component, reason)
 

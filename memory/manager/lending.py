@@ -88,13 +88,18 @@ class Lending:
                 f"allowed: more than 0, up to {format_bytes(total)}"
             )
         idle = sum(candidate.device_bytes for candidate in self.capacity.candidates(device, None))
-        low = self.capacity.watermarks.of(device.name).low_bytes
-        most = max(0, device.free_bytes() + idle - low)
+        low = self.capacity.joined_mark(device.name).low_bytes
+        lent = self.capacity.neighbours.lent_bytes(device.name)
+        most = max(0, device.free_bytes() + idle - low - lent)
         if num_bytes > most:
-            computing = [f"{name} computes with {format_bytes(n)}" for name, n in self.computing(device)]
-            holders = ", ".join([*computing, f"{format_bytes(low)} reserved"])
+            others = self.capacity.foreign_bytes(device)
+            holders = [f"{name} computes with {format_bytes(n)}" for name, n in self.computing(device)]
+            holders += [f"{format_bytes(low)} reserved"]
+            holders += [f"{format_bytes(lent)} lent by another process"] if lent else []
+            holders += [f"{format_bytes(others)} held by other programs"] if others > 0 else []
             raise UnsafeState(
-                f"cannot lend {format_bytes(num_bytes)} of {device}: {holders}; allowed now: up to {format_bytes(most)}"
+                f"cannot lend {format_bytes(num_bytes)} of {device}: {', '.join(holders)}; "
+                f"allowed now: up to {format_bytes(most)}"
             )
 
     def computing(self, device: Device) -> list[tuple[str, int]]:

@@ -26,7 +26,7 @@ from ..transfer.host_heap import give_back_heap
 from ..weights.file_origin import FileIdentity, Origin
 from .admission import Admission
 from .card_sharing import CardSharing
-from .caretaker import Caretaker
+from .caretaker import RETRY_BUSY_S, Caretaker
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
 from .claims.loans import Loan
 from .departures import Departure, Departures
@@ -512,6 +512,8 @@ class MemoryManager:
             self.idle.trim(moves_hosted=True)
             self.sharing.end_run()
             self.ledger.check()
+            if self.kept.parts:  # from now on they are looked at beside runs, too
+                self.caretaker.alarm.set(RETRY_BUSY_S)
         self.leases.remember()
 
     def recover(self) -> None:

@@ -203,7 +203,13 @@ def test_our_failure_is_logged_once_and_never_raised(
     assert "division by zero" in caplog.text
     assert follower.lost == {"node_boundaries": "failed: ZeroDivisionError: division by zero"}
     boundaries.installed.append(follower)
-    assert boundaries.features() == {"run_boundaries": True, "events": True, "forecast": True, **follower.lost}
+    assert boundaries.features() == {
+        "run_boundaries": True,
+        "events": True,
+        "forecast": True,
+        "free": True,
+        **follower.lost,
+    }
     assert runs()[-1]["end_s"] is not None
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from highwater.memory import DoesNotFit, MemoryManager, manage
+from highwater.memory.errors import UnsafeState
 from highwater.memory.manager import card_sharing
 from highwater.memory.manager.claims.neighbours import ProcessUse, shared_path
 from highwater.memory.manager.idle_limits import IdleLimits
@@ -301,6 +302,15 @@ def test_what_others_lend_is_free_for_nobody(shared, toys) -> None:
         manager.lend(MIB // 4, 60)
         manager.look()
         assert says.heard().lent_bytes == MIB // 4
+
+
+def test_what_another_process_lends_is_not_lent_again(shared) -> None:
+    manager, says = shared
+    says.say(lent_bytes=ROOM - MIB // 2)
+    manager.look()
+    with pytest.raises(UnsafeState, match=r"MiB lent by another process; allowed now: up to 0.50MiB"):
+        manager.lend(MIB, 60)
+    manager.lend(MIB // 2, 60)
 
 
 def test_what_other_processes_take_is_not_taken_for_the_borrowers(shared, sim) -> None:

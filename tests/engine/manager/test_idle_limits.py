@@ -29,7 +29,7 @@ def test_no_more_components_stay_loaded_than_were_set(toys, machine) -> None:
         manager.set_idle_limits(IdleLimits(num_loaded=1))
         assert loaded(manager) == {"net2/model"}
         reasons = {event["reason"] for event in manager.report()["events"] if event["kind"] == "evict"}
-        assert any("at most 1 components stay loaded" in reason for reason in reasons)
+        assert any("at most 1 component stays loaded" in reason for reason in reasons)
 
 
 def test_a_limit_of_one_does_not_stop_models_that_compute_inside_each_other(toys, machine) -> None:

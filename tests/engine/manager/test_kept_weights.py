@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from highwater.memory import MemoryManager
 from highwater.memory.errors import InvalidInput
 from highwater.memory.file_tensors import FileTensors
 from highwater.memory.manager.default import default_manager
@@ -22,6 +23,9 @@ from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.kept_weights import KeptPart, KeptWeights
 from highwater.memory.manager.member import Member, Members
 from highwater.memory.manager.watermark import Watermark, Watermarks, default_host_watermark
+from highwater.memory.options.placement import AUTO_PLACEMENT
+from highwater.memory.options.precision import DEFAULT_PRECISION
+from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.runtime.blocks.pristine_slab import PristineSlab
 from highwater.memory.runtime.devices.ledger import Ledger
 from highwater.memory.transfer.devices import HostMemory
@@ -264,50 +268,64 @@ def test_converted_weights_are_compared_with_what_the_file_has_by_now(file: Path
     assert differs(file, list(slab.weights()))
 
 
+def join(manager: MemoryManager, folder: Path, name: str) -> Member:
+    """Return a member whose only weight was read from a file."""
+    path = folder / f"{name}.safetensors"
+    save_file({"0.weight": torch.rand(256, 256)}, path)
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).requires_grad_(False)
+    with FileTensors() as files:
+        tensors = load_file(path)
+        files.watch(path, tensors)
+        model.load_state_dict(tensors, assign=True)
+    (member,), _ = manager.add(
+        {name: model},
+        kinds={name: "diffusion"},
+        placement=AUTO_PLACEMENT,
+        profile=OffloadProfile(),
+        precision=DEFAULT_PRECISION,
+        name=None,
+        node_id=None,
+        is_hosted=True,
+        origins={name: files.origins(model)},
+    )
+    return member
+
+
+@torch.no_grad()
 def test_what_is_dropped_is_freed_though_another_component_came_after(machine, tmp_path: Path) -> None:
     """Whatever of the kept weights could have been the newcomer's, it holds none of it once it is packed."""
-    from highwater.memory.options.placement import AUTO_PLACEMENT
-    from highwater.memory.options.precision import DEFAULT_PRECISION
-    from highwater.memory.options.profile import OffloadProfile
-
-    with machine(32) as manager, torch.no_grad():
-
-        def join(name: str) -> Member:
-            from safetensors.torch import load_file
-
-            path = tmp_path / f"{name}.safetensors"
-            save_file({"0.weight": torch.rand(256, 256)}, path)
-            model = nn.Sequential(nn.Linear(256, 256, bias=False)).requires_grad_(False)
-            with FileTensors() as files:
-                tensors = load_file(path)
-                files.watch(path, tensors)
-                model.load_state_dict(tensors, assign=True)
-            (member,), _ = manager.add(
-                {name: model},
-                kinds={name: "diffusion"},
-                placement=AUTO_PLACEMENT,
-                profile=OffloadProfile(),
-                precision=DEFAULT_PRECISION,
-                name=None,
-                node_id=None,
-                is_hosted=True,
-                origins={name: files.origins(model)},
-            )
-            return member
-
+    with machine(32) as manager:
         manager.begin_run("1", "run")
-        first = join("first")
+        first = join(manager, tmp_path, "first")
         first.leave_weights()
         manager.remove(first)
         del first
         (part,) = manager.kept.parts
         slab = weakref.ref(part.slabs[0].slab.data)
         del part
-        second = join("second")
+        second = join(manager, tmp_path, "second")
         manager.end_run()
         assert manager.drop_kept("test") >= 256 * 256 * 4
         assert slab() is None
         manager.remove(second)
+
+
+@torch.no_grad()
+def test_kept_weights_leave_beside_runs_when_other_programs_take_the_ram(machine, tmp_path: Path, monkeypatch) -> None:
+    with machine(32) as manager:
+        manager.begin_run("1", "run")
+        member = join(manager, tmp_path, "first")
+        member.leave_weights()
+        manager.remove(member)
+        del member
+        manager.end_run()
+        assert manager.look() is not None and manager.kept.parts
+        manager.set_watermark("host", 2 * MIB, 3 * MIB)
+        memory = HostMemory(total_bytes=16 * GIB, free_bytes=MIB)
+        monkeypatch.setattr(HostMemory, "now", staticmethod(lambda: memory))
+        manager.look()
+        assert not manager.kept.parts
+        assert manager.look() is None
 
 
 # -- the watermark of the RAM
