@@ -305,4 +305,9 @@ def test_the_same_results_with_other_nodes(
     before = {host: used_bytes(host) for host in hosts}
     actual, expected = (compute(host, case, path, loaders) for host in hosts)
     assert_same(actual, expected)
-    assert footprint(dynamic_host, before[dynamic_host]) == footprint(gpu_host, before[gpu_host])
+    dynamic, static = (footprint(host, before[host]) for host in hosts)
+    if case is on_two_devices:  # what core converted after reading is not in RAM once for both, as the rest is
+        assert dynamic["devices"][:2] == static["devices"][:2]
+        assert dynamic["devices"][2] >= static["devices"][2] > 0
+    else:
+        assert dynamic == static
