@@ -55,15 +55,24 @@ class SlabMemory:
         with torch.inference_mode(False):
             if not num_bytes:
                 return torch.empty(0, dtype=torch.uint8)
+            self.forget_ended()
             view = memoryview(self.mapping)[begin : begin + num_bytes]
             self.num_users[begin, begin + num_bytes] += 1
             weakref.finalize(view, self.end, begin, begin + num_bytes).atexit = False
             return torch.frombuffer(view, dtype=torch.uint8)
 
+    def forget_ended(self) -> None:
+        """Count freed pieces no more: while slabs are left no pages go back, and the next model's pieces come."""
+        while self.ended:
+            ended = self.ended.popleft()
+            self.num_users[ended] -= 1
+            if not self.num_users[ended]:
+                del self.num_users[ended]
+
     def has_pieces(self, begin: int, num_bytes: int) -> bool:
         """Whether a piece exists that has any of these bytes."""
         users = self.num_users.copy()
-        users.subtract(self.ended)
+        users.subtract(tuple(self.ended))  # a finalizer may add to it meanwhile
         end = begin + num_bytes
         return any(number > 0 and first < end and begin < last for (first, last), number in users.items())
 

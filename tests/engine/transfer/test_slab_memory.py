@@ -72,6 +72,24 @@ def test_a_piece_is_an_ordinary_tensor_of_its_own_bytes() -> None:
     assert file.tell() < 4 * KIB, "not the whole slab"
 
 
+def test_a_slab_of_which_pieces_come_and_go_counts_those_that_are_there() -> None:
+    """Weights that are kept for a model that comes and goes lie in one slab all the time."""
+    slab = filled(MIB)
+    assert slab.memory is not None
+    last = cut(slab, 60 * KIB, 64 * KIB)
+    for turn in range(50):
+        pieces = [cut(slab, begin * KIB + turn, (begin + 1) * KIB) for begin in range(10)]
+        assert slab.has_pieces()
+        del pieces
+    assert len(slab.memory.ended) <= 10 and len(slab.memory.num_users) <= 11
+    del last
+    assert not slab.has_pieces()
+    expected = slab.data[: 4 * KIB].clone()
+    first = cut(slab, 0, 4 * KIB)
+    del slab
+    assert torch.equal(first, expected)
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux tells of a process")
 def test_what_is_dropped_goes_back_to_the_system_and_nothing_else_does() -> None:
     slab = filled(32 * MIB)
