@@ -127,7 +127,7 @@ def test_runs_nodes_and_events_carry_their_ids(gpu_host: HostProcess) -> None:
     workflow = {"workflow": {"id": "the-workflow"}}
     result = gpu_host.run(graph.nodes, extra_pnginfo=workflow)
     report = gpu_host.report()
-    features = ("run_boundaries", "node_boundaries", "events", "forecast")
+    features = ("run_boundaries", "node_boundaries", "events", "forecast", "free")
     assert report["host_features"] == dict.fromkeys(features, True)
     assert report["runs"][-1]["run_id"] == result.prompt_id
     nodes = {node["node_id"]: node for node in report["nodes"] if node["run_id"] == result.prompt_id}

@@ -150,7 +150,7 @@ def watermark(**values: Any) -> Graph:
         ({"device": "cpu"}, ["device"], ["cpu", "'*', 'gpu:0', 'gpu:1'"]),
         # The host shows what a node says of two inputs on both.
         ({"low": "512"}, ["low", "high"], ["low '512' has no unit"]),
-        ({"low": "3MiB"}, ["low", "high"], ["low 3MiB is above high 2MiB"]),
+        ({"low": "3MiB"}, ["low", "high"], ["low 3.00MiB is above high 2.00MiB"]),
         # The largest is the RAM of this machine.
         ({"high": "999999GiB"}, ["low", "high"], ["high '999999GiB' is larger than every device", "the size of host"]),
     ],
