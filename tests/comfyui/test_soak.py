@@ -62,7 +62,7 @@ def run(host: HostProcess, turn: int) -> torch.Tensor:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_runs_leave_nothing_behind(start_gpu_host: Callable[..., HostProcess]) -> None:
-    counted = (12, 24) if IS_SAMPLE else (48, NUM_RUNS // 12 * 12)
+    counted = (12, 24) if IS_SAMPLE else (27, NUM_RUNS // 9 * 9)
     runs: list[dict[str, Any]] = []
     with start_gpu_host() as host, watermark(host, DEVICE_BYTES - ROOM_BYTES, DEVICE_BYTES - ROOM_BYTES):
         host.post("/highwater_test/shorten_record", {"num_entries": RECORD_ENTRIES})
@@ -74,11 +74,12 @@ def test_runs_leave_nothing_behind(start_gpu_host: Callable[..., HostProcess]) -
             devices = host.ask_devices("read")
             told["device"] = devices["devices"][0]["used_bytes"]
             told["pinned"] = devices["pinned"]["used_bytes"] + devices["pinned"]["registered_bytes"]
-            told["components"] = sorted(part["id"] for part in host.part("components"))
-            told["moved"] = host.part("runs")[-1]["bytes_moved"]
+            if turn + 1 in counted:  # a large answer is memory, too
+                told["components"] = sorted(part["id"] for part in host.part("components"))
+                # None of the last three found its model on the device.
+                assert all(run["bytes_moved"] > MIB for run in host.part("runs")[-len(WORKFLOWS) :])
             runs.append(told)
         log = host.log()
-    assert all(told["moved"] > MIB for told in runs)  # none finds its model on the device
     before, after = (runs[turn - 1] for turn in counted)
     assert before["components"] == after["components"]
     assert (before["device"], before["pinned"]) == (after["device"], after["pinned"]), log[-2000:]
