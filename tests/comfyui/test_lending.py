@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,15 +18,21 @@ MIB = 1 << 20
 WIDE, WIDE_BYTES = "wide_flux.safetensors", 351_000_000
 
 
+@pytest.fixture(scope="module")
+def lending_host(start_gpu_host: Callable[..., HostProcess]) -> Iterator[HostProcess]:
+    """One of its own: the marks of a Watermark node that another test ran would count instead of those set here."""
+    with start_gpu_host() as host:
+        yield host
+
+
 @pytest.fixture
-def host(gpu_host: HostProcess) -> Iterator[HostProcess]:
-    gpu_host.forget()
-    gpu_host.post("/highwater/watermark?marks=0:0")
-    yield gpu_host
-    if device(gpu_host)["lent"] is not None:
-        gpu_host.post("/highwater/lend/give-back?device=gpu:0")
-    gpu_host.post("/highwater/watermark?marks=")
-    gpu_host.forget()
+def host(lending_host: HostProcess) -> Iterator[HostProcess]:
+    lending_host.forget()
+    lending_host.post("/highwater/watermark?marks=0:0")
+    yield lending_host
+    if device(lending_host)["lent"] is not None:
+        lending_host.post("/highwater/lend/give-back?device=gpu:0")
+    lending_host.forget()
 
 
 def sample(host: HostProcess, loaders: Loaders, name: str = "tiny_flux.safetensors") -> torch.Tensor:
