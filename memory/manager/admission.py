@@ -54,6 +54,7 @@ class Admission:
         changed = self.capacity.watermarks.set(device, low, high)
         self.note_marks(changed)
         self.keep_changed(changed)
+        self.capacity.trim_kept()  # though its mark is the same as before, some may have stopped being shared
         self.keep_free_in_host()
 
     def set_default_watermarks(self, asked: Mapping[str, Marks], *, moves: bool) -> dict[str, WatermarkReport]:

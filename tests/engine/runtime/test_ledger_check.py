@@ -15,6 +15,7 @@ from highwater.memory.runtime.blocks.weight_store import HostStore
 from highwater.memory.runtime.devices.ledger import Entry, Kind
 from highwater.memory.runtime.managed_component import ManagedComponent
 from highwater.memory.transfer import pinned_memory
+from highwater.memory.transfer.pinned_memory import HostSlab
 from highwater.memory.units import MIB
 
 FORMS = {
@@ -93,7 +94,11 @@ def faults_of(managed: ManagedComponent) -> Iterator[Fault]:
             ):  # else its arena stays: others lie in it, too
                 yield group.at_rest, "store", None
             if group.at_rest.store is not None and group.slab_bytes:
-                yield group.at_rest, "store", HostStore(torch.empty(group.slab_bytes + 256, dtype=torch.uint8))
+                yield (
+                    group.at_rest,
+                    "store",
+                    HostStore(HostSlab(torch.empty(group.slab_bytes + 256, dtype=torch.uint8))),
+                )
 
 
 @pytest.mark.parametrize("form", FORMS)
