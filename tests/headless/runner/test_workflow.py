@@ -124,7 +124,7 @@ def test_without_any_pipeline_the_line_says_where_it_looked(runner: object, tmp_
 
 def test_a_watermark_checks_its_sizes(runner: object) -> None:
     graph = {"1": {"class_type": "HighwaterWatermark", "inputs": {"device": "*", "low": "2GiB", "high": "1GiB"}}}
-    with pytest.raises(InvalidWorkflow, match="low 2.00GiB is above high 1.00GiB"):
+    with pytest.raises(InvalidWorkflow, match=r"low 2.00GiB is above high 1.00GiB"):
         parse_workflow(graph)
 
 
