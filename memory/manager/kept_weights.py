@@ -47,7 +47,7 @@ class KeptPart:
         self.is_common = is_common
         """Whether components share it, or did."""
         self.is_unwanted = False
-        """Whether it leaves as soon as no component shares it: its file has changed, or all was to be dropped."""
+        """Whether it leaves as soon as nothing has its memory: its file has changed, or all was to be dropped."""
 
     def take_id(self, part_id: str) -> None:
         """Note its name in the books."""
@@ -58,7 +58,7 @@ class KeptPart:
         return {tier: n for tier, n in count_slabs(slab.slab.data for slab in self.slabs).items() if n}
 
     def reject(self) -> None:
-        """Drop it as soon as no component shares it; until then nobody else gets it."""
+        """Drop it as soon as nothing has its memory; until then nobody else gets it."""
         self.is_unwanted = True
 
     def take(self, slabs: Iterable[PristineSlab]) -> None:
@@ -146,10 +146,14 @@ class KeptWeights:
             if any(group.at_rest.is_shared and id(group.host_slab) in slabs for group in member.managed.groups)
         ]
 
+    def is_held(self, part: KeptPart) -> bool:
+        """Whether its memory would stay if it were dropped: components share it, or a model that left still has it."""
+        return bool(self.sharers(part)) or any(slab.is_viewed() for slab in part.slabs)
+
     def drop_unwanted(self) -> None:
-        """Drop what was to be dropped while components shared it, and no longer do."""
+        """Drop what was to be dropped while something had its memory, and no longer has."""
         for part in [part for part in self.parts if part.is_unwanted]:
-            self.drop(part, "no component shares it any more")
+            self.drop(part, "nothing has its memory any more")
 
     def find(self, file: FileIdentity) -> dict[Origin, torch.Tensor]:
         """Return the weights of a file that are kept and that nothing else uses, as views.
@@ -191,7 +195,11 @@ class KeptWeights:
         there = {origin for each in at_rest for origin in each.origins if origin is not None}
         stores = {id(each.host_slab) for each in at_rest}
         for part in [part for part in self.parts if not self.sharers(part)]:
-            gone = [slab for slab in part.slabs if id(slab.slab.data) in stores or not there.isdisjoint(slab.origins)]
+            taken = [slab for slab in part.slabs if id(slab.slab.data) in stores]
+            copied = [slab for slab in part.slabs if slab not in taken and not there.isdisjoint(slab.origins)]
+            if any(slab.is_viewed() for slab in copied):
+                part.reject()
+            gone = [*taken, *(slab for slab in copied if not slab.is_viewed())]
             if gone:
                 self.give_up(part, gone)
 
@@ -212,9 +220,9 @@ class KeptWeights:
     def drop(self, part: KeptPart, reason: str) -> int:
         """Drop one part; returns the bytes that are free again, page-locked or not.
 
-        A part that components share leaves after the last of them.
+        A part whose memory would stay leaves when that ends; it is in the books until then.
         """
-        if self.sharers(part):
+        if self.is_held(part):
             part.reject()
             return 0
         num_bytes = sum(part.count_bytes().values())
@@ -225,10 +233,10 @@ class KeptWeights:
     def drop_oldest(self, num_bytes: int, reason: str) -> int:
         """Drop the oldest parts until so many bytes are free again; returns how many are.
 
-        Weights that a model was pointed to stay in memory with that model.
+        Those whose memory would stay are passed over.
         """
         freed = 0
-        for part in [part for part in self.parts if not self.sharers(part)]:
+        for part in [part for part in self.parts if not self.is_held(part)]:
             if freed >= num_bytes:
                 break
             freed += self.drop(part, reason)
@@ -268,9 +276,9 @@ class KeptWeights:
         )
 
     def held(self) -> Counter[str]:
-        """Return the bytes of RAM that all of them take which may leave, by tier."""
+        """Return the bytes of RAM that all of them take which may leave, or a newcomer lies in, by tier."""
         total = Counter[str]()
-        for part in [part for part in self.parts if not self.sharers(part)]:
+        for part in [part for part in self.parts if not part.is_unwanted and not self.sharers(part)]:
             total.update(part.count_bytes())
         return total
 
@@ -282,6 +290,8 @@ class KeptWeights:
 def kept_report(part: KeptPart, sharers: Sequence[str]) -> ComponentReport:
     files = ", ".join(file.name for file in part.files())
     reason = f"kept in RAM in case that {files} is loaded again; leaves first when RAM is short"
+    if part.is_unwanted:
+        reason = "a model that left still has it; leaves with that"
     if sharers:
         reason = f"{' and '.join(sharers)} have {files} once in RAM"
     return ComponentReport(

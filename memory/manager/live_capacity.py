@@ -115,6 +115,7 @@ class LiveCapacity:
     def trim_kept(self) -> None:
         """Drop kept weights, the oldest first, until the RAM's high mark is free, if less than its low mark is."""
         if self.kept.parts:
+            self.kept.drop_unwanted()
             memory = HostMemory.now()
             self.kept.trim(memory.free_bytes, self.watermarks.of_host(memory.total_bytes))
 

@@ -52,6 +52,10 @@ class PristineSlab:
         """Whether no tensor but the slab itself has any of this memory."""
         return count_tensors(self.slab.data) == 1 and not self.slab.has_pieces()
 
+    def is_viewed(self) -> bool:
+        """Whether tensors are known to have some of this memory, which stays as long as they do."""
+        return CAN_COUNT and count_tensors(self.slab.data) > 1
+
     def holds(self, group: WeightGroup) -> bool:
         """Whether a group's weights lie in the slab as they would be packed, and no other tensors do.
 
@@ -68,10 +72,14 @@ class PristineSlab:
         return num_leaves > 0 and count_tensors(self.slab.data) == 1 + num_leaves and not self.slab.has_pieces()
 
 
+CAN_COUNT = hasattr(torch._C, "_storage_Use_Count")
+
+
 def count_tensors(slab: torch.Tensor) -> int:
     """Return how many tensors share a slab's storage, with itself; many where torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 1 << 30 if count is None else int(count(slab.untyped_storage()._cdata)) - 1  # the one that we ask by
+    if not CAN_COUNT:
+        return 1 << 30
+    return int(torch._C._storage_Use_Count(slab.untyped_storage()._cdata)) - 1  # the one that we ask by
 
 
 def lying_in(

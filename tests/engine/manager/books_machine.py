@@ -33,6 +33,7 @@ from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.hosted_component import FileTensors, HostedComponent
 from highwater.memory.manager.idle_limits import IdleLimits
 from highwater.memory.options.profile import parse_profile
+from highwater.memory.transfer.devices import HostMemory
 from highwater.tests.engine.conftest import build_net
 from highwater.tests.engine.manager.test_steered import Host, Paged
 
@@ -327,6 +328,15 @@ class BooksMachine(RuleBasedStateMachine):
         self.files.replace(self.files.paths[number])
         self.note("replace a file")
 
+    @rule(is_short=st.booleans())
+    def change_watermark_of_host(self, is_short: bool) -> None:
+        """All RAM is to be free, or none."""
+        mark = HostMemory.now().total_bytes if is_short else 0
+        self.manager.set_watermark("host", mark, mark)
+        kept = self.manager.kept
+        assert not (is_short and any(not kept.is_held(part) for part in kept.parts))
+        self.note("watermark of the RAM", "short" if is_short else "enough")
+
     # -- leases
 
     @precondition(lambda self: self.components)
@@ -508,6 +518,7 @@ class BooksMachine(RuleBasedStateMachine):
             for stack in component.leases:
                 stack.close()
         self.hosted.clear()
+        gc.collect()  # exceptions and modules in cycles hold weights
         self.manager.release_all()
         self.manager.ledger.check()
         assert not self.manager.kept.parts

@@ -79,6 +79,9 @@ def test_what_is_kept_is_found_and_entered_in_the_books(bank: KeptWeights, file:
     assert torch.equal(found, torch.arange(64 * 1024, dtype=torch.float32).view(256, 256))
     assert bank.ledger.entries == dict(bank.count_bytes()) and bank.held()["host"] == part.slabs[0].num_bytes
     num_bytes = part.slabs[0].num_bytes
+    assert bank.drop_all("test") == 0 and bank.ledger.entries == dict(bank.count_bytes())  # it would stay in memory
+    assert not bank.find(FileIdentity.of(file)[0])
+    del found
     assert bank.drop_all("test") == num_bytes
     assert not bank.ledger.entries and not bank.parts
 
