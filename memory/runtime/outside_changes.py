@@ -6,7 +6,7 @@ renamed. A quick look ([Note: steady looks] in `steady_look.py`) tells whether a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from torch import nn
@@ -20,8 +20,10 @@ from .changes.move_guard import MoveGuard
 from .changes.other_offloaders import find_rival
 from .changes.steady_look import SteadyLook
 from .devices.device_share import DeviceShare, wait_for_copies
+from .holders import find_holders
 from .joined_layers import Joined, JoinedLayers
 from .packing import Packing
+from .tensors.parameter_slots import ParameterSlot
 from .weight_places import WeightPlaces
 
 __all__ = ["OutsideChanges"]
@@ -187,10 +189,17 @@ class OutsideChanges:
         """Whether converted weights are taken over: none is quantized or shared, and no other offloader has hooks."""
         if find_rival(self.marked_by_others) is not None:
             return False
-        own = set(self.module.modules())
         slots = [slot for share in self.shares for group in share.groups for slot in group.slots]
-        is_lent = any(part not in own for slot in slots for part, _ in slot.owners)
-        return not (is_lent or self.places.manager.lenders() or any(slot.is_quantized for slot in slots))
+        return not (self.is_lending(slots) or self.places.manager.lenders() or any(slot.is_quantized for slot in slots))
+
+    def is_lending(self, slots: Iterable[ParameterSlot]) -> bool:
+        """Whether another component's module holds any of these weights.
+
+        Modules that other code took out of ours hold weights, too, but belong to nobody.
+        """
+        own = set(self.module.modules())
+        outside = {id(part) for slot in slots for part, _ in slot.owners if part not in own}
+        return bool(outside) and any(holder is not self.places for holder in find_holders(outside))
 
     def give_up_converted(self, moves: MoveGuard) -> None:
         """Give up the groups of converted weights: they leave their devices, and their module has ordinary tensors."""

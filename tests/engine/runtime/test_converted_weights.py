@@ -170,6 +170,51 @@ def error_of(net: nn.Module) -> UnsafeState | None:
     return None
 
 
+def narrow(block: Any) -> None:
+    """Make a block narrower inside, as transformers resizes embeddings: new data here, a new layer there."""
+    for parameter in (block.up.weight, block.up.bias):
+        parameter.data = parameter.detach()[:100].clone()
+    down = nn.Linear(100, 64, bias=False)
+    down.weight.data = block.down.weight.detach().to("cpu")[:, :100].clone()
+    block.down = down
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ran", [True, False])
+@pytest.mark.parametrize("releases", [True, False])
+def test_a_resized_weight_and_a_layer_in_place_of_another_are_taken_over_together(
+    toys, machine, tmp_path: Path, way: str, ran: bool, releases: bool
+) -> None:
+    with machine(8, 8) as manager:
+        net, plain, how = build(toys, manager, way, tmp_path)
+        managed = manage(net, manager=manager, **how)
+        if ran:
+            assert_same(net, plain, manager)
+        narrow(net.singles[1])
+        narrow(plain.singles[1])
+        for _ in range(0 if releases else 2):
+            assert_same(net, plain, manager)
+        managed.release()
+        manager.ledger.check()
+        assert_same_state(net, plain)
+        assert_same(net, plain, manager)
+
+
+@torch.no_grad()
+def test_a_language_model_with_resized_embeddings_computes(machine) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model, ids = LlamaForCausalLM(LlamaConfig(vocab_size=100, **sizes)).eval(), torch.arange(12).reshape(2, 6)
+    with machine(8) as manager, manage(model, placement="gpu:0", manager=manager) as managed:
+        model.resize_token_embeddings(120)
+        want = [model(ids).logits.cpu() for _ in range(2)]
+        manager.ledger.check()
+        managed.release()
+        assert want[0].shape[-1] == 120 and torch.equal(*want)
+        assert torch.equal(model(ids).logits, want[0])
+
+
 @torch.no_grad()
 def test_shared_weights_are_refused_as_before(toys, machine) -> None:
     with machine(8) as manager:
