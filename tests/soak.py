@@ -16,8 +16,8 @@ squares over the last runs; where all models are forgotten every so many runs, w
 cycle. Allowed: less than {MOST_BYTES_PER_RUN:,}. Resident bytes are those of the process after glibc's `malloc_trim`;
 untrimmed, tens of MiB of freed memory come and go in the heap, and that column has no limit. Each picture was compared
 with the first one of its workflow and seed. Objects of the pack, tensors and modules were counted: as many near the end
-as near the beginning. The record of events, nodes and runs ends at 300 entries of each here, so that it is full before
-the measurement; elsewhere it ends at 10,000, of 0.4 to 1.2 KB each, and until then grows by some 15 KB per run.
+as near the beginning. The record of events, nodes and runs ends at 1,000 entries of each, of 0.4 to 1.2 KB, and grows
+until then; in ComfyUI it was made to end at 300, so that it is full before these few runs are measured.
 
 | host | runs | measured | untrimmed | resident | page-locked | device | resident MiB, first and last |
 |---|---|---|---|---|---|---|---|

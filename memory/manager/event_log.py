@@ -14,8 +14,8 @@ from .timeline import Timeline
 
 __all__ = ["EventLog"]
 
-# Enough for hours of work; older entries leave first.
-MAX_ENTRIES = 10_000
+# Of each kind, some 100 runs of three models that push each other out, in 1 MB; older entries leave first.
+MAX_ENTRIES = 1_000
 
 
 class EventLog:

@@ -24,9 +24,9 @@ from highwater.headless.runner.output_cache import OutputCache
 from highwater.headless.runner.runner import RunResult, WorkflowRunner
 from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import default_manager
-from highwater.tests.comfyui.stand_in.highwater_test_held import count_held, resident_bytes, shorten_record
+from highwater.tests.comfyui.stand_in.highwater_test_held import count_held, resident_bytes
 
-__all__ = ["ANEW_EVERY", "RECORD_ENTRIES"]
+__all__ = ["ANEW_EVERY"]
 
 MIB = 1 << 20
 WORKFLOWS = Path(__file__).parents[2] / "headless" / "workflows"
@@ -34,7 +34,6 @@ NAMES = ("demo_flux", "demo_sd", "demo_wan")
 NUM_SEEDS = 5
 # The results of three workflows and of some runs: a picture that a later run asks for again is not among them.
 CACHED_RESULTS = 16
-RECORD_ENTRIES = 300
 ANEW_EVERY = 30
 """After so many runs all pipelines are forgotten, and loaded again by the next ones."""
 
@@ -64,7 +63,6 @@ def soak(models: str, output: Path, num_runs: int, counted: set[int]) -> None:
     simdevice.install("sim", num_devices=1)
     with simdevice.cluster([simdevice.SimDeviceSpec(total_bytes=64 * MIB)]):  # leaving it fails if bytes are left
         manager = default_manager()
-        shorten_record(manager.event_log, RECORD_ENTRIES)
         cache = OutputCache(max_entries=CACHED_RESULTS)
         runner = WorkflowRunner(manager, models_directory=models, output_directory=output, cache=cache)
         pictures: dict[tuple[str, int], str] = {}
