@@ -8,6 +8,7 @@ they lie, and whatever is wrong with the file is an error that names it.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, nullcontext
@@ -20,7 +21,7 @@ import torch
 from ..errors import InvalidInput
 from ..units import MIB
 from .page_cache import PageCache
-from .safetensors_header import TORCH_NAMES, FileVersion, WeightsHeader
+from .safetensors_header import TORCH_NAMES, FileVersion, WeightsHeader, open_at_once
 
 __all__ = ["OpenFiles", "Target", "WeightsFile", "torch_dtype"]
 
@@ -176,10 +177,15 @@ class WeightsFile:
         return sorted(parts, key=lambda part: (part[0], len(part[1])))
 
     def open(self) -> FileIO:
+        """Open the file. Raises `InvalidInput` at once where a pipe or a device, which may never answer, is there now."""
         try:
-            return FileIO(self.path)
+            file = FileIO(self.path, opener=open_at_once)
         except OSError as error:
             raise self.cannot_be_opened(error) from error
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise InvalidInput(f"{self.path}: was planned, but is no regular file now; load it again")
+        return file
 
     def cannot_be_opened(self, error: OSError) -> InvalidInput:
         return InvalidInput(f"{self.path}: was planned, but cannot be opened now: {error.strerror}")

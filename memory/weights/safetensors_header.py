@@ -27,6 +27,7 @@ __all__ = [
     "FileVersion",
     "TensorHeader",
     "WeightsHeader",
+    "open_at_once",
     "open_regular",
     "parse_integer",
     "read_header",
@@ -171,6 +172,11 @@ def read_header(path: str | Path) -> WeightsHeader:
     return WeightsHeader(path=path, tensors=tuple(tensors), metadata=metadata, version=version)
 
 
+def open_at_once(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file, and a pipe without waiting for its writer; returns the descriptor. An ``opener`` of `open`."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+
+
 def open_regular(path: Path, expected: str) -> BinaryIO:
     """Open a regular file for reading; a pipe or a device, at which a read may wait for ever, is never read.
 
@@ -178,8 +184,7 @@ def open_regular(path: Path, expected: str) -> BinaryIO:
         InvalidInput: there is none, or it cannot be opened.
     """
     try:
-        # Opening a pipe waits for its writer otherwise.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        descriptor = open_at_once(path)
     except FileNotFoundError:
         raise InvalidInput(f"{path}: no such file; expected {expected}") from None
     except OSError as error:

@@ -226,6 +226,40 @@ def test_a_file_that_changed_since_it_was_planned_is_refused_by_name(tmp_path: P
     assert not reads
 
 
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("put", [put_pipe, put_device])
+def test_what_a_read_would_wait_for_in_place_of_a_file_is_refused_at_once(tmp_path: Path, put: Callable) -> None:
+    path = tmp_path / "model.safetensors"
+    contents = write_bytes(path, 4096)
+    file = WeightsFile(read_header(path))
+    file.read_into(new_targets(contents).items())
+    put(path)
+    waits_no_longer = threading.Event()
+
+    def end_waiting() -> None:
+        if not waits_no_longer.wait(20):
+            path.write_bytes(b"")  # the writer for which a read of the pipe waits
+
+    writer = threading.Thread(target=end_waiting, daemon=True)
+    writer.start()
+    try:
+        with pytest.raises(InvalidInput, match=r"model\.safetensors: was planned, but is no regular file now; load it"):
+            file.read_into(new_targets(contents).items())
+    finally:
+        waits_no_longer.set()
+        writer.join()
+
+
 def test_touching_neither_bytes_nor_times_is_no_change(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     contents = write_bytes(path, 100)
