@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
+from concurrent.futures import Future, wait
 from typing import Any
 
 from ...memory.errors import InvalidInput, one_line, quoted
 
 __all__ = ["HostFailed", "ask"]
 
+NOTICE_S = 3.0
+"""After so long without an answer, standard error says for what the command waits."""
 TIMEOUT_S = 120.0
 
 
@@ -21,14 +26,14 @@ class HostFailed(RuntimeError):
 
 
 def ask(url: str, path: str, words: dict[str, str | None]) -> dict[str, Any]:
-    """Post to a host and return its answer; no proxy stands between. Waits up to two minutes.
+    """Post to a host and return its answer; no proxy stands between. Waits up to `TIMEOUT_S`, and says so.
 
     Args:
         words: of the address; those that are None are left out.
 
     Raises:
         InvalidInput: not an address, or the host calls a word invalid.
-        HostFailed: no host answers there, or it refuses.
+        HostFailed: no host answers there in time, or it refuses.
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -41,9 +46,7 @@ def ask(url: str, path: str, words: dict[str, str | None]) -> dict[str, Any]:
     query = urllib.parse.urlencode({name: value for name, value in words.items() if value is not None})
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}{path}?{query}", method="POST")
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=TIMEOUT_S) as response:
-            answer = json.load(response)
+        answer = fetch_in_time(request, url)
     except urllib.error.HTTPError as error:
         refused = read_error(error)
         if error.code == 400:
@@ -55,6 +58,33 @@ def ask(url: str, path: str, words: dict[str, str | None]) -> dict[str, Any]:
     if not isinstance(answer, dict):
         raise HostFailed(f"what answers at {url} is not Highwater; name its host with --url")
     return answer
+
+
+def fetch_in_time(request: urllib.request.Request, url: str) -> Any:
+    """Return the JSON that a host answers. Raises `HostFailed` when the time is up, else as `fetch`.
+
+    A thread asks: a host that sends one byte now and then would make a socket wait for ever.
+    """
+    answer: Future[Any] = Future()
+    threading.Thread(target=fetch, args=(request, answer), name="highwater-ask", daemon=True).start()
+    if wait([answer], NOTICE_S).not_done:
+        print(f"highwater: {url} has not answered yet: waiting up to {TIMEOUT_S:g} s", file=sys.stderr, flush=True)
+        if wait([answer], TIMEOUT_S - NOTICE_S).not_done:
+            raise HostFailed(
+                f"{url} has not answered within {TIMEOUT_S:g} s: it is busy or hangs, and may still do what was asked; "
+                "look there, or name another host with --url"
+            )
+    return answer.result()
+
+
+def fetch(request: urllib.request.Request, answer: Future[Any]) -> None:
+    """Send a request, and set what the host answers, or the error."""
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=TIMEOUT_S + NOTICE_S) as response:
+            answer.set_result(json.load(response))
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 def read_error(error: urllib.error.HTTPError) -> str:

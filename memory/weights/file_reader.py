@@ -177,7 +177,7 @@ class WeightsFile:
         return sorted(parts, key=lambda part: (part[0], len(part[1])))
 
     def open(self) -> FileIO:
-        """Open the file. Raises `InvalidInput` at once where a pipe or a device, which may never answer, is there now."""
+        """Open the file. Raises `InvalidInput`; at once for a pipe or a device, which may never answer."""
         try:
             file = FileIO(self.path, opener=open_at_once)
         except OSError as error:

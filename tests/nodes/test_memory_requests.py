@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from aiohttp import web
 
 from highwater.headless.cli import main
+from highwater.headless.commands import running_host
 from highwater.memory import manage
 from highwater.memory.manager import default
 from highwater.nodes.routes import make_routes
@@ -274,6 +276,52 @@ def test_a_host_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]
         code, out, error = run(capsys, *command[1:], "--url", url, command=command[0])
     assert (code, out, len(error.splitlines())) == (1, "", 1)
     assert f"no Highwater answers at {url}" in error
+
+
+class SilentHost:
+    """Takes connections and never answers, or sends the begin of an answer one byte at a time."""
+
+    def __init__(self, *, drips: bool) -> None:
+        self.drips = drips
+        self.ended = threading.Event()
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.listening.settimeout(0.05)
+        self.url = f"http://127.0.0.1:{self.listening.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.run)
+
+    def run(self) -> None:
+        with ExitStack() as taken:
+            while not self.ended.wait(0.05):
+                with suppress(TimeoutError):
+                    connection = taken.enter_context(self.listening.accept()[0])
+                    if self.drips:
+                        connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+                        while not self.ended.wait(0.05):
+                            connection.sendall(b" ")
+
+    def __enter__(self) -> SilentHost:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.listening.close()
+
+
+@pytest.mark.parametrize("drips", [False, True])
+@pytest.mark.parametrize("command", [("lend", "1MiB", "--for", "60s"), ("limits", "--json")])
+def test_a_host_that_hangs_is_waited_for_aloud_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...], drips: bool
+) -> None:
+    monkeypatch.setattr(running_host, "NOTICE_S", 0.2)
+    monkeypatch.setattr(running_host, "TIMEOUT_S", 1.0)
+    with SilentHost(drips=drips) as host:
+        code, out, error = run(capsys, *command[1:], "--url", host.url, command=command[0])
+    waiting, failed = error.splitlines()
+    assert (code, out) == (1, "")
+    assert waiting == f"highwater: {host.url} has not answered yet: waiting up to 1 s"
+    assert failed.startswith(f"highwater: {host.url} has not answered within 1 s: it is busy or hangs")
 
 
 @pytest.mark.parametrize(
