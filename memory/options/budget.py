@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from ..errors import InvalidInput, quoted
+from ..errors import InvalidInput, allowed_values, quoted
 from ..units import ALLOWED_UNITS, LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
-from .placement import INTEGER, WORD, Scanner, canonical_device, names_device, resolve_kind
+from .placement import INTEGER, KINDS, WORD, Scanner, canonical_device, names_device, resolve_kind
 
 __all__ = [
     "BudgetItem",
@@ -137,6 +137,8 @@ def parse_budget_item(
     begin = scanner.position
     match = scanner.match(WORD)
     scanner.go_to(begin)
+    if scanner.peek("="):
+        parse_target(scanner, devices, components, others=others)
     if match and match[0] != "unlimited":
         target = parse_target(scanner, devices, components, others=others)
         if not scanner.take("="):
@@ -152,7 +154,8 @@ def parse_target(
     begin = scanner.position
     match = scanner.match(WORD)
     if match is None:
-        scanner.fail("a device or a component is missing", at=begin)
+        allowed = allowed_values("", dict.fromkeys(["*", *KINDS, *components, *devices, *others]))
+        scanner.fail(f"a device or a component is missing; {allowed}", at=begin)
     word = match[0]
     if names_device(word):
         if scanner.take(":"):
@@ -180,7 +183,8 @@ def parse_size(scanner: Scanner, target: str) -> BudgetItem:
     if unit == "%":
         share = float(Decimal(number).scaleb(-2))
         if not 0 < share <= 1 or (minus and share == 1):
-            scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% to 100%", at=begin)
+            most = "and less than 100%" if minus else "to 100%"
+            scanner.fail(f"{match[0]!r} is not a share; allowed: more than 0% {most}", at=begin)
         return BudgetItem(target=target, leave_share=share) if minus else BudgetItem(target=target, share=share)
     problem = unit_problem(number, unit)
     if problem is not None:

@@ -43,7 +43,8 @@ TIERS = ("device", "pinned", "host", "disk")
 AUTO = "auto"
 WORD = re.compile(r"[A-Za-z_][\w.\-]*|\*")
 INTEGER = re.compile(r"\d+", re.ASCII)
-RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(%?)", re.ASCII)
+RATIO = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", re.ASCII)
+BUDGETS = "an amount of a device is a budget and stands in the profile, such as auto,gpu:0=50%"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,8 +145,12 @@ class Scanner:
             if self.at_end:
                 return
             if not self.take(","):
-                allowed = ", ".join(map(repr, [",", *others]))
-                self.fail(f"{self.text[self.position]!r} is unexpected; allowed: {allowed} or the end")
+                self.fail_unexpected(*others)
+
+    def fail_unexpected(self, *others: str) -> NoReturn:
+        """Refuse what follows an item; ``others`` may follow it beside a comma."""
+        allowed = ", ".join(map(repr, [",", *others]))
+        self.fail(f"{self.text[self.position]!r} is unexpected; allowed: {allowed} or the end")
 
     def fail(self, problem: str, *, at: int | None = None) -> NoReturn:
         """Raise the one line that says what is wrong and at which column."""
@@ -164,7 +169,7 @@ def parse_placement(text: str, *, devices: Collection[str], components: Sequence
     """
     scanner = Scanner(text, what="placement")
     items: list[PlacementItem] = []
-    for begin in scanner.items("&", "@", ":"):
+    for begin in scanner.items():
         item = parse_item(scanner, devices, components)
         if any(item.component == other.component for other in items):
             scanner.fail(f"{item.component!r} is placed twice", at=begin)
@@ -180,11 +185,29 @@ def parse_item(scanner: Scanner, devices: Collection[str], components: Sequence[
         scanner.take("=")
     else:
         scanner.go_to(begin)
+        if scanner.peek("="):
+            scanner.fail(
+                f"a component is missing before '='; {allowed_values('', dict.fromkeys(['*', *KINDS, *components]))}"
+            )
     splits = parse_place(scanner, devices)
     tier = None
     if scanner.take(":"):
         tier = parse_tier(scanner, devices)
+    refuse_what_follows(scanner, splits, tier)
     return PlacementItem(component=component, devices=splits, tier=tier)
+
+
+def refuse_what_follows(scanner: Scanner, splits: Sequence[SplitRatio], tier: str | None) -> None:
+    """Refuse anything but a comma or the end behind a place and its tier, and say what may stand there."""
+    if scanner.at_end or scanner.peek(","):
+        return
+    if scanner.peek("@") and tier is None and len(splits) < 2:
+        scanner.fail("only the second device of a split, and later ones, have a ratio: write gpu:0&gpu:1@30%")
+    if scanner.peek("="):
+        scanner.fail(f"'=' is unexpected: {BUDGETS}")
+    is_split = tier is None and bool(splits)
+    may_have_ratio = is_split and len(splits) > 1 and splits[-1].ratio is None
+    scanner.fail_unexpected(*["&"] * is_split, *["@"] * may_have_ratio, *[":"] * (tier is None))
 
 
 def resolve_kind(scanner: Scanner, word: str, components: Sequence[str], at: int, *, others: Sequence[str] = ()) -> str:
@@ -236,6 +259,8 @@ def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
     scanner.skip_blanks()
     begin = scanner.position
     match = scanner.match(WORD)
+    if match is None and scanner.match(RATIO):
+        scanner.fail(f"a device is missing: {BUDGETS}", at=begin)
     if match is None:
         scanner.fail(f"a device is missing; {allowed_values('', [AUTO, *devices])}", at=begin)
     name, after_name = match[0], scanner.position

@@ -28,7 +28,7 @@ def discover_components(target: Any) -> dict[str, nn.Module]:
     was found belongs to that one. Reads no property but ``components``.
 
     Raises:
-        InvalidInput: the target holds no module, or two by one name.
+        InvalidInput: the target holds no module, two by one name, or one without a name.
     """
     found = list(walk(parts_of(target), "", set()))
     inside = {id(part) for *_, module in found for part in module.modules() if part is not module}
@@ -38,6 +38,10 @@ def discover_components(target: Any) -> dict[str, nn.Module]:
         if id(module) in inside | known:
             continue
         name = own_name if own_name not in names else path
+        if not name.strip():
+            raise InvalidInput(
+                f"a module of the {type(target).__name__} is called {name!r}; give it a name for plans and messages"
+            )
         if name in names:
             raise InvalidInput(
                 f"two modules of the {type(target).__name__} are called {name!r}; give each its own name"

@@ -99,6 +99,21 @@ def test_a_printed_placement_parses_back_to_itself(wanted: list[PlacementItem]) 
         ("gpu:0&gpu:1@0.5&gpu:2@0.6", 26, "sum must be below 1"),
         ("vae=gpu:0,vae=gpu:1", 11, "'vae' is placed twice"),
         ("gpu:0&cpu", 7, "'cpu' cannot share a split"),
+        ("gpu:0@30%", 6, "only the second device of a split, and later ones, have a ratio: write gpu:0&gpu:1@30%"),
+        ("te=gpu:0@200%&gpu:1", 9, "only the second device of a split"),
+        ("auto@30%", 5, "only the second device of a split"),
+        ("gpu:0&gpu:1@30%%", 16, "'%' is unexpected; allowed: ',', '&', ':' or the end"),
+        ("gpu:0&gpu:1 x", 13, "'x' is unexpected; allowed: ',', '&', '@', ':' or the end"),
+        ("gpu:0&gpu:1:host@30%", 17, "'@' is unexpected; allowed: ',' or the end"),
+        ("auto x", 6, "'x' is unexpected; allowed: ',', ':' or the end"),
+        (
+            "gpu:0=50%",
+            6,
+            "'=' is unexpected: an amount of a device is a budget and stands in the profile, such as auto,",
+        ),
+        ("te=50%", 4, "a device is missing: an amount of a device is a budget and stands in the profile"),
+        ("=gpu:0", 1, "a component is missing before '='; allowed: *, diffusion, text, vae, control, vision, text_enc"),
+        ("te=cpu,=gpu:0", 8, "a component is missing before '='"),
     ],
 )
 def test_a_wrong_placement_names_column_and_choices(text: str, column: int, words: str) -> None:
@@ -115,6 +130,12 @@ def test_any_text_is_parsed_or_refused_in_one_line(text: str) -> None:
             parse(text, devices=DEVICES)
         except InvalidInput as error:
             assert "\n" not in str(error)
+
+
+def test_blanks_may_stand_before_the_percent_sign() -> None:
+    assert parse_placement("gpu:0 & gpu:1 @ 30 %", devices=DEVICES) == parse_placement(
+        "gpu:0&gpu:1@0.3", devices=DEVICES
+    )
 
 
 def test_aliases_and_torch_names_mean_the_same() -> None:
@@ -219,7 +240,9 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("6GiB,7GiB", 6, "'*' has a budget already"),
         ("gpu:9=1GiB", 1, "this machine has no device 'gpu:9'"),
         ("120%", 1, "more than 0% to 100%"),
-        ("-100%", 1, "more than 0% to 100%"),
+        ("-100%", 1, "more than 0% and less than 100%"),
+        ("=1GiB", 1, "a device or a component is missing; allowed: *, diffusion, text, vae, control, vision, cpu"),
+        ("4,=50%", 3, "a device or a component is missing; allowed: *, diffusion"),
         ("vae=", 5, "a size is missing"),
         ("vae:1GiB", 4, "'=' and a size must follow"),
         ("4,prefetch=-1", 12, "prefetch '-1' is unknown; did you mean '1'? allowed: auto, 1, 2, 3, 4"),
@@ -234,7 +257,7 @@ def test_every_setting_of_a_profile(text: str, field: str, value: object) -> Non
         ("reserve=much", 9, "a size is missing"),
         ("reserve=100%", 9, "allowed: more than 0% and less than 100%"),
         ("reserve=1GiB,reserve=2GiB", 14, "'*' has a reserve already"),
-        ("reserve:=1GiB", 9, "a device or a component is missing"),
+        ("reserve:=1GiB", 9, "a device or a component is missing; allowed: *, diffusion"),
     ],
 )
 def test_a_wrong_profile_names_column_and_choices(text: str, column: int, words: str) -> None:

@@ -106,6 +106,12 @@ def test_nothing_to_manage_says_what_is_allowed(target: Any) -> None:
         discover_components(target)
 
 
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_component_needs_a_name(name: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"^a module of the dict is called '{name}'; give it a name"):
+        discover_components({"vae": nn.Linear(2, 2), name: nn.Linear(2, 2)})
+
+
 def test_two_modules_of_one_name_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"two modules of the dict are called 'nets\.0'"):
         discover_components({"nets.0": one, "nets": [two]})
