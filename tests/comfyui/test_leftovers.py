@@ -90,11 +90,16 @@ def test_all_page_locked_memory_is_back_when_all_is_free(host_without_gc: HostPr
     sample(host_without_gc, FORMS[form], trouble=trouble)
     host_without_gc.post("/free", {"unload_models": True, "free_memory": True})
 
+    left: dict[str, object] = {}
+
     def is_back() -> bool:
         devices = host_without_gc.ask_devices("read")
-        used = [device["used_bytes"] for device in devices["devices"]]
-        pinned = devices["pinned"]
-        listed = host_without_gc.get("/highwater_test/loaded")
-        return not any([*used, pinned["used_bytes"], pinned["registered_bytes"], *listed])
+        left["devices"] = [device["used_bytes"] for device in devices["devices"]]
+        left["pinned"] = [devices["pinned"]["used_bytes"], devices["pinned"]["registered_bytes"]]
+        left["listed"] = host_without_gc.get("/highwater_test/loaded")
+        return not any(any(amounts) for amounts in left.values())
 
-    host_without_gc.wait_until(is_back, "all memory back and nothing on core's list")
+    try:
+        host_without_gc.wait_until(is_back, "all memory back and nothing on core's list")
+    except RuntimeError as error:
+        pytest.fail(f"{left}, {host_without_gc.part('components')}: {error}")
