@@ -222,7 +222,7 @@ class Admission:
         for victim in self.victims(device, member, cause):
             excess = held + device_bytes - most
             if excess > 0 and victim.component in siblings:
-                held -= self.evict(self.members[victim.component], device, excess, victim.reason)
+                held -= self.evict_for_others(self.members[victim.component], device, excess, victim.reason)
 
     def free_memory(
         self,
@@ -256,7 +256,7 @@ class Admission:
         if steered is not None:
             return self.evict_steered(steered, device, num_bytes, victim.reason)
         member = self.members[victim.component]
-        return self.evict(member, device, num_bytes, victim.reason, allow_unrunnable=allow_unrunnable)
+        return self.evict_for_others(member, device, num_bytes, victim.reason, allow_unrunnable=allow_unrunnable)
 
     def evict_steered(self, component: SteeredComponent, device: Device, num_bytes: int, reason: str) -> int:
         """Ask the host for bytes of a component that it moves; returns what it freed."""
@@ -264,13 +264,25 @@ class Admission:
 
     def take_off_steered(self, component: SteeredComponent, device: Device, reason: str) -> int:
         """Ask the host to take all of a component that it moves off a device; returns what it freed."""
-        return self.note_steered(component, device, component.take_off(device.name), reason)
+        returns = component.returns
+        least = returns.least.get(device.name)
+        freed = self.note_steered(component, device, component.take_off(device.name), reason)
+        returns.excuse(device.name, component.device_bytes().get(device.name, 0), least)
+        return freed
 
     def note_steered(self, component: SteeredComponent, device: Device, freed: int, reason: str) -> int:
         left = component.device_bytes().get(device.name, 0)
         if freed:
+            rate = self.capacity.reloads.of_tiers(device.name, component.host_bytes())
             self.event_log.note_eviction(
-                component.id, device.name, freed, left, reason, component_kind=component.kind, to="host"
+                component.id,
+                device.name,
+                freed,
+                left,
+                reason,
+                component_kind=component.kind,
+                to="host",
+                reload_s=None if rate is None else rate * freed,
             )
         self.measures.sample()
         self.capacity.outdate_plans()
@@ -279,11 +291,20 @@ class Admission:
     def order_steered(self) -> None:
         """Make the host that moves components evict them in the policy's order when it is short of memory itself."""
         for device in self.devices.values():
-            candidates = self.capacity.steered.candidates(device.name)
+            candidates = self.capacity.steered.candidates(device.name, self.capacity.reloads)
             for victim in reversed(self.policy.order(candidates)):
                 component = self.capacity.steered.get(victim.component)
                 if component is not None:
                     component.leave_first(device.name)
+
+    def evict_for_others(
+        self, member: Member, device: Device, num_bytes: int, reason: str, *, allow_unrunnable: bool = True
+    ) -> int:
+        """As `evict`, because others need the memory: in a run that counts as a loss (`Returns`)."""
+        freed = self.evict(member, device, num_bytes, reason, allow_unrunnable=allow_unrunnable)
+        if self.event_log.is_running:
+            member.returns.note_evicted(freed)
+        return freed
 
     def evict(
         self, member: Member, device: Device, num_bytes: int, reason: str, *, allow_unrunnable: bool = True
@@ -303,8 +324,7 @@ class Admission:
             member.managed.shrink(device.name, num_bytes)
         left = self.ledger.held(member.id, device.name)
         freed = held - left
-        member.note_evicted(freed)
-        rate = self.capacity.reload_s_per_byte(member, device.name)
+        rate = self.capacity.reloads.of(member, device.name)
         self.event_log.note_eviction(
             member.id,
             device.name,

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..units import MIB, format_bytes
 from .event_log import EventLog
-from .member import Members
+from .member import Member, Members
 from .runs_file import RunsFile, digest_name
+from .steered import Steered, SteeredComponent
 
 __all__ = ["Growth"]
 
@@ -68,11 +69,13 @@ class Growth:
     def __init__(
         self,
         members: Members,
+        steered: Steered,
         event_log: EventLog,
         file: RunsFile | None = None,
         versions: Mapping[str, str] | None = None,
     ) -> None:
         self.members = members
+        self.steered = steered
         self.event_log = event_log
         self.file = file
         self.versions = dict(versions or {})
@@ -97,8 +100,9 @@ class Growth:
     def end_run(self, workflow: str, used: Collection[str]) -> None:
         """Enter an event if the components that a run used need more than those of the last run of its workflow."""
         self.read()
-        names = {digest_name(name): name for name in used if name in self.members}
-        now = {key: self.needed(name) for key, name in names.items()}
+        found = self.needs_of(used)
+        names = {digest_name(name): name for name in found}
+        now = {key: found[name] for key, name in names.items()}
         key_of_run = digest_name(workflow)
         before = self.last.pop(key_of_run, None)
         self.last[key_of_run] = now if now or before is None else before  # else all of it was cached
@@ -132,8 +136,12 @@ class Growth:
         if self.file is not None and not (is_known and all(now[key].is_like(before[key]) for key in now)):  # type: ignore[index]
             self.file.write(workflow, {key: needed.to_json() for key, needed in now.items()})
 
-    def needed(self, name: str) -> Needed:
-        member = self.members[name]
+    def needs_of(self, used: Collection[str]) -> dict[str, Needed]:
+        """Return what the components that a run used need, as far as they still exist."""
+        ours = {name: self.needed(self.members[name]) for name in used if name in self.members}
+        return ours | {other.id: self.needed_of(other) for other in self.steered.components() if other.id in used}
+
+    def needed(self, member: Member) -> Needed:
         plan = member.managed.plan
         return Needed(
             weight_bytes=plan.weight_bytes,
@@ -144,4 +152,13 @@ class Growth:
                 "placement": str(plan.placement).partition("=")[2],
                 **self.versions,
             },
+        )
+
+    def needed_of(self, component: SteeredComponent) -> Needed:
+        """Return what a component needs that its host moves: its weights; nobody tells what its forwards need."""
+        described = component.describe()
+        return Needed(
+            weight_bytes=int(described.get("weight_bytes", 0)),
+            activation_bytes=0,
+            choices={**component.choices(), **self.versions},
         )

@@ -30,6 +30,7 @@ from .member import Member, Members
 from .needs import Key, Needs, digest_component, digest_device
 from .policies.candidate import Candidate
 from .policies.newcomer import Newcomer
+from .reload_times import ReloadTimes
 from .steered import Steered
 from .watermark import Watermark, WatermarkReport, Watermarks, unlearned_bytes
 
@@ -65,6 +66,7 @@ class LiveCapacity:
         """Bytes per second from page-locked memory, as far as they were ever measured."""
         self.pageable_links: dict[str, float] = {}
         """Bytes per second from other host memory, as far as they were measured in this process."""
+        self.reloads = ReloadTimes(self.links, self.pageable_links)
         self.epoch = 0
         """Counts changes of the memory that plans share; a plan of an older epoch is checked again."""
 
@@ -216,7 +218,7 @@ class LiveCapacity:
 
         A kept component that holds more than its limit is two: what exceeds the limit leaves in the usual order.
         """
-        found = [*self.own_candidates(device, member), *self.steered.candidates(device.name)]
+        found = [*self.own_candidates(device, member), *self.steered.candidates(device.name, self.reloads)]
         if not any(candidate.evict_last for candidate in found):
             return found
         return [part for candidate in found for part in self.parted(candidate, device)]
@@ -234,7 +236,7 @@ class LiveCapacity:
         newcomer = Newcomer(
             num_passes=member.passes_left(self.measures.step),
             next_use=self.forecast.use_after(member.id),
-            reload_s_per_byte=self.reload_s_per_byte(member, device),
+            reload_s_per_byte=self.reloads.of(member, device),
         )
         return [candidate for candidate in idle if newcomer.streams_past(candidate)]
 
@@ -260,25 +262,12 @@ class LiveCapacity:
                 idle_s=now_s - other.last_use_s if other.last_use_s is not None else None,
                 evict_last=other.evict_last,
                 next_use=self.forecast.next_use(other.id),
-                reload_s_per_byte=self.reload_s_per_byte(other, device.name),
+                reload_s_per_byte=self.reloads.of(other, device.name),
             )
             for other, held in held_here
             if other is not None and other is not member and not other.leases
             if not other.managed.forwards.is_called_unseen()
         ]
-
-    def reload_s_per_byte(self, member: Member, device: str) -> float | None:
-        """Return how long a byte of a member takes back to a device, as measured; None where that is not known."""
-        managed = member.managed
-        plan = managed.plan
-        if plan.tier == "disk":
-            speed = managed.source.bytes_per_s if managed.source is not None else None
-            return 1 / speed if speed else None
-        locked = plan.pinned_bytes / plan.host_bytes if plan.host_bytes else 0.0
-        speeds = ((locked, self.links.get(device)), (1 - locked, self.pageable_links.get(device)))
-        if any(part > 0 and not speed for part, speed in speeds):
-            return None
-        return sum(part / speed for part, speed in speeds if speed)
 
     def moved_by_hosts(self) -> list[str]:
         """Return the components that a host loads or moves: they move only where it expects that."""

@@ -49,6 +49,7 @@ from .report import DeviceReport
 from .reporter import Reporter
 from .runs_file import RUNS_FILE_NAME, RunsFile
 from .steered import Steered, SteeredComponent, SteeringHost
+from .thrashing import note_uses_of_steered
 from .watermark import Watermark, WatermarkReport, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
@@ -87,7 +88,7 @@ class MemoryManager:
         )
         self.capacity = LiveCapacity(self.devices, self.members, self.steered, self.measures)
         self.admission = Admission(self.capacity, policy or NextUse())
-        self.growth = Growth(self.members, self.event_log, *stored_runs(needs_file))
+        self.growth = Growth(self.members, self.steered, self.event_log, *stored_runs(needs_file))
         self.idle = IdleUnloading(self.admission)
         self.sharing = CardSharing(self.admission)
         self.leases = Leases(self.lock, self.admission, self.idle, self.sharing, needs_file)
@@ -505,6 +506,7 @@ class MemoryManager:
     def end_run(self) -> None:
         with self.exclusive():
             self.recover()
+            note_uses_of_steered(self.capacity)
             if self.event_log.is_running:
                 self.growth.end_run(self.event_log.runs[-1].name, self.measures.used_in_run)
                 self.admission.keep_marks()
@@ -532,6 +534,7 @@ class MemoryManager:
         with self.exclusive():
             if self.measures.node is not None:
                 self.capacity.trim_kept()
+                note_uses_of_steered(self.capacity)
             return self.reporter.end_node()
 
     def subscribe(

@@ -125,7 +125,7 @@ class Measures:
         held, weights = self.ledger.by_component(name), self.ledger.used(name)
         paged = 0
         if self.steered.hosts:
-            held = {**held, **self.steered.by_component(name)}
+            held = {**held, **self.steered.look(name)}
             paged = self.steered.paged_bytes(name)  # pages lie beside the allocator: it counts none of them
         in_all = peak + paged
         self.peaks[name] = max(self.peaks[name], in_all)
@@ -163,6 +163,8 @@ class Measures:
 
     def begin_run(self, run_id: str, name: str) -> None:
         self.end_run()
+        for device in self.devices:
+            self.steered.look(device)  # what left since the last run did not leave in this one
         self.used_in_run.clear()
         self.moved_before_run = self.bytes_moved()
         self.event_log.note_run(run_id, name)
@@ -193,12 +195,16 @@ class Measures:
 
     def used_by_node(self, component: str) -> None:
         """Count a component's bytes on devices for the open node, which uses it."""
-        if self.event_log.is_running:
-            self.used_in_run.add(component)
+        self.note_used(component)
         if self.node is not None:
             self.node.note_component(component)
             for name in self.devices:
                 self.node.note_weights(name, self.ledger.held(component, name))
+
+    def note_used(self, component: str) -> None:
+        """Count a component for the open run, which uses it."""
+        if self.event_log.is_running:
+            self.used_in_run.add(component)
 
     def steered_by_node(self) -> None:
         """Count for the open node the components that it used and the host moves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeAlias
 from weakref import WeakSet, ref
 
@@ -18,6 +18,7 @@ from ..runtime.forwards.input_size import Size
 from ..runtime.managed_component import ManagedComponent
 from ..runtime.packing import Ending
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
+from .returns import Returns
 
 __all__ = ["Choices", "Member", "Members"]
 
@@ -111,10 +112,7 @@ class Member:
         self.passes_in_step = 0
         self.passes_before: int | None = None
         """How many passes it made in the step before that one."""
-        self.evicted_bytes = 0
-        """What was evicted of it since it was loaded last."""
-        self.returns: list[int] = []
-        """The numbers of the last runs in which it was loaded again after it had been evicted."""
+        self.returns = Returns()
         self.digest: str | None = None
         """The digest of its component's content, once it was asked for."""
         self.block_seconds: dict[int, float] | None = None
@@ -182,20 +180,15 @@ class Member:
             return None
         return self.passes_before - self.passes_in_step
 
-    def note_evicted(self, num_bytes: int) -> None:
-        """Note that bytes of it were evicted for others."""
-        self.evicted_bytes += num_bytes
+    @property
+    def content(self) -> Hashable | None:
+        """What its weights were read from, equal for all objects of the same files; None where that is not known."""
+        files = {each[1].file for leaves in self.origins.values() for each in leaves if each is not None}
+        return (self.managed.component.kind, self.name, frozenset(files)) if files else None
 
-    def take_evicted(self) -> int:
-        """Return what was evicted since it was loaded last; it is loaded now."""
-        lost, self.evicted_bytes = self.evicted_bytes, 0
-        return lost
-
-    def note_return(self, run: int, since: int) -> list[int]:
-        """Note a run in which it was loaded after an eviction; returns those runs, not before ``since``."""
-        self.returns = [earlier for earlier in self.returns if earlier >= since]
-        self.returns.append(run)
-        return self.returns
+    def go_on_with(self, returns: Returns) -> None:
+        """Take over how often its content came back as another object."""
+        self.returns = returns
 
     def note_planned(self, epoch: int) -> None:
         """Note the epoch of `LiveCapacity` in which it was planned."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import ref
 
 from torch import nn
 
@@ -375,6 +376,9 @@ class Registry:
         managed, plan = member.managed, member.managed.plan
         if not member.is_hosted:  # once more: parts that were prepared together may share weights
             self.refuse_unsuitable(member, managed.module, managed.component, managed.source, sharers)
+        content = member.content
+        if content is not None:
+            member.go_on_with(self.capacity.steered.returns.take(content, self.presence_of(member)))
         common = self.common.find(member) if member.origins else {}
         managed.packing.start_from(member.origins, self.kept.slabs() if member.origins else (), common)
         try:
@@ -388,6 +392,16 @@ class Registry:
         for reason in (*member.reasons, *plan.reasons):
             self.event_log.note("plan", member.id, 0, plan.shares[0].device, reason)
         self.leases.note_refusal(member)
+
+    def presence_of(self, member: Member) -> Callable[[], bool]:
+        """Return what tells whether a member is under management; it does not keep the member alive."""
+        here, members = ref(member), self.members
+
+        def is_there() -> bool:
+            found = here()
+            return found is not None and members.has(found)
+
+        return is_there
 
     def detach(self, member: Member, ending: Ending | None = None) -> None:
         if not self.members.has(member):

@@ -10,8 +10,9 @@ same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
+from weakref import ref
 
 from ..options.precision import Precision
 from .claims.kept import EVERYTHING_KEPT, KeepLimit
@@ -19,7 +20,9 @@ from .event_log import EventLog
 from .forecast import Forecast
 from .member import Members
 from .policies.candidate import Candidate
+from .reload_times import ReloadTimes
 from .report import ComponentReport
+from .returns import KnownReturns, Returns
 
 __all__ = ["Steered", "SteeredComponent", "SteeringHost"]
 
@@ -33,6 +36,8 @@ class SteeredComponent(ABC):
 
     engine = "dynamic"
     """What moves it, for the report."""
+    takes_budgets = True
+    """Whether a profile can limit its bytes."""
 
     def __init__(self, name: str, kind: str, *, node_id: str | None = None, workflow_id: str | None = None) -> None:
         self.name = name
@@ -46,6 +51,9 @@ class SteeredComponent(ABC):
         self.evict_last = False
         """It leaves a device only when nothing else is left to evict, up to its limit."""
         self.keep_limit = EVERYTHING_KEPT
+        self.returns = Returns()
+        self.settled_use = 0
+        """The last use of which the end was noted."""
 
     # -- what the host says
 
@@ -82,6 +90,14 @@ class SteeredComponent(ABC):
         """Return the bytes of RAM that it has by tier (``pinned``, ``host``), as far as the host tells."""
         return {}
 
+    def choices(self) -> dict[str, str]:
+        """Return what was chosen for it, by name: where it needs more than before, this says since which change."""
+        return {"engine": self.engine}
+
+    def content(self) -> Hashable | None:
+        """Return what its weights were read from, equal for all objects of the same files; None: unknown."""
+        return None
+
     @property
     @abstractmethod
     def is_in_effect(self) -> bool:
@@ -107,13 +123,22 @@ class SteeredComponent(ABC):
 
     # -- what the manager notes
 
-    def take_id(self, component_id: str) -> None:
-        """Note its name in the books; the first one stays."""
-        self.id = self.id or component_id
+    def join(self, component_id: str, known: KnownReturns) -> None:
+        """Note its name in the books, the first one stays; it goes on with what others of its content went through."""
+        if not self.id:
+            here = ref(self)
+            self.returns = known.take(self.content(), lambda: here() is not None)
+            self.id = component_id
 
     def note_use(self, number: int, now_s: float) -> None:
         """Note that it is used now; ``number`` grows with every use of any component."""
         self.last_use, self.last_use_s = number, now_s
+
+    def take_use(self) -> bool:
+        """Return whether it was used since this was asked last."""
+        was_used = self.last_use > self.settled_use
+        self.settled_use = self.last_use
+        return was_used
 
     def note_seen(self, now_s: float) -> None:
         """Note that it has bytes of a device; the first time counts as a use where no use was noted."""
@@ -145,6 +170,7 @@ class Steered:
         self.members = members
         self.event_log = event_log
         self.forecast = Forecast()
+        self.returns = KnownReturns()
         self.hosts: list[SteeringHost] = []
 
     def take_host(self, host: SteeringHost) -> None:
@@ -160,7 +186,7 @@ class Steered:
         found = list(host.components())
         for component in found:
             if not component.id:
-                component.take_id(self.members.name_other(component.name, component))
+                component.join(self.members.name_other(component.name, component), self.returns)
         return found
 
     def get(self, component_id: str) -> SteeredComponent | None:
@@ -186,7 +212,7 @@ class Steered:
                 component.note_seen(self.event_log.now_s)
                 yield component, num_bytes
 
-    def candidates(self, device: str) -> list[Candidate]:
+    def candidates(self, device: str, reloads: ReloadTimes) -> list[Candidate]:
         """Return those with bytes on a device that do not compute now."""
         last_uses, now_s = self.last_uses(), self.event_log.now_s
         return [
@@ -197,6 +223,7 @@ class Steered:
                 idle_s=now_s - component.last_use_s if component.last_use_s is not None else None,
                 evict_last=component.evict_last,
                 next_use=self.forecast.next_use(component.id),
+                reload_s_per_byte=reloads.of_tiers(device, component.host_bytes()),
             )
             for component, num_bytes in self.held(device)
             if not component.is_computing
@@ -205,6 +232,18 @@ class Steered:
     def by_component(self, device: str) -> dict[str, int]:
         """Return the bytes on a device by component."""
         return {component.id: num_bytes for component, num_bytes in self.held(device)}
+
+    def look(self, device: str) -> dict[str, int]:
+        """As `by_component`; notes what each has now, for `Returns`. The caller holds the manager's lock."""
+        held = self.by_component(device)
+        is_running = self.event_log.is_running
+        for component in self.components():
+            num_bytes = held.get(component.id, 0)
+            if is_running:
+                component.returns.look(device, num_bytes)
+            else:  # between runs a user, a time limit or another program asks for it
+                component.returns.excuse(device, num_bytes)
+        return held
 
     def paged_bytes(self, device: str) -> int:
         """Return the bytes of a device that components have beside torch's allocator."""

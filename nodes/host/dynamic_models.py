@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import comfy.model_base
@@ -14,9 +15,10 @@ from comfy.model_patcher import ModelPatcher
 from ...memory.hosted_component import SteeredComponent, device_name, steer_host
 from . import aimdo
 from .byte_budgets import Budget, budget_of, text_of
+from .core_fields import recorded_dtype
 from .core_loading import ByModel, entry_of, is_needed_by_load, listed, unload
 from .hosted import is_cpu
-from .model_names import name_of
+from .model_names import content_of, name_of
 
 __all__ = ["attach_to_core", "core_memory", "dynamic_model_of", "is_dynamic", "kind_of"]
 
@@ -29,8 +31,10 @@ def is_dynamic(patcher: Any) -> bool:
 class DynamicModel(SteeredComponent):
     """A model that core's dynamic VRAM moves, as the manager sees it; all patchers of the model share it."""
 
-    def __init__(self, model: torch.nn.Module, name: str, kind: str) -> None:
+    def __init__(self, model: torch.nn.Module, name: str, kind: str, content: Hashable | None = None) -> None:
         super().__init__(name, kind)
+        self.read_from = content
+        self.by_dtype = count_by_dtype(model)
         self.model_ref = weakref.ref(model)
         self.patcher_ref: weakref.ref[ModelPatcher] | None = None
         self.budget: Budget | None = None
@@ -109,6 +113,16 @@ class DynamicModel(SteeredComponent):
         return found
 
     @property
+    def whole_bytes(self) -> int:
+        """The bytes of all its weights on a device."""
+        return sum(self.by_dtype.values())
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that most bytes of its weights have on a device."""
+        return max(self.by_dtype, key=lambda dtype: self.by_dtype[dtype], default="")
+
+    @property
     def weight_bytes(self) -> int:
         """The bytes of its weights on the device of its last load: pages, and small weights outside of them."""
         patcher = self.patcher
@@ -127,7 +141,7 @@ class DynamicModel(SteeredComponent):
         patcher, most = self.patcher, self.budget_bytes
         if patcher is None or is_cpu(patcher.load_device):
             return {}
-        whole = int(patcher.model_size())
+        whole = self.whole_bytes
         return {device_name(patcher.load_device): whole if most is None else min(whole, most)}
 
     def paged_bytes(self, device: str) -> int:
@@ -143,6 +157,16 @@ class DynamicModel(SteeredComponent):
         pinned = int(patcher.pinned_memory_size())
         return {"pinned": pinned, "host": max(0, int(patcher.loaded_ram_size()) - pinned)}
 
+    def choices(self) -> dict[str, str]:
+        budget, patcher = self.current_budget, self.patcher
+        found = super().choices() | ({} if budget is None else {"profile": str(budget.request.profile)})
+        if patcher is None:
+            return found
+        return found | {"placement": device_name(patcher.load_device), "dtype": self.dtype}
+
+    def content(self) -> Hashable | None:
+        return self.read_from
+
     @property
     def is_in_effect(self) -> bool:
         """Whether its weights are within the budget; staging comes on top."""
@@ -157,7 +181,7 @@ class DynamicModel(SteeredComponent):
             "component": self.name,
             "kind": self.kind,
             "engine": self.engine,
-            "weight_bytes": int(patcher.model_size()) if patcher is not None else 0,
+            "weight_bytes": self.whole_bytes,
             "budget_bytes": self.budget_bytes,
             "page_bytes": aimdo.PAGE_BYTES,
             "resident_pages": sum(page & aimdo.RESIDENT for page in pages),
@@ -229,9 +253,9 @@ class CoreMemory:
         """Return what stands for the model of a patcher."""
         component = self.known.get(patcher.model)
         if component is None:
-            kind = kind_of(patcher)
-            name = name_of(patcher.model, kind, getattr(patcher, "cached_patcher_init", None))
-            component = self.known.add(patcher.model, DynamicModel(patcher.model, name, kind))
+            kind, source = kind_of(patcher), getattr(patcher, "cached_patcher_init", None)
+            made = DynamicModel(patcher.model, name_of(patcher.model, kind, source), kind, content_of(kind, source))
+            component = self.known.add(patcher.model, made)
         if component.patcher is None:
             component.see(patcher)
         return component
@@ -273,6 +297,20 @@ def ancestors_of(patcher: ModelPatcher) -> set[int]:
         found.add(id(patcher))
         patcher = patcher.parent
     return found
+
+
+def count_by_dtype(model: torch.nn.Module) -> Counter[str]:
+    """Return the bytes that a model's weights take on a device by dtype: core converts some as it brings them there."""
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                # A weight of a class of its own, as of eight bits with scales, stays what it is.
+                recorded = recorded_dtype(module, name) if type(weight.data) is torch.Tensor else None
+                dtype = recorded or weight.dtype
+                num_bytes = weight.numel() * dtype.itemsize if recorded else weight.nbytes
+                sizes[str(dtype).removeprefix("torch.")] += num_bytes
+    return sizes
 
 
 def kind_of(patcher: ModelPatcher) -> str:

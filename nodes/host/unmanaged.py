@@ -50,6 +50,7 @@ class UnmanagedModel(SteeredComponent):
     """A model that is not managed, as the manager sees it; all patchers of the model share it."""
 
     engine = "core"
+    takes_budgets = False
 
     def __init__(self, model: torch.nn.Module, name: str, kind: str) -> None:
         super().__init__(name, kind)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from highwater.memory import manage
+from highwater.memory import MemoryManager, manage
+from highwater.memory.file_tensors import FileTensors
+from highwater.memory.manager.idle_limits import IdleLimits
+from highwater.memory.manager.member import Member
+from highwater.memory.manager.returns import MAX_CONTENTS, KnownReturns, Returns
+from highwater.memory.options.placement import AUTO_PLACEMENT
+from highwater.memory.options.precision import DEFAULT_PRECISION
+from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import MIB
+
+from .test_steered import PAGE, Host, Paged
 
 X = torch.ones(1, 3, 64)
 
@@ -97,3 +113,257 @@ def test_a_run_begins_and_ends_with_the_watermark_free(toys, machine) -> None:
         manager.end_run()
         assert manager.devices["gpu:0"].free_bytes() >= MIB
         del other, more
+
+
+def load_file_anew(manager: MemoryManager, path: Path) -> Member:
+    """Return a hosted component with a new model of a file, as a host makes it that dropped the last one."""
+    model = nn.Sequential(nn.Linear(256, 256, bias=False)).requires_grad_(False)
+    with FileTensors() as files:
+        tensors = load_file(path)
+        files.watch(path, tensors)
+        model.load_state_dict(tensors, assign=True)
+    choices = {"placement": AUTO_PLACEMENT, "profile": OffloadProfile(), "precision": DEFAULT_PRECISION}
+    name = path.stem
+    origins = {name: files.origins(model)}
+    (member,), _ = manager.add(
+        {name: model}, kinds={name: "diffusion"}, name=None, node_id=None, is_hosted=True, origins=origins, **choices
+    )
+    return member
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("replaced", [False, True])
+def test_another_model_of_the_same_file_counts_on(machine, tmp_path: Path, replaced: bool) -> None:
+    """Each prompt evicts the model at its end, and the host drops it before the next one loads the file again."""
+    path = tmp_path / "flux.safetensors"
+    with machine(4) as manager:
+        for number in range(5):
+            if replaced or not number:
+                save_file({"0.weight": torch.rand(256, 256)}, path)
+            manager.begin_run(str(number), "run")
+            member = load_file_anew(manager, path)
+            manager.load(member)
+            manager.free_memory("gpu:0", member.managed.plan.weight_bytes, "wan needs it")
+            manager.end_run()
+            manager.discard(member)
+        assert bool(events(manager, "thrashing")) != replaced
+        assert manager.capacity.event_log.num_runs == 5
+        manager.drop_kept("test")
+
+
+# -- components that their host moves
+
+
+class Known(Paged):
+    """One whose host says what it was read from, how large it is and which profile was chosen."""
+
+    def __init__(self, name: str, num_pages: int = 0, *, profile: str = "auto", file: str = "") -> None:
+        super().__init__(name, num_pages)
+        self.whole_pages, self.profile, self.file = num_pages, profile, file
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"weight_bytes": self.whole_pages * PAGE}
+
+    def wanted_bytes(self) -> Mapping[str, int]:
+        return {"gpu:0": self.whole_pages * PAGE}
+
+    def host_bytes(self) -> Mapping[str, int]:
+        return {"pinned": self.whole_pages * PAGE}
+
+    def choices(self) -> dict[str, str]:
+        return {"profile": self.profile}
+
+    def content(self) -> str | None:
+        return self.file or None
+
+    def fill(self) -> None:
+        """Bring the pages that are missing, as its host does while it computes."""
+        missing = self.whole_pages - len(self.pages)
+        self.pages += [torch.empty(PAGE, dtype=torch.uint8, device="sim:0") for _ in range(missing)]
+
+
+def run_steered(manager: MemoryManager, *components: Known, number: int = 0, taken: tuple[Known, ...] = ()) -> None:
+    """Run a prompt that uses these after one another; while it does, the host empties ``taken`` and tells nobody."""
+    manager.begin_run(str(number), "steered")
+    for component in components:
+        manager.begin_node(component.name, component.name)
+        manager.note_use(component)
+        for other in taken:
+            if other is not component:
+                other.pages.clear()
+        missing = (component.whole_pages - len(component.pages)) * PAGE - manager.devices["gpu:0"].free_bytes()
+        manager.free_memory("gpu:0", max(0, missing), "ComfyUI asked for memory", exclude=[component.id])
+        component.fill()
+        manager.end_node()
+    manager.end_run()
+    manager.ledger.check()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tells", [True, False], ids=["evicted by us", "taken by the host"])
+def test_what_the_host_moves_thrashes_too(toys, machine, tells: bool) -> None:
+    with machine(2.4) as manager:
+        other, third = Known("flux", 6), Known("wan", 3)
+        manager.steer(Host(other, third))
+        nets = {"ours": toys.build_net()}
+        managed = manage(nets, placement="gpu:0", manager=manager)
+        for number in range(5):
+            if tells:
+                run_steered(manager, other, number=number)
+                run_all(manager, nets, 1, "ours")
+            else:
+                run_steered(manager, other, third, number=number, taken=(other, third))
+            if number == 2:
+                assert not events(manager, "thrashing")
+        found = [event for event in events(manager, "thrashing") if event["component"] == "flux"]
+        assert len(found) == 1
+        (event,) = found
+        assert event["node_id"] == "flux" and event["device"] == "gpu:0" and event["component_kind"] == "diffusion"
+        lost = event["bytes"]
+        assert 0 < lost <= 6 * PAGE and (tells or lost == 6 * PAGE)
+        assert event["reason"].startswith("evicted and loaded again 3 times within 5 runs, ")
+        for component in (other, third):
+            component.pages.clear()
+        managed.release()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("why", ["it fits", "released", "a limit", "between runs"])
+def test_what_left_for_nobody_does_not_thrash(machine, why: str) -> None:
+    with machine(8) as manager:
+        manager.steer(Host(other := Known("flux", 6), third := Known("wan", 3)))
+        if why == "a limit":
+            manager.set_idle_limits(IdleLimits(num_loaded=1))
+        for number in range(8):
+            run_steered(manager, other, third, number=number)
+            if why == "released":
+                manager.begin_run("release", "release")
+                manager.release_from(other, reason="asked for")
+                manager.end_run()
+            elif why == "between runs":
+                other.pages.clear()
+        assert not events(manager, "thrashing")
+        assert {len(other.pages), len(third.pages)} <= {0, 3, 6}
+        for component in (other, third):
+            component.pages.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["released", "a limit"])
+def test_ours_that_left_because_its_user_asked_does_not_thrash(toys, machine, how: str) -> None:
+    with machine(8) as manager:
+        net = toys.build_net()
+        managed = manage({"a": net}, placement="gpu:0", manager=manager)
+        if how == "a limit":
+            manager.set_idle_limits(IdleLimits(idle_s=1e-9))
+        for number in range(8):
+            run_all(manager, {"a": net}, 1)
+            if how == "a limit":
+                manager.look()
+            else:
+                manager.begin_run(str(number), "release")
+                manager.release_from(manager.members["a"], reason="asked for")
+                manager.end_run()
+        assert len([event for event in events(manager, "evict") if event["component"] == "a"]) >= 5
+        assert not events(manager, "thrashing")
+        managed.release()
+
+
+@torch.no_grad()
+def test_the_remedy_is_no_budget_for_what_takes_none(machine) -> None:
+    class Unmanaged(Known):
+        takes_budgets = False
+
+    with machine(4) as manager:
+        manager.steer(Host(other := Known("flux", 6), third := Unmanaged("wan", 7)))
+        for number in range(5):
+            run_steered(manager, other, third, number=number, taken=(other, third))
+        reasons = {event["component"]: event["reason"] for event in events(manager, "thrashing")}
+        assert reasons.keys() == {"flux", "wan"}
+        assert "for wan would stop that" not in reasons["flux"] and "precision 'fp8 scaled'" in reasons["flux"]
+        other.pages.clear()
+        third.pages.clear()
+
+
+@torch.no_grad()
+def test_another_object_of_the_same_files_counts_on(machine) -> None:
+    """The host drops each model when the next prompt begins, and loads its file into a new one."""
+    with machine(4) as manager:
+        manager.steer(host := Host())
+        for number in range(4):
+            first, second = (Known(name, 6, file=f"{name}.safetensors") for name in ("flux", "wan"))
+            host.held[:] = [first, second]
+            run_steered(manager, first, second, number=number, taken=(first, second))
+            run_steered(manager, second, first, number=number, taken=(first, second))
+            for component in (first, second):
+                component.pages.clear()
+            host.held.clear()
+            del first, second, component
+            gc.collect()
+        assert {event["component"] for event in events(manager, "thrashing")} == {"flux", "wan"}
+
+
+def test_objects_of_the_same_files_at_the_same_time_count_apart() -> None:
+    known, there = KnownReturns(), {"first": True}
+    first = known.take("file", lambda: there["first"])
+    second = known.take("file", lambda: True)
+    assert first is not second
+    there["first"] = False
+    assert known.take("file", lambda: True) is first
+    assert known.take(None, lambda: True) is not known.take(None, lambda: True)
+    for number in range(MAX_CONTENTS):
+        known.take(number, lambda: True)
+    assert len(known.known) == MAX_CONTENTS and "file" not in known.known
+
+
+def test_what_comes_back_is_what_had_left_since_the_last_use() -> None:
+    returns = Returns()
+    assert returns.end_use({"gpu:0": 10}) == {}
+    returns.look("gpu:0", 4)
+    returns.look("gpu:0", 7)
+    assert returns.end_use({"gpu:0": 12, "gpu:1": 3}) == {"gpu:0": 6}
+    returns.look("gpu:0", 2)
+    assert returns.end_use({"gpu:0": 2}) == {}, "it left and did not come back"
+    assert returns.end_use({"gpu:0": 12}) == {}, "and was there for the first time since"
+    returns.excuse("gpu:0", 5)
+    assert returns.end_use({"gpu:0": 12}) == {}
+    returns.look("gpu:0", 9)
+    returns.excuse("gpu:0", 5)
+    assert returns.end_use({"gpu:0": 12}) == {"gpu:0": 3}
+    returns.look("gpu:0", 0)
+    returns.excuse("gpu:0", 0, before=10)
+    assert returns.end_use({"gpu:0": 12}) == {"gpu:0": 2}
+
+
+@torch.no_grad()
+def test_growth_of_what_the_host_moves_says_since_which_change(machine) -> None:
+    with machine(8) as manager:
+        manager.steer(host := Host(small := Known("flux", 3)))
+        for number in range(2):
+            run_steered(manager, small, number=number)
+        assert not events(manager, "growth")
+        small.pages.clear()
+        host.held[:] = [large := Known("flux", 9, profile="1GiB")]
+        del small
+        gc.collect()
+        run_steered(manager, large)
+        (event,) = events(manager, "growth")
+        assert event["bytes"] == 6 * PAGE
+        assert "steered needs 1.50MiB more than at its last run: weights of flux take 2.25MiB" in event["reason"]
+        assert event["reason"].endswith("instead of 0.75MiB (since profile 1GiB, was auto)")
+        large.pages.clear()
+
+
+@torch.no_grad()
+def test_an_eviction_of_what_the_host_moves_says_how_long_a_reload_takes(machine) -> None:
+    with machine(8) as manager:
+        manager.steer(Host(other := Known("flux", 6)))
+        (candidate,) = manager.capacity.candidates(manager.devices["gpu:0"], None)
+        assert candidate.reload_s_per_byte is None
+        manager.capacity.links["gpu:0"] = 1e6
+        (candidate,) = manager.capacity.candidates(manager.devices["gpu:0"], None)
+        assert candidate.reload_s_per_byte == pytest.approx(1e-6)
+        manager.free_memory("gpu:0", 4 * PAGE, "asked for")
+        (event,) = events(manager, "evict")
+        assert "reload 1 s" in event["reason"] or "reload 1.0 s" in event["reason"]
+        other.pages.clear()
