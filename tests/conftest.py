@@ -55,7 +55,7 @@ TIERS = {
     "ComfyUI on simulated GPUs": ("comfyui_gpus",),
     "ComfyUI with dynamic VRAM": ("comfyui_dynamic",),
     "ComfyUI 0.8.0": ("comfyui_old",),
-    "browser": ("tests/web/test_browser.py", "tests/comfyui/test_page.py"),
+    "browser": ("tests/web/test_browser.py", "tests/comfyui/test_page.py", "tests/comfyui/test_first_minutes.py"),
     "GPU": ("on_cuda",),
 }
 outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -111,7 +111,7 @@ async function fetchReport(parts) {
   return response.json();
 }
 
-/** Make the pipelines that the first example uses: random weights, small enough for any machine. */
+/** Make the pipelines that the example of a pipeline uses: random weights, small enough for any machine. */
 async function makeTinyPipelines() {
   const summary = "Tiny pipelines";
   notify({ severity: "info", summary, detail: "Creating the pipelines takes some seconds." });

@@ -20,7 +20,7 @@ __all__ = ["FileRoutes"]
 PACK = "highwater"
 PACK_ROOT = Path(__file__).parents[2]
 WEB, LOCALES, TEMPLATES = PACK_ROOT / "web", PACK_ROOT / "locales", PACK_ROOT / "workflows"
-FIRST_TEMPLATE = "highwater-first-image"
+FIRST_TEMPLATE = "highwater-diffusers-pipeline"
 NOTES = ("MarkdownNote", "Note")  # which the page has of its own
 VISITED = "highwater-visited"  # the cookie of a browser that has been shown the first template
 

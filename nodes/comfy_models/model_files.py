@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["KINDS", "SAFETENSORS", "check_text_encoders", "find_model_file", "list_model_files", "named_as"]
+from .tiny_models import make_tiny_model, tiny_models
+
+__all__ = [
+    "KINDS",
+    "SAFETENSORS",
+    "check_text_encoders",
+    "find_model_file",
+    "list_model_files",
+    "model_choices",
+    "model_path",
+    "named_as",
+]
 
 # The host's folders of models that we load, and what a file in each of them is.
 KINDS = {
@@ -35,6 +46,21 @@ def list_model_files(folder: str) -> list[str]:
     import folder_paths
 
     return folder_paths.get_filename_list(folder)
+
+
+def model_choices(folder: str) -> list[str]:
+    """Return what a loader offers: the files of one of the host's model folders, then the tiny models, made or not."""
+    return list(dict.fromkeys([*list_model_files(folder), *tiny_models(folder)]))
+
+
+def model_path(folder: str, name: str) -> str:
+    """Return the path of one of `model_choices`; a tiny model that is missing is made first.
+
+    Raises:
+        InvalidInput: as `find_model_file` and `make_tiny_model`.
+    """
+    make_tiny_model(folder, name)
+    return find_model_file(folder, name)
 
 
 def find_model_file(folder: str, name: str) -> str:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
-from .model_files import KINDS, check_text_encoders, find_model_file, list_model_files, named_as
+from .model_files import KINDS, check_text_encoders, model_choices, model_path, named_as
 from .model_request import ModelNode, answer, answer_with, model_schema, read_request
+from .tiny_models import tiny_model_notes, tiny_models
 
 if TYPE_CHECKING:
     from ..host import Request
@@ -35,7 +36,12 @@ CLIP_TYPE_WORDS = {"sdxl": "stable_diffusion"}  # two files of it say themselves
 
 def file_input(widget: str, folder: str, tooltip: str) -> io.Input:
     """Return the input that names a file of one of the host's model folders."""
-    return io.Combo.Input(widget, options=list_model_files(folder), tooltip=tooltip)
+    return io.Combo.Input(widget, options=model_choices(folder), tooltip=f"{tooltip}{tiny_tooltip(folder)}")
+
+
+def tiny_tooltip(folder: str) -> str:
+    names = tiny_models(folder)
+    return f" {' and '.join(names)}: random weights, made when it is first used, to try the nodes." if names else ""
 
 
 def load_file(folder: str, name: str, load: Callable[[str, Request], Any], request: Request) -> Any:
@@ -44,7 +50,7 @@ def load_file(folder: str, name: str, load: Callable[[str, Request], Any], reque
     Raises:
         InvalidInput: it is not there, or not what core can use; names it.
     """
-    path = find_model_file(folder, name)
+    path = model_path(folder, name)
     with named_as(path, KINDS[folder]):
         return load(path, request)
 
@@ -73,14 +79,17 @@ class HighwaterLoadDiffusionModel(ModelNode):
         from .. import host
 
         return answer_with(
-            cls, lambda request: load_file("diffusion_models", unet_name, host.load_diffusion_model, request), asked
+            cls,
+            lambda request: load_file("diffusion_models", unet_name, host.load_diffusion_model, request),
+            asked,
+            tiny_model_notes("diffusion_models", [unet_name]),
         )
 
 
 class HighwaterLoadTextEncoder(ModelNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        files = list_model_files("text_encoders")
+        files = model_choices("text_encoders")
         more_files = [
             io.Combo.Input(
                 f"clip_name{number}",
@@ -100,7 +109,7 @@ class HighwaterLoadTextEncoder(ModelNode):
                 "offload", "low vram", "multigpu",
             ],
             inputs=[
-                io.Combo.Input("clip_name1", options=files, tooltip="The text encoder's file, or the first one."),
+                file_input("clip_name1", "text_encoders", "The text encoder's file, or the first one."),
                 io.Combo.Input(
                     "type",
                     options=CLIP_TYPES,
@@ -128,11 +137,11 @@ class HighwaterLoadTextEncoder(ModelNode):
         names = [clip_name1, *(name for name in (clip_name2, clip_name3, clip_name4) if name != NO_FILE)]
 
         def load(request: Request) -> Any:
-            paths = [find_model_file("text_encoders", name) for name in names]
+            paths = [model_path("text_encoders", name) for name in names]
             check_text_encoders(paths, type)
             return host.load_text_encoder(paths, CLIP_TYPE_WORDS.get(type, type), request)
 
-        return answer_with(cls, load, asked)
+        return answer_with(cls, load, asked, tiny_model_notes("text_encoders", names))
 
 
 class HighwaterLoadVAE(ModelNode):
@@ -153,7 +162,12 @@ class HighwaterLoadVAE(ModelNode):
     def execute(cls, vae_name: str, **asked: Any) -> io.NodeOutput:
         from .. import host
 
-        return answer_with(cls, lambda request: load_file("vae", vae_name, host.load_vae, request), asked)
+        return answer_with(
+            cls,
+            lambda request: load_file("vae", vae_name, host.load_vae, request),
+            asked,
+            tiny_model_notes("vae", [vae_name]),
+        )
 
 
 class HighwaterLoadCheckpoint(ModelNode):

@@ -26,6 +26,7 @@ from .core_fields import (
     set_device,
     set_vae,
 )
+from .core_loading import unload
 from .dynamic import stop_steering
 from .dynamic_models import is_dynamic
 from .foreign import class_beside, why_not_joined
@@ -79,6 +80,8 @@ def adopt(
         notes.append(f"{asked}{wanted.name} needs an accelerator; on the CPU the weights stay as stored")
     if covers(profile.on_demand, name, kind):
         notes.append(f"profile {profile.name}: disk is ignored for {name}: ComfyUI keeps its own models in RAM")
+    if model is None:
+        unload(patcher.model)  # core loads text encoders as it makes them where they need not move, such as on the CPU
     hosted = Hosted(name, kind, request, notes)
     joined = class_beside(type(patcher))
     origins = {} if reading is None else reading.origins(patcher.model)

@@ -20,10 +20,19 @@ from pathlib import Path
 import torch
 
 from highwater.memory.user_folders import cache_folder
+from highwater.nodes.comfy_models import tiny_models
+from highwater.nodes.comfy_models.tiny_models import (
+    Shapes,
+    clip_l,
+    clip_layers,
+    convolution,
+    linear,
+    norm,
+    prefixed,
+    taesd,
+)
 
 __all__ = ["FLUX_WIDTH", "MODEL_FILES", "ensure_model_file_in", "ensure_model_files", "models_directory"]
-
-Shapes = dict[str, tuple[int, ...]]
 
 # Rewrite the files when they change: the folder carries this number.
 VERSION = 1
@@ -119,41 +128,9 @@ def is_group_norm(name: str) -> bool:
 # -- what the files hold
 
 
-def linear(name: str, num_in: int, num_out: int) -> Shapes:
-    return {f"{name}.weight": (num_out, num_in), f"{name}.bias": (num_out,)}
-
-
-def convolution(name: str, num_in: int, num_out: int, size: int = 3) -> Shapes:
-    return {f"{name}.weight": (num_out, num_in, size, size), f"{name}.bias": (num_out,)}
-
-
-def norm(name: str, width: int) -> Shapes:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def prefixed(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> Shapes:
-    return {prefix + name: shape for name, shape in shapes.items()}
-
-
 def flux(num_double: int, num_single: int, width: int = FLUX_WIDTH, text_width: int = 64) -> Shapes:
-    """Flux in Black Forest Labs' names. A head is 128 wide, so the width is a multiple of that."""
-    shapes = {**linear("img_in", 64, width), **linear("txt_in", text_width, width)}
-    for name, num_in in (("time_in", 256), ("vector_in", 768)):
-        shapes |= linear(f"{name}.in_layer", num_in, width) | linear(f"{name}.out_layer", width, width)
-    for index in range(num_double):
-        for stream in ("img", "txt"):
-            block = f"double_blocks.{index}.{stream}"
-            shapes |= linear(f"{block}_mod.lin", width, 6 * width) | linear(f"{block}_attn.qkv", width, 3 * width)
-            shapes |= {f"{block}_attn.norm.{part}_norm.scale": (128,) for part in ("query", "key")}
-            shapes |= linear(f"{block}_attn.proj", width, width)
-            shapes |= linear(f"{block}_mlp.0", width, 4 * width) | linear(f"{block}_mlp.2", 4 * width, width)
-    for index in range(num_single):
-        block = f"single_blocks.{index}"
-        shapes |= linear(f"{block}.linear1", width, 7 * width) | linear(f"{block}.linear2", 5 * width, width)
-        shapes |= {f"{block}.norm.{part}_norm.scale": (128,) for part in ("query", "key")}
-        shapes |= linear(f"{block}.modulation.lin", width, 3 * width)
-    shapes |= linear("final_layer.linear", width, 64) | linear("final_layer.adaLN_modulation.1", width, 2 * width)
-    return shapes
+    """Flux as the pack makes it, narrower."""
+    return tiny_models.flux(num_double, num_single, width, text_width)
 
 
 def with_fp8(shapes: Shapes) -> Shapes:
@@ -195,29 +172,6 @@ def wan(num_blocks: int = 6, width: int = 128, text_width: int = 4096) -> Shapes
     return shapes | linear("head.head", width, 64) | {"head.modulation": (1, 2, width)}
 
 
-def taesd(latent_channels: int) -> Shapes:
-    """The tiny autoencoder; its size is fixed, and small."""
-
-    def block(name: str) -> Shapes:
-        return {key: shape for part in (0, 2, 4) for key, shape in convolution(f"{name}.conv.{part}", 64, 64).items()}
-
-    def without_bias(name: str) -> Shapes:
-        return {f"{name}.weight": (64, 64, 3, 3)}
-
-    encoder = convolution("0", 3, 64) | convolution("14", 64, latent_channels)
-    decoder = convolution("1", latent_channels, 64) | convolution("19", 64, 3)
-    for index in (2, 6, 10):
-        encoder |= without_bias(str(index))
-    for index in (1, 3, 4, 5, 7, 8, 9, 11, 12, 13):
-        encoder |= block(str(index))
-    for index in (7, 12, 17):
-        decoder |= without_bias(str(index))
-    for index in (3, 4, 5, 8, 9, 10, 13, 14, 15, 18):
-        decoder |= block(str(index))
-    shapes: Shapes = {"vae_scale": (), "vae_shift": ()}
-    return shapes | prefixed("taesd_encoder.", encoder) | prefixed("taesd_decoder.", decoder)
-
-
 def autoencoder() -> Shapes:
     """The autoencoder of SD 1.5, in the one size that ComfyUI builds (335 MB)."""
     widths, latent_channels = (128, 256, 512, 512), 4
@@ -255,26 +209,6 @@ def autoencoder() -> Shapes:
     shapes = prefixed("encoder.", encoder) | prefixed("decoder.", decoder)
     shapes |= convolution("quant_conv", 2 * latent_channels, 2 * latent_channels, 1)
     return shapes | convolution("post_quant_conv", latent_channels, latent_channels, 1)
-
-
-def clip_layers(prefix: str, num_layers: int, width: int) -> Shapes:
-    shapes: Shapes = {}
-    for index in range(num_layers):
-        layer = f"{prefix}encoder.layers.{index}"
-        shapes |= norm(f"{layer}.layer_norm1", width) | norm(f"{layer}.layer_norm2", width)
-        for part in ("q", "k", "v", "out"):
-            shapes |= linear(f"{layer}.self_attn.{part}_proj", width, width)
-        shapes |= linear(f"{layer}.mlp.fc1", width, 4 * width) | linear(f"{layer}.mlp.fc2", 4 * width, width)
-    return shapes
-
-
-def clip_l() -> Shapes:
-    """The text encoder of SD 1.5; ComfyUI knows it in this size only (246 MB)."""
-    shapes: Shapes = {
-        "text_model.embeddings.token_embedding.weight": (49408, 768),
-        "text_model.embeddings.position_embedding.weight": (77, 768),
-    }
-    return shapes | clip_layers("text_model.", 12, 768) | norm("text_model.final_layer_norm", 768)
 
 
 def clip_vision() -> Shapes:

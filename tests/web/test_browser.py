@@ -31,4 +31,4 @@ def test_every_node_shows_its_bytes(node, packages, chromium, sim, tmp_path):
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr + server_log.read_text()
     assert "Traceback" not in server_log.read_text()
-    assert len(list((tmp_path / "output").glob("first-image_*.png"))) == 3
+    assert len(list((tmp_path / "output").glob("pipeline_*.png"))) == 3

@@ -13,6 +13,7 @@ from highwater.headless.comfy_stub.comfy_api import install, object_info
 from highwater.headless.server.page_files import FIRST_TEMPLATE, TEMPLATES, WEB
 
 install()
+from highwater.nodes.comfy_models.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
 
 INFO = object_info([*NODE_CLASSES, *MODEL_NODES])
@@ -20,6 +21,15 @@ INFO = object_info([*NODE_CLASSES, *MODEL_NODES])
 CORE_INFO = json.loads((Path(__file__).parents[1] / "core_nodes.json").read_text())
 LOCALES = sorted((WEB.parent / "locales").iterdir())
 GRAPHS = sorted(TEMPLATES.glob("*.json"))
+# The widget of a loader that names a file, and the model folder that it is in.
+FOLDERS = {
+    "unet_name": "diffusion_models",
+    "clip_name1": "text_encoders",
+    "vae_name": "vae",
+    "ckpt_name": "checkpoints",
+    "control_net_name": "controlnet",
+    "clip_name": "clip_vision",
+}
 
 
 def test_the_first_template_is_there():
@@ -44,7 +54,10 @@ def test_a_template_that_does_not_fit_is_found(graph_problems):
 def test_a_template_explains_itself_and_asks_for_what_passes(path: Path):
     """Its devices may be missing here, but the texts are right; where files are named, the page can offer them."""
     nodes = json.loads(path.read_text())["nodes"]
-    assert any(node["type"] == "MarkdownNote" for node in nodes)
+    first, *_ = (node for node in sorted(nodes, key=lambda node: node["order"]) if node["type"] == "MarkdownNote")
+    (needs,) = (line for line in first["widgets_values"][0].splitlines() if line.startswith("**Needs**"))
+    named = [file for node in nodes for file in node["properties"].get("models", [])]
+    assert bool(named) == ("If a file is missing, ComfyUI offers to download it" in needs)
     loaders = {node.GET_SCHEMA().node_id: node for node in MODEL_NODES}
     for node in nodes:
         if node["type"] not in loaders:
@@ -54,9 +67,11 @@ def test_a_template_explains_itself_and_asks_for_what_passes(path: Path):
         assert loader.validate_inputs(values["profile"]) is True
         (placement,) = (item for item in loader.GET_SCHEMA().inputs if item.id == "placement")
         assert values["placement"] in placement.options["options"]
+        (folder,) = {folder for widget, folder in FOLDERS.items() if widget in values}
         files = [value for value in node["widgets_values"] if value.endswith(".safetensors")]
-        offered = node["properties"]["models"]
-        assert [file["name"] for file in offered] == files
+        offered = node["properties"].get("models", [])
+        assert [file["name"] for file in offered] == [name for name in files if name not in tiny_models(folder)]
+        assert all(file["directory"] == folder for file in offered)
         assert all(file["url"] == f"{file['url'].rpartition('/')[0]}/{file['name']}" for file in offered)
 
 

@@ -24,6 +24,7 @@ from highwater.memory.options.profile import OffloadProfile, parse_profile
 comfy_api.install()
 from highwater.nodes import device_choices, widget_values  # noqa: E402
 from highwater.nodes.comfy_models import model_files  # noqa: E402
+from highwater.nodes.comfy_models.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.comfy_models.verify import HighwaterVerify  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES, HighwaterExtension  # noqa: E402
 from highwater.nodes.watermark import DeviceWatermark  # noqa: E402
@@ -280,10 +281,12 @@ def test_a_checkpoint_says_what_it_lacks(host: Recorder, models: Path) -> None:
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_files_are_those_of_the_hosts_folder(models: Path, name: str) -> None:
     widget, kind, _ = LOADERS[name]
-    assert inputs_of(name)[widget].options["options"] == ["sub/a.safetensors"] == folder_paths.get_filename_list(kind)
+    tiny = list(tiny_models(kind))
+    assert inputs_of(name)[widget].options["options"] == ["sub/a.safetensors", *tiny]
+    assert folder_paths.get_filename_list(kind) == ["sub/a.safetensors"]
     (folder,) = {Path(folder_paths.get_full_path(kind, "sub/a.safetensors")).parents[1]}
     (folder / "b.sft").touch()
-    assert inputs_of(name)[widget].options["options"] == ["b.sft", "sub/a.safetensors"]
+    assert inputs_of(name)[widget].options["options"] == ["b.sft", "sub/a.safetensors", *tiny]
 
 
 @pytest.mark.parametrize("name", ["../../x.safetensors", "a.safetensor", "/etc/passwd", "notes.txt", "none", ""])
