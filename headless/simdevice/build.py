@@ -8,6 +8,7 @@ as /tmp is allowed: there the system keeps users from changing files of others.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -23,6 +24,7 @@ from torch.utils import cpp_extension
 
 from ...memory.errors import InvalidInput
 from ...memory.private_folders import make_parents, refuse_foreign, refuse_open_parents
+from ...memory.units import MIB, format_bytes
 from ...memory.user_folders import cache_folder
 
 SOURCE = Path(__file__).with_name("simdevice.cpp")
@@ -30,6 +32,9 @@ SOURCE = Path(__file__).with_name("simdevice.cpp")
 # warnings.
 FLAGS = ("-O1", "-w")
 NAME = "highwater_simdevice"
+# The folder of the library takes 2 MiB, that of the compiler's own files 5 MiB.
+ROOM_BYTES = 16 * MIB
+DISK_FULL = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 PURPOSE, VARIABLE = "code is loaded from here", "XDG_CACHE_HOME"
 
 
@@ -63,6 +68,7 @@ def load_backend(build_directory: Path | None = None) -> None:
     Raises:
         CompilerMissing: nothing is built yet, and there is no compiler.
         InvalidInput: other users can write to the folder ([Note: whose library]).
+        OSError: a disk is full.
     """
     directory = default_build_directory() if build_directory is None else Path(build_directory).absolute()
     library = directory / f"{NAME}.so"
@@ -79,15 +85,19 @@ def load_backend(build_directory: Path | None = None) -> None:
         )
     directory = make_private(directory)
     library = directory / library.name
-    with tempfile.TemporaryDirectory(dir=directory, prefix="building-") as workspace, _ninja_on_path():
-        cpp_extension.load(
-            NAME,
-            str(SOURCE),
-            extra_cflags=list(FLAGS),
-            build_directory=workspace,
-            with_cuda=False,
-            is_python_module=False,
-        )
+    with tempfile.TemporaryDirectory(dir=directory, prefix="building-") as workspace, _build_environment():
+        try:
+            cpp_extension.load(
+                NAME,
+                str(SOURCE),
+                extra_cflags=list(FLAGS),
+                build_directory=workspace,
+                with_cuda=False,
+                is_python_module=False,
+            )
+        except (OSError, RuntimeError) as error:
+            refuse_full_disk(error, directory)
+            raise
         Path(workspace, f"{NAME}.so").chmod(0o700)  # independent of the umask
         os.replace(Path(workspace, f"{NAME}.so"), library)
 
@@ -122,15 +132,36 @@ def check_own(path: Path) -> None:
     refuse_foreign(path, purpose=PURPOSE, variable=VARIABLE)
 
 
+def refuse_full_disk(error: Exception, directory: Path) -> None:
+    """Raise an `OSError` of one line if a disk is full, which compilers say in many lines and linkers not at all."""
+    folders = [str(directory), os.environ.get("TMPDIR") or "/tmp"]
+    reasons = [os.strerror(number) for number in DISK_FULL]
+    named = next((reason for reason in reasons if reason in str(error)), None)
+    if named is None and any(os.path.isdir(f) and shutil.disk_usage(f).free < ROOM_BYTES for f in folders):
+        named = os.strerror(errno.ENOSPC)
+    if named is not None:
+        raise OSError(
+            errno.ENOSPC,
+            f"{named}: compiling the simulated devices needs {format_bytes(ROOM_BYTES)} in {' and in '.join(folders)}; "
+            "free some there, or set XDG_CACHE_HOME and TMPDIR to other folders",
+        ) from error
+
+
 @contextlib.contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Add this environment's scripts to PATH for torch, which runs ``ninja``; without activation they are missing."""
-    before = os.environ.get("PATH")
-    os.environ["PATH"] = os.pathsep.join(filter(None, (before, sysconfig.get_path("scripts"))))
+def _build_environment() -> Iterator[None]:
+    """Add this environment's scripts to PATH for torch, which runs ``ninja``; without activation they are missing.
+
+    Compilers speak English meanwhile, as `refuse_full_disk` reads it.
+    """
+    path = os.pathsep.join(filter(None, (os.environ.get("PATH"), sysconfig.get_path("scripts"))))
+    wanted = {"PATH": path, "LC_ALL": "C"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["PATH"]
-        else:
-            os.environ["PATH"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

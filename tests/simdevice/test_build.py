@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,26 @@ def test_a_failed_build_leaves_no_library(sim: ModuleType, tmp_path: Path) -> No
     assert result.returncode == 1
     assert "CompilerMissing" not in result.stderr
     assert list((tmp_path / "build").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="NOT TESTED: no /dev/full on this system")
+def test_a_full_disk_while_it_is_compiled_is_one_line(sim: ModuleType, tmp_path: Path) -> None:
+    """What a compiler says of it stands among the lines of torch's error."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *simdevice.cpp*) exec head -c 1 /dev/zero > /dev/full;; esac\n'
+        f'exec {shutil.which("c++") or "g++"} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    script = "from highwater.headless.cli import main; raise SystemExit(main(['demo', '--devices', 'gpu:0=64MiB']))"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "CXX": str(compiler), "LC_ALL": "de_DE.UTF-8"}
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    said = result.stderr.splitlines()
+    assert result.returncode == 1 and len(said) == 1, result.stderr
+    assert said[0].startswith("highwater: No space left on device: compiling the simulated devices needs 16.0MiB in ")
+    assert str(cache) in said[0]
+    assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
 # Where others can write ---------------------------------------------------------------------------------------
