@@ -18,6 +18,7 @@ __all__, __getattr__ = lazy_names(
         "forecast": ["KnownComponent"],
         "steered": ["SteeredComponent", "SteeringHost"],
         "report": ["Report", "empty_report", "parts_of"],
+        "known_loadings": ["KeptOfLoading"],
         "manager": ["MemoryManager"],
         "sharing_check": ["SharingState", "describe_sharing"],
         "default": [

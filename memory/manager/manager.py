@@ -24,6 +24,7 @@ from ..runtime.forwards.recording_pauses import host_recordings
 from ..transfer.devices import Device, list_devices
 from ..transfer.host_heap import give_back_heap
 from ..weights.file_origin import FileIdentity, Origin
+from ..weights.loading import Loading
 from .admission import Admission
 from .card_sharing import CardSharing
 from .caretaker import RETRY_BUSY_S, Caretaker
@@ -35,6 +36,7 @@ from .eviction import UNLOADED_BY_HOST
 from .forecast import KnownComponent
 from .growth import Growth
 from .idle_limits import IdleLimits, IdleUnloading
+from .known_loadings import KeptOfLoading
 from .leases import Leases, write_needs
 from .lending import Lending, LendingReport
 from .live_capacity import LiveCapacity
@@ -309,6 +311,11 @@ class MemoryManager:
         """Return the weights of a file that are kept (`KeptWeights.find`)."""
         with self.exclusive():
             return self.kept.find(file)
+
+    def find_loaded(self, loading: Loading) -> KeptOfLoading:
+        """Return the kept weights for a module that another library is about to load (`KnownLoadings.find`)."""
+        with self.exclusive():
+            return self.registry.loadings.find(loading)
 
     def drop_kept(self, reason: str) -> int:
         """Drop all kept weights; returns the bytes of RAM that are free again."""

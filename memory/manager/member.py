@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import TypeAlias
 from weakref import WeakSet, ref
 
@@ -67,6 +67,8 @@ class Member:
         self.patterns = patterns
         self.reasons = tuple(reasons)
         self.origins: KnownOrigins = origins or {}
+        self.proven: Collection[int] | None = None
+        """Where those of them lie that are known to be right; None: all are. Others are compared with the files."""
         self.managed: ManagedComponent
         self.call: WeakSet[Member] = WeakSet([self])
         """The members that came with the same call of `Registry.add`: they share a profile's budget for a device."""
@@ -119,6 +121,10 @@ class Member:
         """The measured compute time of each block, in the order in which they ran."""
         self.taken_seconds: dict[str, dict[int, float]] = {}
         """The measured times by device, while those of other devices of a split are missing."""
+
+    def came_from(self, origins: KnownOrigins, proven: Collection[int] | None) -> None:
+        """Note what its weights may have been read from, and where those lie for which that is known (None: all)."""
+        self.origins, self.proven = origins, proven
 
     def come_with(self, other: Member) -> None:
         """Join the other one's call: the members of a call share a budget for a device."""

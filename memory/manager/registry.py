@@ -24,6 +24,7 @@ from ..weights.sharing import NOTHING_SHARED
 from ..weights.source import WeightsSource
 from .common_weights import CommonWeights
 from .join_checks import refuse_odd, refuse_shared_split, refuse_unsuitable
+from .known_loadings import KnownLoadings, Newcomer
 from .leases import Leases, MemberManager
 from .live_capacity import LiveCapacity
 from .member import Choices, Member
@@ -46,6 +47,7 @@ class Registry:
         self.measures = capacity.measures
         self.sharing = SharedWeights(self.members)
         self.common = CommonWeights(self.members, self.kept)
+        self.loadings = KnownLoadings(self.kept)
         self.ranks = itertools.count()
         self.moved_by_released = 0
         leases.pack_with(self.pack_anew)
@@ -135,11 +137,12 @@ class Registry:
                 member.come_with(other)
             members[component] = member
         described = {component.name: component for component in components}
+        newcomers = [
+            (members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked
+        ]
         self.capacity.make_lockable(sum(plan[name].pinned_bytes for name in ranked), bytes_in_ram(new.values()))
-        self.join(
-            [(members[name], new[name], described[name], plan[name], (sources or {}).get(name)) for name in ranked],
-            sharers,
-        )
+        self.loadings.claim(newcomers)
+        self.join(newcomers, sharers)
         for member in found.values():
             member.add_holder()
         self.capacity.trim_kept()
@@ -150,7 +153,7 @@ class Registry:
 
     def join(
         self,
-        newcomers: Sequence[tuple[Member, nn.Module, Component, ComponentPlan, WeightsSource | None]],
+        newcomers: Sequence[Newcomer],
         sharers: Sequence[WeightPlaces],
     ) -> None:
         """Prepare and attach new components, lenders before their borrowers: all of them or none.
@@ -379,8 +382,9 @@ class Registry:
         content = member.content
         if content is not None:
             member.go_on_with(self.capacity.steered.returns.take(content, self.presence_of(member)))
-        common = self.common.find(member) if member.origins else {}
-        managed.packing.start_from(member.origins, self.kept.slabs() if member.origins else (), common)
+        common = self.common.find(member) if member.origins and member.is_hosted else {}
+        kept = self.kept.slabs() if member.origins else ()
+        managed.packing.start_from(member.origins, kept, common, member.proven)
         try:
             managed.attach(self.leases.show_progress(member, managed.packing.to_pack()) if tells else None)
             self.members.enter(member)
@@ -389,6 +393,8 @@ class Registry:
                 managed.detach(Ending.TAKEN_BACK)
             raise
         self.kept.hand_over(member)
+        self.loadings.note(member)
+        member.came_from({}, None)
         for reason in (*member.reasons, *plan.reasons):
             self.event_log.note("plan", member.id, 0, plan.shares[0].device, reason)
         self.leases.note_refusal(member)

@@ -19,6 +19,7 @@ from ..weights.component import Component
 from ..weights.source import WeightsSource
 from .blocks.added_layers import return_to_host
 from .blocks.bundle import Bundle
+from .blocks.claimed_weights import read_claimed
 from .blocks.pristine_slab import KnownOrigins, PristineSlab, find_origins, lying_in, slab_of
 from .blocks.unpacking import discard, unpack
 from .blocks.weight_group import WeightGroup
@@ -93,6 +94,8 @@ class Packing:
         self.written = WrittenWeights(source)
         self.origins: KnownOrigins = {}
         """What weights that are not packed yet were read from; empty but while they are packed."""
+        self.proven: Collection[int] | None = None
+        """Where weights lie that come from files beyond doubt; None: all do that `origins` has."""
         self.filled: Sequence[PristineSlab] = ()
         """Slabs in which groups may lie already; empty but while they are packed."""
         self.common = CommonSlabs(owner, self.take)
@@ -129,6 +132,7 @@ class Packing:
         origins: KnownOrigins,
         filled: Sequence[PristineSlab],
         common: Mapping[WeightGroup, HostSlab] | None = None,
+        proven: Collection[int] | None = None,
     ) -> None:
         """Set what the weights were read from, and where some of them are as they would be packed.
 
@@ -137,8 +141,9 @@ class Packing:
         Args:
             filled: slabs in which they may lie.
             common: slabs of other components that have the same weights, by the groups that share these.
+            proven: the addresses of weights that come from files; others are compared with these. None: all do.
         """
-        self.origins, self.filled = origins, filled
+        self.origins, self.filled, self.proven = origins, filled, proven
         self.common.start_from(common or {})
 
     def to_pack(self) -> int:
@@ -177,7 +182,7 @@ class Packing:
                     else:
                         self.pack_share(share, progress)
         finally:
-            self.origins, self.filled = {}, ()
+            self.origins, self.filled, self.proven = {}, (), None
             self.common.start_from({})
         if self.plan.tier == "disk":
             self.written.end_doubts()
@@ -270,7 +275,8 @@ class Packing:
             streams=streams,
         )
         for group, slab in zip(groups, slabs, strict=True):
-            group.pack(slab, self.source, progress)
+            self.prove(group, slab)
+            group.pack(slab, self.source, progress, is_filled=self.proven is not None)
             if not slab.data.is_pinned():
                 self.host_bytes["host"] += group.slab_bytes
         self.host_bytes["pinned"] += slabs.locked_bytes
@@ -286,9 +292,15 @@ class Packing:
                 lock.copy_by([copies.wait])
                 self.host_bytes["pinned"] += lock.arena.num_bytes
         for group, slab in whole.items():
+            self.prove(group, slab)
             group.pack(slab, self.source, progress, is_filled=True)
             self.host_bytes["host"] += group.slab_bytes if slab.lock is None else 0
         return [group for group in groups if group not in whole]
+
+    def prove(self, group: WeightGroup, slab: HostSlab) -> None:
+        """Compare weights of a group that is about to be packed with their files, unless it is known what they are."""
+        if self.proven is not None and self.source is not None and any(group.at_rest.origins):
+            read_claimed(group, slab, self.source, self.proven)
 
     def add(self, share: DeviceShare, bundle: Bundle, slots: Sequence[ParameterSlot]) -> None:
         """Pack the weights of layers that were added to a block, in the place of what was added before.

@@ -7,7 +7,7 @@ from ..lazy_names import lazy_names
 __all__, __getattr__ = lazy_names(
     __name__,
     {
-        "safetensors_header": ["TensorHeader", "read_header"],
+        "safetensors_header": ["TensorHeader", "open_regular", "read_header"],
         "untrusted_config": ["check_config", "declared_items", "parse_config", "read_config_file", "walk_items"],
         "file_origin": ["FileIdentity", "Origin", "differs"],
         "file_reader": ["Target", "WeightsFile", "torch_dtype"],
@@ -21,6 +21,7 @@ __all__, __getattr__ = lazy_names(
         "quantized_leaves": ["PackedForm", "Wrapper", "form_of", "leaves_of"],
         "module_component": ["SAFETENSORS_NAMES", "component_from_module", "is_callable", "leaf_bytes"],
         "page_cache": ["find_heap_trim"],
+        "loading": ["Loading"],
         "source": ["WeightsSource"],
         "discovery": ["components_of", "discover_components", "holds_pipeline"],
     },

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .component import Component, TensorSpec
+from .file_origin import Origin
 from .file_reader import OpenFiles, Target, WeightsFile
+from .loading import Loading
 from .safetensors_header import TensorHeader, read_header
 
 __all__ = ["WeightsSource"]
@@ -31,6 +33,8 @@ class WeightsSource:
         self.num_holders = 0
         self.read_bytes = 0
         self.read_s = 0.0
+        self.loading: Loading | None = None
+        """How the module got the weights that it has; None where that is not known, and it may have others."""
         for path in paths:
             header = read_header(path)
             file = WeightsFile(header)
@@ -42,6 +46,22 @@ class WeightsSource:
     def bytes_per_s(self) -> float | None:
         """How fast weights were read so far, from the disk or what the system kept of it; None before that."""
         return self.read_bytes / self.read_s if self.read_bytes and self.read_s else None
+
+    def was_loaded(self, loading: Loading) -> None:
+        """Note how the module was just made of these files, and that nothing has written to its weights since."""
+        self.loading = loading
+
+    def origin_of(self, spec: TensorSpec) -> Origin | None:
+        """Return the tensor that a loaded module may have a weight from, by name, dtype and shape; None if unknown.
+
+        A library may have changed the values as it loaded them.
+        """
+        stored_name = next((name for name in (spec.name, *spec.other_names) if name in self.files), None)
+        if self.loading is None or stored_name is None or not self.holds(spec):
+            return None
+        file, tensor = self.files[stored_name]
+        identity = self.loading.file_at(file.path)
+        return None if identity is None else Origin(identity, tensor)
 
     def alias(self, name: str, stored_name: str) -> None:
         """Add a name by which a weight is found."""

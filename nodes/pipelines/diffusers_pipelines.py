@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from .pipeline_folders import MODEL_CONFIG, MODEL_INDEX, check_pipeline, compone
 if TYPE_CHECKING:
     from ...memory.weights.source import WeightsSource
 
-__all__ = ["find_sources", "import_diffusers", "load_pipeline", "quiet_libraries"]
+__all__ = ["find_sources", "import_diffusers", "load_pipeline", "load_with_sources", "quiet_libraries"]
 
 # Older ones import what a folder names, and run Python files in it. The floor of the optional requirements, too.
 OLDEST_DIFFUSERS = (0, 42)
@@ -29,11 +29,14 @@ TO_INSTALL = f"pip install 'diffusers>={'.'.join(map(str, OLDEST_DIFFUSERS))}' t
 PANICS = "pyo3_runtime"
 
 
-def load_pipeline(folder: Path) -> Any:
+def load_pipeline(folder: Path, places: Mapping[str, Path] | None = None) -> Any:
     """Load a pipeline into host memory, each component in the dtype of its file; never asks the network.
 
     The folder names classes, and nothing else of it may choose what runs ([Note: downloaded folders] in
     `pipeline_files.py`, and `component_classes.py`).
+
+    Args:
+        places: other folders for components, by name.
 
     Raises:
         InvalidInput: diffusers is not installed or too old, or the folder is not one that it can load in full.
@@ -50,7 +53,11 @@ def load_pipeline(folder: Path) -> Any:
         with quiet_libraries():
             pipeline_class = find_pipeline_class(diffusers, index["_class_name"], named_by)
             components = {
-                name: load_component(folder / name, find_component_class(origin, named_by, name), dtypes.get(name))
+                name: load_component(
+                    (places or {}).get(name, folder / name),
+                    find_component_class(origin, named_by, name),
+                    dtypes.get(name),
+                )
                 for name, origin in taken_components(pipeline_class, folder, index).items()
             }
             pipe = pipeline_class.from_pretrained(
@@ -62,8 +69,39 @@ def load_pipeline(folder: Path) -> Any:
         if not isinstance(error, Exception) and type(error).__module__ != PANICS:
             raise  # an interrupt
         raise InvalidInput(f"{folder}: diffusers cannot load it: {reason_of(error)}") from error
+    for name in places or {}:
+        name_after(getattr(pipe, name), folder / name)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def load_with_sources(folder: Path) -> tuple[Any, dict[str, WeightsSource]]:
+    """Load a pipeline as `load_pipeline` does, with weights that are kept of it; return it with its files.
+
+    The files know how they were loaded, unless one was replaced meanwhile: then weights may be of either.
+    """
+    from ...memory.stand_in import open_stand_in
+    from .component_loadings import read_loadings
+
+    dtypes = check_pipeline(folder)
+    loadings = read_loadings(folder, dtypes)
+    with contextlib.ExitStack() as opened:
+        found = {
+            name: opened.enter_context(open_stand_in(loading, weights_files(folder / name)))
+            for name, loading in loadings.items()
+        }
+        stand_ins = {name: stand_in for name, stand_in in found.items() if stand_in is not None}
+        pipe = load_pipeline(folder, {name: stand_in.folder for name, stand_in in stand_ins.items()})
+        is_filled = all(stand_in.fill(getattr(pipe, name)) for name, stand_in in stand_ins.items())
+    after = read_loadings(folder, dtypes)
+    if stand_ins and (after != loadings or not is_filled):
+        pipe = load_pipeline(folder)
+        after = {}
+    sources = find_sources(pipe, folder)
+    for name, source in sources.items():
+        if name in after and after[name] == loadings.get(name):
+            source.was_loaded(after[name])
+    return pipe, sources
 
 
 def find_sources(pipe: Any, folder: Path) -> dict[str, WeightsSource]:
@@ -130,6 +168,14 @@ def load_component(place: Path, component_class: Any, dtype: str | None) -> Any:
         {"trust_remote_code": False} if issubclass(component_class, PreTrainedTokenizerBase | ProcessorMixin) else {}
     )
     return component_class.from_pretrained(place, local_files_only=True, **remote)
+
+
+def name_after(model: Any, place: Path) -> None:
+    """Call a model that was loaded from another folder after its own, as the libraries do."""
+    if hasattr(model, "register_to_config"):
+        model.register_to_config(_name_or_path=place)
+    else:
+        model.config.update({"name_or_path": place})
 
 
 def count_tensors(path: Path) -> int:

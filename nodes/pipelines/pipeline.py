@@ -92,7 +92,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
     ) -> io.NodeOutput:
         from ...memory import manage
         from ..progress import showing_loadings
-        from .diffusers_pipelines import find_sources, load_pipeline
+        from .diffusers_pipelines import load_with_sources
         from .pipeline_folders import check_pipeline, find_pipeline
         from .sampling import LoadedPipeline
 
@@ -100,14 +100,14 @@ class HighwaterLoadPipeline(io.ComfyNode):
         components = tuple(check_pipeline(folder))
         chosen_profile = read_profile(profile, components)
         chosen_placement = read_placement(placement, components)
-        pipe = load_pipeline(folder)
+        pipe, sources = load_with_sources(folder)
         with showing_loadings():
             managed = manage(
                 pipe,
                 profile=chosen_profile,
                 placement=chosen_placement,
                 precision=precision,
-                files=find_sources(pipe, folder),
+                files=sources,
                 name=pipeline,
                 node_id=cls.hidden.unique_id,
             )

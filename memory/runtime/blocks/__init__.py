@@ -17,5 +17,6 @@ __all__, __getattr__ = lazy_names(
         "weight_swaps": ["Swaps", "foreign_tensors"],
         "added_layers": ["Structure", "Tree", "return_to_host", "walk"],
         "bundle": ["Bundle"],
+        "claimed_weights": ["read_claimed"],
     },
 )
