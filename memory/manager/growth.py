@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ class Needed:
     weight_bytes: int
     activation_bytes: int
     choices: Mapping[str, str]
+    is_partly_known: bool = False
+    """Whether no activations mean that they are not known."""
 
     def is_like(self, other: Needed) -> bool:
         """Whether the two differ by nothing but bytes that are no news."""
@@ -97,14 +99,18 @@ class Growth:
                     for key, needed in run.items()
                 }
 
-    def end_run(self, workflow: str, used: Collection[str]) -> None:
-        """Enter an event if the components that a run used need more than those of the last run of its workflow."""
+    def end_run(self, workflow: str, used: Mapping[str, int | None]) -> None:
+        """Enter an event if the components that a run used need more than those of the last run of its workflow.
+
+        Args:
+            used: what those that a host moves needed beside their weights; None: not known, so it counts as before.
+        """
         self.read()
-        found = self.needs_of(used)
-        names = {digest_name(name): name for name in found}
-        now = {key: found[name] for key, name in names.items()}
         key_of_run = digest_name(workflow)
         before = self.last.pop(key_of_run, None)
+        found = self.needs_of(used, before or {})
+        names = {digest_name(name): name for name in found}
+        now = {key: found[name] for key, name in names.items()}
         self.last[key_of_run] = now if now or before is None else before  # else all of it was cached
         if len(self.last) > MAX_WORKFLOWS:
             del self.last[next(iter(self.last))]
@@ -120,6 +126,8 @@ class Growth:
                 continue
             for what in ("weight", "activation"):
                 is_now, was = (getattr(each, f"{what}_bytes") for each in (needed, earlier))
+                if needed.is_partly_known and not was:
+                    continue
                 if is_now - was >= NOTEWORTHY_BYTES:
                     words = f"{what}s of {name} take {format_bytes(is_now)} instead of {format_bytes(was)}"
                     grown.append((is_now - was, words + needed.changes(earlier)))
@@ -136,10 +144,14 @@ class Growth:
         if self.file is not None and not (is_known and all(now[key].is_like(before[key]) for key in now)):  # type: ignore[index]
             self.file.write(workflow, {key: needed.to_json() for key, needed in now.items()})
 
-    def needs_of(self, used: Collection[str]) -> dict[str, Needed]:
+    def needs_of(self, used: Mapping[str, int | None], before: Mapping[str, Needed]) -> dict[str, Needed]:
         """Return what the components that a run used need, as far as they still exist."""
-        ours = {name: self.needed(self.members[name]) for name in used if name in self.members}
-        return ours | {other.id: self.needed_of(other) for other in self.steered.components() if other.id in used}
+        found = {name: self.needed(self.members[name]) for name in used if name in self.members}
+        for other in self.steered.components():
+            if other.id in used:
+                earlier = before.get(digest_name(other.id))
+                found[other.id] = self.needed_of(other, used[other.id], earlier.activation_bytes if earlier else 0)
+        return found
 
     def needed(self, member: Member) -> Needed:
         plan = member.managed.plan
@@ -154,11 +166,15 @@ class Growth:
             },
         )
 
-    def needed_of(self, component: SteeredComponent) -> Needed:
-        """Return what a component needs that its host moves: its weights; nobody tells what its forwards need."""
-        described = component.describe()
+    def needed_of(self, component: SteeredComponent, activation_bytes: int | None, before: int) -> Needed:
+        """Return what a component needs that its host moves.
+
+        Args:
+            activation_bytes: None where this run does not tell; then it is what it was before.
+        """
         return Needed(
-            weight_bytes=int(described.get("weight_bytes", 0)),
-            activation_bytes=0,
+            weight_bytes=int(component.describe().get("weight_bytes", 0)),
+            activation_bytes=before if activation_bytes is None else activation_bytes,
             choices={**component.choices(), **self.versions},
+            is_partly_known=True,
         )

@@ -174,6 +174,7 @@ class MemoryManager:
             self.leases.touch(component)
             self.admission.order_steered()
             self.measures.sample()
+            self.measures.begin_use(component)
             self.sharing.note_use(component)
 
     def keep(

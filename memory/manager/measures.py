@@ -10,7 +10,7 @@ from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device
 from .event_log import EventLog
 from .report import NodeReport
-from .steered import Steered
+from .steered import Steered, SteeredComponent
 
 __all__ = ["Measures", "OpenNode"]
 
@@ -98,8 +98,13 @@ class Measures:
         self.peaks: Counter[str] = Counter()
         """The most that was allocated on each device since the start."""
         self.moved_before_run = 0
-        self.used_in_run: set[str] = set()
-        """The components that computed in the open run."""
+        self.used_in_run: dict[str, int | None] = {}
+        """The components that computed in the open run, and what those that a host moves needed beside their weights.
+
+        None: not known; so for members, which know it themselves.
+        """
+        self.uses: dict[str, object] = {}
+        """The intervals of components that a host moves and that are used now, by their ids."""
 
     @property
     def step(self) -> object:
@@ -159,6 +164,18 @@ class Measures:
         self.intervals.pop(key, None)
         return interval.needed()
 
+    def begin_use(self, component: SteeredComponent) -> None:
+        """Measure what a component that its host moves needs beside its weights, until its use ends."""
+        if self.event_log.is_running and component.id not in self.uses:
+            key = self.uses[component.id] = object()
+            self.begin_interval(key, component.device_bytes())
+
+    def end_uses(self) -> dict[str, int]:
+        """End all uses; returns the most bytes of a device that each needed beside all weights, by id."""
+        found = {component: max(self.end_interval(key).values(), default=0) for component, key in self.uses.items()}
+        self.uses.clear()
+        return found
+
     # -- runs
 
     def begin_run(self, run_id: str, name: str) -> None:
@@ -201,10 +218,12 @@ class Measures:
             for name in self.devices:
                 self.node.note_weights(name, self.ledger.held(component, name))
 
-    def note_used(self, component: str) -> None:
-        """Count a component for the open run, which uses it."""
+    def note_used(self, component: str, activation_bytes: int | None = None) -> None:
+        """Count a component for the open run, which uses it, and what it needed; once unknown stays unknown."""
         if self.event_log.is_running:
-            self.used_in_run.add(component)
+            before = self.used_in_run.get(component, activation_bytes)
+            is_known = before is not None and activation_bytes is not None
+            self.used_in_run[component] = max(before or 0, activation_bytes or 0) if is_known else None
 
     def steered_by_node(self) -> None:
         """Count for the open node the components that it used and the host moves."""

@@ -189,8 +189,12 @@ class Member:
     @property
     def content(self) -> Hashable | None:
         """What its weights were read from, equal for all objects of the same files; None where that is not known."""
-        files = {each[1].file for leaves in self.origins.values() for each in leaves if each is not None}
-        return (self.managed.component.kind, self.name, frozenset(files)) if files else None
+        files: frozenset[Hashable] = frozenset(
+            each[1].file for leaves in self.origins.values() for each in leaves if each is not None
+        )
+        if not files and self.managed.source is not None:
+            files = self.managed.source.paths
+        return (self.managed.component.kind, self.name, files) if files else None
 
     def go_on_with(self, returns: Returns) -> None:
         """Take over how often its content came back as another object."""

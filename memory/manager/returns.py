@@ -55,6 +55,10 @@ class Returns:
             self.had[device] -= max(0, before - held_bytes)
             self.least[device] = min(before, held_bytes)
 
+    def has_grown(self, held: Mapping[str, int]) -> bool:
+        """Whether weights of it came to a device since its last use, or it was not used before."""
+        return not self.had or any(num_bytes > self.least.get(device, 0) for device, num_bytes in held.items())
+
     def end_use(self, held: Mapping[str, int]) -> dict[str, int]:
         """Note what it has of each device at the end of a use; returns what of it had left before, and came back."""
         back = {

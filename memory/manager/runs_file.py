@@ -1,7 +1,7 @@
 """The file of what workflows needed at their last runs, so that an update that costs memory shows in the next process.
 
-It holds digests, sizes, byte counts and the chosen precision, profile and placement: no name, path or prompt. If it
-cannot be used, only that comparison is lost.
+It holds digests, sizes, byte counts and the chosen precision, profile, placement and engine: no name, path or prompt.
+If it cannot be used, only that comparison is lost.
 """
 
 from __future__ import annotations

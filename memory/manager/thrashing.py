@@ -29,11 +29,15 @@ def note_uses_of_steered(capacity: LiveCapacity) -> None:
 
     Enters events as `note_return`. To be called where a node or a run ends, before it is closed.
     """
-    is_running = capacity.event_log.is_running
+    is_running, measures = capacity.event_log.is_running, capacity.measures
+    needed = measures.end_uses()
     for component in capacity.steered.components():
         if component.take_use():
-            back = component.returns.end_use(component.device_bytes())
-            capacity.measures.note_used(component.id)
+            held = component.device_bytes()
+            # What computes while its weights come is no measure: patches are applied to them then.
+            is_steady = not component.returns.has_grown(held)
+            measures.note_used(component.id, needed.get(component.id) if is_steady else None)
+            back = component.returns.end_use(held)
             for device, num_bytes in back.items() if is_running else ():
                 if device in capacity.devices and not capacity.devices[device].is_cpu:
                     count_return(component, capacity, device, num_bytes)

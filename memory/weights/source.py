@@ -43,6 +43,11 @@ class WeightsSource:
                     self.files[tensor.name[len(prefix) :]] = file, tensor
 
     @property
+    def paths(self) -> frozenset[str]:
+        """The files that have weights of it."""
+        return frozenset(str(file.path) for file, _ in self.files.values())
+
+    @property
     def bytes_per_s(self) -> float | None:
         """How fast weights were read so far, from the disk or what the system kept of it; None before that."""
         return self.read_bytes / self.read_s if self.read_bytes and self.read_s else None

@@ -16,12 +16,12 @@ MIB = 1 << 20
 SMALL, WIDE = ("tiny_flux", "other_flux"), ("wide_flux", "other_wide_flux")
 
 
-def sample_both(host: HostProcess, names: tuple[str, str], *loaders: Loaders) -> list[dict[str, Any]]:
+def sample_both(host: HostProcess, names: tuple[str, str], *loaders: Loaders, size: int = 64) -> list[dict[str, Any]]:
     """Run a prompt that samples with two models after one another; returns the events of that run."""
     num_events = len(host.part("events"))
     graph = Graph()
     for name, loader in zip(names, loaders, strict=True):
-        graph.keep(sample_flux(graph, loader.diffusion_model(graph, f"{name}.safetensors")), name)
+        graph.keep(sample_flux(graph, loader.diffusion_model(graph, f"{name}.safetensors"), size=size), name)
     result = host.run(graph.nodes)
     assert result.outcome == "success", result.brief_error
     return host.part("events")[num_events:]
@@ -86,6 +86,8 @@ def test_a_workflow_that_needs_more_of_dynamic_models(dynamic: HostProcess) -> N
     eight, plain = (Loaders(kind="managed", weight_dtype=dtype) for dtype in ("fp8_e4m3fn", "default"))
     sample_both(dynamic, SMALL, eight, eight)
     assert not told(sample_both(dynamic, SMALL, eight, eight), "growth")
+    (reason,) = told(sample_both(dynamic, SMALL, eight, eight, size=512), "growth").values()
+    assert "more than at its last run: activations of " in reason and "weights" not in reason
     (reason,) = told(sample_both(dynamic, SMALL, plain, eight), "growth").values()
     assert "more than at its last run: weights of tiny_flux take 7." in reason
     assert reason.endswith("(since dtype bfloat16, was float8_e4m3fn)")

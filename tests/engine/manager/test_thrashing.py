@@ -21,6 +21,7 @@ from highwater.memory.options.placement import AUTO_PLACEMENT
 from highwater.memory.options.precision import DEFAULT_PRECISION
 from highwater.memory.options.profile import OffloadProfile
 from highwater.memory.units import MIB
+from highwater.memory.weights.source import WeightsSource
 
 from .test_steered import PAGE, Host, Paged
 
@@ -149,6 +150,25 @@ def test_another_model_of_the_same_file_counts_on(machine, tmp_path: Path, repla
         assert bool(events(manager, "thrashing")) != replaced
         assert manager.capacity.event_log.num_runs == 5
         manager.drop_kept("test")
+
+
+@torch.no_grad()
+def test_another_model_that_was_loaded_from_the_same_file_counts_on(machine, tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    save_file({"0.weight": torch.rand(256, 256)}, path)
+    choices = {"placement": AUTO_PLACEMENT, "profile": OffloadProfile(), "precision": None, "name": None}
+    with machine(4) as manager:
+        for number in range(5):
+            manager.begin_run(str(number), "run")
+            net = nn.Sequential(nn.Linear(256, 256, bias=False)).requires_grad_(False)
+            net.load_state_dict(load_file(path))
+            sources = {"net": WeightsSource([path])}
+            (member,), _ = manager.add({"net": net}, sources=sources, node_id=None, **choices)
+            net(torch.ones(1, 256))
+            manager.free_memory("gpu:0", member.managed.plan.weight_bytes, "another needs it")
+            manager.end_run()
+            manager.discard(member)
+        assert [event["component"] for event in events(manager, "thrashing")] == ["net"]
 
 
 # -- components that their host moves
@@ -352,6 +372,34 @@ def test_growth_of_what_the_host_moves_says_since_which_change(machine) -> None:
         assert "steered needs 1.50MiB more than at its last run: weights of flux take 2.25MiB" in event["reason"]
         assert event["reason"].endswith("instead of 0.75MiB (since profile 1GiB, was auto)")
         large.pages.clear()
+
+
+@torch.no_grad()
+def test_growth_of_activations_of_what_the_host_moves(machine) -> None:
+    """A run in which weights come to the device tells nothing, as patches are applied to them then."""
+    with machine(8) as manager:
+        manager.steer(Host(other := Known("flux", 6)))
+
+        def run(activation_bytes: int, *, loses: int = 0) -> list[str]:
+            before = len(events(manager, "growth"))
+            del other.pages[len(other.pages) - loses :]
+            manager.begin_run("run", "steered")
+            manager.begin_node("7", "KSampler")
+            manager.note_use(other)
+            other.fill()
+            torch.empty(activation_bytes, dtype=torch.uint8, device="sim:0")
+            manager.end_node()
+            manager.end_run()
+            return [event["reason"] for event in events(manager, "growth")[before:]]
+
+        assert run(2 * MIB) == []
+        assert run(MIB) == []
+        assert run(3 * MIB, loses=2) == []
+        assert run(MIB) == []
+        (reason,) = run(4 * MIB)
+        assert "needs 3.00MiB more than at its last run: activations of flux take 4.00MiB instead of 1.00MiB" in reason
+        assert run(MIB // 2) == [] and not manager.measures.intervals
+        other.pages.clear()
 
 
 @torch.no_grad()
