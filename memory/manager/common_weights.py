@@ -1,13 +1,13 @@
 """Weights of the same file in several components: found as a component is packed, and had once in RAM.
 
-[Note: common weights] Two loaders of one file give two models. Where both have a block in RAM with the same values in
-the same layout, the second is packed into the slab of the first: nothing is copied, and its own memory is free again.
-That they come from the same tensors of the same file says where to look; then all bytes are compared, which takes as
-long as copying them would. The slab belongs to the kept weights from then on ([Note: kept weights]) and is in the books
-once, under their name. Whoever writes to such a block takes a slab of its own first, by whatever way it writes: through
-the engine (a patch, a write on the device that is saved), or through the tensors that its module holds and their views,
-which are watched ([Note: data] in `watched_data.py`). The others go on with what the file has. When the last of them
-leaves, the weights are kept like any others.
+[Note: common weights] Two loaders of one file give two models, or two pipelines with a model each. Where both have a
+block in RAM with the same values in the same layout, the second is packed into the slab of the first: nothing is
+copied, and its own memory is free again. That they come from the same tensors of the same file says where to look; then
+all bytes are compared, which takes as long as copying them would. The slab belongs to the kept weights from then on
+([Note: kept weights]) and is in the books once, under their name. Whoever writes to such a block takes a slab of its
+own first, by whatever way it writes: through the engine (a patch, a write on the device that is saved), or through the
+tensors that its module holds and their views, which are watched ([Note: data] in `watched_data.py`). The others go on
+with what the file has. When the last of them leaves, the weights are kept like any others.
 
 Blocks are shared that have weights of the file only: no buffers, which forwards change, no encoded or quantized
 weights, whose tensors are not watched. Each device has its own copies.
@@ -68,7 +68,7 @@ class CommonWeights:
     def lendable(self, member: Member) -> Iterator[WeightGroup]:
         """Yield the groups of a member whose slabs have what files have, and that other code has no hold of."""
         packing = member.managed.packing
-        if not member.is_hosted or packing.plan.tier == "disk":
+        if not member.shares_files or packing.plan.tier == "disk":
             return
         for group in packing.groups:
             at_rest = group.at_rest

@@ -139,11 +139,11 @@ class KeptWeights:
         if not part.is_common:
             return []
         slabs = {id(slab.slab.data) for slab in part.slabs}
-        hosted = [member for member in list(self.members.values()) if member.is_hosted]
         return [
             member.id
-            for member in hosted
-            if any(group.at_rest.is_shared and id(group.host_slab) in slabs for group in member.managed.groups)
+            for member in list(self.members.values())
+            if member.shares_files
+            and any(group.at_rest.is_shared and id(group.host_slab) in slabs for group in member.managed.groups)
         ]
 
     def is_held(self, part: KeptPart) -> bool:

@@ -187,6 +187,13 @@ class Member:
         return self.passes_before - self.passes_in_step
 
     @property
+    def shares_files(self) -> bool:
+        """Whether its weights may lie in memory of other components with the same files ([Note: common weights])."""
+        source = self.managed.source
+        is_loaded = source is not None and source.loading is not None
+        return self.is_hosted or (is_loaded and not self.lenders and not self.borrowers)
+
+    @property
     def content(self) -> Hashable | None:
         """What its weights were read from, equal for all objects of the same files; None where that is not known."""
         files: frozenset[Hashable] = frozenset(

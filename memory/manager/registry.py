@@ -382,7 +382,7 @@ class Registry:
         content = member.content
         if content is not None:
             member.go_on_with(self.capacity.steered.returns.take(content, self.presence_of(member)))
-        common = self.common.find(member) if member.origins and member.is_hosted else {}
+        common = self.common.find(member) if member.origins and member.shares_files else {}
         kept = self.kept.slabs() if member.origins else ()
         managed.packing.start_from(member.origins, kept, common, member.proven)
         try:

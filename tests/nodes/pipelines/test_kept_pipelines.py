@@ -43,6 +43,17 @@ class Host:
         (saved,) = result.outputs["save"]["images"]
         return read_pixels(saved)
 
+    def pictures(self, graph: dict[str, Any]) -> list[torch.Tensor]:
+        """Run a graph with several pictures; return them by the ids of their nodes."""
+        result = self.runner.run(parse_workflow(graph), name="several")
+        assert dict(self.manager.ledger.entries) == dict(self.manager.count_bytes())
+        return [read_pixels(saved) for _, shown in sorted(result.outputs.items()) for saved in shown["images"]]
+
+    def in_ram(self) -> int:
+        """Return the bytes of RAM in the books."""
+        entries = self.manager.ledger.entries.items()
+        return sum(num_bytes for (place, _, _), num_bytes in entries if place in ("pinned", "host"))
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.manager.report()["events"] if event["kind"] == kind]
 
@@ -253,3 +264,46 @@ def test_where_no_temporary_file_can_be_written_the_files_are_loaded(
     host.picture("tiny-flux")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     assert torch.equal(host.picture("tiny-sd"), expected)
+
+
+def twice(pipeline: str, *, seed: int = 1, **second: Any) -> dict[str, Any]:
+    """Return a graph that loads a pipeline twice, with different choices, and samples both."""
+    graph = {}
+    for name, loaded in {"one": {"profile": "8MiB"}, "two": {"profile": "9MiB", **second}}.items():
+        own = make_graph(pipeline, sampled={"seed": seed}, placement="gpu:0", **loaded)
+        own["sample"]["inputs"]["pipeline"] = [f"load {name}", 0]
+        own["save"]["inputs"]["images"] = [f"sample {name}", 0]
+        graph |= {f"{node_id} {name}": node for node_id, node in own.items()}
+    return graph
+
+
+def test_two_loaders_of_a_file_have_it_once_in_ram(host: Host) -> None:
+    expected = host.picture("tiny-sd", profile="8MiB")
+    alone = host.in_ram()
+    host.runner.cache.clear()
+    cache = host.runner.cache
+    cache.max_entries = 6
+    first, second = host.pictures(twice("tiny-sd"))
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    # Weights outside of blocks lie beside buffers, and each has its own.
+    assert host.in_ram() < 1.3 * alone
+    shared = [part for part in host.manager.report()["components"] if part["id"].startswith("shared/")]
+    assert sum(sum(part["tiers"].values()) for part in shared) > 0.8 * alone
+
+    pipes = [
+        value.pipe for entry in cache.entries.values() for value in entry.values if isinstance(value, LoadedPipeline)
+    ]
+    weight, other = (next(iter(pipe.unet.up_blocks.parameters())) for pipe in pipes)
+    before = other.detach().cpu().clone()
+    weight.data.mul_(2)
+    changed, unchanged = host.pictures(twice("tiny-sd", seed=2))
+    assert torch.equal(other.detach().cpu(), before) and not torch.equal(weight.detach().cpu(), before)
+    assert not torch.equal(changed, unchanged)
+    del weight, other, pipes
+
+    cache.max_entries = 3
+    host.picture("tiny-flux")
+    assert torch.equal(host.picture("tiny-sd"), expected)
+    host.manager.follow_free("test")
+    cache.clear()
+    assert not host.manager.ledger.entries
