@@ -18,6 +18,7 @@ from .comfy_models.models import (
     HighwaterLoadVAE,
 )
 from .comfy_models.verify import HighwaterVerify
+from .idle_limits import HighwaterLimits
 from .image import HighwaterSaveImage
 from .keep import HighwaterKeep, HighwaterRelease
 from .pipelines.pipeline import HighwaterLoadPipeline, HighwaterSamplePipeline
@@ -37,6 +38,7 @@ NODE_CLASSES: tuple[type[io.ComfyNode], ...] = (
     HighwaterWatermark,
     HighwaterKeep,
     HighwaterRelease,
+    HighwaterLimits,
     HighwaterMemoryReport,
 )
 # For ComfyUI's own models: the headless host has none and does not list them.

@@ -21,7 +21,7 @@ const ASK_MS = 200;
 const TYPING_MS = 1_000;
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
-const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Verify|VerifyPipeline)$)/;
+const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Limits|Verify|VerifyPipeline)$)/;
 
 /**
  * Badge texts by key. Made before any badge reads it, and read back from the store: what is assigned is the plain

@@ -23,8 +23,8 @@ from ..runner.workflow_file import read_graph
 
 __all__ = ["verify_workflow"]
 
-# What output nodes may do here: write images, which go to a temporary folder, print, and set marks of this process.
-HARMLESS_OUTPUTS = frozenset({"HighwaterSaveImage", "HighwaterMemoryReport", "HighwaterWatermark"})
+# What output nodes may do here: write images, which go to a temporary folder, print, and set limits of this process.
+HARMLESS_OUTPUTS = frozenset({"HighwaterSaveImage", "HighwaterMemoryReport", "HighwaterWatermark", "HighwaterLimits"})
 STEPS = "steps"
 
 

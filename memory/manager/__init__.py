@@ -14,7 +14,7 @@ __all__, __getattr__ = lazy_names(
         "member": ["Member"],
         "departures": ["Departure"],
         "lending": ["LendingReport"],
-        "idle_limits": ["LONGEST_IDLE_S", "IdleLimits", "parse_num_loaded"],
+        "idle_limits": ["LONGEST_IDLE_S", "MOST_LOADED", "IdleLimits", "parse_num_loaded"],
         "forecast": ["KnownComponent"],
         "steered": ["SteeredComponent", "SteeringHost"],
         "report": ["Report", "empty_report", "parts_of"],

@@ -10,7 +10,7 @@ from ..units import format_seconds
 from .admission import Admission
 from .policies.candidate import Candidate
 
-__all__ = ["LONGEST_IDLE_S", "IdleLimits", "IdleUnloading", "parse_num_loaded"]
+__all__ = ["LONGEST_IDLE_S", "MOST_LOADED", "IdleLimits", "IdleUnloading", "parse_num_loaded"]
 
 LONGEST_IDLE_S = 7 * 24 * 3600.0
 MOST_LOADED = 1000

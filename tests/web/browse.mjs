@@ -21,7 +21,7 @@ await page.goto(base);
 await eventually("example is open", exampleIsOpen, hasOurs);
 assert.deepEqual(
   await page.evaluate(() => Object.keys(LiteGraph.registered_node_types).filter((type) => type.startsWith("Highwater")).sort()),
-  [...OURS, "HighwaterKeep", "HighwaterRelease", "HighwaterVerifyPipeline", "HighwaterWatermark"].sort(),
+  [...OURS, "HighwaterKeep", "HighwaterLimits", "HighwaterRelease", "HighwaterVerifyPipeline", "HighwaterWatermark"].sort(),
 );
 await eventually("canvas before", onCanvas, allEmpty);
 await run();
