@@ -20,15 +20,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
-from .forecast.queue_forecast import MAX_PROMPTS, QueueForecast, remember
+from .forecast.queue_forecast import MAX_PROMPTS, QueueForecast
 from .free_requests import hear_free_requests
 from .host.waiting_queue import read_queue
+from .loaders import Loaders
 from .prompts import digests_of, name_of_run, names_our_node, title_of, workflow_id_of
 
 if TYPE_CHECKING:
     from ..memory import MemoryManager
+    from .host.waiting_queue import QueuedPrompt
 
-__all__ = ["EVENT", "Boundaries", "features", "install", "shown_as"]
+__all__ = ["EVENT", "Boundaries", "features", "install", "loader_rows"]
 
 EVENT = "highwater.memory"
 FEATURES = ("run_boundaries", "node_boundaries", "events", "forecast", "free")
@@ -78,10 +80,7 @@ class Boundaries:
         self.digests: dict[str, str] = {}
         """What the results of this run's nodes follow from."""
         self.started: set[str] = set()
-        self.ran_at: dict[str, tuple[str, str | None]] = {}
-        """Digest -> the node and the workflow that computed it last."""
-        self.shown_as: dict[tuple[str, str | None], tuple[str, str | None]] = {}
-        """A node whose result was there already -> the one that computed it: the page shows the same of both."""
+        self.loaders = Loaders()
         self.forecast = QueueForecast()
         self.kept: frozenset[str] = frozenset()
         """What the results follow from that the host had when this run began, as far as is known."""
@@ -107,17 +106,19 @@ class Boundaries:
         self.manage().begin_run(prompt_id, name_of_run(graph, workflow_id))
         self.run_id, self.workflow_id = prompt_id, workflow_id
         before, self.digests, self.started = {*self.digests.values()}, digests_of(graph), set()
-        self.kept = frozenset(self.ran_at if self.forecast.keeps_results else before)
-        self.revisited = {id for id, digest in self.digests.items() if digest in self.ran_at and digest not in before}
+        self.kept = frozenset(self.loaders.computed_at if self.forecast.keeps_results else before)
+        self.revisited = {
+            id for id, digest in self.digests.items() if digest in self.loaders.computed_at and digest not in before
+        }
         self.add_handler(self)
         self.foresee()
+        self.read_loaders(prompt)
 
     @quietly("run_boundaries")
     def run_ended(self, prompt_id: str) -> None:
         if self.run_id is None or self.manager is None:
             return
         self.close_node()
-        self.tell_results_of_others()
         if self.revisited:
             self.forecast.note_results(are_kept=not self.revisited & self.started)
         self.run_id = self.workflow_id = None
@@ -137,7 +138,7 @@ class Boundaries:
         shown = graph.get_display_node_id(node_id)
         self.open_node, self.shown_node = node_id, shown
         self.started.add(shown)
-        remember(self.ran_at, self.digests.get(node_id, ""), (shown, self.workflow_id))
+        self.loaders.note_computed(self.digests.get(node_id, ""), shown, self.workflow_id)
         self.manager.begin_node(shown, title_of(node), workflow_id=self.workflow_id)
         self.foresee()
 
@@ -174,6 +175,13 @@ class Boundaries:
         if self.manager is not None and self.run_id is not None:
             self.forecast.learn(self.run_id, report, self.manager.known_components())
 
+    @quietly("events")
+    def read_loaders(self, prompt: QueuedPrompt | None) -> None:
+        """Note the loaders of the prompt that begins; the forecast has read it already."""
+        if prompt is not None:
+            read = self.forecast.read(prompt.id, prompt.graph, workflow_id=self.workflow_id, outputs=prompt.outputs)
+            self.loaders.read(read)
+
     @quietly("forecast")
     def foresee(self) -> None:
         """Tell the manager which components the rest of this run and the waiting prompts will use."""
@@ -198,27 +206,6 @@ class Boundaries:
             kept=self.kept if running is not None else self.digests.values(),
         )
         self.manager.foresee(steps.steps, steps.num_running)
-
-    def tell_results_of_others(self) -> None:
-        """Tell the page of nodes of this workflow that did not run, because another node had the same result."""
-        before = self.pairs()
-        for node_id, digest in self.digests.items():
-            here, there = (node_id, self.workflow_id), self.ran_at.get(digest)
-            if node_id in self.started or there == here:
-                self.shown_as.pop(here, None)
-            elif there is not None:
-                remember(self.shown_as, here, there)
-        pairs = self.pairs()
-        if pairs != before:
-            told = [pair for pair in pairs if pair["workflow_id"] == self.workflow_id]
-            self.publish({"type": "shown_as", "nodes": told})
-
-    def pairs(self) -> list[dict[str, str | None]]:
-        """Return the nodes whose result another node computed, with that node."""
-        return [
-            {"node_id": node_id, "workflow_id": workflow_id, "as_node_id": there[0], "as_workflow_id": there[1]}
-            for (node_id, workflow_id), there in list(self.shown_as.items())
-        ]
 
     def manage(self) -> MemoryManager:
         """Return the manager that every workflow shares, and subscribe to its messages."""
@@ -246,9 +233,10 @@ def features() -> dict[str, bool | str]:
     return {name: lost.get(name, True) for name in FEATURES}
 
 
-def shown_as() -> list[dict[str, str | None]]:
-    """Return the nodes whose result another node computed, for a page that opens."""
-    return installed[0].pairs() if installed else []
+def loader_rows() -> list[dict[str, Any]]:
+    """Return which components each loader shows."""
+    manager = installed[0].manager if installed else None
+    return installed[0].loaders.rows(manager.known_components()) if manager is not None else []
 
 
 def install(server: Any) -> None:

@@ -6,13 +6,13 @@ The same in ComfyUI and in our own server.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..memory import default_manager, existing_manager
-from .boundaries import features, shown_as
+from .boundaries import features, loader_rows
 from .host.waiting_queue import read_queue
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_routes(server: Any) -> None:
         return seeing_loaded_models(idle=not is_running())
 
     for method, path, handler in make_routes(
-        is_running=is_running, host_features=features, find_shown_as=shown_as, seeing_models=seeing_models
+        is_running=is_running, host_features=features, find_loaders=loader_rows, seeing_models=seeing_models
     ):
         server.routes.route(method, path)(handler)
 
@@ -49,7 +49,7 @@ def make_routes(
     host_features: Callable[[], Mapping[str, bool | str]],
     examine: Callable[[], dict[str, Any]] | None = None,
     find_manager: Callable[[], MemoryManager | None] = existing_manager,
-    find_shown_as: Callable[[], list[dict[str, str | None]]] = list,
+    find_loaders: Callable[[], list[dict[str, Any]]] = list,
     seeing_models: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Route]:
     """Return our addresses with what answers them.
@@ -59,7 +59,7 @@ def make_routes(
         host_features: what of the report this host keeps up to date, and why not the rest.
         examine: says whether the pack is in effect; looks at the ComfyUI that this process is by default.
         find_manager: returns the manager; None: there is none yet. Only what needs one makes it.
-        find_shown_as: returns the nodes that the page shows as others, whose results they have.
+        find_loaders: returns which components each loader shows (`Loaders.rows`).
         seeing_models: makes the manager see, in its body, what the host has loaded by itself.
     """
     from aiohttp import web
@@ -112,7 +112,7 @@ def make_routes(
         """Return the report; ``?only=nodes,components`` leaves out the rest, which can be long."""
         try:
             report = await asyncio.to_thread(
-                make_report, find_manager(), host_features(), request.query.get("only"), find_shown_as()
+                make_report, find_manager(), host_features(), request.query.get("only"), find_loaders
             )
         except InvalidInput as error:
             return web.json_response({"error": str(error)}, status=400)
@@ -167,7 +167,7 @@ def make_report(
     manager: MemoryManager | None,
     host_features: Mapping[str, bool | str],
     only: str | None = None,
-    shown_as: Sequence[Mapping[str, str | None]] = (),
+    find_loaders: Callable[[], list[dict[str, Any]]] = list,
 ) -> dict[str, Any]:
     """Return the manager's report, an empty one without a manager, and what of it this host keeps up to date.
 
@@ -179,5 +179,7 @@ def make_report(
     """
     from ..memory.manager.report import empty_report, parts_of
 
-    report = empty_report() if manager is None else manager.report()
-    return parts_of(report | {"host_features": dict(host_features), "shown_as": list(shown_as)}, only)
+    parts = None if only is None else frozenset(only.split(","))
+    report = empty_report() if manager is None else manager.report(parts)
+    loaders = find_loaders() if parts is None or "loaders" in parts else []
+    return parts_of(report | {"host_features": dict(host_features), "loaders": loaders}, only)

@@ -1,23 +1,27 @@
 // @ts-check
-// Shows the memory manager's numbers in the page: a badge on every node that ran, and a notice when something
-// does not fit. Registers only; what is shown is made in readout.js.
+// Shows the memory manager's numbers in the page: a badge on every node that holds or used memory, and a notice when
+// something does not fit. Registers only; what is shown is made in badges.js and readout.js.
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
-import { badgeText, keyOf, keysOf, makeTextBox, noticeOfEvent, noticeOfFailure, precisionOf, tiersOf } from "./readout.js";
+import { badgeText, keyOf, shownIn } from "./badges.js";
+import { makeTextBox, noticeOfEvent, noticeOfFailure } from "./readout.js";
 import { makeAsker, makeSoon } from "./report.js";
 import { limitWords, limitsText } from "./limits.js";
 import { makeListener } from "./settings.js";
 import { marksText } from "./watermark.js";
 
-/** @typedef {import("./readout.js").NodeReport} NodeReport */
-/** @typedef {import("./readout.js").ComponentReport} ComponentReport */
-/** @typedef {import("./readout.js").ShownAs} ShownAs */
+/** @typedef {import("./badges.js").NodeReport & { run_id: string, seconds: number }} NodeReport */
+/** @typedef {import("./badges.js").ComponentReport} ComponentReport */
+/** @typedef {import("./badges.js").Loader} Loader */
 
 // An own key on the page's store becomes reactive in the page's own Vue. That is what makes badges live in
 // Nodes 2.0, where nothing else tells a badge to be drawn again; the page offers no documented way.
 const STORE = "highwaterReadouts";
 const NOTICE_MS = 20_000;
 const ASK_MS = 200;
+const ASK_IN_NODE_MS = 1_000;
+// What changes while the page is open; executions of nodes are told one by one.
+const NOW = "components,loaders,open_nodes";
 const TYPING_MS = 1_000;
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
@@ -33,63 +37,50 @@ function texts() {
   return app.extensionManager[STORE];
 }
 
-/** The newest report of every node: workflow id, "" where none is known -> node id -> report. @type {Map<string, Map<string, NodeReport>>} */
-const reports = new Map();
 /**
- * Nodes whose result another node computed, of this workflow or another; they show what that one does.
- * Workflow id -> node id -> the other. @type {Map<string, Map<string, ShownAs>>}
+ * The newest report of every node: workflow id -> node id -> report, the oldest first. What a prompt without a
+ * workflow's id did belongs to no workflow. @type {Map<string, Map<string, NodeReport>>}
  */
-const shownAs = new Map();
-/** What is loaded now, as far as the page has asked. @type {ComponentReport[]} */
-let components = [];
+const reports = new Map();
+/** What is loaded now, and which nodes show it, as far as the page has asked. @type {{ components: ComponentReport[], loaders: Loader[] }} */
+let now = { components: [], loaders: [] };
 
 /** @param {NodeReport} node */
 function keep(node) {
-  const id = node.workflow_id ?? "";
-  const nodes = reports.get(id) ?? new Map();
-  nodes.delete(node.node_id); // the newest comes last: a subgraph's node shows the last of its inner ones
-  reports.set(id, nodes.set(node.node_id, node));
-  shownAs.get(id)?.delete(node.node_id); // it ran itself
-}
-
-/** @param {ShownAs[]} pairs all those of their workflows */
-function keepShownAs(pairs) {
-  for (const pair of pairs) shownAs.set(pair.workflow_id ?? "", new Map());
-  for (const pair of pairs) shownAs.get(pair.workflow_id ?? "")?.set(pair.node_id, pair);
+  if (node.workflow_id === null) return;
+  const nodes = reports.get(node.workflow_id) ?? new Map();
+  const before = nodes.get(node.node_id);
+  // An answer about a node that ran may come after the event that it has ended.
+  if (before && before.run_id === node.run_id && before.seconds > node.seconds) return;
+  nodes.delete(node.node_id);
+  reports.set(node.workflow_id, nodes.set(node.node_id, node));
 }
 
 /** Show what is known of the nodes of the open workflow; those of others wait until it is opened. */
 function showNodes() {
   const root = app.rootGraph;
-  for (const id of ["", root.id]) {
-    for (const node of reports.get(id)?.values() ?? []) showNode(root, node.node_id, node);
-    for (const pair of shownAs.get(id)?.values() ?? []) {
-      const node = reports.get(pair.as_workflow_id ?? "")?.get(pair.as_node_id);
-      if (node) showNode(root, pair.node_id, node);
-    }
+  const shown = shownIn(root, { ...now, nodes: reports.get(root.id)?.values() ?? [] });
+  const store = texts();
+  let isChanged = false;
+  for (const key of new Set([...shown.keys(), ...Object.keys(store)])) {
+    if (!key.startsWith(`${root.id}/`)) continue;
+    const text = badgeText(shown.get(key) ?? { parts: [] });
+    if ((store[key] ?? "") === text) continue;
+    store[key] = text;
+    isChanged = true;
   }
-  app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
-}
-
-/**
- * @param {import("./readout.js").GraphLike} root
- * @param {string} nodeId where it is shown
- * @param {NodeReport} node
- */
-function showNode(root, nodeId, node) {
-  const text = badgeText(node, tiersOf(components, node), precisionOf(components, node));
-  for (const key of keysOf(root, nodeId)) texts()[key] = text;
+  if (isChanged) app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
 }
 
 /**
  * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer.
- * @param {{ components: ComponentReport[], nodes?: NodeReport[], shown_as?: ShownAs[] }} report
+ * @param {{ components: ComponentReport[], loaders: Loader[], open_nodes: NodeReport[], nodes?: NodeReport[] }} report
  */
 function take(report) {
-  components = report.components;
+  now = report;
   const isNews = (/** @type {NodeReport} */ node) => !reports.get(node.workflow_id ?? "")?.has(node.node_id);
-  (report.nodes ?? []).filter(isNews).forEach(keep);
-  keepShownAs(report.shown_as ?? []);
+  const before = (report.nodes ?? []).filter(isNews);
+  [...before, ...report.open_nodes].forEach(keep);
   showNodes();
 }
 
@@ -102,7 +93,8 @@ function tellFailure(error) {
 
 const ask = makeAsker(fetchReport, { show: take, fail: tellFailure });
 // A loader's own report does not know what is loaded: ComfyUI loads a model when another node needs it.
-const askComponents = makeSoon(() => void ask("components"), ASK_MS);
+const askNow = makeSoon(() => void ask(NOW), ASK_MS);
+const askInNode = makeSoon(() => void ask(NOW), ASK_IN_NODE_MS);
 
 /** @param {string} parts comma-separated names of the report's parts */
 async function fetchReport(parts) {
@@ -257,18 +249,16 @@ app.registerExtension({
       if (detail.type === "node") {
         keep(detail);
         showNodes();
-        askComponents();
       }
-      if (detail.type === "shown_as") {
-        shownAs.delete(detail.workflow_id ?? "");
-        keepShownAs(detail.nodes);
-        showNodes();
-      }
+      askNow();
       notify(noticeOfEvent(detail));
     });
-    api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, components.length > 0)));
+    // Long nodes tell how far they are; a run that computes nothing anew tells only that the queue changed.
+    api.addEventListener("progress", askInNode);
+    api.addEventListener("status", askNow);
+    api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, now.components.length > 0)));
     // Events are not repeated after a reload.
-    await ask("nodes,components,shown_as");
+    await ask(`nodes,${NOW}`);
   },
 });
 

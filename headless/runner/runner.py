@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...memory.errors import InvalidInput
 from ...nodes.forecast.queue_forecast import MAX_PROMPTS, QueueForecast
+from ...nodes.loaders import Loaders
 from ...nodes.progress import showing_loadings
 from ..comfy_stub import folder_paths
 from ..comfy_stub.comfy_api import executing_node, install
@@ -96,12 +97,17 @@ class WorkflowRunner:
         self.running = threading.Lock()
         self.stop = threading.Event()
         self.forecast = QueueForecast(keeps_results=True)
+        self.loaders = Loaders()
         self.results: dict[str, None] = {}
         """The digests of the nodes that have run: their results are kept, most of them at least."""
 
     @property
     def is_running(self) -> bool:
         return self.running.locked()
+
+    def loader_rows(self) -> list[dict[str, Any]]:
+        """Return which components each loader shows (`Loaders.rows`)."""
+        return self.loaders.rows(self.manager.known_components())
 
     def note_results(self, digests: Iterable[str]) -> None:
         """Note the digests of nodes that have run."""
@@ -190,6 +196,10 @@ class Run:
         kept = frozenset(self.runner.results)
         done = {id for id in order if cache.find(signatures[id]) is not None}
         self.tell("cached", [id for id in order if id in done])
+        read = self.runner.forecast.read(
+            self.run_id, self.workflow.prompt, workflow_id=self.name, outputs=self.workflow.output_ids
+        )
+        self.runner.loaders.read(read)
         found: dict[str, CacheEntry] = {}
         executed: dict[str, None] = {}
         outputs: dict[str, Mapping[str, list[Any]]] = {}
@@ -239,6 +249,8 @@ class Run:
                 for name, value in node.inputs.items()
             }
             hidden = HiddenHolder(unique_id=node.id, prompt=self.workflow.prompt, extra_pnginfo=self.extra_pnginfo)
+            digest = self.runner.forecast.prompts[self.run_id].digests.get(node.id, "")
+            self.runner.loaders.note_computed(digest, node.id, self.name)
             manager.begin_node(node.id, node.title, workflow_id=self.name)
             try:
                 with showing_loadings(partial(self.loading, node.id), manager):

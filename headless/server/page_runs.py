@@ -44,6 +44,7 @@ class RunRoutes:
                 host_features=lambda: dict.fromkeys(FEATURES, True),
                 examine=lambda: examine(None, os.environ),
                 find_manager=lambda: self.runner.manager,
+                find_loaders=self.runner.loader_rows,
             ),
             ("GET", "/system_stats", self.get_system_stats),
             ("GET", "/object_info", self.get_object_info),

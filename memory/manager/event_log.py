@@ -16,6 +16,8 @@ __all__ = ["EventLog"]
 
 # Of each kind, some 100 runs of three models that push each other out, in 1 MB; older entries leave first.
 MAX_ENTRIES = 1_000
+# The kinds of events that the listeners hear of: weights moved, or something that a user should know.
+TOLD = frozenset({"load", "evict", "release", "reuse", "drop", "error", "thrashing", "growth"})
 
 
 class EventLog:
@@ -57,7 +59,7 @@ class EventLog:
         component_kind: str = "",
         to: str = "",
     ) -> Event:
-        """Enter an event with the run and node of now; evictions, errors and warnings reach the listeners at once."""
+        """Enter an event with the run and node of now; moves, errors and warnings reach the listeners at once."""
         event = Event(
             t_s=round(self.now_s, 6),
             kind=kind,
@@ -73,7 +75,7 @@ class EventLog:
         self.events.append(event)
         if kind == "evict" and self.is_running:
             self.runs[-1] = replace(self.runs[-1], num_evictions=self.runs[-1].num_evictions + 1)
-        if kind in ("evict", "error", "thrashing", "growth"):
+        if kind in TOLD:
             self.tell({"type": "event", **asdict(event)})
         return event
 

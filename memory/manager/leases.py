@@ -227,7 +227,6 @@ class Leases:
             needed = {}
         for device, num_bytes in needed.items():
             member.note_activations(device, num_bytes)
-            self.measures.needed_by_node(device, num_bytes)
         if is_own_pass(holder):
             member.note_pass(self.measures.step)
             learn_needs(member, self.capacity, holder, needed)

@@ -548,7 +548,7 @@ class MemoryManager:
     def subscribe(
         self, listener: Callable[[dict[str, Any]], None], *, unless_equal: bool = False
     ) -> Callable[[], None]:
-        """Call the listener with every node's report and every eviction; returns what ends that.
+        """Call the listener with every node's report and what moves; returns what ends that.
 
         Args:
             unless_equal: where a listener that equals this one is subscribed, that one stays the only one.
@@ -560,10 +560,14 @@ class MemoryManager:
         """Return what each device has in all, free, and of managed weights; asks the driver."""
         return self.reporter.devices()
 
-    def report(self) -> dict[str, Any]:
-        """Return the versioned report of everything so far, JSON-able. The lock is held only while that is copied."""
+    def report(self, parts: Collection[str] | None = None) -> dict[str, Any]:
+        """Return the versioned report of everything so far, JSON-able. The lock is held only while that is copied.
+
+        Args:
+            parts: leave all others empty; what is left out costs nothing.
+        """
         with self.exclusive():
-            report = self.reporter.whole()
+            report = self.reporter.whole() if parts is None else self.reporter.some(parts)
         return report().to_json()
 
     def recent_report(self, number: int) -> dict[str, Any]:

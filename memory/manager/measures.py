@@ -15,7 +15,7 @@ from .steered import Steered, SteeredComponent
 __all__ = ["Measures", "OpenNode"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenNode:
     """A node that is executing; its numbers grow with each forward in it."""
 
@@ -27,8 +27,8 @@ class OpenNode:
     moved_before: int
     """The bytes that had been copied to devices when it began."""
     peaks: Counter[str] = field(default_factory=Counter)
-    activations: Counter[str] = field(default_factory=Counter)
     weights: Counter[str] = field(default_factory=Counter)
+    staging: Counter[str] = field(default_factory=Counter)
     components: dict[str, None] = field(default_factory=dict)
     """The components that it used, in the order of their first use."""
 
@@ -40,9 +40,9 @@ class OpenNode:
         """Note what was allocated on a device; the most counts, as in the two below."""
         self.peaks[device] = max(self.peaks[device], num_bytes)
 
-    def note_activations(self, device: str, num_bytes: int) -> None:
-        """Note what a forward needed of a device beside what was there."""
-        self.activations[device] = max(self.activations[device], num_bytes)
+    def note_staging(self, device: str, num_bytes: int) -> None:
+        """Note through how many bytes of a device the components that it uses stream."""
+        self.staging[device] = max(self.staging[device], num_bytes)
 
     def note_weights(self, device: str, num_bytes: int) -> None:
         """Note what a component that the node uses has on a device."""
@@ -51,7 +51,7 @@ class OpenNode:
 
 @dataclass(slots=True)
 class Interval:
-    """What was allocated beside all managed weights at its begin, and the most since then, by device."""
+    """What was allocated beside all weights at its begin, and the most since then, by device."""
 
     begin: dict[str, int]
     most: Counter[str] = field(default_factory=Counter)
@@ -94,7 +94,7 @@ class Measures:
         self.node: OpenNode | None = None
         self.intervals: dict[object, Interval] = {}
         self.weights_before: dict[str, int] = {}
-        """The managed weights on each device at the last look."""
+        """The weights that torch's allocator had on each device at the last look, as far as they are known here."""
         self.peaks: Counter[str] = Counter()
         """The most that was allocated on each device since the start."""
         self.moved_before_run = 0
@@ -132,6 +132,7 @@ class Measures:
         if self.steered.hosts:
             held = {**held, **self.steered.look(name)}
             paged = self.steered.paged_bytes(name)  # pages lie beside the allocator: it counts none of them
+            weights = max(weights, sum(held.values()) - paged)
         in_all = peak + paged
         self.peaks[name] = max(self.peaks[name], in_all)
         if self.node is not None:
@@ -152,8 +153,12 @@ class Measures:
         Other measurements go on.
         """
         allocated = {name: self.look(name) for name in devices if name in self.devices}
-        self.intervals[key] = Interval({name: had - self.weights_before[name] for name, had in allocated.items()})
+        self.intervals[key] = self.make_interval(allocated)
         return allocated
+
+    def make_interval(self, allocated: dict[str, int]) -> Interval:
+        """Return an interval that begins with what the last look found allocated."""
+        return Interval({name: had - self.weights_before[name] for name, had in allocated.items()})
 
     def end_interval(self, key: object) -> dict[str, int]:
         """Return the most bytes by device that were needed beside the weights and what was there at the beginning."""
@@ -199,7 +204,7 @@ class Measures:
     # -- nodes
 
     def begin_node(self, node_id: str, title: str, workflow_id: str | None) -> None:
-        self.sample()
+        allocated = {name: self.look(name) for name in self.devices}  # what was until now is not of this node
         self.event_log.enter_node(node_id)
         self.node = OpenNode(
             node_id=node_id,
@@ -209,14 +214,17 @@ class Measures:
             begin_s=self.event_log.now_s,
             moved_before=self.bytes_moved(),
         )
+        self.intervals[self.node] = self.make_interval(allocated)
 
     def used_by_node(self, component: str) -> None:
         """Count a component's bytes on devices for the open node, which uses it."""
         self.note_used(component)
-        if self.node is not None:
-            self.node.note_component(component)
+        node = self.node
+        if node is not None:
+            node.note_component(component)
             for name in self.devices:
-                self.node.note_weights(name, self.ledger.held(component, name))
+                node.note_weights(name, self.ledger.held(component, name))
+                node.note_staging(name, sum(self.ledger.passing(used, name) for used in node.components))
 
     def note_used(self, component: str, activation_bytes: int | None = None) -> None:
         """Count a component for the open run, which uses it, and what it needed; once unknown stays unknown."""
@@ -236,17 +244,20 @@ class Measures:
                 for device, num_bytes in component.device_bytes().items():
                     node.note_weights(device, num_bytes)
 
-    def needed_by_node(self, device: str, activation_bytes: int) -> None:
-        """Count for the open node what a forward needed of a device beside what was there."""
-        if self.node is not None:
-            self.node.note_activations(device, activation_bytes)
-
     def end_node(self, node: OpenNode, tiers: dict[str, int]) -> NodeReport:
         """Close the open node and enter its report, which is returned."""
         self.sample()
         self.node = None
         self.event_log.enter_node(None)
-        report = NodeReport(
+        report = self.report_of(node, tiers)
+        self.intervals.pop(node, None)
+        self.event_log.note_node(report)
+        return report
+
+    def report_of(self, node: OpenNode, tiers: dict[str, int]) -> NodeReport:
+        """Return the report of a node as of the last look at each device."""
+        interval = self.intervals.get(node)
+        return NodeReport(
             node_id=node.node_id,
             title=node.title,
             run_id=node.run_id,
@@ -254,10 +265,9 @@ class Measures:
             seconds=round(self.event_log.now_s - node.begin_s, 6),
             peak_bytes=dict(node.peaks),
             weights_bytes={name: held for name, held in node.weights.items() if held},
-            activation_bytes={name: node.activations[name] for name in self.devices},
+            activation_bytes=interval.needed() if interval is not None else {},
+            staging_bytes={name: most for name, most in node.staging.items() if most},
             bytes_moved=self.bytes_moved() - node.moved_before,
             tiers=tiers,
             components=list(node.components),
         )
-        self.event_log.note_node(report)
-        return report

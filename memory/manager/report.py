@@ -113,6 +113,10 @@ class ComponentReport:
     bytes_moved: int | None
     """None where the host moves it and does not tell."""
     plan: dict[str, Any]
+    total_bytes: int | None = None
+    """What its weights take in the precision in which they rest; None where its host does not tell."""
+    staging_bytes: dict[str, int] = field(default_factory=dict)
+    """The bytes by device in ``tiers`` through which weights only pass: staging memory, and scratch to decode them."""
     engine: str = "blocks"
     """What moves its weights: ``blocks``, this manager; ``dynamic``, its host's memory manager, which is steered
     ([Note: steered] in `steered.py`); ``core``, its host or another pack, and its bytes are only counted; ``kept``,
@@ -125,8 +129,9 @@ class ComponentReport:
 class NodeReport:
     """One execution of a node.
 
-    ``weights_bytes`` is the most that a component which it used had on a device, ``activation_bytes`` the most that a
-    forward of one needed beside what was there, and ``peak_bytes`` the most that was allocated in all.
+    ``weights_bytes`` is the most that a component which it used had on a device, ``staging_bytes`` the most through
+    which the weights of those only passed, ``activation_bytes`` the most that was allocated while it ran, beside all
+    weights and what was there at its begin, and ``peak_bytes`` the most that was allocated in all.
     ``tiers`` says where the components that this node loaded are now. ``components`` are those it computed with, in the
     order of their first use.
     """
@@ -142,6 +147,7 @@ class NodeReport:
     bytes_moved: int
     tiers: dict[str, int]
     components: list[str] = field(default_factory=list)
+    staging_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +172,8 @@ class Report:
     runs: list[RunReport]
     events: list[Event]
     samples: list[Sample]
+    open_nodes: list[NodeReport] = field(default_factory=list)
+    """The node that runs now, with its numbers so far."""
     version: int = field(default=REPORT_VERSION)
 
     def to_json(self) -> dict[str, Any]:
@@ -177,6 +185,7 @@ class Report:
             "runs": list(map(fields_of, self.runs)),
             "events": list(map(fields_of, self.events)),
             "samples": list(map(fields_of, self.samples)),
+            "open_nodes": list(map(node_fields, self.open_nodes)),
             "version": self.version,
         }
 
@@ -281,6 +290,8 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         last_use_s=state.last_use_s,
         bytes_moved=state.bytes_moved,
         plan={**plan.to_json(), "reasons": [*member.reasons, *plan.reasons]},
+        total_bytes=plan.total_bytes,
+        staging_bytes={place: passing for place in held if (passing := ledger.passing(member.id, place))},
         num_compiles=state.num_compiles,
         uncompiled_blocks=state.uncompiled_blocks,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
@@ -100,18 +100,40 @@ class Reporter:
         report, timeline = self.copy(log.nodes, log.runs, log.events), log.timeline.copy()
         return lambda: replace(report(), samples=timeline.samples())
 
+    def some(self, parts: Collection[str]) -> Callable[[], Report]:
+        """As `whole`, with these parts alone; all others are empty, and cost nothing."""
+        log = self.event_log
+        asked = [
+            found if part in parts else ()
+            for part, found in (("nodes", log.nodes), ("runs", log.runs), ("events", log.events))
+        ]
+        report = self.copy(*asked, parts=parts)
+        samples = log.timeline.copy().samples if "samples" in parts else list
+        return lambda: replace(report(), samples=samples())
+
     def recent(self, number: int) -> Callable[[], Report]:
         """As `whole`, with only so many of the last nodes, runs and events, and without the timeline."""
         log = self.event_log
         return self.copy(*(newest(entries, number) for entries in (log.nodes, log.runs, log.events)))
 
     def copy(
-        self, nodes: Iterable[NodeReport], runs: Iterable[RunReport], events: Iterable[Event]
+        self,
+        nodes: Iterable[NodeReport],
+        runs: Iterable[RunReport],
+        events: Iterable[Event],
+        parts: Collection[str] = ("components", "devices", "open_nodes"),
     ) -> Callable[[], Report]:
-        states = [ComponentState(member) for member in self.members.values()]
-        ledger, devices = self.ledger.copy(), self.devices()
-        copied = {"nodes": list(nodes), "runs": list(runs), "events": list(events)}
-        others = [*self.steered.reports(), *self.kept.reports()]
+        has_components = "components" in parts
+        states = [ComponentState(member) for member in self.members.values()] if has_components else []
+        others = [*self.steered.reports(), *self.kept.reports()] if has_components else []
+        ledger, devices = self.ledger.copy(), self.devices() if "devices" in parts else []
+        node = self.measures.node if "open_nodes" in parts else None
+        copied = {
+            "nodes": list(nodes),
+            "runs": list(runs),
+            "events": list(events),
+            "open_nodes": [self.measures.report_of(node, {})] if node is not None else [],
+        }
 
         def report() -> Report:
             components = [*(component_report(state, ledger) for state in states), *others]

@@ -86,6 +86,10 @@ class SteeredComponent(ABC):
     def paged_bytes(self, device: str) -> int:
         """Return the bytes of a device that it has beside torch's allocator."""
 
+    def passing_bytes(self) -> Mapping[str, int]:
+        """Return the bytes in `device_bytes` through which weights only pass."""
+        return {}
+
     def host_bytes(self) -> Mapping[str, int]:
         """Return the bytes of RAM that it has by tier (``pinned``, ``host``), as far as the host tells."""
         return {}
@@ -266,6 +270,7 @@ class Steered:
 def steered_report(component: SteeredComponent) -> ComponentReport:
     held = component.device_bytes()
     node_id, workflow_id = component.asked_by()
+    plan = dict(component.describe())
     return ComponentReport(
         id=component.id,
         name=component.name,
@@ -278,6 +283,8 @@ def steered_report(component: SteeredComponent) -> ComponentReport:
         leased=any(held.values()) and component.is_computing,
         last_use_s=component.last_use_s,
         bytes_moved=None,
-        plan=dict(component.describe()),
+        plan=plan,
         engine=component.engine,
+        total_bytes=plan.get("weight_bytes"),
+        staging_bytes={place: n for place, n in component.passing_bytes().items() if n},
     )

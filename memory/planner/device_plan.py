@@ -51,6 +51,8 @@ class DevicePlan:
     """Where in the staging memory each streamed block comes to lie ([Note: offsets] in `staging_layout.py`)."""
     streamed_block_bytes: int = 0
     """The bytes of the largest block that streams."""
+    streamed_bytes: int = 0
+    """The bytes of all blocks that stream."""
     scratch_bytes: int = 0
     pass_s: float | None = None
     """What a pass is predicted to take; None where the speeds are not known."""
@@ -79,6 +81,11 @@ class DevicePlan:
         return next(
             (reason for reason in self.reasons if reason.startswith(KEEPS)), "needs more memory for activations"
         )
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all of its weights and buffers, wherever they are."""
+        return self.fixed_bytes + self.resident_bytes + self.streamed_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -329,6 +336,7 @@ def stream(whole: DevicePlan, sizes: Mapping[int, int], schedule: Schedule) -> D
         resident_bytes=sum(sizes[number] for number in resident),
         staging_bytes=schedule.staging_bytes,
         offsets=tuple({numbers[position]: begin for position, begin in here.items()} for here in schedule.offsets),
+        streamed_bytes=whole.resident_bytes - sum(sizes[number] for number in resident),
         streamed_block_bytes=max(sizes[number] for number in numbers if number not in resident),
     )
 

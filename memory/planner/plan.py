@@ -75,6 +75,11 @@ class ComponentPlan:
         return {share.device: share.device_bytes for share in self.shares}
 
     @property
+    def total_bytes(self) -> int:
+        """The bytes of all weights and buffers in the precision in which they rest, wherever they are."""
+        return sum(share.total_bytes for share in self.shares)
+
+    @property
     def streams(self) -> bool:
         return any(share.streamed for share in self.shares)
 

@@ -137,6 +137,10 @@ class DynamicModel(SteeredComponent):
         buffers = list(getattr(comfy.model_management, "STREAM_AIMDO_CAST_BUFFERS", {}).values())
         return sum(int(buffer.size()) for buffer in buffers if buffer.device == patcher.load_device.index)
 
+    def passing_bytes(self) -> Mapping[str, int]:
+        patcher = self.patcher
+        return {device_name(patcher.load_device): self.staging_bytes} if patcher is not None else {}
+
     def wanted_bytes(self) -> Mapping[str, int]:
         patcher, most = self.patcher, self.budget_bytes
         if patcher is None or is_cpu(patcher.load_device):

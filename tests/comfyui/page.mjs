@@ -2,16 +2,17 @@
 // usage: page.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has one of each node that is named here)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { inPage, onCanvas, openPage } from "../web/open_page.mjs";
+import { inPage, onCanvas, openPage, SAVED } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
 const SAMPLER = "KSampler";
 const IN_RAM = /^RAM [1-9][\d.]*[KMG]( fp8)?$/;
-const ON_DEVICE = /^VRAM [1-9][\d.]*[KMG]/;
+const ON_DEVICE = /^[1-9][\d.]*[KMG] gpu:0$/;
+const ADDED = /^\+[1-9][\d.]*[KMG] gpu:0$/;
 
 const { browser, page, errors, shoot, eventually, setting, widgets } = await openPage(base, executablePath, screenshots);
-const isShown = (badges) => IN_RAM.test(badges[LOADER]) && ON_DEVICE.test(badges[SAMPLER]);
+const isShown = (badges) => ON_DEVICE.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]);
 const isEmpty = (badges) => LOADER in badges && Object.values(badges).every((text) => text === "");
 const notes = () => [...document.querySelectorAll(".highwater-text")].map((box) => box.textContent).join("\n");
 const run = () => page.evaluate(() => app.queuePrompt(0));
@@ -41,12 +42,17 @@ await setting("Comfy.VueNodes.Enabled", true);
 await eventually("Nodes 2.0 after the switch", inPage, isShown);
 await widgets(LOADER, { precision: "fp8 scaled", placement: "gpu:7" });
 await run();
-await eventually("Nodes 2.0 in fp8", inPage, (badges) => isShown(badges) && badges[LOADER].endsWith(" fp8"));
+await eventually("Nodes 2.0 in fp8", inPage, isShown);
 await eventually("what the loader says", notes, (text) => text.includes("this machine has no gpu:7"));
+// What leaves the device is seen at once, without a run; the next run loads it again.
+const isIdle = async () => (await (await fetch("/api/queue")).json()).queue_running.length === 0;
+await eventually("nothing runs", isIdle, Boolean);
+await page.evaluate(() => fetch("/api/highwater/free", { method: "POST" }));
+await eventually("Nodes 2.0 in RAM", inPage, (badges) => / fp8$/.test(badges[LOADER]) && IN_RAM.test(badges[LOADER]));
 await page.waitForTimeout(500);
 await shoot("comfyui_nodes2");
 const saved = await page.evaluate(() => JSON.stringify(app.rootGraph.serialize()));
-assert.ok(!/V?RAM \d|this machine has no/.test(saved), "a readout was saved with the workflow");
+assert.ok(!SAVED.test(saved) && !/this machine has no/.test(saved), "a readout was saved with the workflow");
 assert.deepEqual(errors, [], "errors in the page");
 
 // Another workflow with the same node ids has nothing yet; the first one's values are there when it is opened again,
@@ -54,16 +60,25 @@ assert.deepEqual(errors, [], "errors in the page");
 const first = await page.evaluate(() => app.rootGraph.serialize());
 await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
 await eventually("another workflow", inPage, isEmpty);
-// It runs: nothing is computed again, as the host has all results. Its loader shows what the first one's does.
+// A prompt from elsewhere that has these node ids and no workflow's id is no business of it.
+const elsewhere = JSON.parse(await readFile(workflow, "utf8"));
+const { prompt_id } = await (await fetch(`${base}/prompt`, { method: "POST", body: JSON.stringify({ prompt: elsewhere }) })).json();
+const isDone = async (id) => Boolean((await (await fetch(`/api/history/${id}`)).json())[id]?.status.completed);
+await eventually("the prompt from elsewhere", `(${isDone})("${prompt_id}")`, Boolean);
+await page.waitForTimeout(1500);
+assert.ok(isEmpty(await page.evaluate(inPage)), "a prompt without a workflow's id is shown on an open workflow");
+// It runs: nothing is computed again, as the host has all results. Its loader shows what the first one's does; no
+// node added anything.
 await run();
-await eventually("another workflow with the same results", inPage, (badges) => IN_RAM.test(badges[LOADER]));
+await eventually("another workflow with the same results", inPage, (badges) => IN_RAM.test(badges[LOADER]) && badges[SAMPLER] === "");
+const isFirst = (badges) => IN_RAM.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
-await eventually("the first one again", inPage, isShown);
+await eventually("the first one again", inPage, isFirst);
 await page.reload();
 await eventually("page is ready again", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
 await page.waitForTimeout(1000);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
-await eventually("after a reload", inPage, isShown);
+await eventually("after a reload", inPage, isFirst);
 
 // A budget that is too small is found when the sampler asks for the model; the page itself says only that it failed.
 await widgets(LOADER, { precision: "as stored", placement: "default", profile: "0.25MiB" });

@@ -1,17 +1,21 @@
 // Looks at the served page as a user does, in both renderers; test_browser.py starts it.
 // usage: browse.mjs ADDRESS CHROMIUM SCREENSHOTS
 import assert from "node:assert/strict";
-import { inPage, onCanvas, openPage } from "./open_page.mjs";
+import { inPage, onCanvas, openPage, SAVED } from "./open_page.mjs";
 
 const [base, executablePath, screenshots] = process.argv.slice(2);
 const LOADER = "HighwaterLoadPipeline";
 // The nodes of the example.
 const OURS = [LOADER, "HighwaterSamplePipeline", "HighwaterSaveImage", "HighwaterMemoryReport"];
-const BYTES = /^(RAM|VRAM) [1-9][\d.]*[KMG]( fp8)?$/;
+const SAMPLER = "HighwaterSamplePipeline";
+const ON_DEVICE = /^[1-9][\d.]*M gpu:0$/;
+const ADDED = /^\+[1-9][\d.]*[KM] gpu:0$/;
 
 const { browser, page, errors, foreign, shoot, eventually, setting, widgets } = await openPage(base, executablePath, screenshots);
 const allEmpty = (badges) => OURS.every((type) => badges[type] === "");
-const allBytes = (badges) => OURS.every((type) => BYTES.test(badges[type]));
+// The nodes that save an image and make the report hold nothing of a device, and add nothing.
+const othersAreEmpty = (badges) => OURS.every((type) => [LOADER, SAMPLER].includes(type) || badges[type] === "");
+const allBytes = (badges) => ON_DEVICE.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]) && othersAreEmpty(badges);
 const exampleIsOpen = () => window.app?.rootGraph?.nodes?.map((node) => node.type) ?? [];
 const hasOurs = (types) => OURS.every((type) => types.includes(type));
 const run = () => page.getByRole("button", { name: "Run", exact: true }).first().click();
@@ -47,8 +51,11 @@ await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: 
 await eventually("Nodes 2.0 before", inPage, allEmpty);
 await widgets(LOADER, { precision: "fp8 scaled" });
 await run();
-await eventually("Nodes 2.0 after", inPage, (badges) => allBytes(badges) && badges[LOADER].endsWith(" fp8"));
-assert.ok(Number.parseFloat((await page.evaluate(inPage))[LOADER].slice(4)) < 35, "another workflow's loader was counted too");
+await eventually("Nodes 2.0 after", inPage, allBytes);
+assert.ok(Number.parseFloat((await page.evaluate(inPage))[LOADER]) < 35, "another workflow's loader was counted too");
+// What leaves the device is seen at once, without a run.
+await page.evaluate(() => fetch("/highwater/free", { method: "POST" }));
+await eventually("Nodes 2.0 in RAM", inPage, (badges) => /^RAM [1-9][\d.]*M fp8$/.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]));
 const image = '[data-node-id="3"] img';
 await eventually("image in Nodes 2.0", `document.querySelector('${image}')?.naturalWidth`, (width) => width === 64);
 await page.waitForTimeout(400);
@@ -56,7 +63,7 @@ await shoot("nodes2");
 
 // What is shown is not saved, and not sent.
 const saved = await page.evaluate(() => JSON.stringify(app.rootGraph.serialize()));
-assert.ok(!/V?RAM \d|report_text/.test(saved.replace(/"MarkdownNote".*?\]/, "")), "a readout was saved with the workflow");
+assert.ok(!SAVED.test(saved.replace(/"MarkdownNote".*?\]/, "")), "a readout was saved with the workflow");
 assert.deepEqual(await page.evaluate(async () => Object.keys((await app.graphToPrompt()).output[4].inputs)), ["after"]);
 assert.deepEqual(errors, [], "errors in the page");
 

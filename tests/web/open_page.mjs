@@ -60,18 +60,24 @@ export async function openPage(base, executablePath, screenshots) {
   return { browser, page, errors, foreign, shoot, eventually, setting, widgets };
 }
 
-// Badges by node class, read in the page: by the canvas renderer's own call, or as text.
+// Badges by node class, read in the page: by the canvas renderer's own call, or as text. Functions that the page runs
+// see nothing of this module: what a badge looks like stands in both.
 export const onCanvas = () =>
   Object.fromEntries(
     app.rootGraph.nodes.map((node) => [
       node.type,
-      node.badges.map((badge) => (typeof badge === "function" ? badge() : badge).text).filter((text) => /^V?RAM /.test(text)).join(""),
+      node.badges
+        .map((badge) => (typeof badge === "function" ? badge() : badge).text)
+        .filter((text) => /^(\+?[\d.]+[BKMGT](\/[\d.]+[KMGT])? gpu:\d+|streams \d+\/\d+|RAM [\d.]+[BKMGT]( \w+)?|\d+ GPUs \+?[\d.+BKMGT]+|disk)$/.test(text))
+        .join(""),
     ]),
   );
 export const inPage = () =>
   Object.fromEntries(
     app.rootGraph.nodes.map((node) => [
       node.type,
-      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/V?RAM \d\S*( fp8)?/)?.[0] ?? "",
+      document.querySelector(`[data-node-id="${node.id}"]`)?.innerText.match(/\+?[\d.]+[BKMGT](\/[\d.]+[KMGT])? gpu:\d+|streams \d+\/\d+|RAM [\d.]+[BKMGT]( fp8)?|\d+ GPUs \+?[\d.+BKMGT]+|\bdisk\b/)?.[0] ?? "",
     ]),
   );
+// What of it stands in a workflow that was saved.
+export const SAVED = /[KMGT] gpu:\d|streams \d|RAM [\d.]+[BKMGT]\b|report_text/;

@@ -152,6 +152,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
     """The host imports every script below it, also one that was meant for tests."""
     found = {path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.is_file()}
     assert found == {
+        "badges.js",
         "extension.js",
         "limits.js",
         "readout.js",

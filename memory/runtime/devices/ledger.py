@@ -128,6 +128,10 @@ class Ledger:
         row = self.rows.get(place)
         return sum([row.get((component, kind), 0) for kind in Kind]) if row else 0
 
+    def passing(self, component: str, place: str) -> int:
+        """Return the bytes of one component in a place through which weights only pass: staging memory and scratch."""
+        return self.entry(place, component, Kind.STAGING) + self.entry(place, component, Kind.SCRATCH)
+
     def bytes_by_place(self, component: str) -> dict[str, int]:
         """Return the bytes of one component by place; empty once everything is released."""
         held = ((place, self.held(component, place)) for place in sorted(self.rows))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,10 @@ from highwater.memory import manage
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.measures import Measures
 from highwater.memory.manager.member import Members
-from highwater.memory.manager.steered import Steered
+from highwater.memory.manager.steered import Steered, SteeredComponent
 from highwater.memory.runtime.devices.ledger import Kind, Ledger
 from highwater.memory.transfer.devices import Device, list_devices
+from highwater.memory.units import MIB
 
 STEPS = st.lists(
     st.one_of(
@@ -136,3 +139,121 @@ def test_measuring_leaves_no_garbage(toys, machine) -> None:
             gc.set_debug(0)
             gc.garbage.clear()
             gc.enable()
+
+
+class Static(SteeredComponent):
+    """A component whose host loads it whole, into memory of torch's allocator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "diffusion")
+        self.weights: list[torch.Tensor] = []
+
+    def load(self, num_bytes: int) -> None:
+        self.weights.append(torch.empty(num_bytes, dtype=torch.uint8, device="sim:0"))
+
+    def device_bytes(self) -> Mapping[str, int]:
+        return {"gpu:0": sum(weight.nbytes for weight in self.weights)}
+
+    def paged_bytes(self, device: str) -> int:
+        return 0
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"weight_bytes": 5 * MIB, "reasons": []}
+
+    is_computing = is_in_effect = True
+
+    def free_memory(self, device: str, num_bytes: int) -> int:
+        return 0
+
+    def leave_first(self, device: str) -> None:
+        pass
+
+
+class StaticHost:
+    def __init__(self, *held: Static) -> None:
+        self.held = held
+
+    def components(self) -> Iterable[Static]:
+        return self.held
+
+    def keep_free(self, num_bytes: int | None) -> None:
+        pass
+
+    def pinned_bytes(self) -> int:
+        return 0
+
+
+def held(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="sim:0")
+
+
+@torch.no_grad()
+def test_a_nodes_activations_are_its_own_and_no_weights(toys, machine) -> None:
+    """Neither what was there before it, nor what its components, or the host's, hold."""
+    net, x = toys.build_net(), torch.ones(1, 100, 64)
+    with machine(16) as manager:
+        manage({"net": net}, placement="gpu:0", manager=manager)
+        net(x)
+        manager.steer(StaticHost(static := Static("flux")))
+        earlier = held(MIB)
+        manager.begin_run("r", "w")
+        manager.begin_node("1", "Idle")
+        idle = manager.end_node()
+        manager.begin_node("2", "Sample")
+        static.load(2 * MIB)
+        net(x)
+        sampler = manager.end_node()
+        manager.begin_node("3", "Decode")
+        held(300 * 1024)
+        decoder = manager.end_node()
+        manager.end_run()
+        assert idle["activation_bytes"] == {"gpu:0": 0}
+        assert idle["peak_bytes"]["gpu:0"] >= MIB
+        assert decoder["activation_bytes"] == {"gpu:0": 300 * 1024}
+        assert 100 * 6 * 64 * 4 <= sampler["activation_bytes"]["gpu:0"] < MIB
+        (row,) = [row for row in manager.report()["components"] if row["id"] == "flux"]
+        assert (row["tiers"], row["total_bytes"], row["staging_bytes"]) == ({"gpu:0": 2 * MIB}, 5 * MIB, {})
+        del earlier
+        static.weights.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("precision", ["as stored", "fp8 scaled"])
+def test_staging_memory_is_told_for_the_node_and_the_component(toys, machine, precision: str) -> None:
+    net, x = toys.build_net(), torch.ones(1, 3, 64)
+    profile = "0.6MiB" if precision == "as stored" else "0.3MiB"
+    with machine(8) as manager:
+        manage({"net": net}, profile, placement="gpu:0", precision=precision, manager=manager)
+        manager.begin_node("1", "Sample")
+        net(x)
+        sampler = manager.end_node()
+        manager.begin_node("2", "Other")
+        other = manager.end_node()
+        (share,) = manager.plans()["net"].shares
+        (row,) = manager.report()["components"]
+        passing = share.staging_bytes + share.scratch_bytes
+        assert share.staging_bytes > 0 and row["staging_bytes"] == sampler["staging_bytes"] == {"gpu:0": passing}
+        assert row["total_bytes"] > row["tiers"]["gpu:0"] - passing == share.fixed_bytes + share.resident_bytes
+        assert other["staging_bytes"] == {}
+
+
+@torch.no_grad()
+def test_the_node_that_runs_is_reported_with_its_numbers_so_far(toys, machine) -> None:
+    net, x = toys.build_net(), torch.ones(1, 100, 64)
+    with machine(8) as manager:
+        manage({"net": net}, "0.6MiB", placement="gpu:0", manager=manager)
+        assert manager.report()["open_nodes"] == []
+        manager.begin_node("5:7", "Sample", workflow_id="w")
+        net(x)
+        report = manager.report({"open_nodes", "components"})
+        (node,) = report["open_nodes"]
+        ended = manager.end_node()
+        assert (node["node_id"], node["workflow_id"], node["components"]) == ("5:7", "w", ["net"])
+        assert node["activation_bytes"] == ended["activation_bytes"] and node["activation_bytes"]["gpu:0"] > 0
+        assert node["staging_bytes"] == ended["staging_bytes"] and node["staging_bytes"]["gpu:0"] > 0
+        assert node["seconds"] <= ended["seconds"]
+        whole = manager.report()
+        assert report["nodes"] == report["devices"] == report["samples"] == whole["open_nodes"] == []
+        assert [row["id"] for row in report["components"]] == ["net"]
+        for part in ("devices", "nodes", "runs", "events", "samples"):
+            assert len(manager.report({part})[part]) == len(whole[part])
