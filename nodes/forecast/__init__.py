@@ -6,6 +6,6 @@ __all__, __getattr__ = lazy_names(
     __name__,
     {
         "prompt_graph": ["PromptGraph"],
-        "queue_forecast": ["MAX_PROMPTS", "QueueForecast", "remember"],
+        "queue_forecast": ["Known", "MAX_PROMPTS", "QueueForecast", "remember"],
     },
 )

@@ -25,7 +25,7 @@ from .prompt_graph import ANY_KIND, PromptGraph
 if TYPE_CHECKING:
     from ...memory.manager.forecast import KnownComponent
 
-__all__ = ["MAX_PROMPTS", "QueueForecast", "Steps", "remember"]
+__all__ = ["MAX_PROMPTS", "Known", "QueueForecast", "Steps", "remember"]
 
 NUMBERED = re.compile(r"#\d+$")
 # So many prompts that wait are looked at.
