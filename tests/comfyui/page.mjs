@@ -32,6 +32,9 @@ await page.evaluate((graph) => app.loadApiJson(graph, "test"), JSON.parse(await 
 // What comes from an API file has an id of zeros until it is saved and opened.
 await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
 await eventually("canvas before", onCanvas, isEmpty);
+// Without this every run has seeds of its own, and nothing is cached.
+const seeds = () => app.rootGraph.nodes.flatMap((node) => node.widgets ?? []).filter((widget) => widget.name === "control_after_generate");
+await page.evaluate(`(${seeds})().forEach((widget) => { widget.value = "fixed"; })`);
 await run();
 await eventually("canvas after", onCanvas, isShown);
 await page.waitForTimeout(500);
@@ -60,16 +63,11 @@ assert.deepEqual(errors, [], "errors in the page");
 const first = await page.evaluate(() => app.rootGraph.serialize());
 await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
 await eventually("another workflow", inPage, isEmpty);
-// A prompt from elsewhere that has these node ids and no workflow's id is no business of it.
-const elsewhere = JSON.parse(await readFile(workflow, "utf8"));
-const { prompt_id } = await (await fetch(`${base}/prompt`, { method: "POST", body: JSON.stringify({ prompt: elsewhere }) })).json();
-const isDone = async (id) => Boolean((await (await fetch(`/api/history/${id}`)).json())[id]?.status.completed);
-await eventually("the prompt from elsewhere", `(${isDone})("${prompt_id}")`, Boolean);
-await page.waitForTimeout(1500);
-assert.ok(isEmpty(await page.evaluate(inPage)), "a prompt without a workflow's id is shown on an open workflow");
 // It runs: nothing is computed again, as the host has all results. Its loader shows what the first one's does; no
 // node added anything.
 await run();
+const lastRuns = async () => (await (await fetch("/api/highwater/report?only=runs")).json()).runs.map((run) => run.end_s !== null);
+await eventually("its run", lastRuns, (runs) => runs.length === 3 && runs[2]);
 await eventually("another workflow with the same results", inPage, (badges) => IN_RAM.test(badges[LOADER]) && badges[SAMPLER] === "");
 const isFirst = (badges) => IN_RAM.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
@@ -79,6 +77,16 @@ await eventually("page is ready again", () => Boolean(window.app?.extensionManag
 await page.waitForTimeout(1000);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 await eventually("after a reload", inPage, isFirst);
+
+// A prompt from elsewhere that has these node ids and no workflow's id is no business of any that is open.
+await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
+const elsewhere = JSON.parse(await readFile(workflow, "utf8"));
+const { prompt_id } = await (await fetch(`${base}/prompt`, { method: "POST", body: JSON.stringify({ prompt: elsewhere }) })).json();
+const isDone = async (id) => Boolean((await (await fetch(`/api/history/${id}`)).json())[id]?.status.completed);
+await eventually("the prompt from elsewhere", `(${isDone})("${prompt_id}")`, Boolean);
+await page.waitForTimeout(1500);
+assert.ok(isEmpty(await page.evaluate(inPage)), "a prompt without a workflow's id is shown on an open workflow");
+await page.evaluate((graph) => app.loadGraphData(graph), first);
 
 // A budget that is too small is found when the sampler asks for the model; the page itself says only that it failed.
 await widgets(LOADER, { precision: "as stored", placement: "default", profile: "0.25MiB" });
