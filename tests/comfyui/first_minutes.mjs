@@ -61,7 +61,7 @@ for (const isVue of [false, true]) {
   await eventually("the first image", numRuns, (runs) => runs.length > before);
   assert.ok((await page.evaluate(numRuns)).every((outcome) => outcome === "success"));
   const badges = isVue ? inPage : onCanvas;
-  const isTold = (texts) => /^RAM 3/.test(texts.HighwaterLoadDiffusionModel) && /^VRAM [1-9]/.test(texts.KSampler);
+  const isTold = (texts) => /^3[\d.]+M gpu:0$/.test(texts.HighwaterLoadDiffusionModel) && /^\+[1-9].* gpu:0$/.test(texts.KSampler);
   await eventually("badges", badges, isTold);
   const images = () => (app.rootGraph.nodes.find((node) => node.type === "SaveImage").imgs ?? []).map((image) => image.naturalWidth);
   if (!isVue) await eventually("the image on its node", images, (widths) => widths[0] === 256);
