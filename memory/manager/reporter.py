@@ -103,11 +103,12 @@ class Reporter:
     def some(self, parts: Collection[str]) -> Callable[[], Report]:
         """As `whole`, with these parts alone; all others are empty, and cost nothing."""
         log = self.event_log
-        asked = [
-            found if part in parts else ()
-            for part, found in (("nodes", log.nodes), ("runs", log.runs), ("events", log.events))
-        ]
-        report = self.copy(*asked, parts=parts)
+        report = self.copy(
+            log.nodes if "nodes" in parts else (),
+            log.runs if "runs" in parts else (),
+            log.events if "events" in parts else (),
+            parts,
+        )
         samples = log.timeline.copy().samples if "samples" in parts else list
         return lambda: replace(report(), samples=samples())
 
