@@ -59,7 +59,7 @@ class FileTensors:
             InvalidInput: as `read_header`.
         """
         identity, header = FileIdentity.of(path)
-        kept = default_manager().find_kept(identity)
+        kept = default_manager().find_kept(identity, self.taken_beside(identity))
         if not kept:
             return None
         converted = {origin.tensor.name for origin in kept if origin.dtype is not None}
@@ -83,6 +83,15 @@ class FileTensors:
         self.kept |= {origin: (tensor, tensor._version) for origin, tensor in kept.items()}
         self.note(identity, {tensor.name: tensor for tensor in header.tensors}, tensors)
         return tensors, dict(header.metadata)
+
+    def taken_beside(self, file: FileIdentity) -> set[int]:
+        """Return the addresses of storages of which this loading has kept weights of other files.
+
+        A slab may have weights of several files. None for a file that was read before: each reading gets its own.
+        """
+        if any(origin.file == file for origin in self.kept):
+            return set()
+        return {tensor.untyped_storage().data_ptr() for tensor, _ in self.kept.values()}
 
     def watch(self, path: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
         """Note tensors that the library has read from a file itself, just now, by their names there.

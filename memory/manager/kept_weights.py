@@ -11,7 +11,7 @@ the slabs where it packs them as they are. Else they are copied.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
@@ -155,15 +155,18 @@ class KeptWeights:
         for part in [part for part in self.parts if part.is_unwanted]:
             self.drop(part, "nothing has its memory any more")
 
-    def find(self, file: FileIdentity) -> dict[Origin, torch.Tensor]:
+    def find(self, file: FileIdentity, taken: Container[int] = ()) -> dict[Origin, torch.Tensor]:
         """Return the weights of a file that are kept and that nothing else uses, as views.
 
         What is kept of a file that was replaced or written to leaves.
+
+        Args:
+            taken: the addresses of slabs' storages of which the same loading has weights of other files.
         """
         found: dict[Origin, torch.Tensor] = {}
         for part in [part for part in self.parts if not part.is_unwanted]:
             own = [slab for slab in part.slabs if any(each is not None and each.file == file for each in slab.origins)]
-            unused = [slab for slab in own if slab.is_unused()]
+            unused = [slab for slab in own if slab.is_unused() or address_of(slab.slab.data) in taken]
             weights = [pair for slab in unused for pair in slab.weights() if pair[0].file == file]
             if any(other.path == file.path and other != file for other in part.files()):
                 self.drop(part, f"{file.name} was replaced or written to")
@@ -285,6 +288,11 @@ class KeptWeights:
     def reports(self) -> list[ComponentReport]:
         """Return what the report says of each."""
         return [kept_report(part, self.sharers(part)) for part in self.parts]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def kept_report(part: KeptPart, sharers: Sequence[str]) -> ComponentReport:

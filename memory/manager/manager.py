@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -308,10 +308,10 @@ class MemoryManager:
             member.discard_weights()
         self.remove(member)
 
-    def find_kept(self, file: FileIdentity) -> dict[Origin, torch.Tensor]:
+    def find_kept(self, file: FileIdentity, taken: Container[int] = ()) -> dict[Origin, torch.Tensor]:
         """Return the weights of a file that are kept (`KeptWeights.find`)."""
         with self.exclusive():
-            return self.kept.find(file)
+            return self.kept.find(file, taken)
 
     def find_loaded(self, loading: Loading) -> KeptOfLoading:
         """Return the kept weights for a module that another library is about to load (`KnownLoadings.find`)."""

@@ -311,3 +311,87 @@ def test_each_has_its_own_values_whatever_is_written(
         gc.collect()  # what hypothesis notes of a failure holds models
         manager.drop_kept("test")
     assert in_ram(manager) == 0
+
+
+class Pair(Net):
+    """A model of two files, with weights of both outside of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 256, bias=False), nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(super().forward(self.first(x)))
+
+
+def load_pair(files: list[Path], name: str, manager: MemoryManager) -> tuple[Pair, HostedComponent]:
+    pair = Pair().requires_grad_(False)
+    hosted = HostedComponent(name, "text", profile=parse_profile("auto", devices=["gpu:0"]))
+    with FileTensors() as reading:
+        for path in files:
+            kept = reading.read(path)
+            tensors = load_file(path) if kept is None else kept[0]
+            if kept is None:
+                reading.watch(path, tensors)
+            pair.load_state_dict(tensors, strict=False)
+            del tensors, kept
+    hosted.came_from(reading.origins(pair))
+    del reading
+    hosted.join(pair, manager.devices["gpu:0"].torch_device)
+    return pair, hosted
+
+
+@pytest.fixture
+def files(file: Path) -> list[Path]:
+    """Two files; both have weights outside of blocks."""
+    tensors = load_file(file)
+    other = file.with_name("other.safetensors")
+    save_file({key: tensors.pop(key) for key in KEYS[2:]} | Pair().second.state_dict(prefix="second."), other)
+    save_file(tensors | Pair().first.state_dict(prefix="first."), file)
+    return [file, other]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_model_of_several_files_reads_each_of_them_once(
+    files: list[Path], manager: MemoryManager, order: int
+) -> None:
+    """Also weights of two files that lie in one slab."""
+    expected = {key: tensor for path in files for key, tensor in load_file(path).items()}
+    for _ in range(2):
+        pair, hosted = load_pair(files[::order], "pair", manager)
+        hosted.load()
+        assert all(torch.equal(weight.cpu(), expected[key]) for key, weight in pair.named_parameters())
+        before = in_ram(manager)
+        hosted.leave()
+        del pair, hosted
+        assert in_ram(manager) == before  # kept in its place
+    reused = {event.component: event.bytes for event in manager.event_log.events if event.kind == "reuse"}
+    for path in files:
+        assert reused[path.name] == sum(tensor.nbytes for tensor in load_file(path).values())
+
+
+def test_of_several_files_one_is_replaced(files: list[Path], manager: MemoryManager) -> None:
+    load_pair(files, "pair", manager)[1].leave()
+    tensors = {key: tensor + 1 for key, tensor in load_file(files[1]).items()}
+    save_file(tensors, files[1].with_name("new"))
+    files[1].with_name("new").replace(files[1])
+    expected = {key: tensor for path in files for key, tensor in load_file(path).items()}
+    pair, hosted = load_pair(files, "pair", manager)
+    hosted.load()
+    assert all(torch.equal(weight.cpu(), expected[key]) for key, weight in pair.named_parameters())
+    hosted.leave()
+
+
+def test_a_file_that_one_loading_reads_twice_is_in_memory_twice(file: Path, manager: MemoryManager) -> None:
+    """A write to the one model is none to the other."""
+    Loaded(file, "earlier", manager).hosted.leave()
+    nets = [Net().requires_grad_(False) for _ in range(2)]
+    with FileTensors() as reading:
+        for net in nets:
+            kept = reading.read(file)
+            net.load_state_dict(load_file(file) if kept is None else kept[0])
+            del kept
+    nets[0].get_parameter(KEYS[0]).add_(1)
+    assert torch.equal(nets[1].get_parameter(KEYS[0]), load_file(file)[KEYS[0]])
+    del reading, nets, net
+    gc.collect()
