@@ -82,13 +82,13 @@ class HighwaterRelease(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return make_schema(
             node_id="HighwaterRelease",
-            display_name="Release",
+            display_name="Release / Unload",
             description=(
                 "Takes one model off its device, at once, and says how much memory that freed. The model stays in RAM, "
                 "and is loaded again when it is used. To release a text encoder when the prompt is encoded, link the "
                 "conditioning to after, and go on with the output."
             ),
-            search_aliases=["unload model", "free memory", "purge vram", "clear vram", "offload"],
+            search_aliases=["unload", "unload model", "free vram", "free memory", "purge vram", "clear vram"],
             inputs=[
                 io.AnyType.Input("model", tooltip=ANY_MODEL),
                 io.AnyType.Input(

@@ -10,6 +10,7 @@ from typing import Any
 
 __all__ = [
     "HALF",
+    "NAME_ENDING",
     "OUR_PREFIX",
     "digests_of",
     "invalid_character",
@@ -21,6 +22,8 @@ __all__ = [
 ]
 
 OUR_PREFIX = "Highwater"
+# Behind the display name of each node of ours: core has nodes of the same names, and its search finds both.
+NAME_ENDING = " (Highwater)"
 # Halves of characters in UTF-16, which UTF-8 cannot encode.
 HALF = re.compile("[\ud800-\udfff]")
 
@@ -95,7 +98,8 @@ def invalid_character(text: str) -> str | None:
 
 
 def title_of(node: Mapping[str, Any], default: str | None = None) -> str:
-    """Return what the user called a node, else the default: its class."""
+    """Return what the user called a node, else the default: its class. Without our ending: what shows it is ours."""
     meta = node.get("_meta")
     title = meta.get("title") if isinstance(meta, Mapping) else None
-    return title if isinstance(title, str) and title else default or str(node["class_type"])
+    name = title if isinstance(title, str) and title else default or str(node["class_type"])
+    return name.removesuffix(NAME_ENDING)

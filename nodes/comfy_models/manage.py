@@ -29,7 +29,7 @@ class HighwaterManageModel(ModelNode):
             node_id="HighwaterManageModel",
             display_name="Manage Model",
             description=f"Lets Highwater manage a diffusion model that another node loaded. {COST}",
-            search_aliases=["block swap", "offload", "low vram", "multigpu", "distorch", "gguf", "adopt model"],
+            search_aliases=["gguf", "offload", "distorch", "adopt model"],
             inputs=[
                 io.Model.Input("model", tooltip="From any loader. LoRAs and other patches may already be applied."),
             ],
@@ -50,7 +50,7 @@ class HighwaterManageCLIP(ModelNode):
             node_id="HighwaterManageCLIP",
             display_name="Manage CLIP",
             description=f"Lets Highwater manage a text encoder that another node loaded. {COST}",
-            search_aliases=["text encoder", "offload", "low vram", "multigpu", "adopt clip"],
+            search_aliases=["text encoder", "offload", "adopt clip"],
             inputs=[
                 io.Clip.Input("clip", tooltip="From any loader. LoRAs and other patches may already be applied."),
             ],
@@ -72,7 +72,7 @@ class HighwaterManageVAE(ModelNode):
             node_id="HighwaterManageVAE",
             display_name="Manage VAE",
             description=f"Lets Highwater manage a VAE that another node loaded. {COST}",
-            search_aliases=["autoencoder", "taesd", "offload", "low vram", "multigpu", "adopt vae"],
+            search_aliases=["autoencoder", "taesd", "offload", "adopt vae"],
             inputs=[
                 io.Vae.Input("vae", tooltip="From any loader."),
             ],

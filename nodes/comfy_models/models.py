@@ -39,6 +39,10 @@ def file_input(widget: str, folder: str, tooltip: str) -> io.Input:
     return io.Combo.Input(widget, options=model_choices(folder), tooltip=f"{tooltip}{tiny_tooltip(folder)}")
 
 
+def elsewhere(kind: str) -> str:
+    return f".gguf files: load them with ComfyUI-GGUF's loader, and link Manage {kind} after it."
+
+
 def tiny_tooltip(folder: str) -> str:
     names = tiny_models(folder)
     return f" {' and '.join(names)}: random weights, made when it is first used, to try the nodes." if names else ""
@@ -66,10 +70,11 @@ class HighwaterLoadDiffusionModel(ModelNode):
                 "streamed from RAM while it samples. Works with ComfyUI's LoRA, sampler and model nodes."
             ),
             search_aliases=[
-                "unet loader", "load unet", "block swap", "offload", "low vram", "multigpu", "distorch", "split model",
+                "unet loader", "load unet", "block swap", "offload", "low vram", "fp8", "multigpu", "multi gpu",
+                "second gpu", "distorch", "split model",
             ],
             inputs=[
-                file_input("unet_name", "diffusion_models", "The diffusion model's file."),
+                file_input("unet_name", "diffusion_models", f"The diffusion model's file. {elsewhere('Model')}"),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The model, managed by Highwater.")],
         )  # fmt: skip
@@ -106,10 +111,12 @@ class HighwaterLoadTextEncoder(ModelNode):
             description="Loads the text encoder of a model from one to four files.",
             search_aliases=[
                 "clip loader", "dual clip loader", "triple clip loader", "quadruple clip loader", "load clip", "t5",
-                "offload", "low vram", "multigpu",
+                "offload",
             ],
             inputs=[
-                file_input("clip_name1", "text_encoders", "The text encoder's file, or the first one."),
+                file_input(
+                    "clip_name1", "text_encoders", f"The text encoder's file, or the first one. {elsewhere('CLIP')}"
+                ),
                 io.Combo.Input(
                     "type",
                     options=CLIP_TYPES,
@@ -151,9 +158,14 @@ class HighwaterLoadVAE(ModelNode):
             node_id="HighwaterLoadVAE",
             display_name="Load VAE",
             description="Loads a VAE, which turns latents into images and back.",
-            search_aliases=["vae loader", "autoencoder", "offload", "low vram", "multigpu"],
+            search_aliases=["vae loader", "autoencoder", "offload"],
             inputs=[
-                file_input("vae_name", "vae", "The VAE's file."),
+                file_input(
+                    "vae_name",
+                    "vae",
+                    "The VAE's file. Those in models/vae_approx (such as taesd) and pixel_space: load them with "
+                    "ComfyUI's Load VAE, and link Manage VAE after it.",
+                ),
             ],
             outputs=[io.Vae.Output(display_name="vae", tooltip="The VAE, managed by Highwater.")],
         )
@@ -177,9 +189,7 @@ class HighwaterLoadCheckpoint(ModelNode):
             node_id="HighwaterLoadCheckpoint",
             display_name="Load Checkpoint",
             description="Loads a checkpoint: a diffusion model and, in most files, its text encoder and VAE.",
-            search_aliases=[
-                "checkpoint loader", "ckpt", "load model", "block swap", "offload", "low vram", "multigpu", "distorch",
-            ],
+            search_aliases=["checkpoint loader", "ckpt", "load model", "offload", "distorch"],
             inputs=[
                 file_input("ckpt_name", "checkpoints", "The checkpoint's file."),
             ],
@@ -211,7 +221,7 @@ class HighwaterLoadControlNet(ModelNode):
             node_id="HighwaterLoadControlNet",
             display_name="Load ControlNet",
             description="Loads a ControlNet, which guides a diffusion model with an image.",
-            search_aliases=["controlnet loader", "control net", "offload", "low vram", "multigpu"],
+            search_aliases=["controlnet loader", "control net", "offload"],
             inputs=[
                 file_input("control_net_name", "controlnet", "The ControlNet's file."),
             ],
@@ -234,7 +244,7 @@ class HighwaterLoadCLIPVision(ModelNode):
             node_id="HighwaterLoadCLIPVision",
             display_name="Load CLIP Vision",
             description="Loads a vision encoder, which encodes an image as a prompt for a model.",
-            search_aliases=["clip vision loader", "image encoder", "offload", "low vram", "multigpu"],
+            search_aliases=["clip vision loader", "image encoder", "offload"],
             inputs=[
                 file_input("clip_name", "clip_vision", "The vision encoder's file."),
             ],

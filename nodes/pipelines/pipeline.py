@@ -31,7 +31,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 "Loads a diffusers pipeline. Highwater decides on which device and in which precision each part is "
                 "kept, and what is evicted when memory runs short. Nothing moves to a device before it is used."
             ),
-            search_aliases=["diffusers loader", "offload", "low vram", "multi gpu", "model placement"],
+            search_aliases=["diffusers loader", "offload", "model placement"],
             inputs=[
                 io.Combo.Input(
                     "pipeline",

@@ -71,5 +71,27 @@ for (const isVue of [false, true]) {
   await shoot(`first_image_${isVue ? "nodes2" : "canvas"}`);
 }
 // For the details of a missing file the page asks ComfyUI's registry, which this host does not let it.
+
+// What a user looks for leads to the node that does it; for two words other nodes have them in their own names.
+const SEARCHES = {
+  unload: "Release / Unload",
+  "free vram": "Release / Unload",
+  "free memory": "Release / Unload",
+  fp8: "Load Diffusion Model",
+  "second gpu": "Load Diffusion Model",
+  gguf: "Manage Model",
+  "block swap": "Load Diffusion Model",
+  "low vram": "Load Diffusion Model",
+  multigpu: "Load Diffusion Model",
+  "keep loaded": "Keep",
+};
+const OTHERS_FIRST = ["gguf", "multigpu"];
+await page.evaluate(() => app.extensionManager.command.execute("Workspace.SearchBox.Toggle"));
+const found = () => [...document.querySelectorAll("[role=option]")].map((option) => option.innerText.replace(/\s+/g, " "));
+for (const [words, name] of Object.entries(SEARCHES)) {
+  await page.locator("input:focus").fill(words);
+  const isFirst = (texts) => texts.find((text) => OTHERS_FIRST.includes(words) ? text.includes("(Highwater)") : true)?.startsWith(`${name} (Highwater)`);
+  await eventually(`search for ${words}`, found, isFirst, 60_000);
+}
 assert.deepEqual(errors.filter((text) => !text.includes("https://api.comfy.org/")), [], "errors in the page");
 await browser.close();

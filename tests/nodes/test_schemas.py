@@ -59,7 +59,7 @@ def test_object_info_has_the_shape_that_the_host_sends() -> None:
         "output_tooltips": ["The report as text, one line per item."],
         "output_matchtypes": None,
         "name": "HighwaterMemoryReport",
-        "display_name": "Memory Report",
+        "display_name": "Memory Report (Highwater)",
         "python_module": "custom_nodes.highwater",
         "category": "Highwater",
         "output_node": True,
