@@ -30,7 +30,7 @@ class HighwaterLimits(io.ComfyNode):
                 "Limits how many models stay loaded, and for how many minutes while nothing uses them. What leaves "
                 "stays in RAM. The limits count for all workflows until something sets others."
             ),
-            search_aliases=["idle unload", "auto unload", "max models", "keep loaded", "unload timeout"],
+            search_aliases=["idle unload", "auto unload", "max models", "unload timeout"],
             inputs=[
                 io.Int.Input(
                     "max_loaded",

@@ -70,7 +70,6 @@ for (const isVue of [false, true]) {
   await nothingCovers(`after the run, ${isVue ? "Nodes 2.0" : "the canvas"}`);
   await shoot(`first_image_${isVue ? "nodes2" : "canvas"}`);
 }
-// For the details of a missing file the page asks ComfyUI's registry, which this host does not let it.
 
 // What a user looks for leads to the node that does it; for two words other nodes have them in their own names.
 const SEARCHES = {
@@ -93,5 +92,6 @@ for (const [words, name] of Object.entries(SEARCHES)) {
   const isFirst = (texts) => texts.find((text) => OTHERS_FIRST.includes(words) ? text.includes("(Highwater)") : true)?.startsWith(`${name} (Highwater)`);
   await eventually(`search for ${words}`, found, isFirst, 60_000);
 }
+// For the details of a missing file the page asks ComfyUI's registry, which this host does not let it.
 assert.deepEqual(errors.filter((text) => !text.includes("https://api.comfy.org/")), [], "errors in the page");
 await browser.close();
