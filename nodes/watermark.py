@@ -63,7 +63,7 @@ class HighwaterWatermark(io.ComfyNode):
                 "Keeps memory free on a device. When free memory would fall below the low mark, idle models are "
                 "evicted until the high mark is free: first those that no waiting prompt uses, the least recently used "
                 "one before the others; then those that are needed last."
-                " Of the RAM (host), weights of dropped models leave, the oldest first, and plans leave the low mark "
+                " Of the RAM (host), weights of dropped models leave, in the same order, and plans leave the low mark "
                 "free."
             ),
             search_aliases=["vram watermark", "keep free", "reserve vram", "evict"],

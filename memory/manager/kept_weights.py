@@ -3,9 +3,10 @@
 [Note: kept weights] A host may drop a model that it loads again a moment later. What such a model leaves is kept, by
 the content of its files ([Note: same file] in `weights/file_origin.py`): slabs with weights as the files have them,
 or as the host converted those to another dtype when it loaded them, never what was patched, written to or encoded, and
-nothing of the host's: no module, no patcher. They are the first to leave when RAM is short, the oldest first. A loader
-gets them as tensors of the file (`FileTensors`), while nothing else uses their memory, and its component goes on with
-the slabs where it packs them as they are. Else they are copied.
+nothing of the host's: no module, no patcher. They are the first to leave when RAM is short, in the order of the
+eviction policy: waiting prompts that name their files are uses to come. A loader gets them as tensors of the file
+(`FileTensors`), while nothing else uses their memory, and its component goes on with the slabs where it packs them as
+they are. Else they are copied.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from ..transfer.pinned_memory import ArenaLock, count_slabs
 from ..units import format_bytes
 from ..weights.file_origin import FileIdentity, Origin, differs
 from .event_log import EventLog
+from .forecast import Forecast, KnownComponent
 from .member import Member, Members
+from .policies.candidate import Candidate, EvictionPolicy
 from .report import ComponentReport
 from .watermark import Watermark
 
@@ -82,10 +85,14 @@ class KeptPart:
 class KeptWeights:
     """The kept weights of a manager, the oldest first. The caller holds the manager's lock."""
 
-    def __init__(self, members: Members, ledger: Ledger, event_log: EventLog) -> None:
+    def __init__(
+        self, members: Members, ledger: Ledger, event_log: EventLog, forecast: Forecast, policy: EvictionPolicy
+    ) -> None:
         self.members = members
         self.ledger = ledger
         self.event_log = event_log
+        self.forecast = forecast
+        self.policy = policy
         self.parts: list[KeptPart] = []
 
     def keep(self, member: Member, slabs: Sequence[PristineSlab]) -> None:
@@ -233,32 +240,51 @@ class KeptWeights:
         self.give_up(part, list(part.slabs))
         return num_bytes
 
-    def drop_oldest(self, num_bytes: int, reason: str) -> int:
-        """Drop the oldest parts until so many bytes are free again; returns how many are.
+    def in_order(self) -> list[tuple[KeptPart, str]]:
+        """Return the parts in the policy's order, with the reason for which each comes before the next."""
+        by_id = {part.id: part for part in self.parts}
+        candidates = [
+            Candidate(
+                component=part.id,
+                device_bytes=sum(part.count_bytes().values()),
+                last_use=number,
+                idle_s=max(0.0, self.event_log.now_s - part.kept_s),
+                next_use=self.forecast.next_use(part.id),
+            )
+            for number, part in enumerate(self.parts)
+        ]
+        return [(by_id[victim.component], victim.reason) for victim in self.policy.order(candidates)]
+
+    def drop_until(self, num_bytes: int, cause: str) -> int:
+        """Drop parts, in the policy's order, until so many bytes are free again; returns how many are.
 
         Those whose memory would stay are passed over.
         """
         freed = 0
-        for part in [part for part in self.parts if not self.is_held(part)]:
+        for part, reason in self.in_order():
             if freed >= num_bytes:
                 break
-            freed += self.drop(part, reason)
+            if not self.is_held(part):
+                freed += self.drop(part, f"{cause}; {reason}")
         return freed
 
     def trim(self, free_bytes: int, mark: Watermark) -> None:
-        """Drop the oldest parts until the RAM's high mark is free, if less than its low mark is."""
+        """Drop parts until the RAM's high mark is free, if less than its low mark is."""
         if free_bytes < mark.low_bytes:
-            reason = f"RAM is short: {format_bytes(free_bytes)} free, {format_bytes(mark.low_bytes)} reserved"
-            self.drop_oldest(mark.high_bytes - free_bytes, reason)
+            cause = f"RAM is short: {format_bytes(free_bytes)} free, {format_bytes(mark.low_bytes)} reserved"
+            self.drop_until(mark.high_bytes - free_bytes, cause)
 
     def make_lockable(self, num_bytes: int) -> None:
-        """Drop the oldest parts until so many bytes are no longer page-locked; parts in use count, and stay."""
+        """Drop parts, in the policy's order, until so many bytes are no longer page-locked.
+
+        Parts in use count, and stay.
+        """
         used = [part for part in self.parts if not all(slab.is_unused() for slab in part.slabs)]
         num_bytes -= sum(part.count_bytes().get("pinned", 0) for part in used)
-        for part in [part for part in self.parts if part not in used]:
-            if num_bytes > 0:
+        for part, reason in self.in_order() if num_bytes > 0 else ():
+            if num_bytes > 0 and part not in used:
                 num_bytes -= part.count_bytes().get("pinned", 0)
-                self.drop(part, "its page-locked memory is needed for another component")
+                self.drop(part, f"its page-locked memory is needed for another component; {reason}")
 
     def drop_all(self, reason: str) -> int:
         """Drop everything; returns the bytes that are free again."""
@@ -284,6 +310,13 @@ class KeptWeights:
         for part in [part for part in self.parts if not part.is_unwanted and not self.sharers(part)]:
             total.update(part.count_bytes())
         return total
+
+    def known(self) -> list[KnownComponent]:
+        """Return what hosts find each by: what a prompt names is used when that is loaded again. Takes no lock."""
+        return [
+            KnownComponent(id=part.id, name=part.name, kind=part.kind, node_id=None, workflow_id=None)
+            for part in list(self.parts)
+        ]
 
     def reports(self) -> list[ComponentReport]:
         """Return what the report says of each."""

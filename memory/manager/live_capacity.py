@@ -28,7 +28,7 @@ from .kept_weights import KeptWeights
 from .measures import Measures
 from .member import Member, Members
 from .needs import Key, Needs, digest_component, digest_device
-from .policies.candidate import Candidate
+from .policies.candidate import Candidate, EvictionPolicy
 from .policies.newcomer import Newcomer
 from .reload_times import ReloadTimes
 from .steered import Steered
@@ -44,7 +44,9 @@ class LiveCapacity:
         members: the components under management; the registry adds and removes them.
     """
 
-    def __init__(self, devices: dict[str, Device], members: Members, steered: Steered, measures: Measures) -> None:
+    def __init__(
+        self, devices: dict[str, Device], members: Members, steered: Steered, measures: Measures, policy: EvictionPolicy
+    ) -> None:
         self.devices = devices
         self.members = members
         self.steered = steered
@@ -55,7 +57,7 @@ class LiveCapacity:
         self.watermarks = Watermarks({name: device for name, device in devices.items() if not device.is_cpu})
         self.loans = Loans(self.foreign_on, lambda: self.event_log.now_s)
         self.neighbours = Neighbours()
-        self.kept = KeptWeights(members, self.ledger, self.event_log)
+        self.kept = KeptWeights(members, self.ledger, self.event_log, self.forecast, policy)
         self.needs = Needs()
         self.device_digests: dict[str, str] = {}
         self.links = {
@@ -115,7 +117,7 @@ class LiveCapacity:
         return self.loans.missing_bytes(device) + self.neighbours.lent_bytes(device)
 
     def trim_kept(self) -> None:
-        """Drop kept weights, the oldest first, until the RAM's high mark is free, if less than its low mark is."""
+        """Drop kept weights until the RAM's high mark is free, if less than its low mark is."""
         if self.kept.parts:
             self.kept.drop_unwanted()
             memory = HostMemory.now()

@@ -88,8 +88,9 @@ class MemoryManager:
         self.measures = Measures(
             list(self.devices.values()), self.ledger, self.steered, self.event_log, self.bytes_moved
         )
-        self.capacity = LiveCapacity(self.devices, self.members, self.steered, self.measures)
-        self.admission = Admission(self.capacity, policy or NextUse())
+        policy = policy or NextUse()
+        self.capacity = LiveCapacity(self.devices, self.members, self.steered, self.measures, policy)
+        self.admission = Admission(self.capacity, policy)
         self.growth = Growth(self.members, self.steered, self.event_log, *stored_runs(needs_file))
         self.idle = IdleUnloading(self.admission)
         self.sharing = CardSharing(self.admission)
@@ -373,7 +374,7 @@ class MemoryManager:
         return self.measures.node.workflow_id if self.measures.node else None
 
     def known_components(self) -> list[KnownComponent]:
-        """Return what hosts find every component by, those that they move themselves too; takes no lock."""
+        """Return what hosts find every component by, kept weights and what they move themselves too; takes no lock."""
         return self.reporter.known_components()
 
     # -- leases

@@ -56,7 +56,7 @@ class Reporter:
         ]
 
     def known_components(self) -> list[KnownComponent]:
-        """Return what hosts find every component by, those that they move themselves too; takes no lock."""
+        """Return what hosts find every component by, kept weights and what they move themselves too; takes no lock."""
         ours = [
             KnownComponent(
                 id=member.id,
@@ -73,7 +73,7 @@ class Reporter:
             steered.append(
                 KnownComponent(id=other.id, name=other.name, kind=other.kind, node_id=node_id, workflow_id=workflow_id)
             )
-        return [*ours, *steered]
+        return [*ours, *steered, *self.capacity.kept.known()]
 
     def end_node(self) -> dict[str, Any]:
         """Close the open node; returns its report and sends it to the listeners."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +20,13 @@ from highwater.memory.errors import InvalidInput
 from highwater.memory.file_tensors import FileTensors
 from highwater.memory.manager.default import default_manager
 from highwater.memory.manager.event_log import EventLog
+from highwater.memory.manager.forecast import Forecast
 from highwater.memory.manager.kept_weights import KeptPart, KeptWeights
 from highwater.memory.manager.member import Member, Members
+from highwater.memory.manager.policies.candidate import EvictionPolicy
+from highwater.memory.manager.policies.largest_first import LargestFirst
+from highwater.memory.manager.policies.least_recently_used import LeastRecentlyUsed
+from highwater.memory.manager.policies.next_use import NextUse
 from highwater.memory.manager.watermark import Watermark, Watermarks, default_host_watermark
 from highwater.memory.options.placement import AUTO_PLACEMENT
 from highwater.memory.options.precision import DEFAULT_PRECISION
@@ -45,7 +50,22 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bank() -> KeptWeights:
-    return KeptWeights(Members(), Ledger(), EventLog())
+    return new_bank()
+
+
+def new_bank(policy: EvictionPolicy | None = None) -> KeptWeights:
+    return KeptWeights(Members(), Ledger(), EventLog(), Forecast(), policy or NextUse())
+
+
+def keep_parts(bank: KeptWeights, sizes: Iterable[int]) -> list[KeptPart]:
+    """Keep parts of so many bytes in a bank, the oldest first: p0, p1, ...; books and slabs are left out."""
+    for number, size in enumerate(sizes):
+        part = KeptPart(f"p{number}", "vae", [], 0.0)
+        part.take_id(f"p{number}")
+        part.count_bytes = lambda size=size: {"host": size}  # type: ignore[method-assign]
+        bank.parts.append(part)
+    bank.give_up = lambda part, slabs: bank.parts.remove(part)  # type: ignore[method-assign]
+    return list(bank.parts)
 
 
 def slab_of(path: Path) -> PristineSlab:
@@ -350,13 +370,8 @@ def test_the_default_leaves_most_of_the_ram(total: int) -> None:
 def test_between_the_marks_nothing_leaves_and_never_more_than_needed(
     low: int, rise: int, sizes: list[int], start: int
 ) -> None:
-    bank = KeptWeights(Members(), Ledger(), EventLog())
-    for number, size in enumerate(sizes):
-        part = KeptPart(f"p{number}", "vae", [], 0.0)
-        part.take_id(f"p{number}")
-        part.count_bytes = lambda size=size: {"host": size}  # type: ignore[method-assign]
-        bank.parts.append(part)
-    bank.give_up = lambda part, slabs: bank.parts.remove(part)  # type: ignore[method-assign]
+    bank = new_bank()
+    keep_parts(bank, sizes)
     mark = Watermark(low_bytes=low, high_bytes=low + rise)
     bank.trim(start, mark)
     left = len(bank.parts)
@@ -368,6 +383,60 @@ def test_between_the_marks_nothing_leaves_and_never_more_than_needed(
         assert not freed or start + freed - sizes[len(sizes) - left - 1] < mark.high_bytes
     bank.trim(start + freed, mark)
     assert start + freed < low or len(bank.parts) == left
+
+
+@given(uses=st.lists(st.none() | st.integers(0, 5), max_size=8), num_bytes=st.integers(0, 30), data=st.data())
+def test_they_leave_by_their_next_use_and_the_oldest_first_where_it_is_unknown(
+    uses: list[int | None], num_bytes: int, data: st.DataObject
+) -> None:
+    bank = new_bank()
+    sizes = data.draw(st.lists(st.integers(1, 9), min_size=len(uses), max_size=len(uses)))
+    parts = keep_parts(bank, sizes)
+    bank.forecast.foresee([[f"p{number}" for number, use in enumerate(uses) if use == step] for step in range(6)])
+    wanted = sorted(range(len(uses)), key=lambda number: (uses[number] is not None, -(uses[number] or 0)))
+    freed = bank.drop_until(num_bytes, "RAM is short")
+    gone = [number for number, part in enumerate(parts) if part not in bank.parts]
+    assert sorted(wanted[: len(gone)]) == gone and freed == sum(sizes[number] for number in gone)
+    assert freed >= num_bytes or not bank.parts
+    events = list(bank.event_log.events)
+    assert [event.component for event in events] == [f"p{number}" for number in wanted[: len(gone)]]
+    assert all(event.reason.startswith("RAM is short; ") for event in events)
+    assert all("next use" in event.reason or "used in this step" in event.reason for event in events)
+
+
+def test_another_policy_counts_for_kept_weights_too() -> None:
+    for policy, order in ((LeastRecentlyUsed(), ["p0", "p1", "p2"]), (LargestFirst(), ["p1", "p2", "p0"])):
+        bank = new_bank(policy)
+        keep_parts(bank, [1, 9, 5])
+        bank.forecast.foresee([["p0"], ["p1"]])
+        assert [part.id for part, _ in bank.in_order()] == order
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_a_waiting_prompt_names_stays_longer_than_what_was_kept_later(
+    machine, tmp_path: Path, waits: bool
+) -> None:
+    from highwater.nodes.forecast.queue_forecast import QueueForecast
+
+    with machine(32) as manager:
+        manager.begin_run("1", "run")
+        for name in ("first", "second"):
+            member = join(manager, tmp_path, name)
+            member.leave_weights()
+            manager.remove(member)
+        queue = QueueForecast()
+        load = {"class_type": "HighwaterLoadDiffusionModel", "inputs": {"unet_name": "folder/first.safetensors"}}
+        queue.read("next", {"1": load, "2": {"class_type": "KSampler", "inputs": {"model": ["1", 0]}}})
+        told = queue.foresee(None, None, (), ["next"] if waits else [], manager.known_components())
+        manager.foresee(told.steps, told.num_running)
+        first, second = (f"kept/{name}.safetensors" for name in ("first", "second"))
+        assert [part.id for part in manager.kept.parts] == [first, second]
+        manager.kept.drop_until(1, "RAM is short")
+        assert [part.id for part in manager.kept.parts] == [first if waits else second]
+        manager.ledger.check()
+        manager.end_run()
+        manager.drop_kept("test")
 
 
 def test_marks_of_the_ram_are_set_by_its_name_and_checked() -> None:
