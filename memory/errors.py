@@ -7,7 +7,17 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-__all__ = ["DoesNotFit", "InvalidInput", "UnsafeState", "allowed_values", "one_line", "quoted", "reason_of", "require"]
+__all__ = [
+    "DoesNotFit",
+    "InvalidInput",
+    "UnsafeState",
+    "allowed_values",
+    "one_line",
+    "quoted",
+    "reason_of",
+    "require",
+    "without_folders",
+]
 
 # The most characters of a quoted text, and of an unbroken word such as a path, in a message; less than 300 together.
 LARGEST_QUOTE = 100
@@ -16,6 +26,12 @@ LARGEST_WORD = 180
 LARGEST_REASON = 300
 TOO_LONG = re.compile(
     rf"""(?<!\w)'(?:[^'\\]|\\.){{{LARGEST_QUOTE},}}'(?!\w)|"(?:[^"\\]|\\.){{{LARGEST_QUOTE},}}"|\S{{{LARGEST_WORD},}}"""
+)
+
+# An absolute path of any system, quoted or up to a space or a mark; not what follows the host of a web address.
+ABSOLUTE = r"(?:file:///?|[A-Za-z]:[\\/]|\\\\|(?<!:)/|/(?!/))"
+ABSOLUTE_PATH = re.compile(
+    rf"""(?P<quote>['"]){ABSOLUTE}(?P<quoted>[^'"]*)(?P=quote)|(?<![\w/\\.~]){ABSOLUTE}(?P<plain>[^\s'":;,()\[\]<>|]+)"""
 )
 
 # Writes a value of any type with at most as many characters as a message shows.
@@ -64,6 +80,17 @@ def reason_of(error: BaseException | str) -> str:
     """Return what a library says of a failure as one short line; libraries often write paragraphs."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= LARGEST_REASON else text[: LARGEST_REASON - 3] + "..."
+
+
+def without_folders(text: str) -> str:
+    """Return a text with only the last name of each absolute path in it: what is told to pages names no folder."""
+    return ABSOLUTE_PATH.sub(last_name, text) if "/" in text or "\\" in text else text
+
+
+def last_name(match: re.Match[str]) -> str:
+    quote = match["quote"] or ""
+    names = re.split(r"[\\/]+", (match["quoted"] if quote else match["plain"]).rstrip("/\\"))
+    return f"{quote}{names[-1]}{quote}"
 
 
 def quoted(value: object) -> str:

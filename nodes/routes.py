@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..memory import MemoryManager
 
-__all__ = ["PROMPT_RUNS", "Route", "add_routes", "make_report", "make_routes"]
+__all__ = ["PROMPT_RUNS", "Route", "add_routes", "make_routes"]
 
 PROMPT_RUNS = "a prompt is running; cancel it, or wait until it ends"
 Route = tuple[str, str, "Callable[[web.Request], Awaitable[web.StreamResponse]]"]
@@ -108,15 +108,17 @@ def make_routes(
     def tell_findings() -> dict[str, Any]:
         return asked().examine_host(host_features()) if examine is None else examine()
 
-    async def get_report(request: web.Request) -> web.StreamResponse:
-        """Return the report; ``?only=nodes,components`` leaves out the rest, which can be long."""
-        try:
-            report = await asyncio.to_thread(
-                make_report, find_manager(), host_features(), request.query.get("only"), find_loaders
-            )
-        except InvalidInput as error:
-            return web.json_response({"error": str(error)}, status=400)
-        return web.json_response(report)
+    def tell_report(words: Mapping[str, str]) -> dict[str, Any]:
+        """Return the report; ``?only=nodes,components`` leaves out the rest, ``limit=all`` nothing of it."""
+        from .report_answers import make_report
+
+        only, limit = words.get("only"), words.get("limit")
+        return make_report(find_manager(), host_features(), only, find_loaders, limit)
+
+    def tell_events(words: Mapping[str, str]) -> dict[str, Any]:
+        from .report_answers import select_events
+
+        return select_events(find_manager(), words)
 
     async def get_findings(request: web.Request) -> web.StreamResponse:
         """Return what `nodes/doctor.py` finds: text for a browser's window, JSON for all others."""
@@ -136,7 +138,8 @@ def make_routes(
         return web.json_response({"freed_bytes": freed})
 
     return [
-        ("GET", "/highwater/report", get_report),
+        ("GET", "/highwater/report", telling(tell_report)),
+        ("GET", "/highwater/events", telling(tell_events)),
         ("POST", "/highwater/free", post_free),
         ("POST", "/highwater/lend", requesting("lend")),
         ("POST", "/highwater/lend/give-back", requesting("give_back")),
@@ -161,25 +164,3 @@ def list_needs(*, forgets: bool = False) -> dict[str, Any]:
 
     path = needs_path()
     return {"files": (forget_needs if forgets else describe_needs)([path] if path is not None else [])}
-
-
-def make_report(
-    manager: MemoryManager | None,
-    host_features: Mapping[str, bool | str],
-    only: str | None = None,
-    find_loaders: Callable[[], list[dict[str, Any]]] = list,
-) -> dict[str, Any]:
-    """Return the manager's report, an empty one without a manager, and what of it this host keeps up to date.
-
-    Args:
-        only: comma-separated names of the wanted parts.
-
-    Raises:
-        InvalidInput: a name is no part of the report.
-    """
-    from ..memory.manager.report import empty_report, parts_of
-
-    parts = None if only is None else frozenset(only.split(","))
-    report = empty_report() if manager is None else manager.report(parts)
-    loaders = find_loaders() if parts is None or "loaders" in parts else []
-    return parts_of(report | {"host_features": dict(host_features), "loaders": loaders}, only)

@@ -258,7 +258,7 @@ app.registerExtension({
     api.addEventListener("status", askNow);
     api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, now.components.length > 0)));
     // Events are not repeated after a reload.
-    await ask(`nodes,${NOW}`);
+    await ask(`nodes,${NOW}&limit=500`); // a large workflow has more nodes than a report tells by default
   },
 });
 

@@ -17,7 +17,7 @@ __all__, __getattr__ = lazy_names(
         "idle_limits": ["LONGEST_IDLE_S", "MOST_LOADED", "IdleLimits", "parse_num_loaded"],
         "forecast": ["KnownComponent"],
         "steered": ["SteeredComponent", "SteeringHost"],
-        "report": ["Report", "empty_report", "parts_of"],
+        "report": ["EVENT_KINDS", "Report", "empty_report", "parts_of"],
         "known_loadings": ["KeptOfLoading"],
         "manager": ["MemoryManager"],
         "sharing_check": ["SharingState", "describe_sharing"],

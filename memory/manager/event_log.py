@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
+from ..errors import without_folders
 from ..units import format_bytes, format_seconds
 from .report import Event, NodeReport, RunReport
 from .timeline import Timeline
@@ -66,7 +67,7 @@ class EventLog:
             component=component,
             bytes=num_bytes,
             device=device,
-            reason=reason,
+            reason=without_folders(reason),
             component_kind=component_kind,
             to=to,
             run_id=self.run_id,

@@ -14,6 +14,7 @@ from .member import Member
 from .watermark import Watermark
 
 __all__ = [
+    "EVENT_KINDS",
     "REPORT_VERSION",
     "ComponentReport",
     "ComponentState",
@@ -31,11 +32,28 @@ __all__ = [
 
 REPORT_VERSION = 2
 
+EVENT_KINDS = (
+    "plan",
+    "load",
+    "evict",
+    "release",
+    "keep",
+    "share",
+    "reuse",
+    "drop",
+    "watermark",
+    "lend",
+    "limits",
+    "recover",
+    "growth",
+    "thrashing",
+    "error",
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One thing that happened, ``t_s`` after the start; kinds: plan, load, evict, release, keep, reuse, drop,
-    watermark, lend, limits, error."""
+    """One thing that happened, ``t_s`` after the start; its kind is one of `EVENT_KINDS`."""
 
     t_s: float
     kind: str

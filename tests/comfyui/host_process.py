@@ -307,11 +307,11 @@ class HostProcess:
 
     def report(self) -> dict[str, Any]:
         """Return the manager's books as the page gets them; after some hundred prompts that is much."""
-        return self.get("/highwater/report")
+        return self.get("/highwater/report?limit=all")
 
     def part(self, name: str) -> Any:
         """Return one part of the report."""
-        return self.get(f"/highwater/report?only={name}")[name]
+        return self.get(f"/highwater/report?only={name}&limit=all")[name]
 
     def queue(self, graph: dict[str, Any], **extra_data: Any) -> str:
         """Queue an API-format graph; returns the prompt's id. Raises `PromptRefused`."""

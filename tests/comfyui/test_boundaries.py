@@ -28,7 +28,7 @@ def told(host: HostProcess, prompt_id: str) -> list[dict[str, Any]]:
         return [data for data in sent if data["prompt_id"] == prompt_id and data["type"] == "node"]
 
     def is_over() -> bool:
-        report = host.get("/highwater/report?only=runs,nodes")
+        report = host.get("/highwater/report?only=runs,nodes&limit=all")
         in_books = [node for node in report["nodes"] if node["run_id"] == prompt_id]
         ends = [run["end_s"] for run in report["runs"] if run["run_id"] == prompt_id]
         return None not in ends and len(arrived()) == len(in_books)

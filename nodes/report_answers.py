@@ -1,0 +1,138 @@
+"""The report and its events as pages and programs ask for them: in parts, the newest entries, and without folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..memory.errors import InvalidInput, allowed_values, quoted, without_folders
+
+if TYPE_CHECKING:
+    from ..memory import MemoryManager
+
+__all__ = ["REPORT_BYTES", "make_report", "select_events"]
+
+# The parts that grow with every prompt; of each the oldest entries come first.
+LISTS = ("nodes", "runs", "events", "samples", "loaders")
+REPORT_BYTES = 64_000
+"""How much of these lists a report has in all, as JSON, where its reader sets no limit."""
+ALL = "all"
+LARGEST_LIMIT = 1_000_000
+EVENT_WORDS = ("run", "node", "kind", "after", "limit")
+# What the report finds its entries by, or what a user has written: stays as it is.
+NAMES = frozenset({"id", "name", "component", "components", "node_id", "workflow_id", "run_id", "title"})
+
+
+def make_report(
+    manager: MemoryManager | None,
+    host_features: Mapping[str, bool | str],
+    only: str | None = None,
+    find_loaders: Callable[[], list[dict[str, Any]]] = list,
+    limit: str | None = None,
+) -> dict[str, Any]:
+    """Return the manager's report, an empty one without a manager, and what of it this host keeps up to date.
+
+    Where older entries of a list are left out, ``left_out`` says how many. No text names a folder.
+
+    Args:
+        only: comma-separated names of the wanted parts.
+        limit: how many entries of each list, or ``all``; by default as many as `REPORT_BYTES` have room for.
+
+    Raises:
+        InvalidInput: a name is no part of the report, or the limit is none.
+    """
+    from ..memory.manager.report import empty_report, parts_of
+
+    most = read_limit(limit)
+    parts = None if only is None else frozenset(only.split(","))
+    report = empty_report() if manager is None else manager.report(parts)
+    loaders = find_loaders() if parts is None or "loaders" in parts else []
+    report = parts_of(report | {"host_features": dict(host_features), "loaders": loaders}, only)
+    lists = [name for name in LISTS if name in report]
+    left_out = {}
+    for name in lists:
+        entries = report[name]
+        report[name] = newest(entries, most, REPORT_BYTES // len(lists))
+        if len(report[name]) < len(entries):
+            left_out[name] = len(entries) - len(report[name])
+    for name in report.keys() & {"devices", "components", "host_features"}:
+        report[name] = texts_without_folders(report[name])
+    return report | ({"left_out": left_out} if left_out else {})
+
+
+def select_events(manager: MemoryManager | None, words: Mapping[str, str]) -> dict[str, Any]:
+    """Return the ``events`` of a ``run``, a ``node``, some kinds or ``after`` a time, and how many are ``left_out``.
+
+    Args:
+        words: each of them may be missing; ``kind`` are kinds with commas between, ``after`` is in seconds as ``t_s``,
+            ``limit`` as of `make_report`.
+
+    Raises:
+        InvalidInput: a word is unknown, or its value none.
+    """
+    from ..memory.manager.report import EVENT_KINDS
+
+    for name in words:
+        if name not in EVENT_WORDS:
+            raise InvalidInput(f"{quoted(name)} is unknown; {allowed_values(name, EVENT_WORDS)}")
+    kinds = words["kind"].split(",") if "kind" in words else EVENT_KINDS
+    for kind in kinds:
+        if kind not in EVENT_KINDS:
+            raise InvalidInput(f"kind={quoted(kind)}; {allowed_values(kind, EVENT_KINDS)}")
+    after_s, most = read_seconds(words.get("after")), read_limit(words.get("limit"))
+    found = [
+        event
+        for event in (manager.report(frozenset({"events"}))["events"] if manager is not None else [])
+        if event["kind"] in kinds
+        and event["t_s"] > after_s
+        and words.get("run", event["run_id"]) == event["run_id"]
+        and words.get("node", event["node_id"]) == event["node_id"]
+    ]
+    events = newest(found, most, REPORT_BYTES)
+    return {"events": events, "left_out": len(found) - len(events)}
+
+
+def read_limit(text: str | None) -> float | None:
+    """Return how many entries are asked for; infinite for all, None where nobody said."""
+    if text is None or text == ALL:
+        return None if text is None else math.inf
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) <= LARGEST_LIMIT):
+        raise InvalidInput(f"limit={quoted(text)}; allowed: a whole number from 0 to {LARGEST_LIMIT}, or {ALL}")
+    return int(text)
+
+
+def read_seconds(text: str | None) -> float:
+    """Return the time after which events are asked for; -1, before all of them, where nobody said."""
+    if text is None:
+        return -1.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (0 <= seconds < math.inf):
+        raise InvalidInput(f"after={quoted(text)}; allowed: seconds, such as 12.5, as an event's t_s has them")
+    return seconds
+
+
+def newest(entries: list[Any], most: float | None, num_bytes: int) -> list[Any]:
+    """Return the last entries, the oldest first: ``most`` of them, or if that is None as many as fit as JSON."""
+    if most is not None:
+        return entries[max(0, len(entries) - int(min(most, len(entries)))) :]
+    number, left = 0, num_bytes
+    for entry in reversed(entries):
+        left -= len(json.dumps(entry)) + 2  # a comma and a space
+        if left < 0:
+            break
+        number += 1
+    return entries[len(entries) - number :]
+
+
+def texts_without_folders(value: Any) -> Any:
+    """Return a part of the report with no absolute path in it, but where it only names things (`NAMES`)."""
+    if isinstance(value, str):
+        return without_folders(value)
+    if isinstance(value, dict):
+        return {name: part if name in NAMES else texts_without_folders(part) for name, part in value.items()}
+    return [texts_without_folders(part) for part in value] if isinstance(value, list | tuple) else value
