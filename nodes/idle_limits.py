@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from .schema import make_schema
 
 if TYPE_CHECKING:
-    from ..memory.manager.idle_limits import IdleLimits
+    from ..memory.options.idle_limits import IdleLimits
 
 __all__ = ["HighwaterLimits"]
 
@@ -21,7 +21,7 @@ class HighwaterLimits(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from ..memory.manager.idle_limits import LONGEST_IDLE_S, MOST_LOADED
+        from ..memory.options.idle_limits import LONGEST_IDLE_S, MOST_LOADED
 
         return make_schema(
             node_id="HighwaterLimits",
@@ -72,6 +72,6 @@ class HighwaterLimits(io.ComfyNode):
 
 def read_limits(max_loaded: int, idle_minutes: float) -> IdleLimits:
     """Return the limits that two widgets name; 0 stands for none. Raises `InvalidInput` for a number out of range."""
-    from ..memory.manager.idle_limits import IdleLimits
+    from ..memory.options.idle_limits import IdleLimits
 
     return IdleLimits(num_loaded=max_loaded or None, idle_s=idle_minutes * SECONDS_PER_MINUTE if idle_minutes else None)

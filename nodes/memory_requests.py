@@ -71,7 +71,7 @@ def set_limits(manager: MemoryManager, words: Mapping[str, str]) -> dict[str, An
     ``off`` sets no limit; a word that is missing leaves its limit as it is. Returns the limits that count now.
     """
     from ..memory.manager.claims.loans import parse_seconds
-    from ..memory.manager.idle_limits import LONGEST_IDLE_S, parse_num_loaded
+    from ..memory.options.idle_limits import LONGEST_IDLE_S, parse_num_loaded
 
     found = read_words(words, others=("keep_loaded", "idle"))
     changes: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from typing import Any
 from ...memory.errors import InvalidInput
 from ...memory.manager.claims.kept import parse_limit
 from ...memory.manager.claims.loans import parse_seconds
-from ...memory.manager.idle_limits import LONGEST_IDLE_S, IdleLimits, parse_num_loaded
+from ...memory.options.idle_limits import LONGEST_IDLE_S, IdleLimits, parse_num_loaded
 from .running_host import ask
 
 __all__ = ["keep", "kept_text", "limits_text", "release", "released_text", "set_limits"]

@@ -14,7 +14,6 @@ __all__, __getattr__ = lazy_names(
         "member": ["Member"],
         "departures": ["Departure"],
         "lending": ["LendingReport"],
-        "idle_limits": ["LONGEST_IDLE_S", "MOST_LOADED", "IdleLimits", "parse_num_loaded"],
         "forecast": ["KnownComponent"],
         "steered": ["SteeredComponent", "SteeringHost"],
         "report": ["EVENT_KINDS", "Report", "empty_report", "parts_of"],

@@ -10,7 +10,7 @@ from ..transfer.host_heap import give_back_heap
 from .card_sharing import CardSharing
 from .claims.alarm import Alarm
 from .heap_return import HeapReturn
-from .idle_limits import IdleUnloading
+from .idle_unloading import IdleUnloading
 from .leases import Leases
 from .lending import Lending
 

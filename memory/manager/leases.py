@@ -24,7 +24,7 @@ from ..runtime.managed_component import ManagedComponent
 from .admission import Admission
 from .calibration import learn_failed_load, learn_needs, learn_times
 from .card_sharing import CardSharing
-from .idle_limits import IdleUnloading
+from .idle_unloading import IdleUnloading
 from .live_capacity import computable
 from .member import Member
 from .needs import Needs

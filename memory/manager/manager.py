@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
+from ..options.idle_limits import IdleLimits
 from ..options.marks import Marks
 from ..planner.capacity import Machine
 from ..planner.plan import ComponentPlan, Plan
@@ -35,7 +36,7 @@ from .event_log import EventLog
 from .eviction import UNLOADED_BY_HOST
 from .forecast import KnownComponent
 from .growth import Growth
-from .idle_limits import IdleLimits, IdleUnloading
+from .idle_unloading import IdleUnloading
 from .known_loadings import KeptOfLoading
 from .leases import Leases, write_needs
 from .lending import Lending, LendingReport

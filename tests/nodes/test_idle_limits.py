@@ -13,7 +13,7 @@ import torch
 from highwater.headless.comfy_stub import comfy_api
 from highwater.memory import InvalidInput, manage
 from highwater.memory.manager import default
-from highwater.memory.manager.idle_limits import LONGEST_IDLE_S, MOST_LOADED, IdleLimits
+from highwater.memory.options.idle_limits import LONGEST_IDLE_S, MOST_LOADED, IdleLimits
 
 comfy_api.install()
 from highwater.memory import MemoryManager  # noqa: E402

@@ -31,7 +31,7 @@ from highwater.memory import MemoryManager, manage
 from highwater.memory.api import Managed
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.hosted_component import FileTensors, HostedComponent
-from highwater.memory.manager.idle_limits import IdleLimits
+from highwater.memory.options.idle_limits import IdleLimits
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.transfer.devices import HostMemory
 from highwater.tests.engine.conftest import build_net

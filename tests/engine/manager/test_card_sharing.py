@@ -18,8 +18,8 @@ from highwater.memory import DoesNotFit, MemoryManager, manage
 from highwater.memory.errors import UnsafeState
 from highwater.memory.manager import card_sharing
 from highwater.memory.manager.claims.neighbours import ProcessUse, shared_path
-from highwater.memory.manager.idle_limits import IdleLimits
 from highwater.memory.manager.sharing_check import describe_sharing
+from highwater.memory.options.idle_limits import IdleLimits
 from highwater.memory.units import MIB
 
 from . import sharing_process

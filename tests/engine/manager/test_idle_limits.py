@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from highwater.memory import InvalidInput, manage
-from highwater.memory.manager.idle_limits import IdleLimits
+from highwater.memory.options.idle_limits import IdleLimits
 
 X = torch.ones(2, 5, 64)
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.file_tensors import FileTensors
-from highwater.memory.manager.idle_limits import IdleLimits
 from highwater.memory.manager.member import Member
 from highwater.memory.manager.returns import MAX_CONTENTS, KnownReturns, Returns
+from highwater.memory.options.idle_limits import IdleLimits
 from highwater.memory.options.placement import AUTO_PLACEMENT
 from highwater.memory.options.precision import DEFAULT_PRECISION
 from highwater.memory.options.profile import OffloadProfile
