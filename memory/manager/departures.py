@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-from ..errors import InvalidInput, UnsafeState, allowed_values, require
-from ..options.placement import canonical_device
+from ..errors import InvalidInput, UnsafeState, allowed_values
+from ..options.placement import parse_device
 from ..transfer.devices import Device
 from ..units import MIB, format_bytes
 from .admission import Admission
@@ -97,11 +97,7 @@ class Departures:
         accelerators = {name: device for name, device in self.admission.devices.items() if not device.is_cpu}
         if named is None:
             return list(accelerators.values())
-        require(named, str, what="device", allowed=", ".join(accelerators))
-        name = canonical_device(named)
-        if name not in accelerators:
-            raise InvalidInput(f"this machine has no device {named!r}; {allowed_values(name, accelerators)}")
-        return [accelerators[name]]
+        return [accelerators[parse_device(named, list(accelerators))]]
 
     def held(self, component: Resident, device: Device) -> int:
         """Return the bytes of a device that a component has now."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import InvalidInput, UnsafeState, allowed_values, require
-from ..options.placement import canonical_device
+from ..errors import InvalidInput, UnsafeState, require
+from ..options.placement import parse_device
 from ..transfer.devices import Device
 from ..units import format_bytes, format_seconds
 from .admission import Admission
@@ -49,11 +49,7 @@ class Lending:
             return next(iter(accelerators.values()))
         if named is None:
             raise InvalidInput(f"this machine has several devices; name one: {', '.join(accelerators)}")
-        require(named, str, what="device", allowed=", ".join(accelerators))
-        name = canonical_device(named)
-        if name not in accelerators:
-            raise InvalidInput(f"this machine has no device {named!r}; {allowed_values(name, accelerators)}")
-        return accelerators[name]
+        return accelerators[parse_device(named, list(accelerators))]
 
     def lend(self, device: Device, num_bytes: int, seconds: float, *, moves_hosted: bool) -> LendingReport:
         """Keep bytes of a device free for another program; evicts idle components for them now.

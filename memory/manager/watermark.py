@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
-from ..errors import InvalidInput, allowed_values, quoted, require
+from ..errors import InvalidInput, quoted, require
 from ..options.marks import ALL, HOST, Marks, read_mark
-from ..options.placement import canonical_device
+from ..options.placement import parse_device
 from ..units import GIB, LARGEST_SIZE, MIB, format_bytes
 
 if TYPE_CHECKING:  # nodes read the default without loading torch
@@ -178,9 +178,6 @@ class Watermarks:
             from ..transfer.devices import HostMemory
 
             return {HOST: in_bytes(marks, HOST, HostMemory.now().total_bytes)}
-        name = canonical_device(device.strip())
-        if name != ALL and name not in self.devices:
-            allowed = allowed_values(name, [ALL, *self.devices, HOST])
-            raise InvalidInput(f"watermark: this machine has no device {device!r}; {allowed}")
+        name = parse_device(device, [ALL, *self.devices, HOST], what="watermark")
         targets = list(self.devices) if name == ALL else [name]
         return {target: in_bytes(marks, target, self.devices[target].total_bytes()) for target in targets}

@@ -18,6 +18,8 @@ __all__, __getattr__ = lazy_names(
             "SplitRatio",
             "canonical_device",
             "names_device",
+            "no_device",
+            "parse_device",
             "parse_placement",
         ],
         "budget": ["BudgetItem", "exact_size", "parse_size"],

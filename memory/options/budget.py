@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import InvalidInput, allowed_values, quoted
 from ..units import ALLOWED_UNITS, LARGEST_SIZE, MIB, UNITS, parse_bytes, unit_problem
-from .placement import INTEGER, KINDS, WORD, Scanner, canonical_device, names_device, resolve_kind
+from .placement import INTEGER, KINDS, WORD, Scanner, canonical_device, names_device, no_device, resolve_kind
 
 __all__ = [
     "BudgetItem",
@@ -163,7 +163,7 @@ def parse_target(
             word += f":{number[0].lstrip('0') or 0}" if number else ":"
         target = canonical_device(word)
         if target not in devices:
-            scanner.fail(f"this machine has no device {word!r}; allowed: {', '.join(devices)}", at=begin)
+            scanner.fail(no_device(word, [*devices]), at=begin)
         return target
     return resolve_kind(scanner, word, components, begin, others=others)
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from ..errors import InvalidInput, allowed_values, quoted
+from ..errors import InvalidInput, allowed_values, quoted, require
 
 __all__ = [
     "AUTO",
@@ -27,6 +27,8 @@ __all__ = [
     "PlacementItem",
     "Scanner",
     "SplitRatio",
+    "no_device",
+    "parse_device",
     "parse_placement",
     "resolve_kind",
 ]
@@ -272,7 +274,7 @@ def parse_device_name(scanner: Scanner, devices: Collection[str]) -> str:
             scanner.go_to(after_name)
     canonical = canonical_device(name)
     if canonical not in devices:
-        scanner.fail(f"this machine has no device {name!r}; {allowed_values(name, [AUTO, *devices])}", at=begin)
+        scanner.fail(no_device(name, [AUTO, *devices]), at=begin)
     return canonical
 
 
@@ -283,6 +285,28 @@ def canonical_device(name: str) -> str:
         return "cpu"
     known = {"gpu", "cuda", "xpu", "mps", "npu", "mlu", "hpu", "musa", "sim"}
     return f"gpu:{index or 0}" if kind in known else name
+
+
+def parse_device(named: object, allowed: Sequence[str], *, what: str = "") -> str:
+    """Return the plain name of a device, one of those that are allowed here, such as ``gpu:0`` for ``cuda``.
+
+    Args:
+        what: what names it, for the error.
+
+    Raises:
+        InvalidInput: this machine has no such device, or it is not a text.
+    """
+    require(named, str, what="device", allowed=", ".join(allowed))
+    assert isinstance(named, str)
+    name = canonical_device(named.strip())
+    if name not in allowed:
+        raise InvalidInput(f"{what}: {no_device(named, allowed)}" if what else no_device(named, allowed))
+    return name
+
+
+def no_device(named: str, allowed: Sequence[str]) -> str:
+    """Return what is said of a device that this machine lacks."""
+    return f"this machine has no device {named!r}; {allowed_values(canonical_device(named.strip()), allowed)}"
 
 
 def names_device(word: str) -> bool:

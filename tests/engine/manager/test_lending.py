@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from highwater.memory import InvalidInput, manage
 from highwater.memory.errors import DoesNotFit, UnsafeState
 from highwater.memory.manager.claims.loans import Loan, Loans, parse_seconds
+from highwater.memory.options.placement import parse_placement
+from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import MIB
 
 X = torch.ones(2, 5, 64)
@@ -132,6 +135,26 @@ def test_a_device_is_lent_once_and_has_to_be_named_where_there_are_two(machine) 
         manager.take_back("gpu:1")
         with pytest.raises(UnsafeState, match="nothing of gpu:1 is lent"):
             manager.take_back("gpu:1")
+
+
+def test_what_is_said_of_a_device_that_is_not_there_is_the_same_everywhere(machine) -> None:
+    """And everywhere other programs' names and blanks around them are read."""
+    with machine(8, 8) as manager:
+        devices = ["cpu", "gpu:0", "gpu:1"]
+        ways: dict[str, Callable[[str], object]] = {
+            "": lambda name: manager.lend(MIB, 60, name),
+            "again": lambda name: manager.release_between_runs(None, name, reason="test"),
+            "watermark: ": lambda name: manager.set_watermark(name, 0, 0),
+            "placement 'gpu:2', column 1: ": lambda name: parse_placement(name, devices=devices),
+            "profile 'gpu:2=1GiB', column 1: ": lambda name: parse_profile(f"{name}=1GiB", devices=devices),
+        }
+        for begin, ask in ways.items():
+            with pytest.raises(InvalidInput) as error:
+                ask("gpu:2")
+            told = str(error.value)
+            assert told.startswith(begin.removeprefix("again") + "this machine has no device 'gpu:2'; did you mean")
+            assert "gpu:0" in told and "gpu:1" in told
+            ask(" cuda:1 ")
 
 
 def test_the_time_is_up_by_itself(machine, wait_until) -> None:
