@@ -4,13 +4,14 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, shownIn } from "./badges.js";
+import { detailOf, fillDetail, makeDetail } from "./detail.js";
 import { makeTextBox, noticeOfEvent, noticeOfFailure } from "./readout.js";
 import { makeAsker, makeSoon } from "./report.js";
 import { limitWords, limitsText } from "./limits.js";
 import { makeListener } from "./settings.js";
 import { marksText } from "./watermark.js";
 
-/** @typedef {import("./badges.js").NodeReport & { run_id: string, seconds: number }} NodeReport */
+/** @typedef {import("./badges.js").NodeReport & { run_id: string }} NodeReport */
 /** @typedef {import("./badges.js").ComponentReport} ComponentReport */
 /** @typedef {import("./badges.js").Loader} Loader */
 
@@ -45,6 +46,9 @@ const reports = new Map();
 /** What is loaded now, and which nodes show it, as far as the page has asked. @type {{ components: ComponentReport[], loaders: Loader[] }} */
 let now = { components: [], loaders: [] };
 
+/** What the nodes of the open workflow show, by their keys. @type {Map<string, import("./badges.js").Shown>} */
+let shown = new Map();
+
 /** @param {NodeReport} node */
 function keep(node) {
   if (node.workflow_id === null) return;
@@ -59,7 +63,7 @@ function keep(node) {
 /** Show what is known of the nodes of the open workflow; those of others wait until it is opened. */
 function showNodes() {
   const root = app.rootGraph;
-  const shown = shownIn(root, { ...now, nodes: reports.get(root.id)?.values() ?? [] });
+  shown = shownIn(root, { ...now, nodes: reports.get(root.id)?.values() ?? [] });
   const store = texts();
   let isChanged = false;
   for (const key of new Set([...shown.keys(), ...Object.keys(store)])) {
@@ -70,6 +74,47 @@ function showNodes() {
     isChanged = true;
   }
   if (isChanged) app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
+  if (detail) fillDetail(detail.box, detailOf(shown.get(detail.key) ?? { parts: [] }));
+}
+
+/** The open box of a badge that was clicked. @type {{ key: string, box: HTMLElement } | null} */
+let detail = null;
+
+/**
+ * Show what is known of a node beside its badge, until the next click elsewhere, or Escape.
+ * @param {ComfyNode} node
+ * @param {MouseEvent} event the click on its badge
+ */
+function openDetail(node, event) {
+  closeDetail();
+  const key = keyOf(node);
+  const known = key && texts()[key] ? shown.get(key) : undefined;
+  if (!key || !known) return;
+  const place = { x: event.clientX, y: event.clientY, width: window.innerWidth, height: window.innerHeight };
+  detail = { key, box: makeDetail(document, detailOf(known), place) };
+  document.body.append(detail.box);
+  detail.box.focus();
+  document.addEventListener("pointerdown", closeUnlessInside, true);
+  document.addEventListener("keydown", closeOnEscape, true);
+}
+
+function closeDetail() {
+  document.removeEventListener("pointerdown", closeUnlessInside, true);
+  document.removeEventListener("keydown", closeOnEscape, true);
+  detail?.box.remove();
+  detail = null;
+}
+
+/** @param {Event} event */
+function closeUnlessInside(event) {
+  if (!(event.target instanceof Node && detail?.box.contains(event.target))) closeDetail();
+}
+
+/** @param {KeyboardEvent} event */
+function closeOnEscape(event) {
+  if (event.key !== "Escape") return;
+  event.stopPropagation();
+  closeDetail();
 }
 
 /**
@@ -228,7 +273,12 @@ app.registerExtension({
 
   nodeCreated(node) {
     texts();
-    const badge = new LGraphBadge({ text: "", fgColor: "#e6f4f7", bgColor: "#155e75" });
+    const badge = new LGraphBadge({
+      text: "",
+      fgColor: "#e6f4f7",
+      bgColor: "#155e75",
+      onClick: (event) => openDetail(node, event),
+    });
     // Called at every draw, or inside a computed value: cheap, and reads nothing but the store.
     node.badges.push(() => {
       const key = keyOf(node);
@@ -240,6 +290,7 @@ app.registerExtension({
   },
 
   afterConfigureGraph() {
+    closeDetail();
     showNodes();
     showReports();
   },

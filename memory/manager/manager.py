@@ -87,7 +87,12 @@ class MemoryManager:
         self.event_log = EventLog()
         self.steered = Steered(self.members, self.event_log)
         self.measures = Measures(
-            list(self.devices.values()), self.ledger, self.steered, self.event_log, self.bytes_moved
+            list(self.devices.values()),
+            self.ledger,
+            self.steered,
+            self.event_log,
+            self.bytes_moved,
+            self.seconds_waited,
         )
         policy = policy or NextUse()
         self.capacity = LiveCapacity(self.devices, self.members, self.steered, self.measures, policy)
@@ -124,6 +129,11 @@ class MemoryManager:
         """Return the bytes of weights copied to devices since the start."""
         members = list(self.members.values())  # in one step: another thread may add or remove some
         return self.registry.moved_by_released + sum(member.managed.bytes_moved for member in members)
+
+    def seconds_waited(self) -> float:
+        """Return the seconds for which computing waited for copies since the start; for the thread that computes."""
+        members = list(self.members.values())
+        return self.registry.waited_by_released_s + sum(member.managed.read_waits() for member in members)
 
     def count_bytes(self) -> Counter[Entry]:
         """Return the bytes of each component in each place as the components count them, for `Ledger.check`."""

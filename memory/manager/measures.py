@@ -26,11 +26,19 @@ class OpenNode:
     begin_s: float
     moved_before: int
     """The bytes that had been copied to devices when it began."""
+    waited_before_s: float
+    """The seconds for which computing had waited for copies until then."""
+    waited_s: float = 0.0
+    """The seconds for which it waited while the node ran; known at its end."""
     peaks: Counter[str] = field(default_factory=Counter)
     weights: Counter[str] = field(default_factory=Counter)
     staging: Counter[str] = field(default_factory=Counter)
     components: dict[str, None] = field(default_factory=dict)
     """The components that it used, in the order of their first use."""
+
+    def note_waited(self, seconds: float) -> None:
+        """Note for how long computing has waited for copies since the start."""
+        self.waited_s = max(0.0, seconds - self.waited_before_s)
 
     def note_component(self, component: str) -> None:
         """Note a component that it uses."""
@@ -75,6 +83,7 @@ class Measures:
 
     Args:
         bytes_moved: returns the bytes of weights copied to devices since the start.
+        seconds_waited: returns the seconds for which computing waited for such copies.
     """
 
     def __init__(
@@ -84,6 +93,7 @@ class Measures:
         steered: Steered,
         event_log: EventLog,
         bytes_moved: Callable[[], int],
+        seconds_waited: Callable[[], float] = float,
     ) -> None:
         self.devices = {device.name: device for device in devices if not device.is_cpu}
         self.ledger = ledger
@@ -91,6 +101,7 @@ class Measures:
         self.event_log = event_log
         self.timeline = event_log.timeline
         self.bytes_moved = bytes_moved
+        self.seconds_waited = seconds_waited
         self.node: OpenNode | None = None
         self.intervals: dict[object, Interval] = {}
         self.weights_before: dict[str, int] = {}
@@ -213,6 +224,7 @@ class Measures:
             workflow_id=workflow_id,
             begin_s=self.event_log.now_s,
             moved_before=self.bytes_moved(),
+            waited_before_s=self.seconds_waited(),
         )
         self.intervals[self.node] = self.make_interval(allocated)
 
@@ -247,6 +259,7 @@ class Measures:
     def end_node(self, node: OpenNode, tiers: dict[str, int]) -> NodeReport:
         """Close the open node and enter its report, which is returned."""
         self.sample()
+        node.note_waited(self.seconds_waited())
         self.node = None
         self.event_log.enter_node(None)
         report = self.report_of(node, tiers)
@@ -268,6 +281,8 @@ class Measures:
             activation_bytes=interval.needed() if interval is not None else {},
             staging_bytes={name: most for name, most in node.staging.items() if most},
             bytes_moved=self.bytes_moved() - node.moved_before,
+            waited_s=round(node.waited_s, 6),
+            uncounted=[name for name, device in self.devices.items() if device.is_uncounted],
             tiers=tiers,
             components=list(node.components),
         )

@@ -50,8 +50,10 @@ class Registry:
         self.loadings = KnownLoadings(self.kept)
         self.ranks = itertools.count()
         self.moved_by_released = 0
-        leases.pack_with(self.pack_anew)
         """The bytes of weights that released members had copied to devices."""
+        self.waited_by_released_s = 0.0
+        """The seconds for which released members had waited for copies."""
+        leases.pack_with(self.pack_anew)
 
     def add(
         self,
@@ -424,6 +426,7 @@ class Registry:
         self.sharing.take_back(member, member.managed.module)
         self.members.strike(member)  # last: interrupted before, it can be released again
         self.moved_by_released += member.managed.bytes_moved
+        self.waited_by_released_s += member.managed.waited_s
         reason = "nothing uses its model any more" if member.leaves_weights else "released"
         for place, num_bytes in freed.items():
             self.event_log.note("release", member.id, num_bytes, place, reason)

@@ -141,6 +141,8 @@ class ComponentReport:
     nothing: a component that left had them ([Note: kept weights] in `kept_weights.py`)."""
     num_compiles: int | None = None
     uncompiled_blocks: dict[str, int] | None = None
+    waited_s: float | None = None
+    """For how long its blocks waited for their copies since it joined; None where another engine moves it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,10 @@ class NodeReport:
     tiers: dict[str, int]
     components: list[str] = field(default_factory=list)
     staging_bytes: dict[str, int] = field(default_factory=dict)
+    waited_s: float = 0.0
+    """For how long computing waited for copies of weights, as far as some passes tell (`WaitTimes`)."""
+    uncounted: list[str] = field(default_factory=list)
+    """The devices of which torch does not count what is allocated: activations there are not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,6 +283,7 @@ class ComponentState:
         "num_compiles",
         "plan",
         "uncompiled_blocks",
+        "waited_s",
     )
 
     def __init__(self, member: Member) -> None:
@@ -287,6 +294,7 @@ class ComponentState:
         self.is_leased = bool(member.leases)
         self.last_use_s = member.last_use_s
         self.bytes_moved = managed.bytes_moved
+        self.waited_s = managed.waited_s
         self.num_compiles = managed.compiled.num_compiles if managed.compiled is not None else None
         self.uncompiled_blocks = managed.compiled.why_uncompiled() if managed.compiled is not None else None
 
@@ -312,4 +320,5 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         staging_bytes={place: passing for place in held if (passing := ledger.passing(member.id, place))},
         num_compiles=state.num_compiles,
         uncompiled_blocks=state.uncompiled_blocks,
+        waited_s=round(state.waited_s, 6),
     )

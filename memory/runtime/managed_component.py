@@ -178,6 +178,15 @@ class ManagedComponent:
         """Bytes of weights copied to devices so far."""
         return sum(share.bytes_moved for share in self.shares)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which its blocks waited for their copies, as far as `read_waits` or a pass has read them."""
+        return sum(share.waited_s for share in self.shares)
+
+    def read_waits(self) -> float:
+        """As `waited_s`, with what is over now; in the thread that runs the passes."""
+        return sum(share.read_waits() for share in self.shares)
+
     def count_bytes(self) -> Iterator[tuple[str, Kind, int]]:
         """Yield place, kind and bytes of all its memory that is there now, for `Ledger.check`; reads no books."""
         for share in self.shares:

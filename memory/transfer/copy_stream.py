@@ -19,7 +19,7 @@ import torch
 
 from .devices import Device
 from .slabs import allocate_device
-from .timing import TELLING_BYTES, CopySpeeds
+from .timing import TELLING_BYTES, CopySpeeds, WaitTimes
 
 __all__ = ["CopyStream"]
 
@@ -34,6 +34,7 @@ class CopyStream:
         self.home = self.compute_stream
         self.last_compute = self.home
         self.speeds = CopySpeeds(device)
+        self.waits = WaitTimes(device)
 
     @property
     def compute_stream(self) -> torch.Stream:
@@ -48,6 +49,9 @@ class CopyStream:
 
     def begin_pass(self) -> None:
         """Order this pass behind the last one, wherever that ran (rule 5)."""
+        if self.waits.open or self.waits.num_ended:
+            self.waits.read()
+        self.waits.begin_pass()
         compute = self.compute_stream
         if compute != self.last_compute:
             compute.wait_stream(self.last_compute)
@@ -85,7 +89,7 @@ class CopyStream:
     def await_on_compute(self, ready: torch.Event) -> torch.Stream:
         """Make the compute stream wait for a copy (rule 2), and return it; the host goes on."""
         stream = self.compute_stream
-        stream.wait_event(ready)
+        self.waits.await_event(stream, ready)
         return stream
 
     def finish(self) -> None:

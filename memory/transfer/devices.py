@@ -159,6 +159,8 @@ class Card(NamedTuple):
 
 
 NOTHING_ALLOCATED = AllocatorBytes(0, 0, 0)
+# The types of devices whose allocator was put in torch's place, as ComfyUI's comfy-aimdo can do, and counts nothing.
+UNCOUNTED: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,11 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         return self.torch_device.type == "cpu"
+
+    @property
+    def is_uncounted(self) -> bool:
+        """Whether an allocator that counts nothing was found in the place of torch's."""
+        return self.torch_device.type in UNCOUNTED
 
     def card(self) -> Card | None:
         """Return what tells the card from every other, in every process; None if torch reports no uuid of it.
@@ -208,7 +215,15 @@ class Device:
         Not from `memory_stats` or functions based on it: these flatten the same dict recursively, which leaves cyclic
         garbage and takes ten times as long.
         """
-        stats = {} if self.is_cpu else self.module.memory_stats_as_nested_dict(self.torch_device)
+        if self.is_cpu or self.is_uncounted:
+            return NOTHING_ALLOCATED
+        try:
+            stats = self.module.memory_stats_as_nested_dict(self.torch_device)
+        except RuntimeError as error:
+            if "PluggableAllocator" not in str(error):
+                raise
+            UNCOUNTED.add(self.torch_device.type)
+            return NOTHING_ALLOCATED
         if not stats:  # nothing was allocated yet
             return NOTHING_ALLOCATED
         allocated = stats["allocated_bytes"]["all"]
@@ -235,7 +250,7 @@ class Device:
         return self.allocator_bytes().peak
 
     def reset_peak(self) -> None:
-        if not self.is_cpu:
+        if not (self.is_cpu or self.is_uncounted):
             self.module.reset_peak_memory_stats(self.torch_device)
 
     def empty_cache(self) -> None:

@@ -1,4 +1,4 @@
-"""How long blocks compute and copies to a device take, by events."""
+"""How long blocks compute, copies to a device take, and computing waits for copies, by events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ..units import MIB
 from .devices import Device
 
-__all__ = ["TELLING_BYTES", "CopySpeeds", "PassTimes", "Stopwatch"]
+__all__ = ["TELLING_BYTES", "CopySpeeds", "PassTimes", "Stopwatch", "WaitTimes"]
 
 # Smaller copies are not timed: their time depends more on the launch than on the link.
 TELLING_BYTES = 2 * MIB
@@ -19,6 +19,8 @@ TELLING_BYTES = 2 * MIB
 NUM_TIMED = 2
 # The second pass is timed: the first one warms up.
 TIMED_PASS = 2
+# Of so many passes one tells how long computing waits for copies.
+TIMED_OF = 8
 # Timing ends after so many passes that skipped blocks.
 MAX_PARTIAL = 8
 
@@ -99,6 +101,55 @@ class PassTimes:
             self.num_partial += 1
             self.passes = TIMED_PASS - 1
         return None
+
+
+class WaitTimes:
+    """The seconds for which computing on a device waited for copies to it; reading them waits for nothing.
+
+    One pass of some is timed, and stands for those since the last one: two events for each block cost more than what
+    else a step does for it. Synchronous copies, as from pageable memory, hold up the host, and are not seen.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.seconds = 0.0
+        self.num_passes = 0
+        self.num_ended = 0
+        """The passes whose waits are not in `seconds` yet."""
+        self.pass_s: float | None = None
+        """The waits of the last pass that was timed."""
+        self.is_timed = False
+        self.open: list[tuple[torch.Event, torch.Event]] = []
+        """Before and behind each wait of the pass that was timed, until they are read."""
+
+    def begin_pass(self) -> None:
+        self.num_passes += 1
+        self.is_timed = self.num_passes % TIMED_OF == TIMED_PASS and not self.open
+
+    def end_pass(self) -> None:
+        self.is_timed = False
+        self.num_ended += 1
+
+    def await_event(self, stream: torch.Stream, ready: torch.Event) -> None:
+        """Make a stream wait for an event, and time that in a timed pass."""
+        if not self.is_timed:
+            stream.wait_event(ready)
+            return
+        before, behind = (torch.Event(device=self.device.torch_device, enable_timing=True) for _ in range(2))
+        before.record(stream)
+        stream.wait_event(ready)
+        behind.record(stream)
+        self.open.append((before, behind))
+
+    def read(self) -> float:
+        """Return the seconds of all passes that have ended, as far as one of them was timed and is over."""
+        if self.open and not self.is_timed and all(event.query() for events in self.open for event in events):
+            self.pass_s = sum(before.elapsed_time(behind) for before, behind in self.open) / 1000
+            self.open.clear()
+        if self.pass_s is not None and not self.open:
+            self.seconds += self.num_ended * self.pass_s
+            self.num_ended = 0
+        return self.seconds
 
 
 class CopySpeeds:

@@ -60,6 +60,32 @@ export async function openPage(base, executablePath, screenshots) {
   return { browser, page, errors, foreign, shoot, eventually, setting, widgets };
 }
 
+/** Where on the screen the canvas renderer has drawn the badge of the first node of a class. */
+const placeOfBadge = (type) => {
+  const node = app.rootGraph.nodes.find((node) => node.type === type);
+  const badge = node.badges.map((badge) => (typeof badge === "function" ? badge() : badge)).find((badge) => badge.onClick && badge.text);
+  const [left, top, width, height] = badge.boundingRect;
+  const { scale, offset } = app.canvas.ds;
+  const canvas = app.canvas.canvas.getBoundingClientRect();
+  return [canvas.left + (node.pos[0] + left + width / 2 + offset[0]) * scale, canvas.top + (node.pos[1] + top + height / 2 + offset[1]) * scale];
+};
+
+/** Click on the badge of a node, read what it tells, and close that again by Escape. */
+export async function readDetail(page, type, text) {
+  if (await page.evaluate(() => LiteGraph.vueNodesMode)) {
+    const id = await page.evaluate((type) => app.rootGraph.nodes.find((node) => node.type === type).id, type);
+    await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click();
+  } else {
+    await page.mouse.click(...(await page.evaluate(placeOfBadge, type)));
+  }
+  const box = page.getByRole("dialog", { name: "Memory of this node" });
+  await box.waitFor();
+  const told = await box.innerText();
+  await page.keyboard.press("Escape");
+  await box.waitFor({ state: "detached" });
+  return told;
+}
+
 // Badges by node class, read in the page: by the canvas renderer's own call, or as text. Functions that the page runs
 // see nothing of this module: what a badge looks like stands in both.
 export const onCanvas = () =>

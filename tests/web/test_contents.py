@@ -153,6 +153,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
     found = {path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.is_file()}
     assert found == {
         "badges.js",
+        "detail.js",
         "extension.js",
         "limits.js",
         "readout.js",

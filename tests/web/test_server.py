@@ -71,7 +71,7 @@ def test_the_first_visit_opens_the_template_and_the_next_one_does_not(with_serve
 def test_our_scripts_are_listed_and_served(with_server):
     async def body(server):
         scripts = await server.get("/extensions")
-        names = ("badges", "extension", "limits", "readout", "report", "settings", "watermark")
+        names = ("badges", "detail", "extension", "limits", "readout", "report", "settings", "watermark")
         assert scripts == [f"/extensions/highwater/{name}.js" for name in names]
         for script in scripts:
             response = await server.client.get(script)

@@ -91,6 +91,15 @@ class DeviceShare:
         """Bytes of weights copied to the device so far."""
         return self.loaded_bytes + self.memory.bytes_streamed
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which its blocks waited for their copies, as far as `read_waits` or a pass has read them."""
+        return self.copies.waits.seconds if self.copies is not None else 0.0
+
+    def read_waits(self) -> float:
+        """As `waited_s`, with what is over now; in the thread that runs the passes."""
+        return self.copies.waits.read() if self.copies is not None else 0.0
+
     def take_speeds(self) -> dict[bool, float]:
         """Return bytes per second of copies, by whether they are from page-locked memory, each once it is known."""
         return self.copies.speeds.take() if self.copies is not None else {}
@@ -290,6 +299,8 @@ class DeviceShare:
     def end_pass(self, *, completed: bool) -> None:
         """A forward has ended, by its return or by an exception."""
         self.recover()
+        if self.copies is not None:
+            self.copies.waits.end_pass()
         ran, self.trace = self.trace, []
         if completed and set(ran) == self.blocks.keys():
             self.order = ran

@@ -257,3 +257,34 @@ def test_the_node_that_runs_is_reported_with_its_numbers_so_far(toys, machine) -
         assert [row["id"] for row in report["components"]] == ["net"]
         for part in ("devices", "nodes", "runs", "events", "samples"):
             assert len(manager.report({part})[part]) == len(whole[part])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("profile", ["auto", "0.6MiB"])
+def test_waits_for_copies_are_told_for_the_node_and_the_component(toys, machine, profile: str) -> None:
+    """Over a slow link each pass waits for nearly all that it copies; what is resident waits for nothing."""
+    net, x = toys.build_net(), torch.ones(1, 3, 64)
+    rate = 1e8
+    with machine(8, h2d_bytes_per_s=rate) as manager:
+        manage({"net": net}, profile, placement="gpu:0", manager=manager)
+        net(x)
+        torch.accelerator.synchronize(0)
+        told, num_passes = [], 20
+        for node_id in "12":
+            manager.begin_node(node_id, "Sample")
+            for _ in range(num_passes if node_id == "1" else 0):
+                net(x)
+            torch.accelerator.synchronize(0)
+            told.append(manager.end_node())
+        (row,) = manager.report()["components"]
+        (share,) = manager.plans()["net"].shares
+        copies_s = share.streamed_bytes / rate
+        if profile == "auto":
+            assert told[0]["waited_s"] == row["waited_s"] == 0
+        else:
+            assert 0.5 * num_passes * copies_s < told[0]["waited_s"] < 1.2 * (num_passes + 1) * copies_s
+            assert row["waited_s"] >= told[0]["waited_s"]
+        assert told[1]["waited_s"] == 0
+        row_before = row["waited_s"]
+        manager.release_all()
+        assert manager.seconds_waited() == pytest.approx(row_before, abs=1e-5)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from highwater.memory import MemoryManager
+from highwater.memory.transfer import devices
 from highwater.memory.transfer.devices import CPU, find_device
 
 
@@ -47,3 +50,34 @@ def test_the_cpus_are_those_of_the_ram() -> None:
     memory = CPU.memory()
     assert 0 < memory.free <= memory.total
     assert memory[2:] == CPU.allocator_bytes() == (0, 0, 0)
+
+
+def test_an_allocator_that_counts_nothing_is_told_and_breaks_nothing(sim, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch answers where `torch.cuda.memory.change_current_allocator` was called."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    monkeypatch.setattr(devices, "UNCOUNTED", set())
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)]):
+        device = devices.find_device("gpu:0")
+        monkeypatch.setattr(device.module, "memory_stats_as_nested_dict", refuse)
+        monkeypatch.setattr(device.module, "reset_peak_memory_stats", refuse)
+        assert not device.is_uncounted
+        manager = MemoryManager()
+        manager.begin_node("1", "Sample")
+        node = manager.end_node()
+        assert device.is_uncounted and not devices.CPU.is_uncounted
+        assert node["uncounted"] == ["gpu:0"] and node["activation_bytes"] == {"gpu:0": 0}
+        assert device.memory().total == 1 << 20
+
+
+def test_another_failure_of_the_allocator_is_raised(sim, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)]):
+        device = devices.find_device("gpu:0")
+        monkeypatch.setattr(device.module, "memory_stats_as_nested_dict", fail)
+        with pytest.raises(RuntimeError, match="device lost"):
+            device.allocator_bytes()

@@ -3,6 +3,7 @@ interface ComfyBadge {
   text: string;
   fgColor?: string;
   bgColor?: string;
+  onClick?: (event: MouseEvent) => void;
 }
 declare const LGraphBadge: { new (options: ComfyBadge): ComfyBadge };
 
