@@ -14,6 +14,7 @@ from pathlib import Path
 from .case import Result
 
 CASES = (
+    "badges",
     "comfy",
     "dynamic",
     "eviction",

@@ -48,6 +48,15 @@ await checkDetail(onCanvas);
 await page.evaluate(() => app.extensionManager.command.execute("Highwater.MakeTinyPipelines"));
 await page.getByText(/tiny-flux, tiny-sd, tiny-wan are in models.diffusers/).first().waitFor();
 
+// While nothing runs the page asks for nothing.
+await page.waitForTimeout(1500); // what the end of the run asked for
+const asked = [];
+const noteAsked = (request) => asked.push(request.url());
+page.on("request", noteAsked);
+await page.waitForTimeout(3000);
+page.off("request", noteAsked);
+assert.deepEqual(asked.filter((url) => url.includes("/highwater/")), [], "asked while nothing runs");
+
 // The same values in the other renderer, and again after a reload.
 await setting("Comfy.VueNodes.Enabled", true);
 await eventually("Nodes 2.0 after the switch", inPage, allBytes);
