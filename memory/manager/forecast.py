@@ -40,7 +40,7 @@ class Forecast:
         """Take the components of each step to come, by their ids; returns whether that is another forecast."""
         told = tuple(map(frozenset, steps))
         is_new = told != self.steps
-        self.num_running = num_running
+        self.num_running = min(num_running, len(told))
         if is_new:
             self.take(told)
         return is_new

@@ -31,6 +31,7 @@ from highwater.memory import MemoryManager, manage
 from highwater.memory.api import Managed
 from highwater.memory.errors import DoesNotFit, InvalidInput, UnsafeState
 from highwater.memory.hosted_component import FileTensors, HostedComponent
+from highwater.memory.manager.policies.named import POLICIES
 from highwater.memory.options.idle_limits import IdleLimits
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.transfer.devices import HostMemory
@@ -149,12 +150,13 @@ class BooksMachine(RuleBasedStateMachine):
     counts: ClassVar[Counter[tuple[str, str]]] = Counter()
     """How often each deed was done, by how it ended, over all examples."""
 
-    @initialize(low=st.integers(0, 64), span=st.integers(0, 64))
-    def begin(self, low: int, span: int) -> None:
+    @initialize(low=st.integers(0, 64), span=st.integers(0, 64), policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, low: int, span: int, policy: str) -> None:
         self.stack = ExitStack()
         specs = [simdevice.SimDeviceSpec(total_bytes=TOTAL_BYTES) for _ in range(2)]
         self.stack.enter_context(simdevice.cluster(specs))
-        self.manager = MemoryManager()
+        self.manager = MemoryManager(policy=POLICIES[policy]())
+        self.note("begin", policy)
         self.manager.set_watermark("*", low * KIB, (low + span) * KIB)
         self.host = Host()
         self.manager.steer(self.host)
@@ -497,6 +499,13 @@ class BooksMachine(RuleBasedStateMachine):
         self.manager.end_node()
         self.manager.end_run()
         self.note("run")
+
+    @rule(steps=st.lists(st.sets(st.integers(0, 9), max_size=3), max_size=5), num_running=st.integers(0, 2))
+    def foresee(self, steps: list[set[int]], num_running: int) -> None:
+        """A host says which components its prompts will use, one of which may be gone by now."""
+        known = sorted([*self.manager.members, "gone"])
+        self.manager.foresee([[known[number % len(known)] for number in step] for step in steps], num_running)
+        self.note("foresee")
 
     # -- the books
 

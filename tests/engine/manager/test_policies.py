@@ -148,6 +148,17 @@ def test_the_largest_leaves_first() -> None:
 # -- the forecast
 
 
+@given(steps=st.lists(st.frozensets(st.sampled_from("abc"))), num_running=st.integers(0, 4))
+def test_a_use_begins_the_first_step_of_the_node_that_names_it(steps: list[frozenset[str]], num_running: int) -> None:
+    """Also where fewer steps are known than the node is said to have."""
+    for name in "abcd":
+        forecast = Forecast()
+        forecast.foresee(steps, num_running)
+        here = next((n for n, step in enumerate(steps[:num_running]) if name in step), 0)
+        assert forecast.note_use(name) == (here > 0)
+        assert forecast.steps == tuple(steps[here:])
+
+
 @given(steps=st.lists(st.frozensets(st.sampled_from("abc"))))
 def test_the_next_use_is_the_first_step_that_names_a_component(steps: list[frozenset[str]]) -> None:
     forecast = Forecast()
