@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["PROMPT_RUNS", "Route", "add_routes", "make_routes"]
 
 PROMPT_RUNS = "a prompt is running; cancel it, or wait until it ends"
-Route = tuple[str, str, "Callable[[web.Request], Awaitable[web.StreamResponse]]"]
+Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
+Route = tuple[str, str, Handler]
 
 
 def add_routes(server: Any) -> None:
@@ -65,33 +67,55 @@ def make_routes(
     from aiohttp import web
 
     from ..memory.errors import DoesNotFit, InvalidInput, UnsafeState
+    from . import memory_requests
 
-    def telling(tell: Callable[[Mapping[str, str]], dict[str, Any]]) -> Callable[..., Awaitable[web.StreamResponse]]:
-        """Return a handler that passes the query to a function, and sends its result or its error."""
+    async def sending(tell: Callable[[], dict[str, Any]]) -> web.StreamResponse:
+        """Send what a function returns, or its error; it runs in a thread beside the event loop."""
+        try:
+            return web.json_response(await asyncio.to_thread(tell))
+        except memory_requests.NotThere as error:
+            return web.json_response({"error": str(error)}, status=404)
+        except (InvalidInput, DoesNotFit) as error:
+            return web.json_response({"error": str(error)}, status=400)
+        except UnsafeState as error:
+            return web.json_response({"error": str(error)}, status=409)
+
+    def telling(tell: Callable[[Mapping[str, str]], dict[str, Any]]) -> Handler:
+        """Return a handler that passes the words of an address to a function."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            try:
-                return web.json_response(await asyncio.to_thread(tell, request.query))
-            except (InvalidInput, DoesNotFit) as error:
-                return web.json_response({"error": str(error)}, status=400)
-            except UnsafeState as error:
-                return web.json_response({"error": str(error)}, status=409)
+            return await sending(partial(tell, request.query))
 
         return answer
 
-    def requesting(name: str) -> Callable[..., Awaitable[web.StreamResponse]]:
-        """Return a handler that asks something of the manager (`memory_requests.py`)."""
+    def changing(path: str, change: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Route:
+        """Return the address of a function that changes something: it takes JSON from our own pages and programs."""
 
-        def ask(words: Mapping[str, str]) -> dict[str, Any]:
-            from . import memory_requests
+        async def answer(request: web.Request) -> web.StreamResponse:
+            from .json_requests import Refused, read_request
+            from .route_schemas import REQUESTS
 
+            try:
+                body = await read_request(request, REQUESTS[path])
+            except Refused as error:
+                return web.json_response({"error": str(error)}, status=error.status)
+            except InvalidInput as error:
+                return web.json_response({"error": str(error)}, status=400)
+            return await sending(partial(change, body))
+
+        return "POST", path, answer
+
+    def requesting(path: str, name: str) -> Route:
+        """Return the address of what is asked of the manager (`memory_requests.py`)."""
+
+        def ask(body: Mapping[str, Any]) -> dict[str, Any]:
             found = manager()
             found.ask_before_moving(is_running)
             with seeing_models() if name in ("lend", "release") else nullcontext():
-                answer: dict[str, Any] = getattr(memory_requests, name)(found, words)
+                answer: dict[str, Any] = getattr(memory_requests, name)(found, body)
             return answer
 
-        return telling(ask)
+        return changing(path, ask)
 
     def asked() -> ModuleType:
         """Import what answers when it is asked: it is no part of a host's start."""
@@ -127,33 +151,33 @@ def make_routes(
             return web.Response(text=asked().findings_text(findings))
         return web.json_response(findings)
 
-    async def post_free(request: web.Request) -> web.StreamResponse:
+    def free_idle() -> dict[str, Any]:
         """Evict every idle component; not while a prompt runs, which would load it all again."""
         if is_running():
-            return web.json_response({"error": PROMPT_RUNS}, status=409)
-        manager = find_manager()
-        freed = (
-            await asyncio.to_thread(manager.free_idle, "requested by /highwater/free") if manager is not None else {}
-        )
-        return web.json_response({"freed_bytes": freed})
+            raise UnsafeState(PROMPT_RUNS)
+        found = find_manager()
+        if found is None:
+            return {"freed_bytes": {}}
+        found.ask_before_moving(is_running)
+        return {"freed_bytes": found.free_between_runs("released on request")}
 
     return [
         ("GET", "/highwater/report", telling(tell_report)),
         ("GET", "/highwater/events", telling(tell_events)),
-        ("POST", "/highwater/free", post_free),
-        ("POST", "/highwater/lend", requesting("lend")),
-        ("POST", "/highwater/lend/give-back", requesting("give_back")),
-        ("POST", "/highwater/keep", requesting("keep")),
-        ("POST", "/highwater/release", requesting("release")),
-        ("POST", "/highwater/limits", requesting("set_limits")),
-        ("POST", "/highwater/watermark", requesting("set_watermarks")),
+        changing("/highwater/free", lambda _: free_idle()),
+        requesting("/highwater/lend", "lend"),
+        requesting("/highwater/lend/give-back", "give_back"),
+        requesting("/highwater/keep", "keep"),
+        requesting("/highwater/release", "release"),
+        requesting("/highwater/limits", "set_limits"),
+        requesting("/highwater/watermark", "set_watermarks"),
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
         ("GET", "/highwater/devices", telling(lambda _: tell_devices())),
         ("GET", "/highwater/plan", telling(lambda words: asked().plan_models(manager(), words.items()))),
         ("GET", "/highwater/doctor", get_findings),
         ("GET", "/highwater/needs", telling(lambda _: list_needs())),
-        ("POST", "/highwater/tiny-pipelines", telling(lambda _: asked().make_tiny_pipelines())),
-        ("POST", "/highwater/needs/forget", telling(lambda _: list_needs(forgets=True))),
+        changing("/highwater/tiny-pipelines", lambda _: asked().make_tiny_pipelines()),
+        changing("/highwater/needs/forget", lambda _: list_needs(forgets=True)),
     ]
 
 

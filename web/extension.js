@@ -7,7 +7,7 @@ import { badgeText, keyOf, shownIn } from "./badges.js";
 import { detailOf, fillDetail, makeDetail } from "./detail.js";
 import { makeTextBox, noticeOfEvent, noticeOfFailure } from "./readout.js";
 import { makeAsker, makeSoon } from "./report.js";
-import { limitWords, limitsText } from "./limits.js";
+import { limitBody, limitsText } from "./limits.js";
 import { makeListener } from "./settings.js";
 import { marksText } from "./watermark.js";
 
@@ -153,9 +153,7 @@ async function makeTinyPipelines() {
   const summary = "Tiny pipelines";
   notify({ severity: "info", summary, detail: "Creating the pipelines takes some seconds." });
   try {
-    const response = await api.fetchApi("/highwater/tiny-pipelines", { method: "POST" });
-    const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
-    if (!response.ok) throw new Error(answer.error);
+    const answer = await post("tiny-pipelines", {});
     const names = Object.keys(answer.pipelines).join(", ");
     notify({ severity: "success", summary, detail: `${names} are in models/diffusers; press R to see them in Load Pipeline.` });
   } catch (error) {
@@ -173,8 +171,8 @@ async function lend() {
   });
   if (!text) return;
   const [size, time, device] = text.trim().split(/\s+/);
-  const words = new URLSearchParams({ size: size ?? "", for: time ?? "", ...(device ? { device } : {}) });
-  await change(summary, `lend?${words}`, (answer) => {
+  const body = { size: size ?? "", for: time ?? "", ...(device ? { device } : {}) };
+  await change(summary, "lend", body, (answer) => {
     const missing = answer.missing_bytes ? ` ${toMiB(answer.missing_bytes)} follow when the node that runs ends.` : "";
     return `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.${missing}`;
   });
@@ -182,7 +180,7 @@ async function lend() {
 
 /** Give lent memory back before its time is up. */
 async function giveBack() {
-  await change("Give lent memory back", "lend/give-back", (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
+  await change("Give lent memory back", "lend/give-back", {}, (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
 }
 
 /**
@@ -191,7 +189,7 @@ async function giveBack() {
  * @param {boolean} isChanged
  */
 async function keepFree(marks, isChanged) {
-  await change("Memory to keep free", `watermark?${new URLSearchParams({ marks })}`, (answer) => (isChanged ? marksText(answer.watermarks) : null));
+  await change("Memory to keep free", "watermark", { marks }, (answer) => (isChanged ? marksText(answer.watermarks) : null));
 }
 
 /**
@@ -201,7 +199,7 @@ async function keepFree(marks, isChanged) {
  * @param {boolean} isChanged
  */
 async function limit(name, value, isChanged) {
-  await change("Limits for idle models", `limits?${limitWords(name, value)}`, (answer) => (isChanged ? limitsText(answer) : null));
+  await change("Limits for idle models", "limits", limitBody(name, value), (answer) => (isChanged ? limitsText(answer) : null));
 }
 
 /** @param {number} bytes */
@@ -211,18 +209,29 @@ const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
  * Ask the server to change something, and tell what came of it.
  * @param {string} summary
  * @param {string} path
+ * @param {object} body
  * @param {(answer: any) => string | null} tell null: nothing to tell
  */
-async function change(summary, path, tell) {
+async function change(summary, path, body, tell) {
   try {
-    const response = await api.fetchApi(`/highwater/${path}`, { method: "POST" });
-    const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
-    if (!response.ok) throw new Error(answer.error);
-    const detail = tell(answer);
+    const detail = tell(await post(path, body));
     notify(detail === null ? null : { severity: "success", summary, detail });
   } catch (error) {
     notify({ severity: "error", summary, detail: error instanceof Error ? error.message : String(error) });
   }
+}
+
+/**
+ * Post JSON to one of our addresses; returns its answer.
+ * @param {string} path
+ * @param {object} body
+ */
+async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await api.fetchApi(`/highwater/${path}`, { method: "POST", headers, body: JSON.stringify(body) });
+  const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
 }
 
 app.registerExtension({

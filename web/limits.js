@@ -2,13 +2,13 @@
 // The limits for idle models. Knows nothing of the page: it imports nothing, so that node can test it.
 
 /**
- * Return the words that ask the server for a limit; 0 stands for none.
+ * Return what asks the server for a limit; 0 stands for none.
  * @param {"keep_loaded" | "idle"} name
  * @param {number} value models, or minutes
  */
-export function limitWords(name, value) {
-  const unit = name === "idle" ? "min" : "";
-  return String(new URLSearchParams({ [name]: value ? `${value}${unit}` : "off" }));
+export function limitBody(name, value) {
+  if (name === "idle") return { idle: value ? `${value}min` : null };
+  return { keep_loaded: value || null };
 }
 
 /**

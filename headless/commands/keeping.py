@@ -8,7 +8,7 @@ from ...memory.errors import InvalidInput
 from ...memory.manager.claims.kept import parse_limit
 from ...memory.manager.claims.loans import parse_seconds
 from ...memory.options.idle_limits import LONGEST_IDLE_S, IdleLimits, parse_num_loaded
-from .running_host import ask
+from .running_host import ask, given
 
 __all__ = ["keep", "kept_text", "limits_text", "release", "released_text", "set_limits"]
 
@@ -26,8 +26,7 @@ def keep(url: str, component: str, at_most: str | None, *, kept: bool) -> dict[s
         if not kept:
             raise InvalidInput("--off takes no --at-most")
         parse_limit(at_most)
-    words = {"component": component, "at_most": at_most, "keep": None if kept else "false"}
-    return ask(url, "/highwater/keep", words)
+    return ask(url, "/highwater/keep", given(component=component, at_most=at_most, keep=kept))
 
 
 def kept_text(answer: dict[str, Any]) -> str:
@@ -47,7 +46,7 @@ def release(url: str, component: str | None, device: str | None) -> dict[str, An
     """
     if component is None and device is None:
         raise InvalidInput("name a component, or --device, such as: highwater release --device gpu:0")
-    return ask(url, "/highwater/release", {"component": component, "device": device})
+    return ask(url, "/highwater/release", given(component=component, device=device))
 
 
 def released_text(answer: dict[str, Any]) -> str:
@@ -62,11 +61,15 @@ def set_limits(url: str, max_loaded: str | None, idle: str | None) -> dict[str, 
         InvalidInput: no number, duration or address.
         HostFailed: as `ask`.
     """
-    if max_loaded is not None and max_loaded != OFF:
-        IdleLimits(num_loaded=parse_num_loaded(max_loaded, what="--max-loaded"))
-    if idle is not None and idle != OFF:
-        parse_seconds(idle, what="--idle", most_s=LONGEST_IDLE_S)
-    return ask(url, "/highwater/limits", {"keep_loaded": max_loaded, "idle": idle})
+    body: dict[str, Any] = {}
+    if max_loaded is not None:
+        number = None if max_loaded == OFF else parse_num_loaded(max_loaded, what="--max-loaded")
+        body["keep_loaded"] = IdleLimits(num_loaded=number).num_loaded
+    if idle is not None:
+        if idle != OFF:
+            parse_seconds(idle, what="--idle", most_s=LONGEST_IDLE_S)
+        body["idle"] = None if idle == OFF else idle
+    return ask(url, "/highwater/limits", body)
 
 
 def limits_text(answer: dict[str, Any]) -> str:

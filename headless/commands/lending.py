@@ -6,7 +6,7 @@ from typing import Any
 
 from ...memory.manager.claims.loans import LONGEST_LOAN_S, parse_seconds
 from ...memory.units import format_bytes, format_seconds, parse_bytes
-from .running_host import ask
+from .running_host import ask, given
 
 __all__ = ["give_back", "given_back_text", "lend", "lent_text"]
 
@@ -20,12 +20,12 @@ def lend(url: str, size: str, duration: str, device: str | None) -> dict[str, An
     """
     parse_bytes(size, what="size")
     parse_seconds(duration, what="--for", most_s=LONGEST_LOAN_S)
-    return ask(url, "/highwater/lend", {"size": size, "for": duration, "device": device})
+    return ask(url, "/highwater/lend", {"size": size, "for": duration, **given(device=device)})
 
 
 def give_back(url: str, device: str | None) -> dict[str, Any]:
     """Give the memory of a device back before the time is up. Raises as `lend`."""
-    return ask(url, "/highwater/lend/give-back", {"device": device})
+    return ask(url, "/highwater/lend/give-back", given(device=device))
 
 
 def lent_text(answer: dict[str, Any]) -> str:

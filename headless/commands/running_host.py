@@ -14,7 +14,7 @@ from typing import Any
 
 from ...memory.errors import InvalidInput, one_line, quoted
 
-__all__ = ["HostFailed", "ask"]
+__all__ = ["HostFailed", "ask", "given"]
 
 NOTICE_S = 3.0
 """After so long without an answer, standard error says for what the command waits."""
@@ -25,14 +25,14 @@ class HostFailed(RuntimeError):
     """The host is not there, or cannot do what was asked."""
 
 
-def ask(url: str, path: str, words: dict[str, str | None]) -> dict[str, Any]:
+def ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Post to a host and return its answer; no proxy stands between. Waits up to `TIMEOUT_S`, and says so.
 
     Args:
-        words: of the address; those that are None are left out.
+        body: sent as JSON.
 
     Raises:
-        InvalidInput: not an address, or the host calls a word invalid.
+        InvalidInput: not an address, or the host calls a value invalid or knows nothing of that name.
         HostFailed: no host answers there in time, or it refuses.
     """
     try:
@@ -43,13 +43,16 @@ def ask(url: str, path: str, words: dict[str, str | None]) -> dict[str, Any]:
         is_url = False
     if not is_url or not url.isprintable() or " " in url:
         raise InvalidInput(f"--url {quoted(url)} is no address; allowed: such as http://127.0.0.1:8188")
-    query = urllib.parse.urlencode({name: value for name, value in words.items() if value is not None})
+    headers = {"Content-Type": "application/json"}
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}{path}?{query}", method="POST")
+        request = urllib.request.Request(url.rstrip("/") + path, json.dumps(body).encode(), headers, method="POST")
         answer = fetch_in_time(request, url)
     except urllib.error.HTTPError as error:
         refused = read_error(error)
-        if error.code == 400:
+        if refused is None:
+            where = error.url.partition("?")[0]
+            raise HostFailed(f"the host at {where} answers HTTP {error.code}: is Highwater installed there?") from error
+        if error.code in (400, 404):
             raise InvalidInput(refused) from error
         raise HostFailed(refused) from error
     except (OSError, http.client.HTTPException, ValueError, UnicodeError) as error:
@@ -87,10 +90,15 @@ def fetch(request: urllib.request.Request, answer: Future[Any]) -> None:
         answer.set_exception(error)
 
 
-def read_error(error: urllib.error.HTTPError) -> str:
-    """Return why a host refuses, in one line."""
+def read_error(error: urllib.error.HTTPError) -> str | None:
+    """Return why a host refuses, in one line; None where it does not say, as a host without Highwater."""
     try:
         told = json.loads(error.read())
         return one_line(str(told["error"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return f"the host at {error.url.partition('?')[0]} answers HTTP {error.code}: is Highwater installed there?"
+        return None
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Return the values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...memory.errors import InvalidInput
+from ...nodes.page_origin import is_foreign
 from .page_requests import Handler
 
 __all__ = ["ServerNames", "add_page_headers", "refuse_foreign_requests"]
@@ -108,28 +108,6 @@ def refuse_foreign_requests(server: ServerNames) -> Middleware:
         return await handler(request)
 
     return refuse
-
-
-def is_foreign(request: web.Request, host: str) -> bool:
-    """Whether a page of another site makes a request; following a link from there is allowed."""
-    headers = request.headers
-    origins: Collection[str] = headers.getall("Origin", [])
-    if any(not same_host(origin, host) for origin in origins):
-        return True
-    reads = request.method in ("GET", "HEAD")
-    if headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-        follows = headers.get("Sec-Fetch-Mode") == "navigate" and headers.get("Sec-Fetch-Dest") == "document"
-        return not (reads and follows)
-    # Browsers of before 2020 may send a form with no more than this.
-    return not reads and not origins and "Referer" in headers and not same_host(headers["Referer"], host)
-
-
-def same_host(url: str, host: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
 
 
 async def add_page_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -230,12 +230,21 @@ class MemoryManager:
             UnsafeState: a run is open.
         """
         with self.exclusive():  # a run that begins now waits until this has ended
-            if self.caretaker.is_in_run():
-                raise UnsafeState("a prompt is running; cancel it, or wait until it ends")
+            self.refuse_in_run()
             if component is not None:
                 return self.release_from(component, device, reason=reason)
             self.leases.recover_abandoned(None)
             return self.departures.release_all(device, reason=reason)
+
+    def free_between_runs(self, reason: str) -> dict[str, int]:
+        """As `free_idle`, for other threads than the one that runs prompts. Raises `UnsafeState`: a run is open."""
+        with self.exclusive():
+            self.refuse_in_run()
+            return self.free_idle(reason)
+
+    def refuse_in_run(self) -> None:
+        if self.caretaker.is_in_run():
+            raise UnsafeState("a prompt is running; cancel it, or wait until it ends")
 
     def lend(self, num_bytes: int, seconds: float, device: str | None = None) -> LendingReport:
         """Keep so many bytes of a device free for another program, for a while (`Lending.lend`).

@@ -50,7 +50,7 @@ await eventually("what the loader says", notes, (text) => text.includes("this ma
 // What leaves the device is seen at once, without a run; the next run loads it again.
 const isIdle = async () => (await (await fetch("/api/queue")).json()).queue_running.length === 0;
 await eventually("nothing runs", isIdle, Boolean);
-await page.evaluate(() => fetch("/api/highwater/free", { method: "POST" }));
+await page.evaluate(() => fetch("/api/highwater/free", { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" }));
 await eventually("Nodes 2.0 in RAM", inPage, (badges) => / fp8$/.test(badges[LOADER]) && IN_RAM.test(badges[LOADER]));
 await page.waitForTimeout(500);
 await shoot("comfyui_nodes2");
@@ -117,7 +117,8 @@ await setting("Highwater.Watermark", "gpu:9=1MiB:2MiB");
 await page.getByText(/this machine has no device 'gpu:9'/).first().waitFor();
 await setting("Highwater.Watermark", "gpu:0=3MiB:4MiB,host=1%:2%");
 await page.getByText(/Kept free: gpu:0: 3 MiB to 4 MiB; host: /).first().waitFor();
-const post = (marks, headers) => fetch(`${base}/highwater/watermark?marks=${marks}`, { method: "POST", headers });
+const post = (marks, headers) =>
+  fetch(`${base}/highwater/watermark`, { method: "POST", headers: { "Content-Type": "application/json", ...headers }, body: JSON.stringify({ marks }) });
 assert.equal((await post("gpu:0=5MiB:6MiB", { Origin: "http://evil.example" })).status, 403);
 assert.equal(await page.evaluate(lowMark), 3 << 20);
 assert.equal((await post("", {})).status, 200);

@@ -17,7 +17,7 @@ OFF = {"keep_loaded": None, "idle_s": None}
 def unlimited_host(gpu_host: HostProcess) -> Iterator[HostProcess]:
     gpu_host.forget()
     yield gpu_host
-    assert gpu_host.post("/highwater/limits?keep_loaded=off&idle=off") == OFF
+    assert gpu_host.post("/highwater/limits", {"keep_loaded": None, "idle": None}) == OFF
 
 
 def sample(host: HostProcess, max_loaded: int, idle_minutes: float) -> torch.Tensor:
@@ -44,6 +44,6 @@ def test_the_limits_count_whenever_the_workflow_runs(unlimited_host: HostProcess
         assert torch.equal(sample(host, 1, 90.0), first)
         assert host.post("/highwater/limits") == {"keep_loaded": 1, "idle_s": 5400.0}
         assert num_loaded(host) == 1
-        host.post("/highwater/limits?keep_loaded=off&idle=off")
+        host.post("/highwater/limits", {"keep_loaded": None, "idle": None})
     reasons = [event["reason"] for event in host.part("events") if event["kind"] == "evict"]
     assert any("at most 1 component stays loaded" in reason for reason in reasons)

@@ -6,13 +6,14 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
-from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 
 MIB = 1 << 20
 WIDE, WIDE_BYTES = "wide_flux.safetensors", 351_000_000
@@ -28,10 +29,10 @@ def lending_host(start_gpu_host: Callable[..., HostProcess]) -> Iterator[HostPro
 @pytest.fixture
 def host(lending_host: HostProcess) -> Iterator[HostProcess]:
     lending_host.forget()
-    lending_host.post("/highwater/watermark?marks=0:0")
+    lending_host.post("/highwater/watermark", {"marks": "0:0"})
     yield lending_host
     if device(lending_host)["lent"] is not None:
-        lending_host.post("/highwater/lend/give-back?device=gpu:0")
+        lending_host.post("/highwater/lend/give-back", {"device": "gpu:0"})
     lending_host.forget()
 
 
@@ -52,7 +53,7 @@ def used_bytes(host: HostProcess) -> int:
 
 
 def lend(host: HostProcess, num_bytes: int, duration: str = "10min") -> dict[str, Any]:
-    return host.post(f"/highwater/lend?size={num_bytes // MIB}MiB&for={duration}&device=gpu:0")
+    return host.post("/highwater/lend", {"size": f"{num_bytes // MIB}MiB", "for": duration, "device": "gpu:0"})
 
 
 @pytest.mark.parametrize("loaders", [CORE, Loaders()], ids=str)
@@ -69,7 +70,7 @@ def test_idle_models_leave_for_a_loan_whoever_loaded_them(host: HostProcess, loa
     )
     evicted = [event for event in host.part("events") if event["kind"] == "evict"][-1]
     assert "are lent to another program" in evicted["reason"] and evicted["to"] in ("host", "pinned")
-    assert host.post("/highwater/lend/give-back?device=gpu:0")["lent_bytes"] == answer["lent_bytes"]
+    assert host.post("/highwater/lend/give-back", {"device": "gpu:0"})["lent_bytes"] == answer["lent_bytes"]
     assert torch.equal(sample(host, loaders), expected)
 
 
@@ -79,19 +80,19 @@ def test_an_idle_dynamic_model_leaves_for_a_loan(dynamic_host: HostProcess) -> N
     host.forget()
     try:
         expected = sample(host, CORE, WIDE)
-        host.post("/highwater/watermark?marks=0:0")
+        host.post("/highwater/watermark", {"marks": "0:0"})
         total = host.total_bytes[0]
         held = used_bytes(host)
         assert held > WIDE_BYTES // 2
         answer = lend(host, total - 150 * MIB)
         assert answer["missing_bytes"] == 0 and answer["freed_bytes"] >= held - 150 * MIB
         assert torch.equal(sample(host, CORE, WIDE), expected)
-        host.post("/highwater/lend/give-back?device=gpu:0")
+        host.post("/highwater/lend/give-back", {"device": "gpu:0"})
         assert torch.equal(sample(host, CORE, WIDE), expected)
     finally:
-        host.post("/highwater/watermark?marks=")
+        host.post("/highwater/watermark", {"marks": ""})
         if device(host)["lent"] is not None:
-            host.post("/highwater/lend/give-back?device=gpu:0")
+            host.post("/highwater/lend/give-back", {"device": "gpu:0"})
         host.forget()
 
 
@@ -106,7 +107,7 @@ def test_runs_go_on_and_stream_beside_a_loan(host: HostProcess) -> None:
         assert books[0]["peak_bytes"] <= total - lent
         assert books[0]["h2d_bytes"] > WIDE_BYTES  # two steps
     assert device(host)["lent"]["num_bytes"] == lent
-    host.post("/highwater/lend/give-back?device=gpu:0")
+    host.post("/highwater/lend/give-back", {"device": "gpu:0"})
     assert device(host)["lent"] is None
     assert torch.equal(sample(host, Loaders(), WIDE), expected)
     with host.books() as books:
@@ -152,25 +153,48 @@ def test_a_prompt_that_runs_keeps_what_it_computes_with(host: HostProcess) -> No
         assert refused.value.code == 409
         assert "tiny_flux computes with" in json.loads(refused.value.read())["error"]
         with pytest.raises(urllib.error.HTTPError) as refused:
-            host.post("/highwater/release?device=gpu:0")
+            host.post("/highwater/release", {"device": "gpu:0"})
         assert refused.value.code == 409
     finally:
         host.post("/interrupt")
     assert host.wait_for(prompt_id).outcome == "interrupted"
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["lend?size=1MiB&for=1min&device=gpu:0", "lend/give-back?device=gpu:0", "keep?component=tiny_flux",
-     "release?device=gpu:0", "limits?keep_loaded=1"],
-)  # fmt: skip
+BODIES = {
+    "lend": {"size": "1MiB", "for": "1min", "device": "gpu:0"},
+    "lend/give-back": {"device": "gpu:0"},
+    "keep": {"component": "tiny_flux"},
+    "release": {"device": "gpu:0"},
+    "limits": {"keep_loaded": 1},
+    "free": {},
+}
+LAN_NAME = "box.local:8188"  # ComfyUI itself compares the origin under names of this machine only
+
+
+def refusal(host: HostProcess, path: str, **headers: str) -> int:
+    """Return the status with which a host refuses a request that changes something."""
+    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+    data, url = json.dumps(BODIES[path]).encode(), f"http://127.0.0.1:{host.port}/highwater/{path}"
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(urllib.request.Request(url, data, headers, method="POST"), timeout=60)
+    return refused.value.code
+
+
+@pytest.mark.parametrize("path", BODIES)
 def test_pages_of_other_sites_are_refused(host: HostProcess, path: str) -> None:
     sample(host, Loaders())
     before = used_bytes(host), device(host)["lent"], host.post("/highwater/limits")
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{host.port}/highwater/{path}", method="POST", headers={"Origin": "http://evil.example"}
-    )
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
-    assert refused.value.code == 403
+    assert refusal(host, path, Origin="http://evil.example") == 403
+    assert refusal(host, path, Origin="http://evil.example", Host=LAN_NAME) == 403
+    assert refusal(host, path, Sec_Fetch_Site="same-site", Host=LAN_NAME) == 403
+    assert refusal(host, path, Content_Type="text/plain") == 415  # what a form may send
     assert (used_bytes(host), device(host)["lent"], host.post("/highwater/limits")) == before
+
+
+@pytest.mark.comfyui_cpu
+def test_a_host_that_answers_other_sites_changes_nothing_for_them(host_files: HostFiles, models: Path) -> None:
+    with HostProcess(host_files, models=models, arguments=["--enable-cors-header"]) as host:
+        for headers in ({"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}, {"Origin": "null"}):
+            assert refusal(host, "limits", **headers) == 403
+            assert refusal(host, "free", **headers) == 403
+        assert host.post("/highwater/limits") == {"keep_loaded": None, "idle_s": None}

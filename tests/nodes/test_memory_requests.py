@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,12 +74,14 @@ def server(sim: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 @pytest.fixture
-def post(server: Server) -> Callable[[str], tuple[int, Any]]:
+def post(server: Server) -> Callable[..., tuple[int, Any]]:
     import urllib.error
     import urllib.request
 
-    def post(path: str) -> tuple[int, Any]:
-        request = urllib.request.Request(server.url + path, method="POST")
+    def post(path: str, body: Any = None) -> tuple[int, Any]:
+        data = json.dumps({} if body is None else body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(server.url + path, data, headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return response.status, json.load(response)
@@ -89,12 +92,12 @@ def post(server: Server) -> Callable[[str], tuple[int, Any]]:
 
 
 def test_a_component_is_released_and_kept_by_its_id(server: Server, post: Callable) -> None:
-    status, answer = post("/highwater/keep?component=part/model&at_most=50%25")
+    status, answer = post("/highwater/keep", {"component": "part/model", "at_most": "50%"})
     assert (status, answer) == (200, {"component": "part/model", "keep": True, "at_most": "50%"})
     assert server.manager.members["part/model"].evict_last
-    assert post("/highwater/keep?component=part/model&keep=false")[0] == 200
+    assert post("/highwater/keep", {"component": "part/model", "keep": False})[0] == 200
     assert not server.manager.members["part/model"].evict_last
-    status, answer = post("/highwater/release?component=part/model")
+    status, answer = post("/highwater/release", {"component": "part/model"})
     assert status == 200 and answer["released"][0]["freed_bytes"] > 0
     assert not server.manager.ledger.used("gpu:0")
 
@@ -105,80 +108,128 @@ def test_everything_leaves_a_device_or_nothing_does(server: Server, post: Callab
         other(X)
         held = server.manager.ledger.used("gpu:0")
         with server.manager.lease(managed.members[0]):
-            status, answer = post("/highwater/release?device=gpu:0")
+            status, answer = post("/highwater/release", {"device": "gpu:0"})
         assert status == 409 and "other/model: computes now" in answer["error"]
         assert server.manager.ledger.used("gpu:0") == held
-        status, answer = post("/highwater/release?device=gpu:0")
+        status, answer = post("/highwater/release", {"device": "gpu:0"})
         assert status == 200 and not server.manager.ledger.used("gpu:0")
         assert {departure["component"] for departure in answer["released"]} == {"part/model", "other/model"}
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["release?component=part/model", "release?component=part/model&device=gpu:0", "release?device=gpu:0"],
+    "body", [{"component": "part/model"}, {"component": "part/model", "device": "gpu:0"}, {"device": "gpu:0"}]
 )
-def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable, path: str) -> None:
+def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable, body: dict[str, str]) -> None:
     server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
     held = server.manager.ledger.used("gpu:0")
-    status, answer = post(f"/highwater/{path}")
+    status, answer = post("/highwater/release", body)
     assert status == 409 and "a prompt is running" in answer["error"]
+    assert post("/highwater/free")[0] == 409
     server.running.clear()
     server.manager.begin_run("r", "run")
-    assert post(f"/highwater/{path}")[0] == 409
+    assert post("/highwater/release", body)[0] == post("/highwater/free")[0] == 409
     server.manager.end_run()
     assert server.manager.ledger.used("gpu:0") == held
 
 
 def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
-    assert post("/highwater/limits?keep_loaded=2&idle=10min") == (200, {"keep_loaded": 2, "idle_s": 600.0})
+    assert post("/highwater/limits", {"keep_loaded": 2, "idle": "10min"}) == (200, {"keep_loaded": 2, "idle_s": 600.0})
     assert server.manager.idle.limits.num_loaded == 2
     assert post("/highwater/limits") == (200, {"keep_loaded": 2, "idle_s": 600.0})
-    assert post("/highwater/limits?keep_loaded=off") == (200, {"keep_loaded": None, "idle_s": 600.0})
-    assert post("/highwater/limits?idle=off") == (200, {"keep_loaded": None, "idle_s": None})
+    assert post("/highwater/limits", {"keep_loaded": None}) == (200, {"keep_loaded": None, "idle_s": 600.0})
+    assert post("/highwater/limits", {"idle": None}) == (200, {"keep_loaded": None, "idle_s": None})
 
 
 def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) -> None:
     """As the page makes them when it opens."""
     for number in range(1, 21):
-        words = [f"keep_loaded={number}", f"idle={number}min"]
+        bodies = [{"keep_loaded": number}, {"idle": f"{number}min"}]
         with ThreadPoolExecutor(2) as pool:
-            assert [status for status, _ in pool.map(post, [f"/highwater/limits?{word}" for word in words])] == [
-                200
-            ] * 2
+            assert [status for status, _ in pool.map(partial(post, "/highwater/limits"), bodies)] == [200, 200]
         limits = server.manager.idle.limits
         assert (limits.num_loaded, limits.idle_s) == (number, 60.0 * number)
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["keep", "keep?component=nothing", "keep?component=part/model&keep=maybe", "keep?component=part/model&at_most=9GiB",
-     "release", "release?component=part/model&device=gpu:9", "release?device=gpu:9", "limits?keep_loaded=0",
-     "limits?keep_loaded=x", "limits?keep_loaded=%C2%B2", "limits?idle=60", "limits?colour=red", "lend",
-     "lend?size=8", "lend?size=1MiB&for=1", "lend?size=9GiB&for=60s", "lend?size=1MiB&for=60s&device=cpu",
-     "lend?size=0&for=60s", "lend/give-back?device=x", "watermark", "watermark?marks=1GiB", "watermark?marks=2%25:1%25",
-     "watermark?marks=gpu:9=1%25:2%25", "watermark?marks=9GiB:9GiB", "watermark?device=gpu:0&marks=0:0"],
-)  # fmt: skip
-def test_bad_input_is_one_line(server: Server, post: Callable, path: str) -> None:
-    status, answer = post(f"/highwater/{path}")
-    assert status == 400 and len(answer["error"].splitlines()) == 1, answer
-    assert not server.manager.capacity.loans.running()
+    ("path", "body", "told"),
+    [
+        ("keep", {}, "component is missing"),
+        ("keep", {"component": "part/model", "keep": "maybe"}, "keep 'maybe'; allowed"),
+        ("keep", {"component": "part/model", "keep": None}, "keep None; allowed: true or false"),
+        ("keep", {"component": 7}, "component 7; allowed: the id of a component"),
+        ("keep", {"component": "part/model", "at_most": "9GiB"}, "keep 9GiB"),
+        ("release", {}, "component or device"),
+        ("limits", {"keep_loaded": 0}, "keep_loaded 0; allowed: 1 to 1000"),
+        ("limits", {"keep_loaded": "2"}, "keep_loaded"),
+        ("limits", {"keep_loaded": True}, "keep_loaded True"),
+        ("limits", {"keep_loaded": 1.5}, "keep_loaded 1.5"),
+        ("limits", {"idle": "60"}, "idle"),
+        ("limits", {"idle": 60}, "idle 60; allowed: a time such as 60s"),
+        ("limits", {"colour": "red"}, "'colour' is unknown"),
+        ("lend", {}, "size is missing in the request; needed: size, for"),
+        ("lend", {"size": "8", "for": "60s"}, "size"),
+        ("lend", {"size": "1MiB", "for": "1"}, "for"),
+        ("lend", {"size": "9GiB", "for": "60s"}, "lend 9.00GiB"),
+        ("lend", {"size": "0", "for": "60s"}, "0"),
+        ("lend", {"size": "1MiB", "for": "60s", "device": "cpu"}, "cpu"),
+        ("lend", {"size": "1MiB", "for": None}, "for None"),
+        ("watermark", {}, "marks is missing"),
+        ("watermark", {"marks": "1GiB"}, "1GiB"),
+        ("watermark", {"marks": 1}, "marks 1"),
+        ("watermark", {"marks": "2%:1%"}, "2%"),
+        ("watermark", {"marks": "gpu:9=1%:2%"}, "gpu:9"),
+        ("watermark", {"marks": "9GiB:9GiB"}, "9.00GiB"),
+        ("watermark", {"device": "gpu:0", "marks": "0:0"}, "'device'"),
+        ("free", {"device": "gpu:0"}, "'device' is unknown"),
+        ("keep", [], "the request []; allowed: an object"),
+        ("keep", "part/model", "allowed: an object"),
+        ("free", 1e308, "an object"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(server: Server, post: Callable, path: str, body: Any, told: str) -> None:
+    held = server.manager.ledger.used("gpu:0")
+    status, answer = post(f"/highwater/{path}", body)
+    assert status == 400 and told in answer["error"], answer
+    assert len(answer["error"].splitlines()) == 1 and len(answer["error"]) < 400
+    assert not server.manager.capacity.loans.running() and server.manager.ledger.used("gpu:0") == held
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("keep", {"component": "nothing"}, "'nothing'"),
+        ("release", {"component": ""}, "''"),
+        ("release", {"component": "part/model", "device": "gpu:9"}, "'gpu:9'"),
+        ("release", {"device": "gpu:9"}, "'gpu:9'"),
+        ("lend", {"size": "1MiB", "for": "60s", "device": "gpu:1"}, "'gpu:1'"),
+        ("lend/give-back", {"device": "x"}, "'x'"),
+        ("keep", {"component": "../../etc/passwd"}, "part/model"),
+        ("release", {"device": "x" * 9_000}, "gpu:0"),
+    ],
+)
+def test_what_is_not_there_is_404_with_what_is(
+    server: Server, post: Callable, path: str, body: dict[str, str], told: str
+) -> None:
+    status, answer = post(f"/highwater/{path}", body)
+    assert status == 404 and told in answer["error"] and "allowed: " in answer["error"]
+    assert len(answer["error"]) < 600
 
 
 def test_the_setting_says_what_stays_free_where_no_node_does(server: Server, post: Callable) -> None:
     manager = server.manager
     held = manager.ledger.used("gpu:0")
-    status, answer = post("/highwater/watermark?marks=0:1%25,host=1%25:2%25")
+    status, answer = post("/highwater/watermark", {"marks": "0:1%,host=1%:2%"})
     gpu, host = answer["watermarks"]["gpu:0"], answer["watermarks"]["host"]
     assert status == 200 and gpu == {"low_bytes": 0, "high_bytes": 8 * MIB // 100, "source": "setting"}
     assert host["source"] == "setting" and 0 < 2 * host["low_bytes"] <= host["high_bytes"] + 1
     assert manager.ledger.used("gpu:0") == held
 
-    assert post("/highwater/watermark?marks=100%25:100%25")[0] == 200
+    assert post("/highwater/watermark", {"marks": "100%:100%"})[0] == 200
     assert manager.ledger.used("gpu:0") == 0  # idle: it leaves at once
     manager.set_watermark("gpu:0", MIB, MIB)
-    status, answer = post("/highwater/watermark?marks=100%25:100%25,host=1%25:2%25")
+    status, answer = post("/highwater/watermark", {"marks": "100%:100%,host=1%:2%"})
     assert answer["watermarks"]["gpu:0"] == {"low_bytes": MIB, "high_bytes": MIB, "source": "set"}
-    status, answer = post("/highwater/watermark?marks=")
+    status, answer = post("/highwater/watermark", {"marks": ""})
     sources = {name: mark["source"] for name, mark in answer["watermarks"].items()}
     assert (status, sources) == (200, {"gpu:0": "set", "host": "default"})
 
@@ -186,7 +237,7 @@ def test_the_setting_says_what_stays_free_where_no_node_does(server: Server, pos
 def test_a_setting_moves_nothing_while_a_prompt_runs(server: Server, post: Callable) -> None:
     held = server.manager.ledger.used("gpu:0")
     server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
-    assert post("/highwater/watermark?marks=100%25:100%25")[0] == 200
+    assert post("/highwater/watermark", {"marks": "100%:100%"})[0] == 200
     assert server.manager.ledger.used("gpu:0") == held
     server.running.clear()
     server.manager.begin_run("r", "run")
@@ -195,10 +246,10 @@ def test_a_setting_moves_nothing_while_a_prompt_runs(server: Server, post: Calla
 
 
 def test_a_refused_setting_changes_nothing_and_says_why(server: Server, post: Callable) -> None:
-    assert post("/highwater/watermark?marks=1MiB:2MiB")[0] == 200
-    status, answer = post("/highwater/watermark?marks=gpu:0=1MiB:9MiB")
+    assert post("/highwater/watermark", {"marks": "1MiB:2MiB"})[0] == 200
+    status, answer = post("/highwater/watermark", {"marks": "gpu:0=1MiB:9MiB"})
     assert (status, answer) == (400, {"error": "watermark high=9.00MiB exceeds gpu:0; allowed: up to 8.00MiB"})
-    status, answer = post("/highwater/watermark?marks=gpu:0=1MiB;2MiB")
+    status, answer = post("/highwater/watermark", {"marks": "gpu:0=1MiB;2MiB"})
     assert status == 400 and "column 11: ':' and the high mark must follow" in answer["error"]
     assert server.manager.capacity.watermarks.of("gpu:0").low_bytes == MIB
 

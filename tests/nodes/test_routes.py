@@ -45,7 +45,8 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, Any]]:
             app = web.Application()
             app.add_routes(server.routes)
             async with TestClient(TestServer(app)) as client:
-                response = await client.request(method, path, headers={"Accept": accept})
+                body = {} if method == "POST" else None
+                response = await client.request(method, path, headers={"Accept": accept}, json=body)
                 is_json = response.content_type == "application/json"
                 return response.status, await (response.json() if is_json else response.text())
 

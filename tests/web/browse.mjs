@@ -74,7 +74,10 @@ await run();
 await eventually("Nodes 2.0 after", inPage, allBytes);
 assert.ok(Number.parseFloat((await page.evaluate(inPage))[LOADER]) < 35, "another workflow's loader was counted too");
 // What leaves the device is seen at once, without a run.
-await page.evaluate(() => fetch("/highwater/free", { method: "POST" }));
+/** Posts JSON as the page does: what changes something takes nothing else. */
+const post = ([path, body]) =>
+  fetch(`/highwater/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }).then((answer) => answer.json());
+await page.evaluate(post, ["free", {}]);
 await eventually("Nodes 2.0 in RAM", inPage, (badges) => /^RAM [1-9][\d.]*M fp8$/.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]));
 const image = '[data-node-id="3"] img';
 await eventually("image in Nodes 2.0", `document.querySelector('${image}')?.naturalWidth`, (width) => width === 64);
@@ -107,7 +110,7 @@ await page.getByText(/column 11: ':' and the high mark must follow, such as 1GiB
 await setting("Highwater.Watermark", "gpu:0=3MiB:25%");
 await page.getByText("Kept free: gpu:0: 3 MiB to 16 MiB.").first().waitFor();
 assert.equal(await page.evaluate(lowMark), 3 << 20);
-await page.evaluate(() => fetch("/highwater/watermark?marks=", { method: "POST" }));
+await page.evaluate(post, ["watermark", { marks: "" }]);
 assert.notEqual(await page.evaluate(lowMark), 3 << 20);
 // Memory is lent by the menu's command and given back; a run goes on beside the loan and says so.
 const lent = async () => (await (await fetch("/highwater/report?only=devices")).json()).devices[1].lent;
@@ -135,9 +138,11 @@ await setting("Highwater.MaxLoaded", 3);
 await page.getByText("At most 3 models stay loaded; no idle model is unloaded by time.").first().waitFor();
 await setting("Highwater.IdleMinutes", 90);
 await page.getByText("At most 3 models stay loaded; idle ones are unloaded after 90 min.").first().waitFor();
-const limits = async () => (await fetch("/highwater/limits", { method: "POST" })).json();
-await page.evaluate(() => fetch("/highwater/limits?keep_loaded=off&idle=off", { method: "POST" }));
-assert.deepEqual(await page.evaluate(limits), { keep_loaded: null, idle_s: null });
+assert.deepEqual(await page.evaluate(post, ["limits", { keep_loaded: null, idle: null }]), { keep_loaded: null, idle_s: null });
+const limits = async () => {
+  const answer = await fetch("/highwater/limits", { method: "POST", headers: { "Content-Type": "application/json" }, body: "{}" });
+  return answer.json();
+};
 await page.reload();
 await eventually("the setting counts again after a reload", lowMark, (bytes) => bytes === 3 << 20);
 await eventually("the limits, too", limits, (found) => found.keep_loaded === 3 && found.idle_s === 5400);

@@ -1,13 +1,13 @@
 // What is asked for by the settings of idle models, and what is said of them; test_scripts.py runs this under node.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { limitWords, limitsText } from "../../web/limits.js";
+import { limitBody, limitsText } from "../../web/limits.js";
 
-test("a limit is asked for in the words of the server, none as off", () => {
-  assert.equal(limitWords("keep_loaded", 2), "keep_loaded=2");
-  assert.equal(limitWords("keep_loaded", 0), "keep_loaded=off");
-  assert.equal(limitWords("idle", 10), "idle=10min");
-  assert.equal(limitWords("idle", 0), "idle=off");
+test("a limit is asked for in the words of the server, none as null", () => {
+  assert.deepEqual(limitBody("keep_loaded", 2), { keep_loaded: 2 });
+  assert.deepEqual(limitBody("keep_loaded", 0), { keep_loaded: null });
+  assert.deepEqual(limitBody("idle", 10), { idle: "10min" });
+  assert.deepEqual(limitBody("idle", 0), { idle: null });
 });
 
 test("the notice names both limits", () => {

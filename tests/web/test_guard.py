@@ -114,14 +114,14 @@ def test_pages_of_other_sites_read_and_run_nothing(with_server, kind: str) -> No
             ("POST", "/prompt"),
             ("POST", "/free"),
             ("POST", "/highwater/free"),
-            ("POST", "/highwater/watermark?marks=1GiB:2GiB"),
-            ("POST", "/highwater/lend?size=1MiB&for=60s"),
+            ("POST", "/highwater/watermark"),
+            ("POST", "/highwater/lend"),
             ("POST", "/highwater/lend/give-back"),
-            ("POST", "/highwater/keep?component=a"),
-            ("POST", "/highwater/release?device=gpu:0"),
-            ("POST", "/highwater/limits?keep_loaded=1"),
+            ("POST", "/highwater/keep"),
+            ("POST", "/highwater/release"),
+            ("POST", "/highwater/limits"),
         ):
-            response = await server.client.request(method, path, headers=headers)
+            response = await server.client.request(method, path, headers=headers, json={} if method == "POST" else None)
             assert response.status == 403, (method, path)
         assert (await server.client.delete("/userdata/workflows%2Fa.json", headers=headers)).status == 403
         with pytest.raises(WSServerHandshakeError, match="403"):

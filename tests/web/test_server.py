@@ -191,13 +191,13 @@ def test_our_own_addresses_are_those_of_the_pack_in_comfyui(with_server):
         ours = {(method, path) for method, path, _ in make_routes(is_running=bool, host_features=dict)}
         served = {(route.method, route.resource.canonical) for route in server.client.app.router.routes()}
         assert ours <= served
-        freed = await server.client.post("/highwater/free")
+        freed = await server.client.post("/highwater/free", json={})
         assert freed.status == 200
         assert not any((await freed.json())["freed_bytes"].values())  # of whatever devices are here
         async with server.open_page("a") as page:
             running = await page.queue(wait_graph(1))
             await page.receive_until(lambda m: m["type"] == "progress")
-            assert (await server.client.post("/highwater/free")).status == 409
+            assert (await server.client.post("/highwater/free", json={})).status == 409
             server.waiting_node.may_end.set()
             await page.wait_for_end(running)
         assert set((await server.get("/highwater/report?only=host_features"))["host_features"].values()) == {True}

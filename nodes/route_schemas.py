@@ -1,0 +1,179 @@
+"""The JSON of our addresses, in one place: what a request may say, and what is answered.
+
+The server checks requests against these; the tests check answers, and the page's types are made of them
+(`scripts/write_route_types.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from .json_schema import Schema, record
+
+__all__ = ["REQUESTS", "answer_schemas", "schema_of"]
+
+
+def text(description: str) -> dict[str, Any]:
+    return {"type": "string", "description": description}
+
+
+COMPONENT = text("the id of a component, as the report has it")
+DEVICE = text("a device, such as gpu:0")
+PERIOD = "a time such as 60s or 10min"
+
+REQUESTS: dict[str, Schema] = {
+    "/highwater/free": record({}),
+    "/highwater/lend": record({"size": text("an amount such as 8GiB"), "for": text(PERIOD)}, {"device": DEVICE}),
+    "/highwater/lend/give-back": record({}, {"device": DEVICE}),
+    "/highwater/keep": record(
+        {"component": COMPONENT},
+        {
+            "keep": {"type": "boolean", "description": "true or false"},
+            "at_most": text("an amount such as 6GiB, or a percentage of the device such as 50%"),
+        },
+    ),
+    "/highwater/release": record({}, {"component": COMPONENT, "device": DEVICE}),
+    "/highwater/limits": record(
+        {},
+        {
+            "keep_loaded": {
+                "type": ["integer", "null"],
+                "minimum": 1,
+                "maximum": 1000,
+                "description": "1 to 1000 components, or null for no limit",
+            },
+            "idle": {"type": ["string", "null"], "description": f"{PERIOD}, or null for no limit"},
+        },
+    ),
+    "/highwater/watermark": record(
+        {"marks": text("marks such as 1GiB:2GiB or gpu:0=5%:10%,host=4GiB:6GiB, or an empty text for the default ones")}
+    ),
+    "/highwater/tiny-pipelines": record({}),
+    "/highwater/needs/forget": record({}),
+}
+"""What the body of each POST may say. Needed fields are required; no other field is allowed."""
+
+NUMBER: Schema = {"type": "number"}
+BYTES: Schema = {"type": "integer", "minimum": 0}
+NAME: Schema = {"type": "string"}
+OPTIONAL_NAME: Schema = {"type": ["string", "null"]}
+
+
+def listed(items: Schema) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+def mapped(values: Schema) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": values}
+
+
+SHARE = record(
+    {
+        "device": NAME,
+        "blocks": BYTES,
+        "resident_blocks": BYTES,
+        "streamed_blocks": BYTES,
+        "prefetch_blocks": BYTES,
+        "fixed_bytes": BYTES,
+        "resident_bytes": BYTES,
+        "staging_bytes": BYTES,
+        "scratch_bytes": BYTES,
+        "device_bytes": BYTES,
+        "pass_s": {"type": ["number", "null"]},
+    }
+)
+# One that the host moves has reasons only.
+PLAN = record(
+    {"reasons": listed(NAME)},
+    {
+        "component": NAME,
+        "kind": NAME,
+        "weight_bytes": BYTES,
+        "precision": NAME,
+        "tier": NAME,
+        "host_bytes": BYTES,
+        "pinned_bytes": BYTES,
+        "placement": NAME,
+        "shares": listed(SHARE),
+    },
+)
+LENT = record({"num_bytes": BYTES, "missing_bytes": BYTES, "left_s": NUMBER})
+LOADER = record({"node_id": NAME, "workflow_id": OPTIONAL_NAME, "components": listed(NAME)})
+
+
+@cache
+def answer_schemas() -> dict[str, Schema]:
+    """Return what each address answers, by its path. Those that only the command line reads are not here."""
+    from ..memory.manager.departures import Departure
+    from ..memory.manager.lending import LendingReport
+    from ..memory.manager.report import ComponentReport, DeviceReport, Event, NodeReport, RunReport, Sample
+    from ..memory.manager.watermark import WatermarkReport
+
+    device = with_fields(DeviceReport, lent={"anyOf": [LENT, {"type": "null"}]})
+    nodes, event = listed(schema_of(NodeReport)), schema_of(Event)
+    report = {
+        "devices": listed(device),
+        "components": listed(with_fields(ComponentReport, plan=PLAN)),
+        "nodes": nodes,
+        "runs": listed(schema_of(RunReport)),
+        "events": listed(event),
+        "samples": listed(schema_of(Sample)),
+        "open_nodes": nodes,
+        "loaders": listed(LOADER),
+        "host_features": mapped({"type": ["boolean", "string"]}),
+        "left_out": mapped(BYTES),
+    }
+    departure = with_fields(Departure)
+    departure["properties"]["text"] = NAME
+    departure["required"].append("text")
+    return {
+        "/highwater/report": record({"version": {"type": "integer"}}, report),
+        "/highwater/events": record({"events": listed(event), "left_out": BYTES}),
+        "/highwater/free": record({"freed_bytes": mapped(BYTES)}),
+        "/highwater/lend": schema_of(LendingReport),
+        "/highwater/lend/give-back": record({"device": NAME, "lent_bytes": BYTES}),
+        "/highwater/keep": record({"component": NAME, "keep": {"type": "boolean"}, "at_most": NAME}),
+        "/highwater/release": record({"released": listed(departure)}),
+        "/highwater/limits": record(
+            {"keep_loaded": {"type": ["integer", "null"]}, "idle_s": {"type": ["number", "null"]}}
+        ),
+        "/highwater/watermark": record({"watermarks": mapped(schema_of(WatermarkReport))}),
+        "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
+    }
+
+
+def with_fields(of: type, **others: Schema) -> dict[str, Any]:
+    """Return the schema of a dataclass in which some fields have schemas of their own."""
+    found = schema_of(of)
+    assert others.keys() <= found["properties"].keys()
+    return {**found, "properties": {**found["properties"], **others}, "required": list(found["required"])}
+
+
+def schema_of(of: Any) -> dict[str, Any]:
+    """Return the schema of a dataclass, a TypedDict, or what their fields are annotated with."""
+    simple: dict[Any, dict[str, Any]] = {
+        str: {"type": "string"},
+        int: {"type": "integer"},
+        float: {"type": "number"},
+        bool: {"type": "boolean"},
+        type(None): {"type": "null"},
+        Any: {},
+    }
+    if of in simple:
+        return simple[of]
+    origin, arguments = get_origin(of), get_args(of)
+    if origin is list:
+        return listed(schema_of(arguments[0]))
+    if origin is dict:
+        return mapped(schema_of(arguments[1]))
+    if origin in (Union, types.UnionType):
+        choices = [schema_of(argument) for argument in arguments]
+        if all(choice.keys() == {"type"} for choice in choices):
+            return {"type": [choice["type"] for choice in choices]}
+        return {"anyOf": choices}
+    if dataclasses.is_dataclass(of) or is_typeddict(of):
+        return record({name: schema_of(hint) for name, hint in get_type_hints(of).items()})
+    raise TypeError(f"{of} has no schema")
