@@ -87,9 +87,11 @@ class HighwaterExtension(ComfyExtension):
             from server import PromptServer
 
             from . import boundaries, routes
+            from .start_line import start_line
 
             boundaries.install(PromptServer.instance)
             routes.add_routes(PromptServer.instance)
+            log.info(start_line())
         except Exception as error:
             log.error(
                 "Highwater: no memory badges and no run boundaries: joining ComfyUI's server failed: %s",

@@ -197,6 +197,16 @@ class Device:
         uuid = str(getattr(properties, "uuid", ""))
         return Card(uuid, int(properties.total_memory)) if uuid.strip("0-") else None
 
+    def model_and_size(self) -> tuple[str, int]:
+        """Return what the driver calls the device, such as ``NVIDIA H200``, and its bytes; "" where it has no name.
+
+        Allocates no device memory, where torch tells the properties of a device.
+        """
+        find = getattr(self.module, "get_device_properties", None)
+        properties = None if self.is_cpu or find is None else find(self.torch_device)
+        total = getattr(properties, "total_memory", None)
+        return str(getattr(properties, "name", "")), int(total) if total else self.total_bytes()
+
     def memory(self) -> DeviceMemory:
         """Return all memory numbers of the device, from one query of the driver and one of the allocator.
 

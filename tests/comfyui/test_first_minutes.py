@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -86,3 +87,5 @@ def test_tiny_models_on_a_host_without_a_gpu(host_files: HostFiles, tmp_path: Pa
             notes = [line for output in result.outputs.values() for line in output.get("text", [])]
             assert not notes or "highwater-tiny-vae.safetensors: 5 MB of random weights" in "".join(notes)
         assert "memory leak" not in host.log()
+        (line,) = (line for line in host.log().splitlines() if re.match(r"(\[INFO\] )?Highwater \d", line))
+        assert "no accelerator" in line and "dynamic VRAM is off; models stay while" in line
