@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import permutations
 from typing import TYPE_CHECKING, ClassVar
 
 from ..memory.options.placement import AUTO, AUTO_PLACEMENT
 
 if TYPE_CHECKING:
+    from ..memory.options.budget import BudgetItem
     from ..memory.options.placement import Placement
+    from ..memory.options.profile import OffloadProfile
 
 __all__ = [
     "ALL",
     "DEFAULT",
     "Choices",
     "device_names",
+    "fit_profile",
+    "missing_devices",
     "placement_choices",
     "resolve_placement",
     "resolve_watermark_device",
@@ -61,6 +65,44 @@ def device_names() -> list[str]:
     return [device.name for device in list_devices()]
 
 
+def missing_devices(text: str, here: Collection[str]) -> list[str]:
+    """Return the devices that a placement or a profile names and that are not here, sorted."""
+    from ..memory.options.placement import canonical_device, names_device
+
+    return sorted({canonical_device(word) for word in DEVICE_WORD.findall(text) if names_device(word)} - {*here})
+
+
+# -- how much memory a model may use
+
+
+def fit_profile(profile: OffloadProfile, text: str) -> tuple[OffloadProfile, list[str]]:
+    """Return a profile as this machine can follow it, and what the node that read it from a text has to say about it.
+
+    What it says of devices that are not here counts no more, nor what would leave free all that a device has. Asks the
+    driver for the devices' sizes where it names what stays free.
+    """
+    from ..memory.transfer.devices import list_devices
+
+    here = device_names()
+    missing = missing_devices(text, here)
+    notes = []
+    if missing:
+        words, has = " or ".join(missing), ", ".join(here)
+        notes.append(f"profile {text}: this machine has no {words}, so that is left out; it has {has}")
+
+    def leaves_nothing(item: BudgetItem) -> bool:
+        if not item.leave_bytes or item.target in missing:
+            return False
+        gpus = [device for device in list_devices() if not device.is_cpu]
+        chosen = [device for device in gpus if device.name == item.target] or gpus
+        return bool(chosen) and item.leave_bytes >= max(device.total_bytes() for device in chosen)
+
+    for item in filter(leaves_nothing, (*profile.budgets, *profile.reserve)):
+        size = item.size.removeprefix("-")
+        notes.append(f"profile {text}: no device has more than the {size} that should stay free, so that is left out")
+    return profile.without(lambda item: item.target in missing or leaves_nothing(item)), notes
+
+
 # -- where a model computes
 
 
@@ -71,7 +113,7 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
         InvalidInput: it is no placement on any machine; names the column.
     """
     from ..memory.errors import InvalidInput
-    from ..memory.options.placement import canonical_device, names_device, parse_placement
+    from ..memory.options.placement import parse_placement
 
     if placement in (DEFAULT, AUTO):
         return AUTO_PLACEMENT, []
@@ -79,8 +121,7 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
     if not isinstance(placement, str):
         raise InvalidInput(f"placement {placement!r} is not text; {choices}")
     here = device_names()
-    named = {canonical_device(word) for word in DEVICE_WORD.findall(placement) if names_device(word)}
-    missing = sorted(named - {*here})
+    missing = missing_devices(placement, here)
     parsed = parse_placement(placement, devices=[*here, *missing])
     devices = [share.device for share in parsed.items[0].devices]
     if str(parsed) != "&".join(devices) or len(devices) > 2:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from .device_choices import ALL, HOST, resolve_watermark_device, watermark_choices
+from .device_choices import ALL, resolve_watermark_device, watermark_choices
 from .schema import make_schema
 
 if TYPE_CHECKING:
@@ -36,15 +36,28 @@ class DeviceWatermark:
 
         return cls(device=device.strip(), marks=Marks(low=parse_mark("low", low), high=parse_mark("high", high)))
 
-    def apply(self) -> None:
+    def apply(self) -> list[str]:
         """Set it on the shared manager; idle models leave at once if less than the low mark is free.
 
+        Devices that are smaller than the high mark keep the marks that they have; returns what to say of them.
+
         Raises:
-            InvalidInput: the device is not here, or smaller than the high mark; low is above high on it.
+            InvalidInput: the device is not here; low is above high on it.
         """
         from ..memory import default_manager
+        from ..memory.units import format_bytes
 
-        default_manager().set_watermark(self.device, self.marks.low.setting, self.marks.high.setting)
+        manager = default_manager()
+        low, high = self.marks.low, self.marks.high
+        gpus = [device for device in manager.devices.values() if not device.is_cpu]
+        named = [device for device in gpus if self.device in (ALL, device.name)]
+        small = {device.name: total for device in named if (high.num_bytes or 0) > (total := device.total_bytes())}
+        for device in [each.name for each in named if each.name not in small] if small else [self.device]:
+            manager.set_watermark(device, low.setting, high.setting)
+        return [
+            f"watermark {high}: {name} has {format_bytes(total)} only and keeps the marks that it has"
+            for name, total in small.items()
+        ]
 
 
 class HighwaterWatermark(io.ComfyNode):
@@ -102,7 +115,7 @@ class HighwaterWatermark(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, low: str | None = None, high: str | None = None) -> bool | str:
-        """Check the marks against each other and against the largest device, because the device is not known here.
+        """Check the marks against each other. Their device may be smaller than on the machine that they are from.
 
         Not naming ``device`` leaves it to the host's check of combos. The host marks both marks whichever is wrong; the
         message says which one is meant.
@@ -119,31 +132,20 @@ class HighwaterWatermark(io.ComfyNode):
     def execute(cls, device: str, low: str, high: str) -> io.NodeOutput:
         resolved, notes = resolve_watermark_device(device)
         watermark = DeviceWatermark.parse(resolved, low, high)
-        watermark.apply()
-        return io.NodeOutput(watermark, ui={"text": notes})
+        return io.NodeOutput(watermark, ui={"text": [*notes, *watermark.apply()]})
 
 
 def check_marks(low: str | None, high: str | None) -> None:
     """Check what is known of two marks; None is a linked one, known when the node runs.
 
     Raises:
-        InvalidInput: not a size, low above high, or more than any device has.
+        InvalidInput: not a size, or low above high.
     """
-    from ..memory.errors import InvalidInput
-    from ..memory.transfer.devices import list_devices
-    from ..memory.units import format_bytes
-
     if low is not None and high is not None:
         DeviceWatermark.parse(ALL, low, high)
-    devices = list_devices()  # the CPU's memory is the RAM
-    largest = max(devices, key=lambda device: device.total_bytes()) if len(devices) > 1 else None
     for name, text in (("low", low), ("high", high)):
-        if text is None:
-            continue
-        num_bytes = parse_mark(name, text).num_bytes or 0
-        if largest is not None and num_bytes > largest.total_bytes():
-            has = f"{format_bytes(largest.total_bytes())}, the size of {HOST if largest.is_cpu else largest}"
-            raise InvalidInput(f"{name} {text!r} is larger than every device; allowed: up to {has}")
+        if text is not None:
+            parse_mark(name, text)
 
 
 def parse_mark(name: str, text: object) -> Mark:

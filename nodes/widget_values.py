@@ -12,7 +12,7 @@ from ..memory.options.placement import AUTO, Placement, parse_placement
 from ..memory.options.precision import BY_PROFILE, DEFAULT_PRECISION, Precision, parse_precision, precision_names
 from ..memory.options.profile import OffloadProfile, parse_profile
 from ..memory.weights.known_forms import FORMS, numbers_of
-from .device_choices import device_names
+from .device_choices import device_names, missing_devices
 
 __all__ = [
     "precision_input",
@@ -63,12 +63,13 @@ def seed_input(tooltip: str, **options: Any) -> io.Input:
 
 
 def read_profile(text: object, components: tuple[str, ...] = ()) -> OffloadProfile:
-    """Return the profile that a widget names on this machine.
+    """Return the profile that a widget names; it may name devices of another machine.
 
     Raises:
         InvalidInput: naming the column and what is allowed there.
     """
-    return parse_profile_once(str(text), tuple(device_names()), components)
+    here = device_names()
+    return parse_profile_once(str(text), (*here, *missing_devices(str(text), here)), components)
 
 
 def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:

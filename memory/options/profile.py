@@ -13,7 +13,7 @@ Profiles 1 to 5 have the names and the meaning of mmgp's. Where mmgp says "trans
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,6 +125,12 @@ class OffloadProfile:
         """Return the bytes of a device that stay free beside a component, by the reserve or by a budget."""
         by_budget = most_left_free(self.budgets_for(device, component, kind), total_bytes)
         return max(by_budget, self.reserve_for(device, component, kind, total_bytes))
+
+    def without(self, is_left_out: Callable[[BudgetItem], bool]) -> OffloadProfile:
+        """Return it without some of the user's budgets and reserves; what it brings itself counts in their place."""
+        own = [item for item in self.budgets if not item.from_profile and not is_left_out(item)]
+        reserve = tuple(item for item in self.reserve if not is_left_out(item))
+        return replace(self, budgets=(*own, *brought_beside(own, PROFILES[self.name])), reserve=reserve)
 
     def to_json(self) -> dict[str, Any]:
         """Return every value, and the RAM and VRAM that the profile was made for."""
@@ -250,9 +256,14 @@ def parse_profile(text: str, *, devices: Collection[str], components: Sequence[s
             scanner.fail(f"{setting[0]!r} is set twice", at=begin)
         else:
             settings[setting[0]] = setting[1]
-    named = {item.target for item in budgets}
-    kept = [item for item in profile.budgets if not named & {item.target, "*"}]
-    return replace(profile, budgets=(*budgets, *kept), reserve=tuple(reserve), **settings)
+    brought = brought_beside(budgets, profile)
+    return replace(profile, budgets=(*budgets, *brought), reserve=tuple(reserve), **settings)
+
+
+def brought_beside(own: Sequence[BudgetItem], profile: OffloadProfile) -> list[BudgetItem]:
+    """Return the budgets that a profile brings itself beside a user's own."""
+    named = {item.target for item in own}
+    return [item for item in profile.budgets if not named & {item.target, "*"}]
 
 
 def parse_base(scanner: Scanner) -> str | None:

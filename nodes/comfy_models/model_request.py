@@ -9,7 +9,7 @@ from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
 from ...memory.options.precision import DEFAULT_PRECISION
-from ..device_choices import DEFAULT, placement_choices, resolve_placement
+from ..device_choices import DEFAULT, fit_profile, placement_choices, resolve_placement
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import precision_input, profile_input, read_precision, read_profile
@@ -103,10 +103,10 @@ def read_request(
 
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
-    asked = read_profile(profile)
-    resolved, notes = resolve_placement(placement)
+    asked, notes = fit_profile(read_profile(profile), profile)
+    resolved, more_notes = resolve_placement(placement)
     if watermark is not None:
-        watermark.apply()
+        more_notes = [*more_notes, *watermark.apply()]
     request = Request(
         profile=asked,
         precision=read_precision(precision),
@@ -114,7 +114,7 @@ def read_request(
         node_id=node.hidden.unique_id,
         engine=engine,
     )
-    return request, notes
+    return request, [*notes, *more_notes]
 
 
 def answer_with(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
+from ..device_choices import fit_profile
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import precision_input, profile_input, read_placement, read_profile, seed_input
@@ -98,7 +99,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
 
         folder = find_pipeline(pipeline)
         components = tuple(check_pipeline(folder))
-        chosen_profile = read_profile(profile, components)
+        chosen_profile, notes = fit_profile(read_profile(profile, components), profile)
         chosen_placement = read_placement(placement, components)
         pipe, sources = load_with_sources(folder)
         with showing_loadings():
@@ -111,7 +112,7 @@ class HighwaterLoadPipeline(io.ComfyNode):
                 name=pipeline,
                 node_id=cls.hidden.unique_id,
             )
-        return io.NodeOutput(LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark))
+        return io.NodeOutput(LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark), ui={"text": notes})
 
 
 class HighwaterSamplePipeline(io.ComfyNode):

@@ -151,8 +151,6 @@ def watermark(**values: Any) -> Graph:
         # The host shows what a node says of two inputs on both.
         ({"low": "512"}, ["low", "high"], ["low '512' has no unit"]),
         ({"low": "3MiB"}, ["low", "high"], ["low 3.00MiB is above high 2.00MiB"]),
-        # The largest is the RAM of this machine.
-        ({"high": "999999GiB"}, ["low", "high"], ["high '999999GiB' is larger than every device", "the size of host"]),
     ],
     ids=str,
 )
@@ -173,6 +171,20 @@ def test_a_watermark_for_a_device_that_is_not_here_is_for_all_and_the_node_says_
         assert marks["gpu:0"] == marks["gpu:1"] == {"low_bytes": 1 << 20, "high_bytes": 2 << 20}
     finally:  # the default again: 10 and 15% of a device this small
         assert gpu_host.run(watermark(low="184.4MiB", high="276.6MiB").nodes).outcome == "success"
+
+
+def test_what_a_larger_machine_was_told_leaves_a_smaller_one_as_it_is(gpu_host: HostProcess) -> None:
+    """A shared workflow runs: profile and watermark name devices and sizes that are not here, and the nodes say so."""
+    result = gpu_host.run(prompt_with(profile="gpu:7=4GiB,-24GiB,reserve=30GiB").nodes)
+    assert result.outcome == "success", result.brief_error
+    told = "\n".join(line for output in result.outputs.values() for line in output.get("text", []))
+    assert "this machine has no gpu:7, so that is left out; it has cpu, gpu:0, gpu:1" in told
+    assert "no device has more than the 24GiB that should stay free" in told
+    assert "no device has more than the 30GiB that should stay free" in told
+    marks = [device["watermark"] for device in gpu_host.part("devices")]
+    (told,) = gpu_host.run(watermark(low="1GiB", high="999GiB").nodes).outputs.values()
+    assert [line.partition(" has ")[0] for line in told["text"]] == [f"watermark 999GiB: gpu:{n}" for n in (0, 1)]
+    assert [device["watermark"] for device in gpu_host.part("devices")] == marks
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -196,11 +196,12 @@ def test_a_linked_watermark_is_set_before_the_model_is_loaded(
 ) -> None:
     host.loaded = ("the model", "a clip", "a vae")
     mark = DeviceWatermark.parse("*", "0", "1MiB")
-    monkeypatch.setattr(DeviceWatermark, "apply", lambda self: host.calls.append(("watermark", self)))
+    monkeypatch.setattr(DeviceWatermark, "apply", lambda self: host.calls.append(("watermark", self)) or ["small"])
     for name, (given, *_) in {**LOADERS, **{name: (given,) for name, given in MANAGERS.items()}}.items():
         assert inputs_of(name)["watermark"].optional
         more = {"type": "flux"} if name == "LoadTextEncoder" else {}
-        run(name, **{given: "sub/a.safetensors"}, **more, **REQUEST, watermark=mark)
+        output = run(name, **{given: "sub/a.safetensors"}, **more, **REQUEST, watermark=mark)
+        assert "small" in output.ui_dict()["text"]
         (first, applied), (second, *_) = host.calls
         assert (first, applied) == ("watermark", mark) and second.startswith(("load_", "manage_"))
         host.calls.clear()
@@ -387,7 +388,7 @@ def test_a_linked_engine_that_does_not_exist_is_refused(host: Recorder, models: 
         run("LoadVAE", vae_name="sub/a.safetensors", **REQUEST, engine=engine)
 
 
-@pytest.mark.parametrize("profile", ["6", 6, "fast", "gpu:5=1GiB", "6GiB;", "500%"])
+@pytest.mark.parametrize("profile", ["6", 6, "fast", "gpu:x=1GiB", "6GiB;", "500%"])
 def test_a_bad_profile_is_refused_before_the_run_and_in_it(
     host: Recorder, models: Path, two_gpus: None, profile: Any
 ) -> None:
@@ -397,6 +398,41 @@ def test_a_bad_profile_is_refused_before_the_run_and_in_it(
     with pytest.raises(InvalidInput):  # a linked widget's value is known here only
         run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "profile": profile})
     assert host.calls == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "followed", "said"),
+    [
+        ("-2GiB", "-2GiB", []),
+        ("gpu:0=90GiB", "gpu:0=90GiB", []),  # a limit that is never reached
+        ("gpu:5=1GiB", "auto", ["no gpu:5, so that is left out; it has cpu, gpu:0, gpu:1"]),
+        ("4,gpu:5=1GiB", "4", ["no gpu:5"]),
+        ("3,cuda:7=2GiB,gpu:0=1GiB,reserve:gpu:5=1GiB", "3,gpu:0=1GiB", ["no gpu:5 or gpu:7"]),
+        ("-24GiB", "auto", ["no device has more than the 24GiB that should stay free"]),
+        ("4,-200GiB", "4", ["200GiB"]),
+        ("gpu:0=-8GiB,gpu:1=-8GiB", "gpu:1=-8GiB", ["8GiB"]),
+        ("6GiB,reserve=30GiB", "6GiB", ["30GiB"]),
+    ],
+)
+def test_a_profile_of_a_larger_machine_is_followed_as_far_as_it_goes(
+    host: Recorder,
+    models: Path,
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    profile: str,
+    followed: str,
+    said: list[str],
+) -> None:
+    """GPUs of 8 and 24 GiB. It passes the check before the run, and the node says what it leaves out."""
+    sizes = {"cpu": 64, "gpu:0": 8, "gpu:1": 24}
+    found = [SimpleNamespace(name=n, is_cpu=n == "cpu", total_bytes=lambda s=s: s << 30) for n, s in sizes.items()]
+    monkeypatch.setattr("highwater.memory.transfer.devices.list_devices", lambda: found)
+    assert all(node.validate_inputs(profile) is True for node in NODES.values())
+    output = run("LoadVAE", vae_name="sub/a.safetensors", **{**REQUEST, "profile": profile})
+    (call,) = host.calls
+    assert call[-1].profile == parse_profile(followed, devices=sizes)
+    told = output.ui_dict()["text"]
+    assert len(told) == len(said) and all(word in line for word, line in zip(said, told, strict=True))
 
 
 def test_placements_are_the_hosts_words_and_every_pair(two_gpus: None) -> None:
