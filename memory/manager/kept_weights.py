@@ -11,6 +11,7 @@ they are. Else they are copied.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
@@ -34,16 +35,26 @@ __all__ = ["KEPT", "KeptWeights"]
 
 # As the engine of such a component in the report: nothing moves it.
 KEPT = "kept"
+NUMBERED = re.compile(r"#\d+(/|$)")
 
 
 class KeptPart:
     """What one component left."""
 
     def __init__(
-        self, name: str, kind: str, slabs: Sequence[PristineSlab], now_s: float, *, is_common: bool = False
+        self,
+        name: str,
+        kind: str,
+        slabs: Sequence[PristineSlab],
+        now_s: float,
+        *,
+        is_common: bool = False,
+        of: str = "",
     ) -> None:
         self.name = name
         self.kind = kind
+        self.of = NUMBERED.sub(r"\1", of) or name
+        """The id of the component that left it, without the number that tells equal ones apart."""
         self.slabs = list(slabs)
         self.kept_s = now_s
         self.id = ""
@@ -104,7 +115,7 @@ class KeptWeights:
         slabs = [s for s in slabs if s.slab.lock is None or 2 * useful[id(s.slab.lock)] >= s.slab.lock.slab_bytes]
         if not slabs:
             return
-        part = KeptPart(member.name, member.managed.component.kind, slabs, self.event_log.now_s)
+        part = KeptPart(member.name, member.managed.component.kind, slabs, self.event_log.now_s, of=member.id)
         for slab in slabs:
             if slab.slab.lock is not None:
                 slab.slab.lock.copy_by([])  # its copies are done, and the streams are the component's
@@ -130,7 +141,7 @@ class KeptWeights:
     def share(self, member: Member, slabs: Sequence[PristineSlab]) -> None:
         """Take slabs of a component that shares them from now on, with their arenas."""
         kind, now_s = member.managed.component.kind, self.event_log.now_s
-        part = KeptPart(member.name, kind, slabs, now_s, is_common=True)
+        part = KeptPart(member.name, kind, slabs, now_s, is_common=True, of=member.id)
         part.take_id(self.members.name_other(f"shared/{'+'.join(file.name for file in part.files())}", part))
         for lock in part.locks():
             lock.share(True)
@@ -314,7 +325,7 @@ class KeptWeights:
     def known(self) -> list[KnownComponent]:
         """Return what hosts find each by: what a prompt names is used when that is loaded again. Takes no lock."""
         return [
-            KnownComponent(id=part.id, name=part.name, kind=part.kind, node_id=None, workflow_id=None)
+            KnownComponent(id=part.id, name=part.of, kind=part.kind, node_id=None, workflow_id=None)
             for part in list(self.parts)
         ]
 

@@ -19,6 +19,7 @@ from highwater.headless.runner.runner import WorkflowRunner
 from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory.manager import default
 from highwater.memory.manager.manager import MemoryManager
+from highwater.nodes.forecast.queue_forecast import QueueForecast
 from highwater.nodes.pipelines.sampling import LoadedPipeline
 from highwater.tests.comfyui.test_kept_weights import pages_read
 from highwater.tests.nodes.pipelines.test_pipelines import make_graph, read_pixels
@@ -307,3 +308,21 @@ def test_two_loaders_of_a_file_have_it_once_in_ram(host: Host) -> None:
     host.manager.follow_free("test")
     cache.clear()
     assert not host.manager.ledger.entries
+
+
+@pytest.mark.parametrize("waits", ["tiny-sd", "tiny-flux"])
+def test_parts_of_a_pipeline_that_a_waiting_workflow_names_leave_last(host: Host, waits: str) -> None:
+    shutil.copytree(host.diffusers / "tiny-sd", host.diffusers / "third")
+    of: dict[str, set[str]] = {}
+    host.picture("tiny-sd")
+    for name, following in (("tiny-sd", "tiny-flux"), ("tiny-flux", "third")):
+        before = set(host.kept())
+        host.picture(following)
+        of[name] = set(host.kept()) - before
+    assert (len(of["tiny-sd"]), len(of["tiny-flux"])) == (3, 4)
+    queue = QueueForecast()
+    queue.read("next", make_graph(waits, placement="gpu:0"))
+    told = queue.foresee(None, None, (), ["next"], host.manager.known_components())
+    host.manager.foresee(told.steps, told.num_running)
+    order = [part.id for part, _ in host.manager.kept.in_order()]
+    assert set(order[-len(of[waits]) :]) == of[waits]
