@@ -277,6 +277,9 @@ def parse_base(scanner: Scanner) -> str | None:
         found = scanner.text[scanner.position]
         scanner.fail(f"{found!r} is unexpected after profile {numbered[0].strip()}; allowed: ','")
     number = scanner.match(NUMBER)
+    if number and not number[0].strip("0"):  # an amount, the only one without a unit
+        scanner.go_to(0)
+        return None
     if number:
         if number[0] not in TITLES:
             scanner.fail(

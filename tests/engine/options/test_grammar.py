@@ -158,6 +158,11 @@ def test_the_most_specific_item_wins() -> None:
     ("text", "limits"),
     [
         ("auto", None),
+        ("0", 0),
+        ("0,prefetch=2", 0),
+        ("6 gib", 6 * GIB),
+        ("6G", 6 * GIB),
+        ("6 gb", 6 * 10**9),
         ("6GiB", 6 * GIB),
         ("50%", 8 * GIB),
         ("-1GiB", 9 * GIB),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -21,6 +22,7 @@ from highwater.memory.units import GIB, MIB, format_bytes
 from highwater.memory.weights.component import Block, Component, TensorSpec
 
 DEVICES = ["cpu", "gpu:0", "gpu:1"]
+SIZES = ["1GiB", "50%", "-1GiB", "-25%", "unlimited", "0"]
 VRAM = (6, 8, 10, 12, 16, 24, 48, 80)
 RAM = (8, 16, 24, 32, 48, 64, 96, 128)
 
@@ -267,6 +269,10 @@ def test_a_component_without_blocks_is_whole_under_a_profiles_smaller_budget() -
 def test_a_budget_of_the_users_own_does_not_rise() -> None:
     with pytest.raises(InvalidInput, match="budget 'diffusion=400MiB' is too small"):
         flux("5,diffusion=400MiB")
+    with pytest.raises(
+        InvalidInput, match=r"budget '0MiB' is too small: .* needs at least .*; allowed: \d+MiB or more"
+    ):
+        flux("0")
 
 
 def test_a_raised_budget_never_exceeds_the_device() -> None:
@@ -505,6 +511,31 @@ def test_the_text_of_a_profile_keeps_its_other_budgets() -> None:
         (brought,) = profile.budgets_for("gpu:1", "te", "text")
         assert brought.from_profile and brought.limit_bytes == 3000 * MIB
     assert parse_profile("4,8GiB", devices=DEVICES).budgets == (BudgetItem(target="*", limit_bytes=8 * GIB),)
+
+
+@given(
+    base=st.sampled_from(["", *PROFILES]),
+    sizes=st.dictionaries(
+        st.sampled_from(["*", "diffusion", "vae", "gpu:0", "gpu:1"]), st.sampled_from(SIZES), min_size=1
+    ),
+    reserve=st.sampled_from(["", ",reserve=1GiB", ",reserve:gpu:1=2GiB"]),
+    left_out=st.sets(st.sampled_from(["*", "diffusion", "vae", "gpu:0", "gpu:1"])),
+)
+def test_what_is_left_out_of_a_profile_is_as_if_it_had_not_been_written(
+    base: str, sizes: dict[str, str], reserve: str, left_out: set[str]
+) -> None:
+    def written(targets: Iterable[str], reserve: str) -> str:
+        items = [
+            base or "auto",
+            *(f"{target}={sizes[target]}" if target != "*" else sizes[target] for target in targets),
+        ]
+        return ",".join(items) + reserve
+
+    profile = parse_profile(written(sizes, reserve), devices=DEVICES)
+    kept = [target for target in sizes if target not in left_out]
+    of_reserve = "gpu:1" if ":gpu:1" in reserve else "*"
+    expected = parse_profile(written(kept, "" if of_reserve in left_out else reserve), devices=DEVICES)
+    assert profile.without(lambda item: item.target in left_out) == expected
 
 
 # -- a profile made in Python
