@@ -1,4 +1,4 @@
-"""What the page and the command line ask of the running manager: lend, keep, release, limits, and watermarks.
+"""What the page and the command line ask of the running manager: lend, keep, release, move, limits, and watermarks.
 
 Each takes the body of a request, checked against its schema (`route_schemas.py`), and returns what is sent back.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..memory import MemoryManager
     from ..memory.manager import Member, SteeredComponent
 
-__all__ = ["NotThere", "give_back", "keep", "lend", "release", "set_limits", "set_watermarks"]
+__all__ = ["NotThere", "give_back", "keep", "lend", "move", "release", "set_limits", "set_watermarks"]
 
 Body = Mapping[str, Any]
 
@@ -61,6 +61,17 @@ def release(manager: MemoryManager, body: Body) -> dict[str, Any]:
     device = find_device(manager, body)
     departures = manager.release_between_runs(component, device, reason="released on request")
     return {"released": [departure.to_json() for departure in departures]}
+
+
+def move(manager: MemoryManager, body: Body) -> dict[str, Any]:
+    """Give a ``component`` another ``placement``; its node keeps its own.
+
+    Raises as `MemoryManager.move_between_runs`.
+    """
+    component = find_component(manager, body["component"])
+    plan = manager.move_between_runs(component, body["placement"])
+    text = f"{component.id} is placed at {plan.placement} from its next use on; the node that loads it is not changed"
+    return {"component": component.id, "placement": str(plan.placement), "text": text}
 
 
 def set_limits(manager: MemoryManager, body: Body) -> dict[str, Any]:

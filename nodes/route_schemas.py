@@ -36,6 +36,9 @@ REQUESTS: dict[str, Schema] = {
         },
     ),
     "/highwater/release": record({}, {"component": COMPONENT, "device": DEVICE}),
+    "/highwater/move": record(
+        {"component": COMPONENT, "placement": text("a placement such as gpu:1, gpu:0&gpu:1@30% or cpu")}
+    ),
     "/highwater/limits": record(
         {},
         {
@@ -137,6 +140,7 @@ def answer_schemas() -> dict[str, Schema]:
         "/highwater/lend/give-back": record({"device": NAME, "lent_bytes": BYTES}),
         "/highwater/keep": record({"component": NAME, "keep": {"type": "boolean"}, "at_most": NAME}),
         "/highwater/release": record({"released": listed(departure)}),
+        "/highwater/move": record({"component": NAME, "placement": NAME, "text": NAME}),
         "/highwater/limits": record(
             {"keep_loaded": {"type": ["integer", "null"]}, "idle_s": {"type": ["number", "null"]}}
         ),

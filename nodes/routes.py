@@ -111,7 +111,7 @@ def make_routes(
         def ask(body: Mapping[str, Any]) -> dict[str, Any]:
             found = manager()
             found.ask_before_moving(is_running)
-            with seeing_models() if name in ("lend", "release") else nullcontext():
+            with seeing_models() if name in ("lend", "move", "release") else nullcontext():
                 answer: dict[str, Any] = getattr(memory_requests, name)(found, body)
             return answer
 
@@ -169,6 +169,7 @@ def make_routes(
         requesting("/highwater/lend/give-back", "give_back"),
         requesting("/highwater/keep", "keep"),
         requesting("/highwater/release", "release"),
+        requesting("/highwater/move", "move"),
         requesting("/highwater/limits", "set_limits"),
         requesting("/highwater/watermark", "set_watermarks"),
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),

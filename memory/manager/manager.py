@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
 from ..options.idle_limits import IdleLimits
 from ..options.marks import Marks
+from ..options.placement import parse_placement
 from ..planner.capacity import Machine
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.devices.ledger import Entry, Ledger
@@ -235,6 +236,26 @@ class MemoryManager:
                 return self.release_from(component, device, reason=reason)
             self.leases.recover_abandoned(None)
             return self.departures.release_all(device, reason=reason)
+
+    def move_between_runs(self, component: Member | SteeredComponent, placement: str) -> ComponentPlan:
+        """Give one component another placement: it leaves its devices, and is loaded there when it is used.
+
+        What loaded it keeps its own placement, which counts again when it is planned anew (`Registry.move`).
+
+        Args:
+            placement: as the nodes take it, such as ``gpu:1`` or ``gpu:0&gpu:1@30%``.
+
+        Raises:
+            InvalidInput, DoesNotFit: nothing has changed.
+            UnsafeState: a run is open, or the component computes now.
+        """
+        with self.exclusive():
+            self.refuse_in_run()
+            if not isinstance(component, Member):
+                raise InvalidInput(f"{component.id} is moved by its host; choose its device in its loader")
+            found = parse_placement(placement, devices=list(self.devices), components=[component.name])
+            self.leases.recover_abandoned(None)
+            return self.registry.move(component, found)[component.name]
 
     def free_between_runs(self, reason: str) -> dict[str, int]:
         """As `free_idle`, for other threads than the one that runs prompts. Raises `UnsafeState`: a run is open."""

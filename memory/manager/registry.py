@@ -210,6 +210,33 @@ class Registry:
         self.refuse_unready(members)
         return self.replace_ready(members, placement=placement, profile=profile, precision=precision)
 
+    def move(self, member: Member, placement: Placement) -> Plan:
+        """Give a component another placement, on request and not by what loads it: its user's choices stay.
+
+        Planned anew or loaded again, it comes where these say. The first device of a component that a host loads is the
+        host's to choose.
+
+        Raises:
+            InvalidInput: the placement is of others, or its host chose another device to compute it. Else as `replace`.
+        """
+        self.refuse_unready([member])
+        managed = member.managed
+        item, here = placement.item_for(member.name, managed.component.kind), managed.primary.name
+        if item not in placement.items:
+            raise InvalidInput(f"placement '{placement}' does not place {member.id}; allowed: such as gpu:1")
+        if member.is_hosted and item.devices and item.devices[0].device != here:
+            raise InvalidInput(
+                f"{member.id} computes on {here}, as its host chose; choose the device in its loader. "
+                f"Allowed here: a placement that begins with {here}"
+            )
+        _, _, profile, precision = member.choices
+        plan = self.replace_ready(
+            [member], placement=placement, profile=profile, precision=precision, keeps_choices=True
+        )
+        found = plan[member.name]
+        self.event_log.note("plan", member.id, 0, found.shares[0].device, f"moved on request: {found.placement}")
+        return plan
+
     def pack_anew(self, member: Member) -> None:
         """Describe, plan and pack a component anew, by the same choices: other code converted its weights.
 

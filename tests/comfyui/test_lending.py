@@ -155,9 +155,27 @@ def test_a_prompt_that_runs_keeps_what_it_computes_with(host: HostProcess) -> No
         with pytest.raises(urllib.error.HTTPError) as refused:
             host.post("/highwater/release", {"device": "gpu:0"})
         assert refused.value.code == 409
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            host.post("/highwater/move", {"component": "tiny_flux", "placement": "gpu:0&gpu:1@50%"})
+        assert refused.value.code == 409
     finally:
         host.post("/interrupt")
     assert host.wait_for(prompt_id).outcome == "interrupted"
+
+
+def test_a_model_is_split_over_another_device_while_its_node_stays(host: HostProcess) -> None:
+    """On its first device it stays: ComfyUI chose that."""
+    expected = sample(host, Loaders())
+    (component,) = [part["id"] for part in host.part("components") if part["name"] == "tiny_flux"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        host.post("/highwater/move", {"component": component, "placement": "gpu:1"})
+    assert refused.value.code == 400 and "as its host chose" in json.loads(refused.value.read())["error"]
+    answer = host.post("/highwater/move", {"component": component, "placement": "gpu:0&gpu:1@50%"})
+    assert answer["placement"].startswith("tiny_flux=gpu:0&gpu:1@")
+    assert torch.equal(sample(host, Loaders()), expected)
+    (tiers,) = [part["tiers"] for part in host.part("components") if part["id"] == component]
+    assert tiers["gpu:0"] > 0 and tiers["gpu:1"] > 0
+    host.forget()
 
 
 BODIES = {
@@ -165,6 +183,7 @@ BODIES = {
     "lend/give-back": {"device": "gpu:0"},
     "keep": {"component": "tiny_flux"},
     "release": {"device": "gpu:0"},
+    "move": {"component": "tiny_flux", "placement": "gpu:0&gpu:1@50%"},
     "limits": {"keep_loaded": 1},
     "free": {},
 }

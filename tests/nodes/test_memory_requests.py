@@ -124,7 +124,8 @@ def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable,
     held = server.manager.ledger.used("gpu:0")
     status, answer = post("/highwater/release", body)
     assert status == 409 and "a prompt is running" in answer["error"]
-    assert post("/highwater/free")[0] == 409
+    there = {"component": "part/model", "placement": "cpu"}
+    assert post("/highwater/free")[0] == post("/highwater/move", there)[0] == 409
     server.running.clear()
     server.manager.begin_run("r", "run")
     assert post("/highwater/release", body)[0] == post("/highwater/free")[0] == 409
@@ -181,6 +182,8 @@ def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) ->
         ("watermark", {"marks": "9GiB:9GiB"}, "9.00GiB"),
         ("watermark", {"device": "gpu:0", "marks": "0:0"}, "'device'"),
         ("free", {"device": "gpu:0"}, "'device' is unknown"),
+        ("move", {"component": "part/model"}, "placement is missing"),
+        ("move", {"component": "part/model", "placement": "gpu:9"}, "'gpu:9'"),
         ("keep", [], "the request []; allowed: an object"),
         ("keep", "part/model", "allowed: an object"),
         ("free", 1e308, "an object"),
@@ -198,6 +201,7 @@ def test_bad_input_is_one_line_that_names_it(server: Server, post: Callable, pat
     ("path", "body", "told"),
     [
         ("keep", {"component": "nothing"}, "'nothing'"),
+        ("move", {"component": "nothing", "placement": "cpu"}, "'nothing'"),
         ("release", {"component": ""}, "''"),
         ("release", {"component": "part/model", "device": "gpu:9"}, "'gpu:9'"),
         ("release", {"device": "gpu:9"}, "'gpu:9'"),
