@@ -110,13 +110,16 @@ LOADER = record({"node_id": NAME, "workflow_id": OPTIONAL_NAME, "components": li
 @cache
 def answer_schemas() -> dict[str, Schema]:
     """Return what each address answers, by its path. Those that only the command line reads are not here."""
+    from ..memory.manager.claims.neighbours import ProcessUse
     from ..memory.manager.departures import Departure
     from ..memory.manager.lending import LendingReport
-    from ..memory.manager.report import ComponentReport, DeviceReport, Event, NodeReport, RunReport, Sample
+    from ..memory.manager.report import EVENT_KINDS, ComponentReport, DeviceReport, Event, NodeReport, RunReport, Sample
     from ..memory.manager.watermark import WatermarkReport
 
-    device = with_fields(DeviceReport, lent={"anyOf": [LENT, {"type": "null"}]})
-    nodes, event = listed(schema_of(NodeReport)), schema_of(Event)
+    uses = {name: BYTES for name in ProcessUse.__slots__ if name != "request"}
+    device = with_fields(DeviceReport, lent={"anyOf": [LENT, {"type": "null"}]}, neighbours=listed(record(uses)))
+    mark = with_fields(WatermarkReport, source={"type": "string", "enum": ["set", "setting", "default"]})
+    nodes, event = listed(schema_of(NodeReport)), with_fields(Event, kind={"type": "string", "enum": [*EVENT_KINDS]})
     report = {
         "devices": listed(device),
         "components": listed(with_fields(ComponentReport, plan=PLAN)),
@@ -144,7 +147,7 @@ def answer_schemas() -> dict[str, Schema]:
         "/highwater/limits": record(
             {"keep_loaded": {"type": ["integer", "null"]}, "idle_s": {"type": ["number", "null"]}}
         ),
-        "/highwater/watermark": record({"watermarks": mapped(schema_of(WatermarkReport))}),
+        "/highwater/watermark": record({"watermarks": mapped(mark)}),
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
     }
 

@@ -141,7 +141,10 @@ const ask = makeAsker(fetchReport, { show: take, fail: tellFailure });
 const askNow = makeSoon(() => void ask(NOW), ASK_MS);
 const askInNode = makeSoon(() => void ask(NOW), ASK_IN_NODE_MS);
 
-/** @param {string} parts comma-separated names of the report's parts */
+/**
+ * @param {string} parts comma-separated names of the report's parts
+ * @returns {Promise<Highwater.PageReport>}
+ */
 async function fetchReport(parts) {
   const response = await api.fetchApi(`/highwater/report?only=${parts}`);
   if (!response.ok) throw new Error(`HTTP ${response.status}`);
@@ -207,10 +210,11 @@ const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
 
 /**
  * Ask the server to change something, and tell what came of it.
+ * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
  * @param {string} summary
- * @param {string} path
- * @param {object} body
- * @param {(answer: any) => string | null} tell null: nothing to tell
+ * @param {Path} path
+ * @param {Highwater.Requests[Path]} body
+ * @param {(answer: Highwater.Answers[Path]) => string | null} tell null: nothing to tell
  */
 async function change(summary, path, body, tell) {
   try {
@@ -223,8 +227,10 @@ async function change(summary, path, body, tell) {
 
 /**
  * Post JSON to one of our addresses; returns its answer.
- * @param {string} path
- * @param {object} body
+ * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
+ * @param {Path} path
+ * @param {Highwater.Requests[Path]} body
+ * @returns {Promise<Highwater.Answers[Path]>}
  */
 async function post(path, body) {
   const headers = { "Content-Type": "application/json" };

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from highwater.nodes.json_schema import find_fault
+from highwater.nodes.route_schemas import answer_schemas
 from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 
@@ -175,6 +177,7 @@ def test_a_model_is_split_over_another_device_while_its_node_stays(host: HostPro
     assert torch.equal(sample(host, Loaders()), expected)
     (tiers,) = [part["tiers"] for part in host.part("components") if part["id"] == component]
     assert tiers["gpu:0"] > 0 and tiers["gpu:1"] > 0
+    assert find_fault(host.report(), answer_schemas()["/highwater/report"], "report") is None
     host.forget()
 
 

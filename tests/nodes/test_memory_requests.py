@@ -20,6 +20,9 @@ from highwater.headless.cli import main
 from highwater.headless.commands import running_host
 from highwater.memory import manage
 from highwater.memory.manager import default
+from highwater.nodes.json_schema import find_fault
+from highwater.nodes.report_answers import make_report, select_events
+from highwater.nodes.route_schemas import answer_schemas
 from highwater.nodes.routes import make_routes
 
 MIB = 1 << 20
@@ -84,7 +87,9 @@ def post(server: Server) -> Callable[..., tuple[int, Any]]:
         request = urllib.request.Request(server.url + path, data, headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
-                return response.status, json.load(response)
+                answer = json.load(response)
+                assert find_fault(answer, answer_schemas()[path], path) is None
+                return response.status, answer
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
@@ -100,6 +105,27 @@ def test_a_component_is_released_and_kept_by_its_id(server: Server, post: Callab
     status, answer = post("/highwater/release", {"component": "part/model"})
     assert status == 200 and answer["released"][0]["freed_bytes"] > 0
     assert not server.manager.ledger.used("gpu:0")
+
+
+def test_the_report_is_as_its_schema_says(server: Server, post: Callable) -> None:
+    schema, manager = answer_schemas()["/highwater/report"], server.manager
+    post("/highwater/lend", {"size": "1MiB", "for": "60s"})
+    manager.begin_run("r", "run")
+    manager.begin_node("1", "Sampler", workflow_id="w")
+    server.model(X)
+    report = make_report(manager, {"events": True, "free": "missing: no"})
+    assert report["open_nodes"] and report["devices"][1]["lent"]
+    assert find_fault(report, schema, "report") is None
+    manager.end_node()
+    manager.end_run()
+    post("/highwater/release", {"device": "gpu:0"})
+    report = make_report(manager, {}, limit="1")
+    assert report["nodes"] and report["left_out"]["events"] and find_fault(report, schema, "report") is None
+    assert find_fault(make_report(None, {}), schema, "report") is None
+    events = select_events(manager, {"kind": "lend,load"})
+    assert events["events"] and find_fault(events, answer_schemas()["/highwater/events"], "events") is None
+    for broken in ({**report, "colour": 1}, {**report, "nodes": [{}]}, {**report, "version": "2"}):
+        assert find_fault(broken, schema, "report") is not None
 
 
 def test_everything_leaves_a_device_or_nothing_does(server: Server, post: Callable) -> None:

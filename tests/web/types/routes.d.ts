@@ -1,0 +1,241 @@
+// What our addresses take and answer. Written by scripts/write_route_types.py from nodes/route_schemas.py.
+
+declare namespace Highwater {
+  interface Requests {
+    free: Record<string, never>;
+    lend: {
+      size: string;
+      for: string;
+      device?: string;
+    };
+    "lend/give-back": {
+      device?: string;
+    };
+    keep: {
+      component: string;
+      keep?: boolean;
+      at_most?: string;
+    };
+    release: {
+      component?: string;
+      device?: string;
+    };
+    move: {
+      component: string;
+      placement: string;
+    };
+    limits: {
+      keep_loaded?: number | null;
+      idle?: string | null;
+    };
+    watermark: {
+      marks: string;
+    };
+    "tiny-pipelines": Record<string, never>;
+    "needs/forget": Record<string, never>;
+  }
+  interface Answers {
+    report: {
+      version: number;
+      devices?: {
+        name: string;
+        total_bytes: number;
+        free_bytes: number;
+        watermark: Record<string, number>;
+        managed_bytes: number;
+        other_bytes: number;
+        peak_bytes: number;
+        lent: {
+          num_bytes: number;
+          missing_bytes: number;
+          left_s: number;
+        } | null;
+        neighbours: {
+          pid: number;
+          low_bytes: number;
+          high_bytes: number;
+          used_bytes: number;
+          idle_bytes: number;
+          need_bytes: number;
+          lent_bytes: number;
+        }[];
+        unshared: string | null;
+      }[];
+      components?: {
+        id: string;
+        name: string;
+        kind: string;
+        node_id: string | null;
+        workflow_id: string | null;
+        tiers: Record<string, number>;
+        precision: string;
+        in_effect: boolean;
+        leased: boolean;
+        last_use_s: number | null;
+        bytes_moved: number | null;
+        plan: {
+          reasons: string[];
+          component?: string;
+          kind?: string;
+          weight_bytes?: number;
+          precision?: string;
+          tier?: string;
+          host_bytes?: number;
+          pinned_bytes?: number;
+          placement?: string;
+          shares?: {
+            device: string;
+            blocks: number;
+            resident_blocks: number;
+            streamed_blocks: number;
+            prefetch_blocks: number;
+            fixed_bytes: number;
+            resident_bytes: number;
+            staging_bytes: number;
+            scratch_bytes: number;
+            device_bytes: number;
+            pass_s: number | null;
+          }[];
+        };
+        total_bytes: number | null;
+        staging_bytes: Record<string, number>;
+        engine: string;
+        num_compiles: number | null;
+        uncompiled_blocks: Record<string, number> | null;
+        waited_s: number | null;
+      }[];
+      nodes?: {
+        node_id: string;
+        title: string;
+        run_id: string;
+        workflow_id: string | null;
+        seconds: number;
+        peak_bytes: Record<string, number>;
+        weights_bytes: Record<string, number>;
+        activation_bytes: Record<string, number>;
+        bytes_moved: number;
+        tiers: Record<string, number>;
+        components: string[];
+        staging_bytes: Record<string, number>;
+        waited_s: number;
+        uncounted: string[];
+      }[];
+      runs?: {
+        run_id: string;
+        name: string;
+        begin_s: number;
+        end_s: number | null;
+        bytes_moved: number;
+        num_evictions: number;
+      }[];
+      events?: {
+        t_s: number;
+        kind: "plan" | "load" | "evict" | "release" | "keep" | "share" | "reuse" | "drop" | "watermark" | "lend" | "limits" | "recover" | "growth" | "thrashing" | "error";
+        component: string;
+        bytes: number;
+        device: string;
+        reason: string;
+        component_kind: string;
+        to: string;
+        run_id: string;
+        node_id: string | null;
+      }[];
+      samples?: {
+        t_s: number;
+        device: string;
+        component_bytes: Record<string, number>;
+        allocated_bytes: number;
+        peak_bytes: number;
+      }[];
+      open_nodes?: {
+        node_id: string;
+        title: string;
+        run_id: string;
+        workflow_id: string | null;
+        seconds: number;
+        peak_bytes: Record<string, number>;
+        weights_bytes: Record<string, number>;
+        activation_bytes: Record<string, number>;
+        bytes_moved: number;
+        tiers: Record<string, number>;
+        components: string[];
+        staging_bytes: Record<string, number>;
+        waited_s: number;
+        uncounted: string[];
+      }[];
+      loaders?: {
+        node_id: string;
+        workflow_id: string | null;
+        components: string[];
+      }[];
+      host_features?: Record<string, boolean | string>;
+      left_out?: Record<string, number>;
+    };
+    events: {
+      events: {
+        t_s: number;
+        kind: "plan" | "load" | "evict" | "release" | "keep" | "share" | "reuse" | "drop" | "watermark" | "lend" | "limits" | "recover" | "growth" | "thrashing" | "error";
+        component: string;
+        bytes: number;
+        device: string;
+        reason: string;
+        component_kind: string;
+        to: string;
+        run_id: string;
+        node_id: string | null;
+      }[];
+      left_out: number;
+    };
+    free: {
+      freed_bytes: Record<string, number>;
+    };
+    lend: {
+      device: string;
+      lent_bytes: number;
+      freed_bytes: number;
+      free_bytes: number;
+      missing_bytes: number;
+      seconds: number;
+    };
+    "lend/give-back": {
+      device: string;
+      lent_bytes: number;
+    };
+    keep: {
+      component: string;
+      keep: boolean;
+      at_most: string;
+    };
+    release: {
+      released: {
+        component: string;
+        device: string;
+        left_bytes: number;
+        freed_bytes: number;
+        text: string;
+      }[];
+    };
+    move: {
+      component: string;
+      placement: string;
+      text: string;
+    };
+    limits: {
+      keep_loaded: number | null;
+      idle_s: number | null;
+    };
+    watermark: {
+      watermarks: Record<string, {
+        low_bytes: number;
+        high_bytes: number;
+        source: "set" | "setting" | "default";
+      }>;
+    };
+    "tiny-pipelines": {
+      pipelines: Record<string, string>;
+    };
+  }
+  type Report = Answers["report"];
+  /** What the page asks for: what changes while it is open, and as it opens the nodes that ran before. */
+  type PageReport = Required<Pick<Report, "components" | "loaders" | "open_nodes">> & Pick<Report, "nodes">;
+}
