@@ -3,7 +3,8 @@
 [Note: tracing] A library builds a model from a dict of tensors in its own way: it renames, splits, converts them. While
 it does so, each copy of one of these tensors is seen (`torch`'s dispatch modes), so it is known afterwards which weight
 has the values of which tensor of which file. A copy of kept weights is not made: the weight is pointed to them instead,
-also if the library would convert the file's tensor as it copies; that one is not read then (`UnreadTensors`). What was
+also if the library would convert the file's tensor as it copies; that one is not read then (`UnreadTensors`). Nor is
+one that the library assigns or clones, and that the host converts before the context ends (`converted`). What was
 assigned, copied or converted is known by its address. All else (transposed, joined) has no origin: it is in no file.
 """
 
@@ -28,7 +29,24 @@ from .weights.quantized_leaves import leaves_of
 __all__ = ["FileTensors"]
 
 COPY = torch.ops.aten.copy_.default
-COPIES = (COPY, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+CLONE = torch.ops.aten.clone.default
+COPIES = (COPY, CLONE, torch.ops.aten._to_copy.default)
+# Points a tensor to other memory, or asks whether that can be: no value is read or written.
+POINTING = (torch.ops.aten.set_data.default, torch.ops.aten._has_compatible_shallow_copy_type.default)
+# Operators that return a view, and read no values.
+VIEWS = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.view.dtype,
+    torch.ops.aten.t.default,
+    torch.ops.aten.transpose.int,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.select.int,
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.unsqueeze.default,
+)
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -144,11 +162,27 @@ class FileTensors:
         found = {}
         for name, known in origins.items():
             leaves = leaves_of(parameters[name].detach())
-            found[name] = tuple(
-                (leaf.data_ptr(), one[1]) if one is not None and one[1].is_form_of(leaf) else None
+            now = [
+                one[1].in_dtype(leaf.dtype) if one is not None else None
                 for leaf, one in zip(leaves, known, strict=True)
+            ]
+            found[name] = tuple(
+                (leaf.data_ptr(), origin) if origin is not None and origin.is_form_of(leaf) else None
+                for leaf, origin in zip(leaves, now, strict=True)
             )
         return found
+
+    def converted(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the kept form in a dtype of what a module's weight came from, to point the weight to; reads nothing.
+
+        None where that is not kept.
+        """
+        origin = self.copied_origin(weight, dtype)
+        kept = self.kept.get(origin) if origin is not None else None
+        if origin is None or kept is None or type(weight) is not nn.Parameter or weight.shape != kept[0].shape:
+            return None
+        self.copies[kept[0].data_ptr()] = kept[0], origin
+        return alike(kept[0], weight)
 
     def origin_of(self, leaf: torch.Tensor) -> tuple[int, Origin] | None:
         if leaf.device.type != "cpu" or not leaf.numel():
@@ -160,6 +194,13 @@ class FileTensors:
             if at in known and known[at][1].is_form_of(leaf):
                 return at, known[at][1]
         return None
+
+    def clone_unread(self, source: torch.Tensor, origin: Origin) -> torch.Tensor:
+        """Return a clone of a file's tensor that is not read either, as long as nothing uses it."""
+        clone = torch.empty(source.shape, dtype=source.dtype)
+        self.unread.add_clone(clone, source)
+        self.known[clone.data_ptr()] = clone, origin
+        return clone
 
     def copied_origin(self, source: torch.Tensor, dtype: torch.dtype) -> Origin | None:
         """Return what a copy in a dtype of what a tensor has now comes from."""
@@ -178,8 +219,11 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function in POINTING:
+            return function(*args, **kwargs)
         if function not in COPIES:
-            self.files.unread.read_for((args, kwargs))
+            if function not in VIEWS:  # what uses a view is seen, too
+                self.files.unread.read_for((args, kwargs))
             if function._schema.is_mutable:
                 self.note_written(function, args)
             return function(*args, **kwargs)
@@ -192,6 +236,8 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             target.data = alike(kept[0], target)
             self.files.copies[target.data_ptr()] = kept[0], origin
             return target
+        if function is CLONE and origin is not None and not kwargs and self.files.unread.is_unread(source):
+            return self.files.clone_unread(source, origin)
         self.files.unread.read_for((args, kwargs))
         made = function(*args, **kwargs)
         if is_plain(made):

@@ -24,8 +24,6 @@ from .weights.safetensors_header import TensorHeader, open_regular
 
 __all__ = ["StandIn", "open_stand_in"]
 
-# The share of the files' bytes that may have to be copied; else the files themselves are loaded.
-LARGEST_COPIED_SHARE = 0.25
 COPY_BYTES = 1 << 20
 
 
@@ -63,17 +61,14 @@ def open_stand_in(loading: Loading, paths: Sequence[Path]) -> Iterator[StandIn |
         InvalidInput: a file is gone.
     """
     kept = default_manager().find_loaded(loading)
-    holes = {origin for origin, _ in kept.values()}
-    absent_bytes = sum(origin.tensor.weight_bytes for origin in holes)
-    total_bytes = sum(file.file_bytes for file in loading.files)
-    if not kept or absent_bytes < (1 - LARGEST_COPIED_SHARE) * total_bytes:
+    if not kept:
         yield None
         return
     with ExitStack() as made:
         try:
             text = made.enter_context(tempfile.TemporaryDirectory(prefix="highwater-", ignore_cleanup_errors=True))
             folder = Path(text, paths[0].parent.name)
-            copy_folder(loading, paths, folder, holes)
+            copy_folder(loading, paths, folder, {origin for origin, _ in kept.values()})
         except OSError:  # no room for it: the files themselves are loaded
             yield None
             return

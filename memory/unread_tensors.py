@@ -34,6 +34,11 @@ class UnreadTensors:
         """Leave tensors of a file, by their names there, unread for now. Each has memory of its own."""
         self.waiting |= {tensor.untyped_storage().data_ptr(): (tensor, file, name) for name, tensor in tensors.items()}
 
+    def add_clone(self, clone: torch.Tensor, source: torch.Tensor) -> None:
+        """Leave a clone of an unread tensor unread, too."""
+        _, file, name = self.waiting[source.untyped_storage().data_ptr()]
+        self.add(file, {name: clone})
+
     def is_unread(self, tensor: torch.Tensor) -> bool:
         """Whether the bytes of a tensor are not there yet."""
         return bool(self.waiting) and tensor.untyped_storage().data_ptr() in self.waiting

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 import torch
 
@@ -192,10 +192,13 @@ class KeptWeights:
                 self.drop(part, f"{file.name} has other bytes now")
             else:
                 found |= dict(weights)
-        if found:
-            num_bytes = sum({origin.tensor: origin.tensor.weight_bytes for origin in found}.values())
-            self.event_log.note("reuse", file.name, num_bytes, "host", "loaded again: taken from RAM")
         return found
+
+    def note_reuse(self, found: Collection[Origin]) -> None:
+        """Note that weights of files are used in the place of these files."""
+        for file in dict.fromkeys(origin.file for origin in found):
+            num_bytes = sum({each.tensor: each.tensor.weight_bytes for each in found if each.file == file}.values())
+            self.event_log.note("reuse", file.name, num_bytes, "host", "loaded again: taken from RAM")
 
     def is_changed(self, file: FileIdentity, weights: Sequence[tuple[Origin, torch.Tensor]]) -> bool:
         """Whether a file has other values than some of its kept weights, compared here and there."""

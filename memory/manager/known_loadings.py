@@ -30,6 +30,8 @@ __all__ = ["KeptOfLoading", "KnownLoadings", "Newcomer"]
 
 # Loadings that are remembered: about a MB for a model of some thousand weights.
 MAX_LOADINGS = 64
+# The share of the files' bytes that a `StandIn` may have to have a copy of; else the files themselves are loaded.
+LARGEST_COPIED_SHARE = 0.25
 
 Newcomer: TypeAlias = tuple[Member, nn.Module, Component, ComponentPlan, WeightsSource | None]
 KeptOfLoading: TypeAlias = dict[str, tuple[Origin, torch.Tensor]]
@@ -55,13 +57,24 @@ class KnownLoadings:
         """The least recently used first."""
 
     def find(self, loading: Loading) -> KeptOfLoading:
-        """Return the kept weights for a module of an equal loading; none where it is not known what else it gives."""
+        """Return the kept weights for a module of an equal loading, if these are most of it; else none.
+
+        None either where it is not known of what each of its other weights was made.
+        """
         seen = self.seen.get(loading)
         if seen is None or not seen.is_plain:
             return {}
         self.seen.move_to_end(loading)
         kept = {origin: view for file in loading.files for origin, view in self.kept.find(file).items()}
-        return {name: (origin, kept[origin]) for name, origin in seen.origins.items() if origin in kept}
+        found = {name: (origin, kept[origin]) for name, origin in seen.origins.items() if origin in kept}
+        origins = {origin for origin, _ in found.values()}
+        copied_bytes = sum(file.file_bytes for file in loading.files) - sum(
+            each.tensor.weight_bytes for each in origins
+        )
+        if copied_bytes > LARGEST_COPIED_SHARE * sum(file.file_bytes for file in loading.files):
+            return {}
+        self.kept.note_reuse(origins)
+        return found
 
     def claim(self, newcomers: Iterable[Newcomer]) -> None:
         """Note what the weights of newcomers may have been read from; those that point to kept ones surely were.

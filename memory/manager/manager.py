@@ -353,7 +353,9 @@ class MemoryManager:
     def find_kept(self, file: FileIdentity, taken: Container[int] = ()) -> dict[Origin, torch.Tensor]:
         """Return the weights of a file that are kept (`KeptWeights.find`)."""
         with self.exclusive():
-            return self.kept.find(file, taken)
+            found = self.kept.find(file, taken)
+            self.kept.note_reuse(found)
+            return found
 
     def find_loaded(self, loading: Loading) -> KeptOfLoading:
         """Return the kept weights for a module that another library is about to load (`KnownLoadings.find`)."""

@@ -87,7 +87,8 @@ def adopt(
     origins = {} if reading is None else reading.origins(patcher.model)
     if joined is HighwaterPatcher:  # other packs' weights stay in the dtypes in which they compute without us
         # What is read again is static, but for a VAE.
-        own_weights(model or patcher.model, kind, is_assigned=kind == "vae" or (model is None and is_dynamic(patcher)))
+        is_assigned = kind == "vae" or (model is None and is_dynamic(patcher))
+        own_weights(model or patcher.model, kind, is_assigned=is_assigned, reading=None if model else reading)
     if reading is not None:
         hosted.came_from(reading.origins_after(patcher.model, origins))
     if not is_cpu(device):

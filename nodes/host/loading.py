@@ -140,12 +140,12 @@ def load_diffusion_model(path: str, request: Request) -> ModelPatcher:
     check_file(path)
     name = Path(path).stem
     choice = choose_engine(request, name=name, kind="diffusion")
-    patcher, reading = read_by(partial(read_diffusion_model, path), [path], dynamic=choice.is_dynamic)
-    if is_dynamic(patcher) and choice.is_dynamic:
-        return steer_new(patcher, request, name=name, kind="diffusion")
-    adopted = adopt(patcher, name=name, kind="diffusion", request=request, notes=choice.notes, reading=reading)
-    set_reload(adopted, reload_diffusion_model, (path, request))
-    return adopted
+    with read_by(partial(read_diffusion_model, path), [path], dynamic=choice.is_dynamic) as (patcher, reading):
+        if is_dynamic(patcher) and choice.is_dynamic:
+            return steer_new(patcher, request, name=name, kind="diffusion")
+        adopted = adopt(patcher, name=name, kind="diffusion", request=request, notes=choice.notes, reading=reading)
+        set_reload(adopted, reload_diffusion_model, (path, request))
+        return adopted
 
 
 def reload_diffusion_model(path: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
@@ -159,14 +159,14 @@ def load_text_encoder(paths: Sequence[str], clip_type: str, request: Request) ->
     name = "+".join(Path(path).stem for path in paths)
     choice = choose_engine(request, name=name, kind="text")
     read = partial(read_text_encoder, paths, clip_type, dynamic=choice.is_dynamic)
-    clip, reading = read_by(read, paths, dynamic=choice.is_dynamic)
-    if is_dynamic(clip.patcher) and choice.is_dynamic:
-        set_clip(clip, steer_new(clip.patcher, request, name=name, kind="text"))
+    with read_by(read, paths, dynamic=choice.is_dynamic) as (clip, reading):
+        if is_dynamic(clip.patcher) and choice.is_dynamic:
+            set_clip(clip, steer_new(clip.patcher, request, name=name, kind="text"))
+            return clip
+        adopted = adopt(clip.patcher, name=name, kind="text", request=request, notes=choice.notes, reading=reading)
+        set_clip(clip, adopted)
+        set_reload(clip.patcher, reload_text_encoder, (list(paths), clip_type, request))
         return clip
-    adopted = adopt(clip.patcher, name=name, kind="text", request=request, notes=choice.notes, reading=reading)
-    set_clip(clip, adopted)
-    set_reload(clip.patcher, reload_text_encoder, (list(paths), clip_type, request))
-    return clip
 
 
 def reload_text_encoder(
@@ -181,13 +181,13 @@ def load_vae(path: str, request: Request) -> Any:
     check_file(path)
     name = Path(path).stem
     choice = choose_engine(request, name=name, kind="vae")
-    vae, reading = read_by(partial(read_vae, path), [path], dynamic=choice.is_dynamic)
-    if is_dynamic(vae.patcher) and choice.is_dynamic:
-        set_vae(vae, steer_new(vae.patcher, request, name=name, kind="vae"))
+    with read_by(partial(read_vae, path), [path], dynamic=choice.is_dynamic) as (vae, reading):
+        if is_dynamic(vae.patcher) and choice.is_dynamic:
+            set_vae(vae, steer_new(vae.patcher, request, name=name, kind="vae"))
+            return vae
+        adopt_vae(vae, name, request, notes=choice.notes, reading=reading)
+        set_reload(vae.patcher, reload_vae, (path, request))
         return vae
-    adopt_vae(vae, name, request, notes=choice.notes, reading=reading)
-    set_reload(vae.patcher, reload_vae, (path, request))
-    return vae
 
 
 def reload_vae(path: str, request: Request, disable_dynamic: bool = True) -> ModelPatcher:
@@ -202,32 +202,32 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
     kinds = {f"{name}/{part}": kind for kind, part in PARTS.items()}
     choices = [choose_engine(request, name=part, kind=kind) for part, kind in kinds.items()]
     choice = next((each for each in choices if not each.is_dynamic), choices[0])  # core loads all parts alike
-    (model, clip, vae), reading = read_by(partial(read_checkpoint, path), [path], dynamic=choice.is_dynamic)
-    if is_dynamic(model) and choice.is_dynamic:
-        model = steer_new(model, request, name=f"{name}/model", kind="diffusion")
+    with read_by(partial(read_checkpoint, path), [path], dynamic=choice.is_dynamic) as ((model, clip, vae), reading):
+        if is_dynamic(model) and choice.is_dynamic:
+            model = steer_new(model, request, name=f"{name}/model", kind="diffusion")
+            if patcher_of(clip) is not None:
+                set_clip(clip, steer_new(clip.patcher, request, name=f"{name}/clip", kind="text"))
+            if patcher_of(vae) is not None:
+                set_vae(vae, steer_new(vae.patcher, request, name=f"{name}/vae", kind="vae"))
+            return model, clip, vae
+        refused: list[str] = []
+        with collecting(refused):
+            model = adopt(
+                model, name=f"{name}/model", kind="diffusion", request=request, notes=choice.notes, reading=reading
+            )
+            set_reload(model, reload_checkpoint, (path, request), 0)
         if patcher_of(clip) is not None:
-            set_clip(clip, steer_new(clip.patcher, request, name=f"{name}/clip", kind="text"))
+            with collecting(refused):
+                how = {"request": request, "notes": choice.notes, "reading": reading}
+                set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", **how))
+                set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
         if patcher_of(vae) is not None:
-            set_vae(vae, steer_new(vae.patcher, request, name=f"{name}/vae", kind="vae"))
+            with collecting(refused):
+                adopt_vae(vae, f"{name}/vae", request, notes=choice.notes, reading=reading)
+                set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
+        if refused:
+            raise InvalidInput("; ".join(dict.fromkeys(refused)))
         return model, clip, vae
-    refused: list[str] = []
-    with collecting(refused):
-        model = adopt(
-            model, name=f"{name}/model", kind="diffusion", request=request, notes=choice.notes, reading=reading
-        )
-        set_reload(model, reload_checkpoint, (path, request), 0)
-    if patcher_of(clip) is not None:
-        with collecting(refused):
-            how = {"request": request, "notes": choice.notes, "reading": reading}
-            set_clip(clip, adopt(clip.patcher, name=f"{name}/clip", kind="text", **how))
-            set_reload(clip.patcher, reload_checkpoint, (path, request), 1)
-    if patcher_of(vae) is not None:
-        with collecting(refused):
-            adopt_vae(vae, f"{name}/vae", request, notes=choice.notes, reading=reading)
-            set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
-    if refused:
-        raise InvalidInput("; ".join(dict.fromkeys(refused)))
-    return model, clip, vae
 
 
 @contextmanager
@@ -250,14 +250,14 @@ def load_controlnet(path: str, request: Request) -> Any:
     check_file(path)
     name = Path(path).stem
     choice = choose_engine(request, name=name, kind="control")
-    control, reading = read_by(partial(read_controlnet, path), [path], dynamic=choice.is_dynamic)
-    if control is None:
-        raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI can load")
-    wrapped = getattr(control, "control_model_wrapped", None)
-    if is_dynamic(wrapped) and choice.is_dynamic:
-        set_control(control, steer_new(wrapped, request, name=name, kind="control"))
-        return control
-    return adopt_control(control, name, request, notes=choice.notes, reading=reading)
+    with read_by(partial(read_controlnet, path), [path], dynamic=choice.is_dynamic) as (control, reading):
+        if control is None:
+            raise InvalidInput(f"{path}: is not a ControlNet that ComfyUI can load")
+        wrapped = getattr(control, "control_model_wrapped", None)
+        if is_dynamic(wrapped) and choice.is_dynamic:
+            set_control(control, steer_new(wrapped, request, name=name, kind="control"))
+            return control
+        return adopt_control(control, name, request, notes=choice.notes, reading=reading)
 
 
 def load_clip_vision(path: str, request: Request) -> Any:
@@ -265,16 +265,16 @@ def load_clip_vision(path: str, request: Request) -> Any:
     check_file(path)
     name = Path(path).stem
     choice = choose_engine(request, name=name, kind="vision")
-    vision, reading = read_by(partial(read_clip_vision, path), [path], dynamic=choice.is_dynamic)
-    if vision is None:
-        raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI can load")
-    if is_dynamic(vision.patcher) and choice.is_dynamic:
-        set_vision(vision, steer_new(vision.patcher, request, name=name, kind="vision"))
+    with read_by(partial(read_clip_vision, path), [path], dynamic=choice.is_dynamic) as (vision, reading):
+        if vision is None:
+            raise InvalidInput(f"{path}: is not a CLIP vision model that ComfyUI can load")
+        if is_dynamic(vision.patcher) and choice.is_dynamic:
+            set_vision(vision, steer_new(vision.patcher, request, name=name, kind="vision"))
+            return vision
+        record_dtypes_of_vision(vision)
+        how = {"request": request, "notes": choice.notes, "reading": reading}
+        set_vision(vision, adopt(vision.patcher, name=name, kind="vision", **how))
         return vision
-    record_dtypes_of_vision(vision)
-    how = {"request": request, "notes": choice.notes, "reading": reading}
-    set_vision(vision, adopt(vision.patcher, name=name, kind="vision", **how))
-    return vision
 
 
 def steer_new(patcher: ModelPatcher, request: Request, *, name: str, kind: str) -> ModelPatcher:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import aimdo
 from .core_fields import forget_dynamic, has_record, record_dtypes, recorded_dtype
+from .reading import Reading
 
 __all__ = ["own_weights", "record_dtypes_of_vision"]
 
@@ -29,13 +30,14 @@ __all__ = ["own_weights", "record_dtypes_of_vision"]
 MAPPING = "_comfy_tensor_mmap_refs"
 
 
-def own_weights(model: torch.nn.Module, kind: str, *, is_assigned: bool) -> None:
+def own_weights(model: torch.nn.Module, kind: str, *, is_assigned: bool, reading: Reading | None = None) -> None:
     """Convert a model that was never loaded to what a host without dynamic VRAM has in RAM; nothing on such a host.
 
     Costs one copy of each tensor that is in another dtype or in the mapped file; at no time more than one tensor twice.
 
     Args:
         is_assigned: it was read for a dynamic patcher.
+        reading: the reading of its files, if that is still open: what it has converted already is not converted again.
     """
     if not aimdo.is_on():  # which is for the whole process: models of other devices are read like that, too
         return
@@ -48,7 +50,7 @@ def own_weights(model: torch.nn.Module, kind: str, *, is_assigned: bool) -> None
         elif is_mapped(tensor) and not is_assigned:
             make_private(tensor, tensor.dtype)  # its loader takes the file's tensors as they are, on every host
         else:
-            make_private(tensor, intended_dtype(module, name, tensor, default))
+            make_private(tensor, intended_dtype(module, name, tensor, default), reading)
 
 
 def record_dtypes_of_vision(vision: Any) -> None:
@@ -88,8 +90,11 @@ def intended_dtype(module: torch.nn.Module, name: str, tensor: torch.Tensor, def
     return recorded_dtype(module, name) or default
 
 
-def make_private(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
+def make_private(tensor: torch.Tensor, dtype: torch.dtype, reading: Reading | None = None) -> None:
+    kept = reading.converted(tensor, dtype) if reading is not None and tensor.dtype != dtype else None
+    if kept is not None:
+        tensor.data = kept
+    elif tensor.dtype != dtype:
         tensor.data = tensor.data.to(dtype, memory_format=torch.contiguous_format)
     elif is_mapped(tensor):
         tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)

@@ -8,7 +8,8 @@ core's own mapping of the file, and are read by core alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import comfy.utils
@@ -38,19 +39,27 @@ def is_readable(path: str) -> bool:
     return path.lower().endswith((".safetensors", ".sft"))
 
 
-def read_by(read: Callable[[Reading | None], T], paths: Iterable[str], *, dynamic: bool) -> tuple[T, Reading | None]:
-    """Read files, and return with it what is known of them; None for files that core reads alone.
+@contextmanager
+def read_by(
+    read: Callable[[Reading | None], T], paths: Iterable[str], *, dynamic: bool
+) -> Iterator[tuple[T, Reading | None]]:
+    """Read files for the body, which adopts the model; None with files that core reads alone, else what is known.
+
+    Until the body ends, weights of the model may lack the bytes of their file ([Note: tracing] in
+    `memory/file_tensors.py`): what reads them is seen, and gets them.
 
     Args:
         dynamic: core's dynamic VRAM is to move what is read.
     """
     if dynamic or not all(map(is_readable, paths)):
-        return read(None), None
-    with Reading() as reading:
-        result = read(reading)
-    if not reading.were_written():
-        return result, reading
-    del result
-    drop_kept_weights("ComfyUI wrote to them as it loaded the file")
-    with Reading() as reading:
-        return read(reading), reading
+        yield read(None), None
+        return
+    for _ in range(2):
+        with Reading() as reading:
+            result = read(reading)
+            if not reading.were_written():
+                yield result, reading
+                return
+        del result
+        drop_kept_weights("ComfyUI wrote to them as it loaded the file")
+    raise AssertionError("nothing is kept, and it was written to")

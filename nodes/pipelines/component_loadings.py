@@ -43,5 +43,6 @@ def read_loadings(folder: Path, dtypes: Mapping[str, str]) -> dict[str, Loading]
 def digest_configs(place: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(place.glob("*.json")):
-        digest.update(f"{path.name}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+        with path.open("rb") as file:
+            digest.update(f"{path.name}\n{hashlib.sha256(file.read()).hexdigest()}\n".encode())
     return digest.hexdigest()

@@ -20,6 +20,7 @@ from highwater.tests.comfyui.graphs import Graph, Loaders, lora, sample_flux, sd
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 from highwater.tests.comfyui.model_files import ensure_model_file_in, models_directory
 from highwater.tests.comfyui.test_equal import assert_same
+from highwater.tests.comfyui.test_kept_weights import OTHER_BYTES, bytes_read, events
 from highwater.tests.comfyui.test_verify import model_inputs
 from highwater.tests.comfyui.test_verify import run as verify
 
@@ -217,6 +218,30 @@ def ends(path: Path) -> tuple[bytes, bytes]:
         first = file.read(1 << 20)
         file.seek(-(1 << 20), 2)
         return first, file.read()
+
+
+def flux_alone(graph: Graph, loaders: Loaders, path: Path) -> None:
+    graph.keep(sample_flux(graph, loaders.diffusion_model(graph, path.name)))
+
+
+@pytest.mark.parametrize("file", ["flux fp32", "clip fp32", "taesd fp32", "vision fp32", "control fp32"])
+def test_what_was_converted_is_kept_when_core_drops_its_model(dynamic_host: HostProcess, file: str) -> None:
+    """A, B, A: A's file is read once."""
+    _, name, dtype, case, _ = FILES[file]
+    path = place([dynamic_host], name, dtype)
+    assert case is not None
+    case = flux_alone if case is flux else case
+    dynamic_host.forget()
+    expected = compute(dynamic_host, case, path, blocks())
+    other = models_directory() / "diffusion_models" / "other_flux.safetensors"
+    for _ in range(2):
+        compute(dynamic_host, flux_alone, other, blocks())
+        before, num_reused = bytes_read(dynamic_host), len(events(dynamic_host, "reuse"))
+        assert_same(compute(dynamic_host, case, path, blocks()), expected)
+        num_bytes = bytes_read(dynamic_host) - before
+        reused = {event["component"]: event["bytes"] for event in events(dynamic_host, "reuse")[num_reused:]}
+        assert reused[path.name] > 0.9 * path.stat().st_size  # the rest is the header, and what is joined or split
+        assert num_bytes < max(OTHER_BYTES, path.stat().st_size / 4), reused
 
 
 # -- what other nodes make of it

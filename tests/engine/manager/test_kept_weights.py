@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -230,7 +230,28 @@ def transpose(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return fill(tensor.T, dtype)
 
 
+def clone(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.clone()
+
+
+def clone_and_fill(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return fill(tensor.clone(), dtype)
+
+
+def clone_and_write(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The clone has what was there before the write, and the other way round."""
+    first = tensor.clone()
+    second = first.clone()
+    first[3].add_(1)
+    return torch.stack([first, second.clone()]).to(dtype)
+
+
+def convert_a_view(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.detach().view(-1)[100:].to(dtype)
+
+
 USES = [fill, fill_through_data, fill_converted, convert, assign, detach, fill_part, look_and_fill, transpose]
+USES += [clone, clone_and_fill, clone_and_write, convert_a_view]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
@@ -280,6 +301,29 @@ def test_what_is_converted_as_it_was_kept_is_not_read(file: Path, keeping: KeptW
         layer.load_state_dict({"weight": tensors.pop("w")})
     assert layer.weight.data_ptr() == part.slabs[0].slab.data.data_ptr()
     assert torch.equal(layer.weight, load_file(file)["w"].half())
+
+
+@pytest.mark.parametrize("use", [assign, clone])
+@pytest.mark.parametrize("in_inference", [False, True])
+def test_what_is_converted_after_it_was_assigned_is_not_read(
+    file: Path, keeping: KeptWeights, use: Callable[..., torch.Tensor], in_inference: bool
+) -> None:
+    """As our own conversion of what a library took from the file as it is, or cloned."""
+    identity, header = FileIdentity.of(file)
+    origin = Origin(identity, header.tensors[0]).in_dtype(torch.half)
+    part = keep_slab(keeping, slab_with(load_file(file)["w"].half(), origin))
+    with torch.inference_mode(in_inference):
+        layer = nn.Linear(256, 256, bias=False, device="meta").requires_grad_(False)
+        with FileTensors() as files:
+            tensors, _ = files.read(file) or ({}, {})
+            tensors["w"].numpy()[:] = 7  # behind the library's back: nothing is read for it
+            layer.load_state_dict({"weight": use(tensors.pop("w"), torch.half)}, assign=True)
+            before = files.origins(layer)
+            assert files.converted(layer.weight, torch.bfloat16) is None
+            layer.weight.data = files.converted(layer.weight, torch.half)
+    assert layer.weight.data_ptr() == part.slabs[0].slab.data.data_ptr()
+    assert torch.equal(layer.weight, load_file(file)["w"].half()) and not files.were_written()
+    assert files.origins_after(layer, before) == {"weight": ((layer.weight.data_ptr(), origin),)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from highwater.memory import manage, stand_in
+from highwater.memory import manage
 from highwater.memory.manager import default, known_loadings
 from highwater.memory.manager.manager import MemoryManager
 from highwater.memory.stand_in import copy_with_holes, open_stand_in
@@ -107,7 +107,7 @@ def test_what_a_library_changes_is_no_weight_of_the_file(
     file: Path, manager: MemoryManager, profile: str, change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the same name and form; it is right, also after the others were kept."""
-    monkeypatch.setattr(stand_in, "LARGEST_COPIED_SHARE", 0.3)
+    monkeypatch.setattr(known_loadings, "LARGEST_COPIED_SHARE", 0.3)
     expected = compute(change(load_file(file)))
     for number in range(3):
         loaded = Loaded(file, manager, change=change, profile=profile)

@@ -22,7 +22,7 @@ from highwater.memory.manager.manager import MemoryManager
 from highwater.nodes.forecast.queue_forecast import QueueForecast
 from highwater.nodes.pipelines.sampling import LoadedPipeline
 from highwater.tests.comfyui.test_kept_weights import pages_read
-from highwater.tests.nodes.pipelines.test_pipelines import make_graph, read_pixels
+from highwater.tests.nodes.pipelines.test_pipelines import make_graph, read_pixels, rename_with_prefix, shard
 
 MIB = 1 << 20
 PROFILES = ["auto", "8MiB"]  # all blocks on the device, or streamed
@@ -117,6 +117,22 @@ def test_a_b_a_reads_the_files_of_a_once(host: Host, a: str, b: str, profile: st
     with host.counting_pages(a) as num_pages:
         assert torch.equal(host.picture(a, profile=profile), expected)
         # Headers, and samples with what the system reads ahead of each.
+        assert num_pages() * os.sysconf("SC_PAGE_SIZE") < size / 2
+    assert sum(event["bytes"] for event in host.events("reuse")) > 0.9 * size
+
+
+@pytest.mark.parametrize("change", ["shards", "names with a prefix"])
+def test_files_of_other_forms_are_read_once_too(host: Host, change: str) -> None:
+    folder = host.diffusers / "tiny-sd"
+    if change == "shards":
+        shard(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    else:
+        rename_with_prefix(folder / "text_encoder" / "model.safetensors")
+    expected = host.picture("tiny-sd")
+    host.picture("tiny-flux")
+    size = sum(path.stat().st_size for path in host.files("tiny-sd"))
+    with host.counting_pages("tiny-sd") as num_pages:
+        assert torch.equal(host.picture("tiny-sd"), expected)
         assert num_pages() * os.sysconf("SC_PAGE_SIZE") < size / 2
     assert sum(event["bytes"] for event in host.events("reuse")) > 0.9 * size
 
@@ -248,6 +264,7 @@ def test_without_most_of_the_weights_the_files_are_loaded(host: Host) -> None:
     (unet,) = [part for part in host.manager.kept.parts if part.name == "unet"]
     host.manager.kept.give_up(unet, unet.slabs[: len(unet.slabs) // 2 + 1])
     assert torch.equal(host.picture("tiny-sd"), expected)
+    assert sum(event["bytes"] for event in host.events("reuse")) < 6_000_000  # not of the model's 26 MB
 
 
 def test_a_model_keeps_its_name(host: Host) -> None:
