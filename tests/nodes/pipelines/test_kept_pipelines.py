@@ -48,7 +48,7 @@ class Host:
         """Run a graph with several pictures; return them by the ids of their nodes."""
         result = self.runner.run(parse_workflow(graph), name="several")
         assert dict(self.manager.ledger.entries) == dict(self.manager.count_bytes())
-        return [read_pixels(saved) for _, shown in sorted(result.outputs.items()) for saved in shown["images"]]
+        return [read_pixels(saved) for _, shown in sorted(result.outputs.items()) for saved in shown.get("images", [])]
 
     def in_ram(self) -> int:
         """Return the bytes of RAM in the books."""
