@@ -80,11 +80,14 @@ class Managed:
                 for module in (member.managed.module, *inner.get(member, ())):
                     module._hf_hook = mark
                 member.watch(self.parts.refuse_new if self.parts is not None else None)
+                member.add_marker(self)
                 if member.managed.answers is not None:
                     member.managed.answers.report_outside(self.device)
 
     def unmark_execution_device(self) -> bool:
         """Remove what `mark_execution_device` left; returns whether it was there."""
+        for member in self.members:
+            member.remove_marker(self)
         leaving, inner = [m for m in self.members if m not in self.left_to_others], self.find_inner_components()
         modules = [module for member in leaving for module in (member.managed.module, *inner.get(member, ()))]
         marked = [module for module in modules if isinstance(vars(module).get("_hf_hook"), ExecutionMark)]

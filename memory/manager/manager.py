@@ -255,7 +255,9 @@ class MemoryManager:
                 raise InvalidInput(f"{component.id} is moved by its host; choose its device in its loader")
             found = parse_placement(placement, devices=list(self.devices), components=[component.name])
             self.leases.recover_abandoned(None)
-            return self.registry.move(component, found)[component.name]
+            plan = self.registry.move(component, found)[component.name]
+            component.mark_again()
+            return plan
 
     def free_between_runs(self, reason: str) -> dict[str, int]:
         """As `free_idle`, for other threads than the one that runs prompts. Raises `UnsafeState`: a run is open."""

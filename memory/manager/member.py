@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import WeakSet, ref
 
 from torch import nn
@@ -27,6 +27,12 @@ Choices: TypeAlias = tuple[tuple[SplitRatio, ...], str | None, OffloadProfile, P
 
 # Outside of runs, after so many passes what an older, larger one needed counts less.
 PASSES_OF_A_RUN = 64
+
+
+class ExecutionMarker(Protocol):
+    """Tells a pipeline where its parts compute."""
+
+    def mark_execution_device(self) -> None: ...
 
 
 class Member:
@@ -74,6 +80,8 @@ class Member:
         """The members that came with the same call of `Registry.add`: they share a profile's budget for a device."""
         self.look: Callable[[], None] | None = None
         """Called before it computes; raises if the pipeline that it is a part of has an unmanaged part now."""
+        self.markers: WeakSet[ExecutionMarker] = WeakSet()
+        """Handles of pipelines that it is a part of: they tell these where it computes."""
         self.lenders: tuple[Member, ...] = ()
         """The owners of weights that its module borrows ([Note: sharing] in `weights/sharing.py`), by their ranks."""
         self.borrowers: WeakSet[Member] = WeakSet()
@@ -137,6 +145,19 @@ class Member:
         self.lenders = tuple(lenders)
         for lender in self.lenders:
             lender.borrowers.add(self)
+
+    def add_marker(self, marker: ExecutionMarker) -> None:
+        """Take a handle that tells a pipeline where this computes."""
+        self.markers.add(marker)
+
+    def remove_marker(self, marker: ExecutionMarker) -> None:
+        """Forget a handle that tells its pipeline nothing any more. Idempotent."""
+        self.markers.discard(marker)
+
+    def mark_again(self) -> None:
+        """Make the handles tell their pipelines where this computes: it was moved."""
+        for marker in list(self.markers):
+            marker.mark_execution_device()
 
     def watch(self, look: Callable[[], None] | None) -> None:
         """Set the function that is called before each use and may refuse it; None for none."""

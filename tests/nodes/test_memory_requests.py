@@ -159,6 +159,18 @@ def test_nothing_is_released_while_a_prompt_runs(server: Server, post: Callable,
     assert server.manager.ledger.used("gpu:0") == held
 
 
+def test_what_moves_nothing_now_is_taken_while_a_prompt_runs(server: Server, post: Callable) -> None:
+    held = server.manager.ledger.used("gpu:0")
+    server.running[:] = [(0, "prompt-1", {}, {}, [], {})]
+    for path, body in (
+        ("keep", {"component": "part/model"}),
+        ("limits", {"keep_loaded": 1, "idle": "1s"}),
+        ("watermark", {"marks": "100%:100%"}),
+    ):
+        assert post(f"/highwater/{path}", body)[0] == 200
+    assert server.manager.ledger.used("gpu:0") == held
+
+
 def test_limits_are_set_and_taken_away(server: Server, post: Callable) -> None:
     assert post("/highwater/limits", {"keep_loaded": 2, "idle": "10min"}) == (200, {"keep_loaded": 2, "idle_s": 600.0})
     assert server.manager.idle.limits.num_loaded == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from highwater.headless.runner.output_cache import OutputCache
+from highwater.headless.runner.runner import WorkflowRunner
+from highwater.headless.runner.workflow import parse_workflow
 from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import InvalidInput, UnsafeState
 from highwater.memory.hosted_component import HostedComponent
 from highwater.memory.manager import default
 from highwater.nodes.memory_requests import NotThere, move
+from highwater.tests.nodes.pipelines.test_pipelines import make_graph, read_pixels
 
 MIB = 1 << 20
 X = torch.ones(1, 64)
@@ -123,3 +128,31 @@ def test_a_host_chooses_the_device_of_what_it_loads(manager: MemoryManager) -> N
     hosted.load()
     assert used(manager) == [True, True]
     hosted.release()
+
+
+def test_a_pipeline_paints_the_same_on_another_device(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, models_directory: Path, tmp_path: Path
+) -> None:
+    """Its parts one by one, between the runs of a workflow whose loader's result the host has."""
+    monkeypatch.setattr(default, "made", [])
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=256 * MIB)] * 2), torch.no_grad():
+        manager = default.default_manager()
+        cache = OutputCache(max_entries=3)
+        runner = WorkflowRunner(manager, models_directory=models_directory, output_directory=tmp_path, cache=cache)
+
+        def picture(seed: int) -> torch.Tensor:
+            graph = make_graph("tiny-flux", placement="gpu:0", precision="as stored")
+            graph["sample"]["inputs"]["seed"] = seed
+            (saved,) = runner.run(parse_workflow(graph), name="flux").outputs["save"]["images"]
+            return read_pixels(saved)
+
+        expected = [picture(seed) for seed in range(4)]
+        ids = [part["id"] for part in manager.report()["components"]]
+        assert len(ids) > 2
+        for seed, component in enumerate(ids):
+            move(manager, {"component": component, "placement": "gpu:1"})
+            assert torch.equal(picture(seed), expected[seed]), component
+            assert manager.ledger.held(component, "gpu:0") == 0 < manager.ledger.held(component, "gpu:1")
+        assert not manager.ledger.used("gpu:0")
+        runner.cache.clear()
+        manager.release_all()
