@@ -23,7 +23,7 @@ PipelineType = io.Custom("HIGHWATER_PIPELINE")
 class HighwaterLoadPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        from .pipeline_folders import list_pipelines
+        from .pipeline_folders import pipeline_choices
 
         return make_schema(
             node_id="HighwaterLoadPipeline",
@@ -36,8 +36,11 @@ class HighwaterLoadPipeline(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "pipeline",
-                    options=list_pipelines(),
-                    tooltip="A folder in models/diffusers with a model_index.json.",
+                    options=pipeline_choices(),
+                    tooltip=(
+                        "A folder in models/diffusers with a model_index.json. tiny-flux, tiny-sd and tiny-wan have "
+                        "random weights and are made there when they are first used."
+                    ),
                 ),
                 profile_input(),
                 precision_input(),
@@ -67,9 +70,11 @@ class HighwaterLoadPipeline(io.ComfyNode):
     ) -> bool | str:
         """Check what a shared workflow may name wrongly, before anything is loaded."""
         from ...memory.errors import InvalidInput
-        from .pipeline_folders import check_pipeline, find_pipeline
+        from .pipeline_folders import check_pipeline, find_pipeline, is_to_be_made
 
         try:
+            if is_to_be_made(pipeline):
+                return True  # its components are not known yet: the node checks the rest before it loads anything
             if pipeline is not None:
                 components = tuple(check_pipeline(find_pipeline(pipeline)))  # reads headers only
                 if profile is not None:  # None is a linked widget, read when the node runs
@@ -83,9 +88,11 @@ class HighwaterLoadPipeline(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, pipeline: str | None = None, **_: object) -> str:
         """Load again when a file of the pipeline has changed."""
-        from .pipeline_folders import find_pipeline, weights_fingerprint
+        from .pipeline_folders import find_pipeline, is_to_be_made, weights_fingerprint
 
-        return weights_fingerprint(find_pipeline(pipeline)) if pipeline is not None else ""
+        if pipeline is None or is_to_be_made(pipeline):
+            return ""
+        return weights_fingerprint(find_pipeline(pipeline))
 
     @classmethod
     def execute(
@@ -94,10 +101,10 @@ class HighwaterLoadPipeline(io.ComfyNode):
         from ...memory import manage
         from ..progress import showing_loadings
         from .diffusers_pipelines import load_with_sources
-        from .pipeline_folders import check_pipeline, find_pipeline
+        from .pipeline_folders import check_pipeline, ready_pipeline
         from .sampling import LoadedPipeline
 
-        folder = find_pipeline(pipeline)
+        folder = ready_pipeline(pipeline)
         components = tuple(check_pipeline(folder))
         chosen_profile, notes = fit_profile(read_profile(profile, components), profile)
         chosen_placement = read_placement(placement, components)

@@ -23,8 +23,11 @@ __all__ = [
     "check_pipeline",
     "component_origins",
     "find_pipeline",
+    "is_to_be_made",
     "list_pipelines",
+    "pipeline_choices",
     "read_json",
+    "ready_pipeline",
     "weights_files",
     "weights_fingerprint",
 ]
@@ -55,6 +58,39 @@ def list_pipelines() -> list[str]:
     return sorted(pipeline_folders())
 
 
+def pipeline_choices() -> list[str]:
+    """Return what a loader offers: the pipelines that are there, then the tiny ones, made or not."""
+    from .tiny_pipelines import RECIPES
+
+    return list(dict.fromkeys([*list_pipelines(), *RECIPES]))
+
+
+def is_to_be_made(name: object) -> bool:
+    """Whether a name is that of a tiny pipeline that is not there yet."""
+    from .tiny_pipelines import RECIPES
+
+    if not isinstance(name, str) or name not in RECIPES:
+        return False
+    return not any((root / name / MODEL_INDEX).is_file() for root in pipeline_roots())
+
+
+def ready_pipeline(name: str) -> Path:
+    """Return the folder of one of `pipeline_choices`; a tiny pipeline that is missing is made first (some seconds).
+
+    Raises:
+        InvalidInput: as `find_pipeline`; or the tiny one cannot be made, with the reason.
+    """
+    from ...memory.errors import InvalidInput
+    from .tiny_pipelines import ensure_pipelines
+
+    if is_to_be_made(name):
+        try:
+            ensure_pipelines(pipeline_roots()[0], [name])
+        except OSError as error:
+            raise InvalidInput(f"{error.filename}: the tiny pipeline cannot be made: {error.strerror}") from error
+    return find_pipeline(name)
+
+
 def find_pipeline(name: str) -> Path:
     """Return the folder of a pipeline that `list_pipelines` named; looks at that name only.
 
@@ -74,8 +110,7 @@ def find_pipeline(name: str) -> Path:
     folders = pipeline_folders()
     roots = ", ".join(map(str, pipeline_roots())) or "nowhere"
     allowed = allowed_values(name, sorted(folders)) if folders else f"there is no folder with a {MODEL_INDEX}"
-    is_ours = name in RECIPES
-    remedy = "; to make it, choose Extensions, Highwater, make tiny pipelines in the menu" if is_ours else ""
+    remedy = "; Load Pipeline makes it when it first uses it" if name in RECIPES else ""
     raise InvalidInput(f"pipeline {name!r} was not found; {allowed}; searched in {roots}{remedy}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,16 @@ STAMP = "highwater.json"
 PRINTABLE = [chr(code) for code in range(32, 127)]
 
 
-def ensure_pipelines(directory: str | Path) -> dict[str, Path]:
+def ensure_pipelines(directory: str | Path, names: Iterable[str] | None = None) -> dict[str, Path]:
     """Return the folder of each tiny pipeline, building what is missing or from another recipe (about 10 s).
 
     A folder appears complete or not at all: it is written beside its place and renamed.
+
+    Args:
+        names: which ones, by default all.
     """
     directory = Path(directory)
-    folders = {name: directory / name for name in RECIPES}
+    folders = {name: directory / name for name in (RECIPES if names is None else names)}
     missing = [name for name, folder in folders.items() if not is_current(folder)]
     if not missing:
         return folders

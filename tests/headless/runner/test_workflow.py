@@ -117,8 +117,11 @@ def test_without_any_pipeline_the_line_says_where_it_looked(runner: object, tmp_
     from highwater.headless.comfy_stub import folder_paths
 
     folder_paths.configure(models=tmp_path, output=tmp_path)
+    graph = copy.deepcopy(GRAPH)
+    parse_workflow(graph)  # a tiny pipeline, which its node makes
+    graph["1"]["inputs"]["pipeline"] = "mine"
     with pytest.raises(InvalidInput, match=r"there is no folder with a model_index\.json; searched in") as caught:
-        parse_workflow(GRAPH)
+        parse_workflow(graph)
     assert str(tmp_path / "diffusers") in str(caught.value)
 
 
