@@ -7,7 +7,7 @@ the values of `options/`, errors and units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from .manager.default import default_manager
 from .manager.departures import Departure
 from .manager.member import Member
 from .manager.module_plans import Draft, bytes_in_ram, plan_modules
+from .manager.observed import ObservedModel
 from .manager.steered import SteeredComponent, SteeringHost
 from .options.placement import AUTO_PLACEMENT, Placement, PlacementItem, SplitRatio
 from .options.precision import DEFAULT_PRECISION, Precision
@@ -49,6 +50,7 @@ __all__ = [
     "HostedComponent",
     "HostedWeight",
     "KeepLimit",
+    "ObservedModel",
     "SteeredComponent",
     "Verification",
     "device_name",
@@ -58,6 +60,7 @@ __all__ = [
     "keep_steered",
     "note_steered_unload",
     "note_steered_use",
+    "observe_host",
     "open_workflow_id",
     "parse_limit",
     "pause_recordings_with",
@@ -382,6 +385,11 @@ class EvictionListener:
 def steer_host(host: SteeringHost) -> None:
     """Make the manager see the components that a host moves itself, and keep room beside them. Idempotent."""
     default_manager().steer(host)
+
+
+def observe_host(read: Callable[[], Iterable[ObservedModel]]) -> None:
+    """Make the manager count the models that a host moves and that nobody asked it to steer. Idempotent."""
+    default_manager().observe(read)
 
 
 def note_steered_use(component: SteeredComponent) -> None:

@@ -236,7 +236,7 @@ def features() -> dict[str, bool | str]:
 def loader_rows() -> list[dict[str, Any]]:
     """Return which components each loader shows."""
     manager = installed[0].manager if installed else None
-    return installed[0].loaders.rows(manager.known_components()) if manager is not None else []
+    return installed[0].loaders.rows(manager.shown_components()) if manager is not None else []
 
 
 def install(server: Any) -> None:
@@ -288,10 +288,11 @@ def install(server: Any) -> None:
 
 
 def attach_to_core() -> None:
-    """Make the manager see core's dynamic models, also where a prompt has none of our loaders."""
-    from .host import attach_to_core
+    """Make the manager see core's models, also where a prompt has none of our loaders."""
+    from .host import attach_to_core, observe_core
 
     attach_to_core()
+    observe_core()
 
 
 def add_handler(boundaries: Boundaries) -> None:

@@ -22,6 +22,7 @@ __all__, __getattr__ = lazy_names(
         "departures": ["Departure"],
         "lending": ["LendingReport"],
         "forecast": ["KnownComponent"],
+        "observed": ["ObservedModel"],
         "steered": ["SteeredComponent", "SteeringHost"],
         "report": [
             "EVENT_KINDS",

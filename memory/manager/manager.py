@@ -45,6 +45,7 @@ from .live_capacity import LiveCapacity
 from .measures import Measures
 from .member import Member, Members
 from .needs_file import NeedsFile
+from .observed import Observed, ObservedModel
 from .policies.candidate import EvictionPolicy
 from .policies.next_use import NextUse
 from .recovery import Recovery
@@ -87,10 +88,12 @@ class MemoryManager:
         self.members = Members()
         self.event_log = EventLog()
         self.steered = Steered(self.members, self.event_log)
+        self.observed = Observed(self.members)
         self.measures = Measures(
             list(self.devices.values()),
             self.ledger,
             self.steered,
+            self.observed,
             self.event_log,
             self.bytes_moved,
             self.seconds_waited,
@@ -180,6 +183,11 @@ class MemoryManager:
                 self.steered.take_host(host)
                 self.admission.keep_free_in_host()
                 self.capacity.outdate_plans()
+
+    def observe(self, read: Callable[[], Iterable[ObservedModel]]) -> None:
+        """Count the models that a host moves and that nobody asked it to steer, as this function returns them."""
+        with self.exclusive():
+            self.observed.watch(read)
 
     def note_use(self, component: SteeredComponent) -> None:
         """Note that the host uses a component that it moves, and tell the host the order in which others leave."""
@@ -421,6 +429,10 @@ class MemoryManager:
     def known_components(self) -> list[KnownComponent]:
         """Return what hosts find every component by, kept weights and what they move themselves too; takes no lock."""
         return self.reporter.known_components()
+
+    def shown_components(self) -> list[KnownComponent]:
+        """As `known_components`, with those that hosts move and that are only counted."""
+        return [*self.reporter.known_components(), *self.observed.known_components()]
 
     # -- leases
 

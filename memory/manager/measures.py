@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device
 from .event_log import EventLog
+from .observed import Observed
 from .report import NodeReport
 from .steered import Steered, SteeredComponent
 
@@ -91,6 +92,7 @@ class Measures:
         devices: Sequence[Device],
         ledger: Ledger,
         steered: Steered,
+        observed: Observed,
         event_log: EventLog,
         bytes_moved: Callable[[], int],
         seconds_waited: Callable[[], float] = float,
@@ -98,6 +100,7 @@ class Measures:
         self.devices = {device.name: device for device in devices if not device.is_cpu}
         self.ledger = ledger
         self.steered = steered
+        self.observed = observed
         self.event_log = event_log
         self.timeline = event_log.timeline
         self.bytes_moved = bytes_moved
@@ -144,6 +147,7 @@ class Measures:
             held = {**held, **self.steered.look(name)}
             paged = self.steered.paged_bytes(name)  # pages lie beside the allocator: it counts none of them
             weights = max(weights, sum(held.values()) - paged)
+        weights += self.observed.held_bytes(name)
         in_all = peak + paged
         self.peaks[name] = max(self.peaks[name], in_all)
         if self.node is not None:

@@ -126,7 +126,8 @@ class Reporter:
     ) -> Callable[[], Report]:
         has_components = "components" in parts
         states = [ComponentState(member) for member in self.members.values()] if has_components else []
-        others = [*self.steered.reports(), *self.kept.reports()] if has_components else []
+        found = (self.steered, self.measures.observed, self.kept) if has_components else ()
+        others = [row for rows in found for row in rows.reports()]
         ledger, devices = self.ledger.copy(), self.devices() if "devices" in parts else []
         node = self.measures.node if "open_nodes" in parts else None
         copied = {

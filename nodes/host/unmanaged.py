@@ -24,7 +24,7 @@ from .core_fields import NOTE
 from .core_loading import ByModel, entry_of, is_needed_by_load, loading, set_callbacks, unload
 from .hosted import Request, is_cpu
 
-__all__ = ["UnmanagedModel", "leave_to_core", "see_model", "while_core_loads"]
+__all__ = ["UnmanagedModel", "is_unmanaged", "leave_to_core", "see_model", "while_core_loads"]
 
 KEY = "highwater_unmanaged"
 NUM_SAMPLES = 16
@@ -206,6 +206,11 @@ def see_model(patcher: ModelPatcher, *, name: str, kind: str) -> UnmanagedModel:
     component = unmanaged.of(patcher.model, name, kind)
     component.note_reason("no node of Highwater manages it")
     return component
+
+
+def is_unmanaged(model: torch.nn.Module) -> bool:
+    """Whether the manager counts the bytes of a model here."""
+    return unmanaged.known.get(model) is not None
 
 
 def note_sampling(patcher: ModelPatcher) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
+from highwater.tests.comfyui.graphs import CORE, Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess, PromptResult
 
 OURS = Loaders()
@@ -111,6 +111,28 @@ def test_a_run_that_breaks_off_is_closed_with_its_node(host: HostProcess, kind: 
     assert all(run["end_s"] is not None for run in report["runs"])
     assert not any(component["leased"] for component in report["components"])
     assert set(report["host_features"].values()) == {True}
+
+
+def test_cores_own_loader_shows_its_model_and_its_sampler_what_it_added(host: HostProcess) -> None:
+    """No node of ours manages it: its bytes are weights all the same, and it is found by the file of its loader."""
+    graph = Graph()
+    sampled = sample_flux(graph, CORE.diffusion_model(graph, "wide_flux.safetensors"))
+    graph.keep(sampled)
+    graph.add("HighwaterMemoryReport", after=sampled)
+    result = run(host, graph.nodes, workflow_id := f"wf-{uuid.uuid4()}")
+    report = host.get("/highwater/report?only=components,loaders,nodes")
+    loader = id_of(graph.nodes, "UNETLoader")
+    (row,) = (row for row in report["loaders"] if row["workflow_id"] == workflow_id and row["node_id"] == loader)
+    (part,) = (part for part in report["components"] if part["id"] in row["components"])
+    assert part["engine"] == "core" and part["name"] == "wide_flux"
+    assert sum(part["tiers"].values()) == part["total_bytes"] > 300 << 20
+    nodes = {node["node_id"]: node for node in report["nodes"] if node["run_id"] == result.prompt_id}
+    sampler = nodes[sampled[0]]
+    if host.total_bytes:
+        assert 300 << 20 < part["tiers"]["gpu:0"] < sampler["peak_bytes"]["gpu:0"]
+        assert 0 < sampler["activation_bytes"]["gpu:0"] < 100 << 20
+    else:
+        assert part["tiers"].keys() == {"host"}
 
 
 def test_nothing_is_freed_while_a_prompt_runs_and_all_that_is_idle_after(host: HostProcess) -> None:

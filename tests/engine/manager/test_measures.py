@@ -17,6 +17,7 @@ from highwater.memory import manage
 from highwater.memory.manager.event_log import EventLog
 from highwater.memory.manager.measures import Measures
 from highwater.memory.manager.member import Members
+from highwater.memory.manager.observed import Observed, ObservedModel
 from highwater.memory.manager.steered import Steered, SteeredComponent
 from highwater.memory.runtime.devices.ledger import Kind, Ledger
 from highwater.memory.transfer.devices import Device, list_devices
@@ -41,7 +42,8 @@ def test_points_are_changes_and_lose_no_peak(sim, steps: list[tuple[str, int]]) 
     with sim.cluster([sim.SimDeviceSpec(total_bytes=1 << 20)] * 2):
         ledger = Ledger()
         log = EventLog()
-        measures = Measures(list_devices(), ledger, Steered(Members(), log), log, lambda: 0)
+        members = Members()
+        measures = Measures(list_devices(), ledger, Steered(members, log), Observed(members), log, lambda: 0)
         kept: list[torch.Tensor] = []
         now = peak = since = 0  # as counted here: allocated, the most, and the most since the last point
         for what, number in steps:
@@ -288,3 +290,44 @@ def test_waits_for_copies_are_told_for_the_node_and_the_component(toys, machine,
         row_before = row["waited_s"]
         manager.release_all()
         assert manager.seconds_waited() == pytest.approx(row_before, abs=1e-5)
+
+
+class Counted(ObservedModel):
+    """A model of a host's that nobody asked for."""
+
+    kind = "text"
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weights: list[torch.Tensor] = []
+
+    def device_bytes(self) -> Mapping[str, int]:
+        return {"gpu:0": sum(weight.nbytes for weight in self.weights)}
+
+    def host_bytes(self) -> Mapping[str, int]:
+        return {"host": 3 * MIB - self.device_bytes()["gpu:0"]}
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"weight_bytes": 3 * MIB, "reasons": ["not managed"]}
+
+
+@torch.no_grad()
+def test_what_a_host_loads_by_itself_is_shown_and_is_no_activation(toys, machine) -> None:
+    with machine(16) as manager:
+        manage({"clip": toys.build_net()}, placement="gpu:0", manager=manager)
+        models = [Counted("clip"), Counted("clip")]
+        for _ in range(2):
+            manager.observe(models.copy)  # the same once
+        manager.begin_node("1", "CLIPTextEncode")
+        models[0].weights.append(held(2 * MIB))
+        held(MIB // 2)
+        node = manager.end_node()
+        assert node["activation_bytes"] == {"gpu:0": MIB // 2}
+        rows = {row["id"]: row for row in manager.report({"components"})["components"]}
+        assert rows.keys() == {"clip", "clip#2", "clip#3"}
+        assert (rows["clip#2"]["engine"], rows["clip#2"]["tiers"]) == ("core", {"gpu:0": 2 * MIB, "host": MIB})
+        assert rows["clip#3"]["tiers"] == {"host": 3 * MIB}
+        assert [part.id for part in manager.known_components()] == ["clip"]
+        assert [part.id for part in manager.shown_components()] == ["clip", "clip#2", "clip#3"]
+        assert manager.members.free_name("clip#2") == "clip#2", "it takes no name"
+        models.clear()
