@@ -106,6 +106,8 @@ def find_model(named: str) -> Path:
 def make_tiny_pipelines() -> dict[str, Any]:
     """Make the missing tiny pipelines in the host's folder of pipelines: about 10 s, 60 MB.
 
+    Returns where each is below the host's folder of models.
+
     Raises:
         InvalidInput: the folder cannot be written, or the libraries that make them do not work.
     """
@@ -120,7 +122,7 @@ def make_tiny_pipelines() -> dict[str, Any]:
         raise
     except Exception as error:  # diffusers imports its parts when they are used: any of them may be broken
         raise InvalidInput(f"the tiny pipelines cannot be made: {reason_of(error)}") from error
-    return {"pipelines": {name: str(folder) for name, folder in folders.items()}}
+    return {"pipelines": {name: f"diffusers/{folder.name}" for name, folder in folders.items()}}
 
 
 def start_environment() -> dict[str, str]:

@@ -6,13 +6,15 @@ that are no browsers send none of the last two.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from aiohttp import web
 
 __all__ = ["is_foreign"]
+
+END_OF_HOST = re.compile(r"[/?#]")
 
 
 def is_foreign(request: web.Request, host: str) -> bool:
@@ -34,8 +36,6 @@ def is_foreign(request: web.Request, host: str) -> bool:
 
 
 def same_host(url: str, host: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and parts.netloc.lower() == host.lower()
+    """Whether an address is below this host and port, as a browser writes them."""
+    scheme, _, rest = url.partition("://")
+    return scheme in ("http", "https") and END_OF_HOST.split(rest, 1)[0].lower() == host.lower()
