@@ -147,7 +147,8 @@ class Measures:
             held = {**held, **self.steered.look(name)}
             paged = self.steered.paged_bytes(name)  # pages lie beside the allocator: it counts none of them
             weights = max(weights, sum(held.values()) - paged)
-        weights += self.observed.held_bytes(name)
+        if self.observed.readers:
+            weights += self.observed.held_bytes(name)
         in_all = peak + paged
         self.peaks[name] = max(self.peaks[name], in_all)
         if self.node is not None:
