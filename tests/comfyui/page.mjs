@@ -80,6 +80,17 @@ await page.waitForTimeout(1000);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 await eventually("after a reload", inPage, isFirst);
 
+// Put into a subgraph, they run under other ids: its node shows the model inside, and forgets the nodes that are gone.
+const isInside = (name) => (badges) => Object.keys(badges).every((type) => type !== LOADER) && name.test(Object.values(badges).join(" "));
+await page.evaluate(
+  (types) => void app.rootGraph.convertToSubgraph(new Set(app.rootGraph.nodes.filter((node) => types.includes(node.type)))),
+  [LOADER, SAMPLER],
+);
+await run();
+await eventually("the node of a subgraph", inPage, isInside(/RAM [\d.]+M fp8|[\d.]+M gpu:0/));
+await page.waitForTimeout(300);
+await shoot("comfyui_subgraph");
+
 // A prompt from elsewhere that has these node ids and no workflow's id is no business of any that is open.
 await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
 const elsewhere = JSON.parse(await readFile(workflow, "utf8"));
@@ -103,7 +114,7 @@ const occupy = { class_type: "TestOccupy", inputs: { device: 0, free_bytes: 1 <<
 await fetch(`${base}/prompt`, { method: "POST", body: JSON.stringify({ prompt: { 1: occupy } }) });
 const isOccupied = async () => {
   const history = await (await fetch("/api/history")).json();
-  return Object.values(history).some((entry) => entry.prompt[2][1].class_type === "TestOccupy" && entry.status.completed);
+  return Object.values(history).some((entry) => entry.prompt[2][1]?.class_type === "TestOccupy" && entry.status.completed);
 };
 await eventually("others hold the device", isOccupied, Boolean);
 await widgets(LOADER, { profile: "auto" });
