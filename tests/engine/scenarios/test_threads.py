@@ -307,9 +307,9 @@ def test_not_all_is_released_while_some_computes(toys, machine) -> None:
 def test_a_forward_while_the_old_profile_comes_back_is_right(toys, machine, monkeypatch) -> None:
     net, pack = toys.build_net(), WeightGroup.pack
 
-    def pack_slowly(*args: object) -> None:
+    def pack_slowly(*args: object, **named: object) -> None:
         time.sleep(0.01)
-        pack(*args)
+        pack(*args, **named)
 
     def cancel(*step: object) -> None:
         if threading.current_thread() is threading.main_thread():

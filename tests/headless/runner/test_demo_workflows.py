@@ -45,6 +45,7 @@ with simdevice.cluster(specs):  # leaving it fails when a byte is left on a devi
     told["ooms"] = [simdevice.stats(index).num_ooms for index in (0, 1)]
     told["used"] = [simdevice.stats(index).num_allocs for index in (0, 1)]
     runner.cache.clear()
+    default_manager().drop_kept("test")
 print(json.dumps(told))
 """
 
