@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from .tiny_models import make_tiny_model, tiny_models
 
@@ -13,6 +14,7 @@ __all__ = [
     "KINDS",
     "SAFETENSORS",
     "check_text_encoders",
+    "files_fingerprint",
     "find_model_file",
     "list_model_files",
     "model_choices",
@@ -82,6 +84,25 @@ def find_model_file(folder: str, name: str) -> str:
         choices = allowed_values(name, told) if told else "the folder has no models"
         raise InvalidInput(f"{name!r} is not in the folder {folder}; {choices}{more}")
     return path
+
+
+def files_fingerprint(folder: str, names: Sequence[str]) -> str:
+    """Return a text that is another one as soon as one of these files is replaced, moved or written to.
+
+    A tiny model is the same always: that one is made here is no change.
+    """
+    import folder_paths
+
+    found = []
+    for name in names:
+        path = None if name in tiny_models(folder) else folder_paths.get_full_path(folder, name)
+        with suppress(OSError):  # gone by now, which the node tells when it runs
+            if path is not None:
+                is_now = os.stat(path)
+                found.append(
+                    f"{is_now.st_dev}:{is_now.st_ino}:{is_now.st_size}:{is_now.st_mtime_ns}:{is_now.st_ctime_ns}"
+                )
+    return " ".join(found)
 
 
 def check_text_encoders(paths: Sequence[str], clip_type: str) -> None:

@@ -13,6 +13,7 @@ from ..device_choices import DEFAULT, fit_profile, placement_choices, resolve_pl
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import precision_input, profile_input, read_precision, read_profile
+from .model_files import files_fingerprint
 
 if TYPE_CHECKING:
     from ..host import Request
@@ -69,6 +70,17 @@ class ModelNode(io.ComfyNode):
 
     All else is left to the host's own check of combos, which marks the one input and not all that are named here.
     """
+
+    FOLDER = ""
+    """The host's folder of the files that it loads."""
+    FILES: tuple[str, ...] = ()
+    """The inputs that name these files."""
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: object) -> str:
+        """Load again when a file has changed: the host itself goes by its name."""
+        names = [name for name in map(inputs.get, cls.FILES) if isinstance(name, str)]
+        return files_fingerprint(cls.FOLDER, names) if names else ""
 
     @classmethod
     def validate_inputs(cls, profile: str | None = None) -> bool | str:

@@ -60,6 +60,8 @@ def load_file(folder: str, name: str, load: Callable[[str, Request], Any], reque
 
 
 class HighwaterLoadDiffusionModel(ModelNode):
+    FOLDER, FILES = "diffusion_models", ("unet_name",)
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return model_schema(
@@ -92,6 +94,8 @@ class HighwaterLoadDiffusionModel(ModelNode):
 
 
 class HighwaterLoadTextEncoder(ModelNode):
+    FOLDER, FILES = "text_encoders", ("clip_name1", "clip_name2", "clip_name3", "clip_name4")
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         files = model_choices("text_encoders")
@@ -152,6 +156,8 @@ class HighwaterLoadTextEncoder(ModelNode):
 
 
 class HighwaterLoadVAE(ModelNode):
+    FOLDER, FILES = "vae", ("vae_name",)
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return model_schema(
@@ -183,6 +189,8 @@ class HighwaterLoadVAE(ModelNode):
 
 
 class HighwaterLoadCheckpoint(ModelNode):
+    FOLDER, FILES = "checkpoints", ("ckpt_name",)
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return model_schema(
@@ -215,6 +223,8 @@ class HighwaterLoadCheckpoint(ModelNode):
 
 
 class HighwaterLoadControlNet(ModelNode):
+    FOLDER, FILES = "controlnet", ("control_net_name",)
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return model_schema(
@@ -238,6 +248,8 @@ class HighwaterLoadControlNet(ModelNode):
 
 
 class HighwaterLoadCLIPVision(ModelNode):
+    FOLDER, FILES = "clip_vision", ("clip_name",)
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return model_schema(
