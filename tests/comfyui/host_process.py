@@ -313,6 +313,14 @@ class HostProcess:
         """Return one part of the report."""
         return self.get(f"/highwater/report?only={name}&limit=all")[name]
 
+    def last_event_s(self) -> float:
+        """Return when the newest event happened. Their number tells nothing: the record is full after a while."""
+        return max((event["t_s"] for event in self.part("events")), default=-1.0)
+
+    def events_after(self, moment_s: float) -> list[dict[str, Any]]:
+        """Return the events since then."""
+        return [event for event in self.part("events") if event["t_s"] > moment_s]
+
     def queue(self, graph: dict[str, Any], **extra_data: Any) -> str:
         """Queue an API-format graph; returns the prompt's id. Raises `PromptRefused`."""
         body = {"prompt": graph, "client_id": self.client_id, "extra_data": extra_data}

@@ -51,11 +51,11 @@ def test_a_b_a(host: HostProcess, names_both: bool) -> None:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             pages_before = pages_read(path)
-        num_events = len(host.part("events"))
+        begin_s = host.last_event_s()
         with host.books() as devices:
             assert torch.equal(picture(host, name, Loaders(), names_both=names_both), expected[name])
         assert devices[0]["peak_bytes"] < ROOM_BYTES + MIB  # activations are on the device beside the weights
-        runs.append(host.part("events")[num_events:])
+        runs.append(host.events_after(begin_s))
 
     for (gone, come), events in zip([(A, B), (B, A)], runs[1:], strict=True):
         (loaded,) = [event for event in events if event["kind"] == "load" and event["component"] == come]

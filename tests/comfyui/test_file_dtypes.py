@@ -20,7 +20,7 @@ from highwater.tests.comfyui.graphs import Graph, Loaders, lora, sample_flux, sd
 from highwater.tests.comfyui.host_process import HostProcess, PromptResult
 from highwater.tests.comfyui.model_files import ensure_model_file_in, models_directory
 from highwater.tests.comfyui.test_equal import assert_same
-from highwater.tests.comfyui.test_kept_weights import OTHER_BYTES, bytes_read, events
+from highwater.tests.comfyui.test_kept_weights import OTHER_BYTES, bytes_read, reused_after
 from highwater.tests.comfyui.test_verify import model_inputs
 from highwater.tests.comfyui.test_verify import run as verify
 
@@ -236,10 +236,10 @@ def test_what_was_converted_is_kept_when_core_drops_its_model(dynamic_host: Host
     other = models_directory() / "diffusion_models" / "other_flux.safetensors"
     for _ in range(2):
         compute(dynamic_host, flux_alone, other, blocks())
-        before, num_reused = bytes_read(dynamic_host), len(events(dynamic_host, "reuse"))
+        before, begin_s = bytes_read(dynamic_host), dynamic_host.last_event_s()
         assert_same(compute(dynamic_host, case, path, blocks()), expected)
         num_bytes = bytes_read(dynamic_host) - before
-        reused = {event["component"]: event["bytes"] for event in events(dynamic_host, "reuse")[num_reused:]}
+        reused = reused_after(dynamic_host, begin_s)
         assert reused[path.name] > 0.9 * path.stat().st_size  # the rest is the header, and what is joined or split
         assert num_bytes < max(OTHER_BYTES, path.stat().st_size / 4), reused
 

@@ -72,7 +72,7 @@ def test_a_kept_model_stays_on_its_device_across_prompts_with_the_cache_that_kee
             sample(host, name)
         loaded = {part["name"] for part in host.part("components") if part["tiers"].get("gpu:0", 0) > 7 * MIB}
         assert (names[0] in loaded) == is_kept
-        num_events = len(host.part("events"))
+        begin_s = host.last_event_s()
         assert torch.equal(sample(host, names[0]), first)
-        loads = [event["component"] for event in host.part("events")[num_events:] if event["kind"] == "load"]
+        loads = [event["component"] for event in host.events_after(begin_s) if event["kind"] == "load"]
         assert bool(loads) != is_kept

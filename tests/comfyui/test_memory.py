@@ -81,12 +81,12 @@ def test_two_models_take_turns_where_one_fits(gpu_host: HostProcess, occupy: Cal
     occupy(12 * MIB)
     counts = []
     for name in ("tiny_flux", "tiny_flux", "other_flux", "tiny_flux"):
-        num_events = len(gpu_host.part("events"))
+        begin_s = gpu_host.last_event_s()
         with gpu_host.books() as devices:
             result = sample(gpu_host, Loaders(), f"{name}.safetensors", beside=Loaders())
         assert result.outcome == "success"
         report = gpu_host.report()
-        events = report["events"][num_events:]
+        events = gpu_host.events_after(begin_s)
         counts.append(
             {
                 "h2d": devices[0]["h2d_bytes"],
@@ -110,9 +110,9 @@ def test_a_model_that_comes_back_takes_room_from_the_idle_one(gpu_host: HostProc
     """Core asks for the room before it loads; of the two, the one that comes back is the one idle longest."""
     occupy(12 * MIB)
     for name in ("tiny_flux", "other_flux", "tiny_flux"):
-        num_events = len(gpu_host.part("events"))
+        begin_s = gpu_host.last_event_s()
         sample(gpu_host, Loaders(), f"{name}.safetensors", beside=Loaders())
-    evictions = [event for event in gpu_host.part("events")[num_events:] if event["kind"] == "evict"]
+    evictions = [event for event in gpu_host.events_after(begin_s) if event["kind"] == "evict"]
     assert {event["component"].partition("#")[0] for event in evictions} == {"other_flux"}
     assert component(gpu_host, "tiny_flux")["tiers"]["gpu:0"] >= MODEL_BYTES
 

@@ -18,13 +18,13 @@ SMALL, WIDE = ("tiny_flux", "other_flux"), ("wide_flux", "other_wide_flux")
 
 def sample_both(host: HostProcess, names: tuple[str, str], *loaders: Loaders, size: int = 64) -> list[dict[str, Any]]:
     """Run a prompt that samples with two models after one another; returns the events of that run."""
-    num_events = len(host.part("events"))
+    begin_s = host.last_event_s()
     graph = Graph()
     for name, loader in zip(names, loaders, strict=True):
         graph.keep(sample_flux(graph, loader.diffusion_model(graph, f"{name}.safetensors"), size=size), name)
     result = host.run(graph.nodes)
     assert result.outcome == "success", result.brief_error
-    return host.part("events")[num_events:]
+    return host.events_after(begin_s)
 
 
 def told(events: list[dict[str, Any]], kind: str) -> dict[str, str]:
