@@ -58,7 +58,7 @@ def test_the_engine_takes_the_time_that_the_model_says(sim, monkeypatch, seed: i
     names = [part.name for part in work.parts if part.weight_bytes]
     engine = measure_engine(work, names, int(share * work.weight_bytes), pinned="none" if pinned == "none" else "all")
     modelled = run_offsets(work, engine.resident, engine.staging_bytes, engine.offsets, NUM_STEPS)
-    # Events that time waits take some nanoseconds.
+    # Events that time waits take some microseconds of these minutes.
     assert engine.seconds == pytest.approx(modelled.seconds, rel=1e-6)
     assert modelled.peak_bytes <= int(share * work.weight_bytes)
 
