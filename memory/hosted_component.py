@@ -388,7 +388,7 @@ def steer_host(host: SteeringHost) -> None:
 
 
 def observe_host(read: Callable[[], Iterable[ObservedModel]]) -> None:
-    """Make the manager count the models that a host moves and that nobody asked it to steer. Idempotent."""
+    """Make the manager count the models that a host loaded by itself (`MemoryManager.observe`). Idempotent."""
     default_manager().observe(read)
 
 

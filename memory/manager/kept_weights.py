@@ -72,7 +72,7 @@ class KeptPart:
         return {tier: n for tier, n in count_slabs(slab.slab.data for slab in self.slabs).items() if n}
 
     def reject(self) -> None:
-        """Drop it as soon as nothing has its memory; until then nobody else gets it."""
+        """Drop it as soon as no tensor has its memory. Until then no other model gets it."""
         self.is_unwanted = True
 
     def take(self, slabs: Iterable[PristineSlab]) -> None:

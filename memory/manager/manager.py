@@ -185,7 +185,7 @@ class MemoryManager:
                 self.capacity.outdate_plans()
 
     def observe(self, read: Callable[[], Iterable[ObservedModel]]) -> None:
-        """Count the models that a host moves and that nobody asked it to steer, as this function returns them."""
+        """Count the models that a host loaded by itself; the function returns them. Nothing is asked of them."""
         with self.exclusive():
             self.observed.watch(read)
 

@@ -1,4 +1,4 @@
-"""Models that a host moves and for which nobody asked: they are counted, and nothing is asked of them.
+"""Models that a host loaded by itself, without a node of ours: they are counted, and nothing is asked of them.
 
 Their bytes are read off the host whenever they are needed. They have no name in the books: one that is managed later
 gets the name that it would have had before.
@@ -20,7 +20,7 @@ __all__ = ["Observed", "ObservedModel"]
 
 
 class ObservedModel(ABC):
-    """One model that a host moves, and that is managed by no node."""
+    """One model that a host loaded by itself."""
 
     name: str
     kind: str

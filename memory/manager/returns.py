@@ -37,7 +37,7 @@ class Returns:
         self.runs.append(run)
         return self.runs
 
-    # -- of a component that its host moves, whose evictions nobody tells
+    # -- of a component that its host moves: the host does not tell what it evicts
 
     def look(self, device: str, held_bytes: int) -> None:
         """Note what it has of a device while others use their memory."""
@@ -83,7 +83,7 @@ class KnownReturns:
         """Return the returns of a newcomer: those of a component that is gone and had the same content, or new ones.
 
         Args:
-            content: what the newcomer was read from; None: nobody knows.
+            content: what the newcomer was read from; None where that is not known.
             is_there: whether the newcomer still exists; it must not keep it alive.
         """
         if content is None:

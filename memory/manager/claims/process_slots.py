@@ -1,10 +1,10 @@
 """A file of slots that the processes of one user share: each writes one, and reads those of the others that live.
 
-[Note: slots] A process holds its slot by the kernel's locks on two bytes far behind the content, which a crash frees,
-too. It locks the first byte, writes its entry, and only then locks the second, which says that the entry is its own: so
-nobody reads what a process that died has left. Who reads tries to lock the second byte, shared and for a moment; if
-that succeeds, the slot is nobody's. Every lock is tried once and never waited for. A digest over an entry and its
-place makes torn entries, and what is not from here, count as nothing.
+[Note: slots] A process holds its slot by two byte locks of the kernel, far behind the content. A crash frees them, too.
+The process locks the first byte, writes its entry, and then locks the second byte: this says that the entry is its own,
+and not what a process that died has left. A reader tries to lock the second byte, shared and for a moment. If it gets
+the lock, the slot belongs to no process. Every lock is tried once; no process waits for one. Each entry has a digest over
+itself and its place: a torn entry, or one that another program wrote, counts as none.
 
 The locks of POSIX belong to the process, and all of a file go when it closes any descriptor of the file: so a process
 opens a file once, and never closes it while it has a slot. They are not inherited: a forked child has no slot.
