@@ -2,11 +2,11 @@
 
 [Note: card sharing] Processes tell each other their marks, what they use of a device and what they ask for
 (`claims/neighbours.py`). The largest marks hold for all. No process takes memory that another one lends. A process
-whose plan would be larger without the idle components of others asks for the difference while it runs. It does not wait:
-it goes on with what is free. The process that is asked evicts idle components in the order of its own policy, between
-runs and passes or when an alarm rings. Kept components stay. Components that its queue will use, or that it used just
-now, leave only as far as it has more than an equal part of the device. So two busy processes do not take turns in
-evicting each other.
+whose plan would be larger without the idle components of others asks for the difference while it runs. It does not
+wait: it goes on with what is free. The process that is asked evicts idle components in the order of its own policy,
+between runs and passes or when an alarm rings. Kept components stay. Components that its queue will use, or that it
+used just now, leave only as far as it has more than an equal part of the device. So two busy processes do not take
+turns in evicting each other.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 [Note: slots] A process holds its slot by two byte locks of the kernel, far behind the content. A crash frees them, too.
 The process locks the first byte, writes its entry, and then locks the second byte: this says that the entry is its own,
 and not what a process that died has left. A reader tries to lock the second byte, shared and for a moment. If it gets
-the lock, the slot belongs to no process. Every lock is tried once; no process waits for one. Each entry has a digest over
-itself and its place: a torn entry, or one that another program wrote, counts as none.
+the lock, the slot belongs to no process. Every lock is tried once; no process waits for one. Each entry has a digest
+over itself and its place: a torn entry, or one that another program wrote, counts as none.
 
 The locks of POSIX belong to the process, and all of a file go when it closes any descriptor of the file: so a process
 opens a file once, and never closes it while it has a slot. They are not inherited: a forked child has no slot.
