@@ -14,6 +14,7 @@ import comfy.model_management
 import comfy.sample
 import torch
 from comfy.model_patcher import ModelPatcher
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...memory.errors import InvalidInput
 from ...memory.hosted_component import Comparison, Verification, device_name, same_bits
@@ -197,14 +198,17 @@ def decode_alike(patcher: HighwaterPatcher, twin: ModelPatcher, notes: list[str]
 def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, comparison: Comparison) -> None:
     """Note the weights of ours that are not what core reads; give the twin those that the file lacks.
 
-    Core leaves weights that a file lacks as the memory was, so these differ from load to load.
+    Core leaves weights that a file lacks as the memory was. Reading once more, in memory that was filled, tells which.
     """
     odd = {
         key: weight
         for key, weight in patcher.hosted.weights.items()
         if not weight.is_encoded and not weight.is_same(parameter_of(twin.model, key))
     }
-    again = read_model_again(patcher) if odd else None
+    again = None
+    if odd:
+        with FilledMemory():
+            again = read_model_again(patcher)
     lacking = []
     for key, weight in odd.items():
         read, reread = (parameter_of(model, key) for model in (twin.model, again or twin.model))
@@ -215,6 +219,25 @@ def settle_weights(patcher: HighwaterPatcher, twin: ModelPatcher, comparison: Co
             with torch.no_grad(), torch.inference_mode(False):
                 put_parameter(twin.model, key, weight.read_stored())
     comparison.note_lacking(lacking)
+
+
+class FilledMemory(TorchDispatchMode):
+    """Fills the memory of new tensors in the body; only what is then written differs from this."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in EMPTY and type(made) is torch.Tensor and not made.is_meta:
+            memory = torch.empty(0, dtype=torch.uint8, device=made.device).set_(made.untyped_storage())
+            memory.fill_(FILL_BYTE)
+        return made
+
+
+# Repeated, it is a number far from any weight in every dtype of floating point.
+FILL_BYTE = 0x7A
+EMPTY = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
 
 
 def parameter_of(model: torch.nn.Module, key: str) -> torch.Tensor:

@@ -163,6 +163,19 @@ def test_the_parts_of_a_checkpoint(gpu_host: HostProcess, has_image: bool) -> No
     assert len(verdicts) == 3 and all("equal, bit for bit" in line for line in verdicts), found.report
 
 
+def test_a_weight_that_the_file_lacks_is_none_that_differs(gpu_host: HostProcess) -> None:
+    """Core leaves such a weight as the memory was: often zeros, in each of its loads."""
+    gpu_host.forget()
+    graph = Graph()
+    key = "clip_l.transformer.text_projection.weight"
+    _, clip, _ = Loaders().checkpoint(graph)
+    found = run(gpu_host, graph, clip=graph.add("TestWrite", clip=clip, key=key))
+    assert found.result.outcome == "success", found.result.error
+    assert "equal, bit for bit" in found.report[0], found.report
+    assert any("missing in the file" in line and key in line for line in found.report), found.report
+    gpu_host.forget()
+
+
 def test_a_text_encoder_and_a_vae_alone(gpu_host: HostProcess) -> None:
     gpu_host.forget()
     graph = Graph()

@@ -244,6 +244,21 @@ class TestFlip:
         return (patched,)
 
 
+class TestWrite:
+    """Writes a weight of a text encoder in RAM; core's own load of it has what was in the memory before."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"clip": ("CLIP",), "key": ("STRING", {"default": ""})}})
+    RETURN_TYPES = ("CLIP",)
+    FUNCTION = "write"
+    CATEGORY = "test"
+
+    def write(self, clip: Any, key: str) -> tuple[Any]:
+        weight = clip.patcher.model.get_parameter(key)
+        with torch.no_grad(), torch.inference_mode(weight.is_inference()):
+            weight.fill_(0.5)
+        return (clip,)
+
+
 class PackedTensor(torch.Tensor):
     """As other packs keep quantized weights: bytes that only their own patcher knows to unpack."""
 
@@ -564,4 +579,5 @@ NODE_CLASS_MAPPINGS = {
     "TestShort": TestShort,
     "TestTrouble": TestTrouble,
     "TestWeights": TestWeights,
+    "TestWrite": TestWrite,
 }
