@@ -159,6 +159,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "readout.js",
         "report.js",
         "settings.js",
+        "texts.js",
         "watermark.js",
         *(f"docs/{node_id}.md" for node_id in INFO),
     }

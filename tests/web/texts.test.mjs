@@ -1,0 +1,32 @@
+// The page's texts: in the user's language, else in English, else the key.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { text, useTexts } from "../../web/texts.js";
+
+const ALL = {
+  en: { highwater: { panel: { title: "Memory", free: "{amount} free on {device}" } } },
+  de: { highwater: { panel: { title: "Speicher" } } },
+  fr: {},
+};
+
+test("a text of the language, of English where it lacks one, and the key where there is none", () => {
+  useTexts(ALL, "de");
+  assert.equal(text("panel.title"), "Speicher");
+  assert.equal(text("panel.free", { amount: "1G", device: "gpu:0" }), "1G free on gpu:0");
+  assert.equal(text("panel.absent"), "panel.absent");
+  assert.equal(text("panel"), "panel");
+});
+
+test("a language with a region, one without texts, and one that is unknown", () => {
+  useTexts(ALL, "de-AT");
+  assert.equal(text("panel.title"), "Speicher");
+  for (const locale of ["fr", "ja"]) {
+    useTexts(ALL, locale);
+    assert.equal(text("panel.title"), "Memory");
+  }
+});
+
+test("what a text does not name is left out, and what it names and nobody gave stays", () => {
+  useTexts(ALL, "en");
+  assert.equal(text("panel.free", { amount: "{device}", other: 3 }), "{device} free on {device}");
+});
