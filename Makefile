@@ -36,7 +36,7 @@ faults:
 # Three workflows in turn, of which `make test` does 24 runs on each host. Takes half an hour.
 soak:
 	@scripts/setup for-tests
-	@HIGHWATER_SOAK_RUNS=1000 HIGHWATER_SOAK_COMFYUI_RUNS=200 HIGHWATER_SOAK_RESULTS=benchmarks/results/soak.md \
+	@HIGHWATER_SOAK_RUNS=1000 HIGHWATER_SOAK_COMFYUI_RUNS=1000 HIGHWATER_SOAK_RESULTS=benchmarks/results/soak.md \
 		$(PY) -m pytest -m soak tests/headless/test_soak.py tests/comfyui/test_soak.py
 
 check:

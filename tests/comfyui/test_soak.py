@@ -1,4 +1,4 @@
-"""The two-hundredth run behaves like the first: it leaves nothing behind. `make soak` does 200, `make test` 24.
+"""The thousandth run behaves like the first: it leaves nothing behind. `make soak` does 1,000 runs, `make test` 24.
 
 Core's own history of prompts is cleared after each run: it keeps every prompt up to the ten-thousandth.
 """
