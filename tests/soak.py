@@ -17,8 +17,8 @@ cycle. Allowed: less than {MOST_BYTES_PER_RUN:,}. Resident bytes are those of th
 untrimmed, tens of MiB of freed memory come and go in the heap, and that column has no limit. Each picture was compared
 with the first one of its workflow and seed. Objects of the pack, tensors and modules were counted: as many near the end
 as near the beginning. The record of events, nodes and runs ends at 1,000 entries of each, of 0.4 to 1.2 KB, and grows
-until then; in ComfyUI it was made to end at 300, so that it is full before the measured runs begin. Fewer runs say less: over the
-first 200 in ComfyUI, what comes and goes in the heap alone made slopes of 10,227 and 12,933 bytes.
+until then; in ComfyUI it was made to end at 300, so that it is full before the measured runs begin. Fewer runs say
+less: over the first 200 in ComfyUI, what comes and goes in the heap alone made slopes of 10,227 and 12,933 bytes.
 
 | host | runs | measured | untrimmed | resident | page-locked | device | resident MiB, first and last |
 |---|---|---|---|---|---|---|---|
