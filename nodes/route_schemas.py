@@ -104,6 +104,7 @@ PLAN = record(
     },
 )
 LENT = record({"num_bytes": BYTES, "missing_bytes": BYTES, "left_s": NUMBER})
+PINNED = record({"num_bytes": BYTES, "limit_bytes": BYTES})
 LOADER = record({"node_id": NAME, "workflow_id": OPTIONAL_NAME, "components": listed(NAME)})
 
 
@@ -117,8 +118,14 @@ def answer_schemas() -> dict[str, Schema]:
     from ..memory.manager.watermark import WatermarkReport
 
     uses = {name: BYTES for name in ProcessUse.__slots__ if name != "request"}
-    device = with_fields(DeviceReport, lent={"anyOf": [LENT, {"type": "null"}]}, neighbours=listed(record(uses)))
     mark = with_fields(WatermarkReport, source={"type": "string", "enum": ["set", "setting", "default"]})
+    device = with_fields(
+        DeviceReport,
+        own_watermark=mark,
+        lent={"anyOf": [LENT, {"type": "null"}]},
+        neighbours=listed(record(uses)),
+        pinned={"anyOf": [PINNED, {"type": "null"}]},
+    )
     nodes, event = listed(schema_of(NodeReport)), with_fields(Event, kind={"type": "string", "enum": [*EVENT_KINDS]})
     report = {
         "devices": listed(device),
@@ -136,7 +143,7 @@ def answer_schemas() -> dict[str, Schema]:
     departure["properties"]["text"] = NAME
     departure["required"].append("text")
     return {
-        "/highwater/report": record({"version": {"type": "integer"}}, report),
+        "/highwater/report": record({"version": {"type": "integer"}, "now_s": NUMBER}, report),
         "/highwater/events": record({"events": listed(event), "left_out": BYTES}),
         "/highwater/free": record({"freed_bytes": mapped(BYTES)}),
         "/highwater/lend": schema_of(LendingReport),

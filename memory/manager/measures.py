@@ -161,6 +161,13 @@ class Measures:
         self.timeline.add(round(self.event_log.now_s, 6), name, held, allocated + paged, in_all, always=always)
         return allocated
 
+    def beside_weights(self, name: str, allocated_bytes: int) -> int:
+        """Return what torch has allocated on a device beside all weights, of so many bytes in all; resets no peak."""
+        paged = self.steered.paged_bytes(name) if self.steered.hosts else 0
+        steered = sum(self.steered.by_component(name).values()) - paged if self.steered.hosts else 0
+        weights = self.ledger.used(name) + max(0, steered) + self.observed.held_bytes(name)
+        return max(0, allocated_bytes - weights)
+
     # -- intervals
 
     def begin_interval(self, key: object, devices: Iterable[str]) -> dict[str, int]:

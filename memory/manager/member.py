@@ -91,6 +91,8 @@ class Member:
         self.evict_last = False
         """It leaves a device only when nothing else is left to evict, up to its limit."""
         self.keep_limit = EVERYTHING_KEPT
+        self.is_moved = False
+        """It was given another placement than its choices say, on request."""
         self.ending = Ending.RESTORED
         """What its module gets when it is released: ordinary weights, or none if the module is no longer used."""
         self.leaves_weights = False
@@ -166,6 +168,10 @@ class Member:
     def keep(self, kept: bool, limit: KeepLimit = EVERYTHING_KEPT) -> None:
         """Evict it last (True) up to a limit, or in the usual order (False)."""
         self.evict_last, self.keep_limit = kept, limit
+
+    def note_move(self, is_moved: bool) -> None:
+        """Note that it was given another placement on request (True), or placed as its choices say again (False)."""
+        self.is_moved = is_moved
 
     def note_use(self, number: int, now_s: float) -> None:
         """Note that it is used now.

@@ -208,7 +208,10 @@ class Registry:
         packed again. Weights that rested encoded were rounded: another precision does not restore them.
         """
         self.refuse_unready(members)
-        return self.replace_ready(members, placement=placement, profile=profile, precision=precision)
+        plan = self.replace_ready(members, placement=placement, profile=profile, precision=precision)
+        for member in members:
+            member.note_move(False)
+        return plan
 
     def move(self, member: Member, placement: Placement) -> Plan:
         """Give a component another placement, on request and not by what loads it: its user's choices stay.
@@ -233,6 +236,7 @@ class Registry:
         plan = self.replace_ready(
             [member], placement=placement, profile=profile, precision=precision, keeps_choices=True
         )
+        member.note_move(True)
         found = plan[member.name]
         self.event_log.note("plan", member.id, 0, found.shares[0].device, f"moved on request: {found.placement}")
         return plan
@@ -256,6 +260,7 @@ class Registry:
         plan = self.replace_ready(
             [member], placement=Placement(items=(item,)), profile=profile, precision=precision, keeps_choices=True
         )
+        member.note_move(False)
         reason = f"{what} by other code: packed anew"
         self.event_log.note("plan", member.id, 0, plan[member.name].shares[0].device, reason)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..errors import InvalidInput, allowed_values
 from ..runtime.devices.ledger import Ledger
-from ..transfer.devices import Device
+from ..transfer.devices import Device, DeviceMemory
 from .claims.neighbours import ProcessUse
 from .member import Member
-from .watermark import Watermark
+from .watermark import Watermark, WatermarkReport
 
 __all__ = [
     "EVENT_KINDS",
@@ -92,13 +92,15 @@ class DeviceReport:
     what the driver counts beyond it.
 
     ``peak_bytes`` is the most that torch had allocated since the manager was made, which resets the device's own peak,
-    with the pages of the host's components that were there when it was read.
+    with the pages of the host's components that were there when it was read. ``own_watermark``: its marks without those
+    of other processes on it, and what they come from; for the CPU those of the RAM.
     """
 
     name: str
     total_bytes: int
     free_bytes: int
     watermark: dict[str, int]
+    own_watermark: WatermarkReport
     managed_bytes: int
     other_bytes: int
     peak_bytes: int = 0
@@ -108,6 +110,10 @@ class DeviceReport:
     """What the other processes with this pack that share it say of it (`ProcessUse`)."""
     unshared: str | None = None
     """Why other processes on it are not seen, where they should be."""
+    activation_bytes: int | None = None
+    """What torch has allocated now beside all weights: activations, and what nodes keep there. None: not counted."""
+    pinned: dict[str, int] | None = None
+    """What of the RAM is page-locked (``num_bytes``), and how much of it may be (``limit_bytes``); of the CPU alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +149,12 @@ class ComponentReport:
     uncompiled_blocks: dict[str, int] | None = None
     waited_s: float | None = None
     """For how long its blocks waited for their copies since it joined; None where another engine moves it."""
+    next_use: int | None = None
+    """The steps until it is used, as far as the host tells; 0: in the one that runs. None: not known."""
+    kept: bool = False
+    """It leaves a device only when nothing else is left to evict."""
+    moved: bool = False
+    """It was given another placement on request: what loads it has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +210,8 @@ class Report:
     samples: list[Sample]
     open_nodes: list[NodeReport] = field(default_factory=list)
     """The node that runs now, with its numbers so far."""
+    now_s: float = 0.0
+    """The seconds from the start to this report, as the other times count."""
     version: int = field(default=REPORT_VERSION)
 
     def to_json(self) -> dict[str, Any]:
@@ -210,6 +224,7 @@ class Report:
             "events": list(map(fields_of, self.events)),
             "samples": list(map(fields_of, self.samples)),
             "open_nodes": list(map(node_fields, self.open_nodes)),
+            "now_s": self.now_s,
             "version": self.version,
         }
 
@@ -231,7 +246,7 @@ def empty_report() -> dict[str, Any]:
 
 
 def parts_of(report: Mapping[str, Any], only: str | None) -> dict[str, Any]:
-    """Return the parts of a report that ``only`` names, with commas between, and its version; all of it for None.
+    """Return the parts of a report that ``only`` names, with commas between, its version and time; all of it for None.
 
     Raises:
         InvalidInput: a name is no part of the report.
@@ -242,32 +257,39 @@ def parts_of(report: Mapping[str, Any], only: str | None) -> dict[str, Any]:
     for name in wanted:
         if name not in report:
             raise InvalidInput(f"only={name!r} is no part of the report; {allowed_values(name, report)}")
-    return {name: part for name, part in report.items() if name in (*wanted, "version")}
+    return {name: part for name, part in report.items() if name in (*wanted, "now_s", "version")}
 
 
 def device_report(
     device: Device,
+    memory: DeviceMemory,
     mark: Watermark,
+    own_mark: WatermarkReport,
     ledger: Ledger,
     peak_bytes: int,
     steered_bytes: int = 0,
     lent: dict[str, Any] | None = None,
     neighbours: Sequence[ProcessUse] = (),
     unshared: str | None = None,
+    activation_bytes: int | None = None,
+    pinned: dict[str, int] | None = None,
 ) -> DeviceReport:
     """Return the report of a device; ``steered_bytes`` are those of components that the host moves."""
-    memory, managed = device.memory(), ledger.used(device.name) + steered_bytes
+    managed = ledger.used(device.name) + steered_bytes
     return DeviceReport(
         name=device.name,
         total_bytes=memory.total,
         free_bytes=memory.free,
         watermark={"low_bytes": mark.low_bytes, "high_bytes": mark.high_bytes},
+        own_watermark=own_mark,
         managed_bytes=managed,
         other_bytes=max(0, memory.total - memory.free - managed),
         peak_bytes=max(peak_bytes, memory.peak),
         lent=lent,
         neighbours=[other.to_json() for other in neighbours],
         unshared=unshared,
+        activation_bytes=activation_bytes,
+        pinned=pinned,
     )
 
 
@@ -276,19 +298,25 @@ class ComponentState:
 
     __slots__ = (
         "bytes_moved",
+        "is_kept",
         "is_leased",
+        "is_moved",
         "kind",
         "last_use_s",
         "member",
+        "next_use",
         "num_compiles",
         "plan",
         "uncompiled_blocks",
         "waited_s",
     )
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, next_use: int | None) -> None:
         managed = member.managed
         self.member = member
+        self.next_use = next_use
+        self.is_kept = member.evict_last
+        self.is_moved = member.is_moved
         self.kind = managed.component.kind
         self.plan = managed.plan
         self.is_leased = bool(member.leases)
@@ -321,4 +349,7 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         num_compiles=state.num_compiles,
         uncompiled_blocks=state.uncompiled_blocks,
         waited_s=round(state.waited_s, 6),
+        next_use=state.next_use,
+        kept=state.is_kept,
+        moved=state.is_moved,
     )

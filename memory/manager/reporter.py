@@ -8,6 +8,9 @@ from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
+from ..options.marks import HOST
+from ..transfer.devices import Device, DeviceMemory, HostMemory
+from ..transfer.pinned_memory import pin_limit_bytes, pinned_used_bytes
 from .forecast import KnownComponent
 from .live_capacity import LiveCapacity
 from .measures import Measures
@@ -21,7 +24,7 @@ from .report import (
     component_report,
     device_report,
 )
-from .watermark import Watermark
+from .watermark import Watermark, WatermarkReport
 
 __all__ = ["Reporter"]
 
@@ -40,20 +43,37 @@ class Reporter:
 
     def devices(self) -> list[DeviceReport]:
         """Return what each device has in all, free, and of managed weights; asks the driver, takes no lock."""
-        none = Watermark(low_bytes=0, high_bytes=0)
-        return [
-            device_report(
-                device,
-                none if device.is_cpu else self.capacity.joined_mark(name),
-                self.ledger,
-                self.measures.peaks[name],
-                sum(self.steered.by_component(name).values()),
-                self.capacity.loans.describe(name),
-                self.capacity.neighbours.on(name),
-                self.capacity.neighbours.why_not(name),
-            )
-            for name, device in self.capacity.devices.items()
-        ]
+        return list(map(self.device, self.capacity.devices.values()))
+
+    def device(self, device: Device) -> DeviceReport:
+        """Return one row of `devices`."""
+        name, memory, marks = device.name, device.memory(), self.capacity.watermarks
+        own = marks.of_host(memory.total) if device.is_cpu else marks.of(name)
+        counted = not (device.is_cpu or device.is_uncounted)
+        return device_report(
+            device,
+            memory,
+            Watermark(low_bytes=0, high_bytes=0) if device.is_cpu else self.capacity.joined_mark(name),
+            WatermarkReport(
+                low_bytes=own.low_bytes,
+                high_bytes=own.high_bytes,
+                source=marks.source_of(HOST if device.is_cpu else name),
+            ),
+            self.ledger,
+            self.measures.peaks[name],
+            sum(self.steered.by_component(name).values()),
+            self.capacity.loans.describe(name),
+            self.capacity.neighbours.on(name),
+            self.capacity.neighbours.why_not(name),
+            activation_bytes=self.measures.beside_weights(name, memory.allocated) if counted else None,
+            pinned=self.pinned(memory) if device.is_cpu else None,
+        )
+
+    def pinned(self, memory: DeviceMemory) -> dict[str, int]:
+        """Return what of the RAM is page-locked, by this process and as far as its hosts tell, and how much may be."""
+        used = pinned_used_bytes() + self.steered.pinned_bytes()
+        ram = HostMemory(total_bytes=memory.total, free_bytes=memory.free)
+        return {"num_bytes": used, "limit_bytes": used + pin_limit_bytes(ram, used_bytes=used)}
 
     def known_components(self) -> list[KnownComponent]:
         """Return what hosts find every component by, kept weights and what they move themselves too; takes no lock."""
@@ -125,12 +145,17 @@ class Reporter:
         parts: Collection[str] = ("components", "devices", "open_nodes"),
     ) -> Callable[[], Report]:
         has_components = "components" in parts
-        states = [ComponentState(member) for member in self.members.values()] if has_components else []
+        states = (
+            [ComponentState(member, self.capacity.forecast.next_use(member.id)) for member in self.members.values()]
+            if has_components
+            else []
+        )
         found = (self.steered, self.measures.observed, self.kept) if has_components else ()
         others = [row for rows in found for row in rows.reports()]
         ledger, devices = self.ledger.copy(), self.devices() if "devices" in parts else []
         node = self.measures.node if "open_nodes" in parts else None
         copied = {
+            "now_s": round(self.event_log.now_s, 6),
             "nodes": list(nodes),
             "runs": list(runs),
             "events": list(events),

@@ -264,10 +264,10 @@ class Steered:
 
     def reports(self) -> list[ComponentReport]:
         """Return what the report says of each."""
-        return [steered_report(component) for component in self.components()]
+        return [steered_report(component, self.forecast.next_use(component.id)) for component in self.components()]
 
 
-def steered_report(component: SteeredComponent) -> ComponentReport:
+def steered_report(component: SteeredComponent, next_use: int | None) -> ComponentReport:
     held = component.device_bytes()
     node_id, workflow_id = component.asked_by()
     plan = dict(component.describe())
@@ -287,4 +287,6 @@ def steered_report(component: SteeredComponent) -> ComponentReport:
         engine=component.engine,
         total_bytes=plan.get("weight_bytes"),
         staging_bytes={place: n for place, n in component.passing_bytes().items() if n},
+        next_use=next_use,
+        kept=component.evict_last,
     )

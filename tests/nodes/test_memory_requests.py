@@ -128,6 +128,44 @@ def test_the_report_is_as_its_schema_says(server: Server, post: Callable) -> Non
         assert find_fault(broken, schema, "report") is not None
 
 
+def test_the_report_says_when_a_component_is_used_and_what_was_asked_for_it(server: Server, post: Callable) -> None:
+    manager, member = server.manager, server.managed.members[0]
+
+    def row() -> dict[str, Any]:
+        (component,) = make_report(manager, {}, only="components")["components"]
+        return component
+
+    assert (row()["next_use"], row()["kept"], row()["moved"]) == (None, False, False)
+    manager.foresee([[], [], [member.id]])
+    post("/highwater/keep", {"component": member.id})
+    assert (row()["next_use"], row()["kept"]) == (2, True)
+    assert post("/highwater/move", {"component": member.id, "placement": "cpu"})[0] == 200
+    assert row()["moved"]
+    server.managed.reprofile("auto")
+    assert not row()["moved"], "its own placement counts again"
+    report = make_report(manager, {}, only="components")
+    assert report["now_s"] >= row()["last_use_s"] > 0
+
+
+def test_the_report_says_what_lies_beside_the_weights_and_what_stays_free(server: Server, post: Callable) -> None:
+    def rows() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = make_report(server.manager, {}, only="devices")["devices"]
+        return found
+
+    ram, gpu = rows()
+    assert gpu["activation_bytes"] == 0 and gpu["managed_bytes"] > 0
+    activation = torch.ones(1 << 18, device=server.manager.devices["gpu:0"].torch_device)
+    assert rows()[1]["activation_bytes"] == activation.nbytes
+    assert ram["activation_bytes"] is None and gpu["pinned"] is None
+    rests = make_report(server.manager, {}, only="components")["components"][0]["tiers"]
+    assert ram["pinned"]["limit_bytes"] >= ram["pinned"]["num_bytes"] >= rests.get("pinned", 0)
+    assert {row["own_watermark"]["source"] for row in (ram, gpu)} == {"default"}
+    post("/highwater/watermark", {"marks": "gpu:0=1MiB:2MiB,host=1MiB:3MiB"})
+    found = [row["own_watermark"] for row in rows()]
+    assert found[1] == {"low_bytes": MIB, "high_bytes": 2 * MIB, "source": "setting"}
+    assert found[0] == {"low_bytes": MIB, "high_bytes": 3 * MIB, "source": "setting"}
+
+
 def test_everything_leaves_a_device_or_nothing_does(server: Server, post: Callable) -> None:
     other = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     with manage(other, manager=server.manager, name="other") as managed:

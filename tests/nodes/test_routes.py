@@ -69,7 +69,7 @@ def test_only_gives_the_named_parts_and_the_version(ask: Callable[..., tuple[int
     default_manager()
     status, report = ask("GET", "/highwater/report?only=devices,host_features")
     assert status == 200
-    assert list(report) == ["devices", "version", "host_features"]
+    assert list(report) == ["devices", "now_s", "version", "host_features"]
     assert report["devices"][0]["name"] == "cpu"
 
 

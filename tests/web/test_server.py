@@ -71,7 +71,7 @@ def test_the_first_visit_opens_the_template_and_the_next_one_does_not(with_serve
 def test_our_scripts_are_listed_and_served(with_server):
     async def body(server):
         scripts = await server.get("/extensions")
-        names = ("badges", "detail", "extension", "limits", "readout", "report", "settings", "watermark")
+        names = ("badges", "detail", "extension", "limits", "readout", "report", "settings", "texts", "watermark")
         assert scripts == [f"/extensions/highwater/{name}.js" for name in names]
         for script in scripts:
             response = await server.client.get(script)
@@ -102,7 +102,8 @@ def test_system_stats_are_the_managers_numbers(with_server):
 
 def test_the_report_can_be_asked_for_in_parts(with_server):
     async def body(server):
-        assert set(await server.get("/highwater/report?only=nodes,components")) == {"version", "nodes", "components"}
+        report = await server.get("/highwater/report?only=nodes,components")
+        assert set(report) == {"version", "now_s", "nodes", "components"}
         refusal = await server.get("/highwater/report?only=node", status=400)
         assert refusal["error"].startswith("only='node' is no part of the report; did you mean 'nodes'?")
 

@@ -37,11 +37,17 @@ declare namespace Highwater {
   interface Answers {
     report: {
       version: number;
+      now_s: number;
       devices?: {
         name: string;
         total_bytes: number;
         free_bytes: number;
         watermark: Record<string, number>;
+        own_watermark: {
+          low_bytes: number;
+          high_bytes: number;
+          source: "set" | "setting" | "default";
+        };
         managed_bytes: number;
         other_bytes: number;
         peak_bytes: number;
@@ -60,6 +66,11 @@ declare namespace Highwater {
           lent_bytes: number;
         }[];
         unshared: string | null;
+        activation_bytes: number | null;
+        pinned: {
+          num_bytes: number;
+          limit_bytes: number;
+        } | null;
       }[];
       components?: {
         id: string;
@@ -103,6 +114,9 @@ declare namespace Highwater {
         num_compiles: number | null;
         uncompiled_blocks: Record<string, number> | null;
         waited_s: number | null;
+        next_use: number | null;
+        kept: boolean;
+        moved: boolean;
       }[];
       nodes?: {
         node_id: string;
