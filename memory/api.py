@@ -121,7 +121,7 @@ class Managed:
             InvalidInput: not an amount, or more than a device has.
         """
         limit = EVERYTHING_KEPT if at_most is None else parse_limit(at_most)
-        self.manager.keep(self.members, kept, limit)
+        self.manager.requests.keep(self.members, kept, limit)
         return self
 
     def unload(self, device: str | None = None, *, reason: str = "unloaded by its user") -> list[Departure]:
@@ -136,7 +136,11 @@ class Managed:
             InvalidInput: no such device.
             UnsafeState: one of them computes; those before it have left.
         """
-        return [left for member in self.members for left in self.manager.release_from(member, device, reason=reason)]
+        return [
+            left
+            for member in self.members
+            for left in self.manager.requests.release_from(member, device, reason=reason)
+        ]
 
     def reprofile(
         self,

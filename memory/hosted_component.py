@@ -248,7 +248,7 @@ class HostedComponent:
             )
             self.draft, self.origins = None, {}
             if self.kept[0]:
-                default_manager().keep([self.member], *self.kept)
+                default_manager().requests.keep([self.member], *self.kept)
 
     def load(self, ceiling_bytes: int | None = None) -> None:
         """Load it now; it takes at most so many bytes of its first device, or the least with which it can compute.
@@ -259,11 +259,11 @@ class HostedComponent:
         """
         member = self.joined()
         ceilings = None if ceiling_bytes is None else {member.managed.primary.name: ceiling_bytes}
-        default_manager().load(member, ceilings)
+        default_manager().hosting.load(member, ceilings)
 
     def unload(self) -> None:
         """Take it off every device; it stays packed in host memory."""
-        default_manager().unload(self.joined())
+        default_manager().hosting.unload(self.joined())
 
     def free_memory(
         self, device: torch.device, num_bytes: int, reason: str, *, is_loaded: Callable[[nn.Module], bool]
@@ -292,7 +292,7 @@ class HostedComponent:
         if kept and name in manager.devices and name != "cpu":
             limit.refuse_beyond(self.name, name, manager.devices[name].total_bytes())
         if self.member is not None:
-            manager.keep([self.member], kept, limit)
+            manager.requests.keep([self.member], kept, limit)
         self.kept = kept, limit
 
     def take_off(self, reason: str) -> list[Departure]:
@@ -301,7 +301,7 @@ class HostedComponent:
         Raises:
             UnsafeState: it computes.
         """
-        return default_manager().release_from(self.member, reason=reason) if self.member is not None else []
+        return default_manager().requests.release_from(self.member, reason=reason) if self.member is not None else []
 
     def release(self) -> None:
         """Leave every device and the books; the module's weights are ordinary tensors again. Idempotent."""
@@ -384,22 +384,22 @@ class EvictionListener:
 
 def steer_host(host: SteeringHost) -> None:
     """Make the manager see the components that a host moves itself, and keep room beside them. Idempotent."""
-    default_manager().steer(host)
+    default_manager().hosting.steer(host)
 
 
 def observe_host(read: Callable[[], Iterable[ObservedModel]]) -> None:
-    """Make the manager count the models that a host loaded by itself (`MemoryManager.observe`). Idempotent."""
-    default_manager().observe(read)
+    """Make the manager count the models that a host loaded by itself (`Hosting.observe`). Idempotent."""
+    default_manager().hosting.observe(read)
 
 
 def note_steered_use(component: SteeredComponent) -> None:
     """Note that the host uses a component that it moves."""
-    default_manager().note_use(component)
+    default_manager().hosting.note_use(component)
 
 
 def note_steered_unload(component: SteeredComponent, freed_bytes: Mapping[str, int]) -> None:
     """Note that the host took a component that it moves off its devices."""
-    default_manager().note_unload(component, freed_bytes)
+    default_manager().hosting.note_unload(component, freed_bytes)
 
 
 def keep_steered(component: SteeredComponent, kept: bool, limit: KeepLimit) -> None:
@@ -408,7 +408,7 @@ def keep_steered(component: SteeredComponent, kept: bool, limit: KeepLimit) -> N
     Raises:
         InvalidInput: the limit exceeds its device; nothing changes then.
     """
-    default_manager().keep([component], kept, limit)
+    default_manager().requests.keep([component], kept, limit)
 
 
 def take_off_steered(component: SteeredComponent, reason: str) -> list[Departure]:
@@ -417,7 +417,7 @@ def take_off_steered(component: SteeredComponent, reason: str) -> list[Departure
     Raises:
         UnsafeState: it computes.
     """
-    return default_manager().release_from(component, reason=reason)
+    return default_manager().requests.release_from(component, reason=reason)
 
 
 def pause_recordings_with(host_pause: Callable[[], AbstractContextManager[Any]] | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -15,37 +15,30 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState, require
-from ..options.idle_limits import IdleLimits
-from ..options.marks import Marks
-from ..options.placement import parse_placement
 from ..planner.capacity import Machine
 from ..planner.plan import ComponentPlan, Plan
 from ..runtime.devices.ledger import Entry, Ledger
 from ..runtime.forwards.deferring_lock import DeferringLock
 from ..runtime.forwards.recording_pauses import host_recordings
 from ..transfer.devices import Device, list_devices
-from ..transfer.host_heap import give_back_heap
 from ..weights.file_origin import FileIdentity, Origin
 from ..weights.loading import Loading
 from .admission import Admission
 from .card_sharing import CardSharing
 from .caretaker import RETRY_BUSY_S, Caretaker
-from .claims.kept import EVERYTHING_KEPT, KeepLimit
-from .claims.loans import Loan
-from .departures import Departure, Departures
 from .event_log import EventLog
-from .eviction import UNLOADED_BY_HOST
 from .forecast import KnownComponent
 from .growth import Growth
+from .hosting import Hosting
 from .idle_unloading import IdleUnloading
 from .known_loadings import KeptOfLoading
 from .leases import Leases, write_needs
-from .lending import Lending, LendingReport
+from .lending import Lending
 from .live_capacity import LiveCapacity
 from .measures import Measures
 from .member import Member, Members
 from .needs_file import NeedsFile
-from .observed import Observed, ObservedModel
+from .observed import Observed
 from .policies.candidate import EvictionPolicy
 from .policies.next_use import NextUse
 from .recovery import Recovery
@@ -53,9 +46,10 @@ from .registry import Registry
 from .report import DeviceReport
 from .reporter import Reporter
 from .runs_file import RUNS_FILE_NAME, RunsFile
-from .steered import Steered, SteeredComponent, SteeringHost
+from .steered import Steered
 from .thrashing import note_uses_of_steered
-from .watermark import Watermark, WatermarkReport, default_watermark
+from .user_requests import UserRequests
+from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
 
@@ -108,9 +102,10 @@ class MemoryManager:
         self.kept = self.capacity.kept
         self.registry = Registry(self.capacity, self.leases)
         self.recovery = Recovery(self.leases)
-        self.departures = Departures(self.admission)
         self.lending = Lending(self.admission)
         self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle, self.sharing)
+        self.hosting = Hosting(self.leases, self.observed, self.sharing)
+        self.requests = UserRequests(self.leases, self.registry, self.caretaker)
         self.reporter = Reporter(self.capacity, self.measures)
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())
@@ -161,176 +156,9 @@ class MemoryManager:
             self.admission.set_watermark(device, low, high)
             self.sharing.exchange()
 
-    def set_default_watermarks(self, asked: Mapping[str, Marks]) -> dict[str, WatermarkReport]:
-        """Set marks for the devices for which `set_watermark` is not called, by device; replaces those set before.
-
-        While a run is open nothing moves; it ends with the new marks. Returns the marks that count now.
-
-        Raises:
-            InvalidInput: as `set_watermark`; nothing is set then.
-        """
-        with self.exclusive():
-            changed = self.admission.set_default_watermarks(asked, moves=not self.caretaker.is_in_run())
-            self.sharing.exchange()
-            return changed
-
-    # -- components that a host moves
-
-    def steer(self, host: SteeringHost) -> None:
-        """Steer the components that a host moves itself ([Note: steered] in `steered.py`). Idempotent."""
-        with self.exclusive():
-            if host not in self.steered.hosts:
-                self.steered.take_host(host)
-                self.admission.keep_free_in_host()
-                self.capacity.outdate_plans()
-
-    def observe(self, read: Callable[[], Iterable[ObservedModel]]) -> None:
-        """Count the models that a host loaded by itself; the function returns them. Nothing is asked of them."""
-        with self.exclusive():
-            self.observed.watch(read)
-
-    def note_use(self, component: SteeredComponent) -> None:
-        """Note that the host uses a component that it moves, and tell the host the order in which others leave."""
-        with self.exclusive():
-            self.leases.touch(component)
-            self.admission.order_steered()
-            self.measures.sample()
-            self.measures.begin_use(component)
-            self.sharing.note_use(component)
-
-    def keep(
-        self, components: Iterable[Member | SteeredComponent], kept: bool, limit: KeepLimit = EVERYTHING_KEPT
-    ) -> None:
-        """Evict components last (True) or in the usual order (False); hosts that move components are told, too.
-
-        Args:
-            limit: up to how many bytes of a device each of them is kept.
-
-        Raises:
-            InvalidInput: the limit exceeds a device of one of them; nothing changes then.
-        """
-        with self.exclusive():
-            found = list(components)
-            for component in found if kept else ():
-                self.departures.refuse_limit(component, limit)
-            for component in found:
-                component.keep(kept, limit)
-            self.admission.order_steered()
-
-    def find(self, component_id: str) -> Member | SteeredComponent:
-        """Return a component by its id in the report. Raises `InvalidInput`."""
-        with self.exclusive():
-            return self.departures.find(component_id)
-
-    def release_from(
-        self, component: Member | SteeredComponent, device: str | None = None, *, reason: str
-    ) -> list[Departure]:
-        """Take one component off a device, or off all, now; it stays under management (`Departures.release`)."""
-        with self.exclusive():
-            self.leases.recover_abandoned(None)
-            return self.departures.release(component, device, reason=reason)
-
-    def release_between_runs(
-        self, component: Member | SteeredComponent | None, device: str | None = None, *, reason: str
-    ) -> list[Departure]:
-        """As `release_from`, for other threads than the one that runs prompts. No component: all of them.
-
-        Raises:
-            UnsafeState: a run is open.
-        """
-        with self.exclusive():  # a run that begins now waits until this has ended
-            self.refuse_in_run()
-            if component is not None:
-                return self.release_from(component, device, reason=reason)
-            self.leases.recover_abandoned(None)
-            return self.departures.release_all(device, reason=reason)
-
-    def move_between_runs(self, component: Member | SteeredComponent, placement: str) -> ComponentPlan:
-        """Give one component another placement: it leaves its devices, and is loaded there when it is used.
-
-        What loaded it keeps its own placement, which counts again when it is planned anew (`Registry.move`).
-
-        Args:
-            placement: as the nodes take it, such as ``gpu:1`` or ``gpu:0&gpu:1@30%``.
-
-        Raises:
-            InvalidInput, DoesNotFit: nothing has changed.
-            UnsafeState: a run is open, or the component computes now.
-        """
-        with self.exclusive():
-            self.refuse_in_run()
-            if not isinstance(component, Member):
-                raise InvalidInput(f"{component.id} is moved by its host; choose its device in its loader")
-            found = parse_placement(placement, devices=list(self.devices), components=[component.name])
-            self.leases.recover_abandoned(None)
-            plan = self.registry.move(component, found)[component.name]
-            component.mark_again()
-            return plan
-
-    def free_between_runs(self, reason: str) -> dict[str, int]:
-        """As `free_idle`, for other threads than the one that runs prompts. Raises `UnsafeState`: a run is open."""
-        with self.exclusive():
-            self.refuse_in_run()
-            return self.free_idle(reason)
-
-    def refuse_in_run(self) -> None:
-        if self.caretaker.is_in_run():
-            raise UnsafeState("a prompt is running; cancel it, or wait until it ends")
-
-    def lend(self, num_bytes: int, seconds: float, device: str | None = None) -> LendingReport:
-        """Keep so many bytes of a device free for another program, for a while (`Lending.lend`).
-
-        While a run is open what its host loads or moves stays; it leaves when the node that runs now ends.
-        """
-        with self.exclusive():
-            self.leases.recover_abandoned(None)
-            moves_hosted = not self.caretaker.is_in_run()
-            found = self.lending.find_device(device)
-            report = self.lending.lend(found, num_bytes, seconds, moves_hosted=moves_hosted)
-        self.caretaker.alarm.set(seconds)
-        return report
-
-    def take_back(self, device: str | None = None) -> Loan:
-        """End what `lend` began, before its time is up (`Lending.give_back`)."""
-        with self.exclusive():
-            return self.lending.give_back(self.lending.find_device(device))
-
-    # -- what is idle
-
-    def set_idle_limits(self, limits: IdleLimits) -> None:
-        """Keep so many components loaded, and unload those that were idle for so long; takes effect at once.
-
-        What a host loads or moves leaves between runs only.
-        """
-        with self.exclusive():
-            self.idle.take(limits)
-            self.idle.trim(moves_hosted=not self.caretaker.is_in_run())
-        self.caretaker.alarm.set(self.caretaker.look())
-
-    def ask_before_moving(self, is_running: Callable[[], bool]) -> None:
-        """Move what a host loads only while this says that the host runs nothing; asked beside our own runs."""
-        self.caretaker.ask(is_running)
-
     def look(self) -> float | None:
         """Do what is due now, as the alarm does (`Caretaker.look`)."""
         return self.caretaker.look()
-
-    def note_unload(self, component: SteeredComponent, freed_bytes: Mapping[str, int]) -> None:
-        """Note that the host took a component that it moves off its devices."""
-        with self.exclusive():
-            for device, num_bytes in freed_bytes.items():
-                if num_bytes:
-                    self.event_log.note(
-                        "evict",
-                        component.id,
-                        num_bytes,
-                        device,
-                        UNLOADED_BY_HOST,
-                        component_kind=component.kind,
-                        to="host",
-                    )
-            self.capacity.outdate_plans()
-            self.measures.sample()
 
     # -- members
 
@@ -473,15 +301,6 @@ class MemoryManager:
         require(watcher, Callable, what="watcher", allowed="a function of component, bytes done and bytes in all")  # type: ignore[arg-type]
         return self.leases.watch(watcher)
 
-    def load(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
-        """Load a hosted component now, within the ceilings that its host gives.
-
-        Raises as `acquire`.
-        """
-        with self.exclusive():
-            self.leases.touch(member)
-            self.leases.admit(member, ceilings)
-
     def computing(self, module: nn.Module) -> Member | None:
         """Return the component whose pass this thread runs and that was entered through a module; takes no lock."""
         return self.recovery.computing(module)
@@ -499,20 +318,6 @@ class MemoryManager:
             except (DoesNotFit, InvalidInput):
                 return member.managed.component.weight_bytes
 
-    def unload(self, member: Member) -> None:
-        """Take a hosted component off every device; it stays packed in host memory."""
-        with self.exclusive():
-            held = self.ledger.bytes_by_place(member.id)
-            if member.managed.unload():
-                kind, to = member.managed.component.kind, member.managed.plan.tier
-                for share in member.managed.shares:
-                    name = share.device.name
-                    self.event_log.note(
-                        "evict", member.id, held.get(name, 0), name, UNLOADED_BY_HOST, component_kind=kind, to=to
-                    )
-            self.capacity.outdate_plans()
-            self.measures.sample()
-
     def free_memory(
         self,
         device: str,
@@ -527,20 +332,6 @@ class MemoryManager:
             return self.admission.free_memory(
                 device, num_bytes, reason, exclude=exclude, allow_unrunnable=allow_unrunnable
             )
-
-    def free_idle(self, reason: str) -> dict[str, int]:
-        """Evict every idle component, and return the driver and the system their memory.
-
-        Returns the bytes freed of each accelerator.
-        """
-        self.drop_kept(reason)
-        freed = {}
-        for device in self.devices.values():
-            if not device.is_cpu:
-                freed[device.name] = self.free_memory(device.name, device.total_bytes(), reason)
-                device.empty_cache()
-        give_back_heap()
-        return freed
 
     # -- runs, nodes, report
 

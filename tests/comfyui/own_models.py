@@ -331,7 +331,7 @@ def compare(model: nn.Module, inputs: Inputs, manager: MemoryManager) -> dict[st
             )
             try:
                 if is_hosted:
-                    manager.load(member)
+                    manager.hosting.load(member)
                 for given in (here, here) if is_hosted else (inputs, here):
                     got = outputs_of(model, copy.deepcopy(given))
                     if len(got) != len(want) or not all(map(torch.equal, got, want)):

@@ -74,7 +74,7 @@ def test_the_node_unloads_what_is_idle_for_so_many_minutes(manager: MemoryManage
 
 def test_the_nodes_limits_count_again_each_time_that_it_runs(manager: MemoryManager) -> None:
     told(2, 10.0)
-    manager.set_idle_limits(IdleLimits(num_loaded=5))  # as the page's settings do
+    manager.requests.set_idle_limits(IdleLimits(num_loaded=5))  # as the page's settings do
     first, second = (HighwaterLimits.fingerprint_inputs(max_loaded=2, idle_minutes=10.0) for _ in range(2))
     assert first != second, "a host runs it again, though its widgets are the same"
     told(2, 10.0)

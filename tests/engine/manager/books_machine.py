@@ -159,7 +159,7 @@ class BooksMachine(RuleBasedStateMachine):
         self.note("begin", policy)
         self.manager.set_watermark("*", low * KIB, (low + span) * KIB)
         self.host = Host()
-        self.manager.steer(self.host)
+        self.manager.hosting.steer(self.host)
         # Its thread would move something between two looks at the books; the rule `later` does what it does.
         self.manager.caretaker.alarm.set = lambda delay_s: None  # type: ignore[method-assign]
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
@@ -368,7 +368,7 @@ class BooksMachine(RuleBasedStateMachine):
     def lend(self, device: int, kib: int) -> None:
         gpu = self.manager.devices[f"gpu:{device}"]
         try:
-            report = self.manager.lend(kib * KIB, 60, gpu.name)
+            report = self.manager.requests.lend(kib * KIB, 60, gpu.name)
         except REFUSALS as error:
             self.note("lend", type(error).__name__)
             return
@@ -378,7 +378,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(device=GPUS)
     def give_back(self, device: int) -> None:
         try:
-            self.manager.take_back(f"gpu:{device}")
+            self.manager.requests.take_back(f"gpu:{device}")
         except UnsafeState as error:
             self.note("give back", type(error).__name__)
             return
@@ -386,7 +386,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(num_loaded=st.none() | st.integers(1, 4), idle_s=st.sampled_from([None, IDLE_S]))
     def limit_idle(self, num_loaded: int | None, idle_s: float | None) -> None:
-        self.manager.set_idle_limits(IdleLimits(num_loaded=num_loaded, idle_s=idle_s))
+        self.manager.requests.set_idle_limits(IdleLimits(num_loaded=num_loaded, idle_s=idle_s))
         if num_loaded is not None:
             assert len(self.loaded()) <= max(num_loaded, len(self.loaded() & self.fixed()))
         self.note("idle limits")
@@ -421,7 +421,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule()
     def free_idle(self) -> None:
-        self.manager.free_idle("a test asked")
+        self.manager.requests.free_idle("a test asked")
         for component in self.components:
             if not component.leases and component.placement != ON_OTHER_GPU:
                 held = self.manager.ledger.bytes_by_place(component.name)
@@ -449,7 +449,7 @@ class BooksMachine(RuleBasedStateMachine):
         component = SmallPages("dynamic", min(pages, room))
         component.leave_first = lambda device: None
         self.host.held.append(component)
-        self.manager.note_use(component)
+        self.manager.hosting.note_use(component)
         self.note("pages of the host")
 
     # -- trouble

@@ -101,12 +101,12 @@ def test_a_hosts_ceiling_and_what_is_to_stay_free_do_not_add_up(toys, machine, p
             node_id=None,
             is_hosted=True,
         )
-        manager.load(member, {"gpu:0": int(0.9 * MIB)})
+        manager.hosting.load(member, {"gpu:0": int(0.9 * MIB)})
         assert 0.8 * MIB < manager.ledger.used("gpu:0") <= 0.9 * MIB
         freed = manager.free_memory("gpu:0", 64 << 10, "the host asks")
         assert 64 << 10 <= freed < 192 << 10
         filler = torch.empty(int(2.5 * MIB), dtype=torch.uint8, device="sim:0")
-        manager.load(member, {"gpu:0": int(0.9 * MIB)})
+        manager.hosting.load(member, {"gpu:0": int(0.9 * MIB)})
         assert manager.ledger.used("gpu:0") <= 0.5 * MIB
         del filler
 

@@ -240,15 +240,15 @@ def test_a_host_is_told_and_left_with_what_measured_times_decide(machine, seed: 
             node_id=None,
             is_hosted=True,
         )
-        manager.load(member)
+        manager.hosting.load(member)
         for _ in range(5):
             net(x.to("sim:0"))
         assert member.block_seconds is not None
-        manager.unload(member)
-        manager.load(member)
-        manager.unload(member)
+        manager.hosting.unload(member)
+        manager.hosting.load(member)
+        manager.hosting.unload(member)
         told = manager.planned_bytes(member, "gpu:0")
-        manager.load(member)
+        manager.hosting.load(member)
         assert told == manager.ledger.held("model", "gpu:0")
         manager.free_memory("gpu:0", 1, "the host asks")
         assert manager.ledger.held("model", "gpu:0") < told

@@ -250,7 +250,7 @@ def test_what_a_plan_lacks_is_asked_for_while_the_run_lasts(shared, toys, sim) -
     with manage(net, manager=manager):
         net(X)
         whole = manager.ledger.held("model", "gpu:0")
-        manager.free_idle("test")
+        manager.requests.free_idle("test")
         sim.occupy(0, ROOM - whole // 2)
         for idle, asked in ((0, False), (whole, True)):
             says.say(idle_bytes=idle, used_bytes=whole)
@@ -299,7 +299,7 @@ def test_what_others_lend_is_free_for_nobody(shared, toys) -> None:
         assert torch.equal(net(X).cpu(), expected)
         assert manager.ledger.held("model", "gpu:0") <= whole // 2
         manager.end_run()
-        manager.lend(MIB // 4, 60)
+        manager.requests.lend(MIB // 4, 60)
         manager.look()
         assert says.heard().lent_bytes == MIB // 4
 
@@ -309,13 +309,13 @@ def test_what_another_process_lends_is_not_lent_again(shared) -> None:
     says.say(lent_bytes=ROOM - MIB // 2)
     manager.look()
     with pytest.raises(UnsafeState, match=r"MiB lent by another process; allowed now: up to 0.50MiB"):
-        manager.lend(MIB, 60)
-    manager.lend(MIB // 2, 60)
+        manager.requests.lend(MIB, 60)
+    manager.requests.lend(MIB // 2, 60)
 
 
 def test_what_other_processes_take_is_not_taken_for_the_borrowers(shared, sim) -> None:
     manager, says = shared
-    manager.lend(MIB, 60)
+    manager.requests.lend(MIB, 60)
     sim.occupy(0, MIB // 2)
     says.say(used_bytes=MIB // 2)
     manager.look()
@@ -323,7 +323,7 @@ def test_what_other_processes_take_is_not_taken_for_the_borrowers(shared, sim) -
     sim.occupy(0, MIB // 2 + MIB // 4)
     assert manager.capacity.lent_bytes("gpu:0") == MIB - MIB // 4
     sim.occupy(0, 0)
-    manager.take_back()
+    manager.requests.take_back()
 
 
 class Wanting(Paged):
@@ -338,14 +338,14 @@ class Wanting(Paged):
 def test_what_a_host_would_load_is_asked_for(shared, sim) -> None:
     manager, says = shared
     component = Wanting("dynamic", 2)
-    manager.steer(Host(component))
+    manager.hosting.steer(Host(component))
     sim.occupy(0, MIB)
     says.say(used_bytes=MIB, idle_bytes=MIB // 2)
     # It has half a MiB, and as much is free.
     for num_wanted, asked in ((2, 0), (4, 0), (5, MIB // 4), (7, MIB // 2)):
         component.num_wanted = num_wanted
         manager.begin_run("r", "run")
-        manager.note_use(component)
+        manager.hosting.note_use(component)
         assert says.heard().need_bytes == asked
         manager.end_run()
         assert says.heard().need_bytes == 0
@@ -356,7 +356,7 @@ def test_what_a_host_would_load_is_asked_for(shared, sim) -> None:
 def test_what_a_host_moves_leaves_for_others(shared, sim) -> None:
     manager, says = shared
     component = Paged("dynamic", 4)
-    manager.steer(Host(component))
+    manager.hosting.steer(Host(component))
     sim.occupy(0, MIB)
     manager.look()
     says.say(need_bytes=MIB // 2)
@@ -454,7 +454,7 @@ def test_processes_with_simulated_devices_share_nothing_unless_they_are_told_to(
 def test_a_manager_that_ends_gives_its_slot_back(machine, folder: Path) -> None:
     with machine(8) as unshared:
         manager = MemoryManager(shared_folder=folder)
-        manager.set_idle_limits(IdleLimits())
+        manager.requests.set_idle_limits(IdleLimits())
         shared = manager.capacity.neighbours.shared["gpu:0"]
         other = Other(shared.path)
         try:

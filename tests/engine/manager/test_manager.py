@@ -115,7 +115,7 @@ def test_what_a_host_puts_in_place_of_a_blocks_weights_is_not_computed_with(toys
             node_id=None,
             is_hosted=True,
         )
-        manager.load(member)
+        manager.hosting.load(member)
         want = net(x).cpu()
         block = net.get_submodule(member.managed.component.blocks[2].name)
         for _ in range(3):
@@ -140,15 +140,15 @@ def test_room_for_a_component_that_its_host_loads_again_is_not_taken_from_it(toy
         )
         coming, idle = members
         for member in members:
-            manager.load(member)
+            manager.hosting.load(member)
         whole = used(manager, "a")
         freed = manager.free_memory("gpu:0", whole // 2, "the host asks", exclude=[coming.id])
         assert used(manager, "a") == whole
         assert used(manager, "b") == whole - freed <= whole // 2
-        manager.unload(idle)
+        manager.hosting.unload(idle)
         assert manager.free_memory("gpu:0", 1, "the host asks", exclude=[coming.id]) == 0
         assert used(manager, "a") == whole
-        manager.load(idle)
+        manager.hosting.load(idle)
         assert manager.free_memory("gpu:0", 1, "the host asks") == whole - used(manager, "a") > 0  # idle longest
 
 

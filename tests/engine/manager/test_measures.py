@@ -196,7 +196,7 @@ def test_a_nodes_activations_are_its_own_and_no_weights(toys, machine) -> None:
     with machine(16) as manager:
         manage({"net": net}, placement="gpu:0", manager=manager)
         net(x)
-        manager.steer(StaticHost(static := Static("flux")))
+        manager.hosting.steer(StaticHost(static := Static("flux")))
         earlier = held(MIB)
         manager.begin_run("r", "w")
         manager.begin_node("1", "Idle")
@@ -317,7 +317,7 @@ def test_what_a_host_loads_by_itself_is_shown_and_is_no_activation(toys, machine
         manage({"clip": toys.build_net()}, placement="gpu:0", manager=manager)
         models = [Counted("clip"), Counted("clip")]
         for _ in range(2):
-            manager.observe(models.copy)  # the same once
+            manager.hosting.observe(models.copy)  # the same once
         manager.begin_node("1", "CLIPTextEncode")
         models[0].weights.append(held(2 * MIB))
         held(MIB // 2)

@@ -85,7 +85,7 @@ def evictions(manager: MemoryManager) -> list[str]:
 @torch.no_grad()
 def test_the_report_reads_its_bytes_as_they_are_now(toys, machine) -> None:
     with machine(8) as manager:
-        manager.steer(Host(other := Paged("flux", 6, node_id="7")))
+        manager.hosting.steer(Host(other := Paged("flux", 6, node_id="7")))
         for num_pages in (6, 2):
             del other.pages[num_pages:]
             report = manager.report()
@@ -102,7 +102,7 @@ def test_the_report_reads_its_bytes_as_they_are_now(toys, machine) -> None:
 def test_its_idle_pages_are_room_for_ours(toys, machine) -> None:
     """5 MiB, of which 4 are pages that no forward uses: without them a net of 1.1 would stream."""
     with machine(5) as manager:
-        manager.steer(Host(other := Paged("flux", 16)))
+        manager.hosting.steer(Host(other := Paged("flux", 16)))
         net = toys.build_net()
         managed = manage({"ours": net}, placement="gpu:0", manager=manager)
         net(X)
@@ -117,7 +117,7 @@ def test_its_idle_pages_are_room_for_ours(toys, machine) -> None:
 @torch.no_grad()
 def test_what_computes_keeps_its_pages(toys, machine) -> None:
     with machine(5) as manager:
-        manager.steer(Host(other := Paged("flux", 16)))
+        manager.hosting.steer(Host(other := Paged("flux", 16)))
         other.computes = True
         net = toys.build_net()
         managed = manage({"ours": net}, placement="gpu:0", manager=manager)
@@ -134,11 +134,11 @@ def test_what_computes_keeps_its_pages(toys, machine) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_both_kinds_leave_in_one_order(toys, machine, last: str, kept: bool) -> None:
     with machine(8) as manager:
-        manager.steer(Host(other := Paged("flux", 6)))
+        manager.hosting.steer(Host(other := Paged("flux", 6)))
         nets = {"ours": toys.build_net()}
         managed = manage(nets, placement="gpu:0", manager=manager)
         nets["ours"](X)
-        manager.note_use(other)
+        manager.hosting.note_use(other)
         if last == "ours":
             nets["ours"](X)
         other.keep(kept)
@@ -153,8 +153,8 @@ def test_both_kinds_leave_in_one_order(toys, machine, last: str, kept: bool) -> 
 def test_the_order_holds_from_the_first_question_on(machine) -> None:
     with machine(8) as manager:
         newest, noted, oldest = (Paged(name, 1) for name in ("newest", "noted", "oldest"))
-        manager.note_use(noted)
-        manager.steer(Host(newest, noted, oldest))
+        manager.hosting.note_use(noted)
+        manager.hosting.steer(Host(newest, noted, oldest))
         manager.free_memory("gpu:0", 1, "asked for")
         assert [len(component.pages) for component in (newest, noted, oldest)] == [1, 1, 0]
         for component in (newest, noted):
@@ -166,11 +166,11 @@ def test_one_whose_use_was_not_noted_is_as_old_as_the_host_says(toys, machine) -
     """The host's list is in the order of use; of three one was noted, and ours before it."""
     with machine(8) as manager:
         newest, noted, oldest = (Paged(name, 1) for name in ("newest", "noted", "oldest"))
-        manager.steer(Host(newest, noted, oldest))
+        manager.hosting.steer(Host(newest, noted, oldest))
         nets = {"ours": toys.build_net()}
         managed = manage(nets, placement="gpu:0", manager=manager)
         nets["ours"](X)
-        manager.note_use(noted)
+        manager.hosting.note_use(noted)
         order = []
         for _ in range(4):
             manager.free_memory("gpu:0", 1, "asked for")
@@ -185,14 +185,14 @@ def test_the_host_is_told_the_order_in_which_they_leave(machine) -> None:
     """The last one told is the first to leave."""
     with machine(8) as manager:
         a, b, c = (Paged(name, 1) for name in "abc")
-        manager.steer(host := Host(a, b, c))
+        manager.hosting.steer(host := Host(a, b, c))
         for used in (a, b, c, a):
             host.order.clear()
-            manager.note_use(used)
+            manager.hosting.note_use(used)
         assert host.order == ["a", "c", "b"]
         for kept, order in ((True, ["b", "a", "c"]), (False, ["a", "c", "b"])):
             host.order.clear()
-            manager.keep([b], kept)
+            manager.requests.keep([b], kept)
             assert host.order == order
         for component in (a, b, c):
             component.pages.clear()
@@ -200,7 +200,7 @@ def test_the_host_is_told_the_order_in_which_they_leave(machine) -> None:
 
 def test_the_host_keeps_free_the_largest_mark_that_was_set(machine) -> None:
     with machine(8, 8) as manager:
-        manager.steer(host := Host())
+        manager.hosting.steer(host := Host())
         manager.set_watermark("gpu:0", MIB, 2 * MIB)
         manager.set_watermark("gpu:1", 3 * MIB, 4 * MIB)
         assert host.kept[-1] == 3 * MIB
@@ -213,14 +213,14 @@ def test_the_host_keeps_free_the_largest_mark_that_was_set(machine) -> None:
 def test_a_mark_that_was_set_before_the_host_came_counts(machine) -> None:
     with machine(8) as manager:
         manager.set_watermark("gpu:0", MIB, 2 * MIB)
-        manager.steer(host := Host())
+        manager.hosting.steer(host := Host())
         assert host.kept == [MIB]
 
 
 @torch.no_grad()
 def test_names_differ_in_either_order(toys, machine) -> None:
     with machine(8) as manager:
-        manager.steer(host := Host(Paged("flux", 1)))
+        manager.hosting.steer(host := Host(Paged("flux", 1)))
         assert [row["id"] for row in manager.report()["components"]] == ["flux"]
         managed = manage({"flux": toys.build_net()}, placement="gpu:0", manager=manager)
         assert {row["id"] for row in manager.report()["components"]} == {"flux", "flux#2"}
@@ -234,9 +234,9 @@ def test_names_differ_in_either_order(toys, machine) -> None:
 
 def test_a_component_that_the_host_unloads_leaves_an_event(machine) -> None:
     with machine(8) as manager:
-        manager.steer(Host(other := Paged("flux")))
-        manager.note_use(other)
-        manager.note_unload(other, {"gpu:0": PAGE})
+        manager.hosting.steer(Host(other := Paged("flux")))
+        manager.hosting.note_use(other)
+        manager.hosting.note_unload(other, {"gpu:0": PAGE})
         (event,) = [event for event in manager.report()["events"] if event["kind"] == "evict"]
         assert (event["component"], event["bytes"], event["reason"]) == ("flux", PAGE, "ComfyUI unloaded it")
 
@@ -244,7 +244,7 @@ def test_a_component_that_the_host_unloads_leaves_an_event(machine) -> None:
 @torch.no_grad()
 def test_what_the_host_has_page_locked_counts_towards_our_limit(toys, machine) -> None:
     with machine(8) as manager:
-        manager.steer(host := Host())
+        manager.hosting.steer(host := Host())
         before = manager.machine().pinned_bytes
         host.pinned = before // 2
         assert manager.machine().pinned_bytes <= before - host.pinned + MIB * 64  # RAM changes meanwhile
@@ -255,10 +255,10 @@ def test_what_the_host_has_page_locked_counts_towards_our_limit(toys, machine) -
 @torch.no_grad()
 def test_a_node_reports_what_it_used(toys, machine) -> None:
     with machine(8) as manager:
-        manager.steer(Host(other := Paged("flux", 3, node_id="4")))
+        manager.hosting.steer(Host(other := Paged("flux", 3, node_id="4")))
         manager.begin_run("run", "run")
         manager.begin_node("9", "KSampler")
-        manager.note_use(other)
+        manager.hosting.note_use(other)
         sampler = manager.end_node()
         manager.begin_node("4", "Manage Model")
         loader = manager.end_node()
@@ -278,7 +278,7 @@ def test_two_hosts_are_seen_as_one(toys, machine) -> None:
         one, other = Host(a := Paged("a", 2)), Host(b := Paged("b", 3))
         one.pinned, other.pinned = 5, 7
         for host in (one, other, one):
-            manager.steer(host)
+            manager.hosting.steer(host)
         assert [row["id"] for row in manager.report()["components"]] == ["a", "b"]
         assert manager.steered.pinned_bytes() == 12
         manager.set_watermark("gpu:0", MIB, 2 * MIB)

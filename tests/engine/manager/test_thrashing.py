@@ -143,7 +143,7 @@ def test_another_model_of_the_same_file_counts_on(machine, tmp_path: Path, repla
                 save_file({"0.weight": torch.rand(256, 256)}, path)
             manager.begin_run(str(number), "run")
             member = load_file_anew(manager, path)
-            manager.load(member)
+            manager.hosting.load(member)
             manager.free_memory("gpu:0", member.managed.plan.weight_bytes, "wan needs it")
             manager.end_run()
             manager.discard(member)
@@ -207,7 +207,7 @@ def run_steered(manager: MemoryManager, *components: Known, number: int = 0, tak
     manager.begin_run(str(number), "steered")
     for component in components:
         manager.begin_node(component.name, component.name)
-        manager.note_use(component)
+        manager.hosting.note_use(component)
         for other in taken:
             if other is not component:
                 other.pages.clear()
@@ -224,7 +224,7 @@ def run_steered(manager: MemoryManager, *components: Known, number: int = 0, tak
 def test_what_the_host_moves_thrashes_too(toys, machine, tells: bool) -> None:
     with machine(2.4) as manager:
         other, third = Known("flux", 6), Known("wan", 3)
-        manager.steer(Host(other, third))
+        manager.hosting.steer(Host(other, third))
         nets = {"ours": toys.build_net()}
         managed = manage(nets, placement="gpu:0", manager=manager)
         for number in range(5):
@@ -251,14 +251,14 @@ def test_what_the_host_moves_thrashes_too(toys, machine, tells: bool) -> None:
 @pytest.mark.parametrize("why", ["it fits", "released", "a limit", "between runs"])
 def test_what_left_for_nobody_does_not_thrash(machine, why: str) -> None:
     with machine(8) as manager:
-        manager.steer(Host(other := Known("flux", 6), third := Known("wan", 3)))
+        manager.hosting.steer(Host(other := Known("flux", 6), third := Known("wan", 3)))
         if why == "a limit":
-            manager.set_idle_limits(IdleLimits(num_loaded=1))
+            manager.requests.set_idle_limits(IdleLimits(num_loaded=1))
         for number in range(8):
             run_steered(manager, other, third, number=number)
             if why == "released":
                 manager.begin_run("release", "release")
-                manager.release_from(other, reason="asked for")
+                manager.requests.release_from(other, reason="asked for")
                 manager.end_run()
             elif why == "between runs":
                 other.pages.clear()
@@ -275,14 +275,14 @@ def test_ours_that_left_because_its_user_asked_does_not_thrash(toys, machine, ho
         net = toys.build_net()
         managed = manage({"a": net}, placement="gpu:0", manager=manager)
         if how == "a limit":
-            manager.set_idle_limits(IdleLimits(idle_s=1e-9))
+            manager.requests.set_idle_limits(IdleLimits(idle_s=1e-9))
         for number in range(8):
             run_all(manager, {"a": net}, 1)
             if how == "a limit":
                 manager.look()
             else:
                 manager.begin_run(str(number), "release")
-                manager.release_from(manager.members["a"], reason="asked for")
+                manager.requests.release_from(manager.members["a"], reason="asked for")
                 manager.end_run()
         assert len([event for event in events(manager, "evict") if event["component"] == "a"]) >= 5
         assert not events(manager, "thrashing")
@@ -295,7 +295,7 @@ def test_the_remedy_is_no_budget_for_what_takes_none(machine) -> None:
         takes_budgets = False
 
     with machine(4) as manager:
-        manager.steer(Host(other := Known("flux", 6), third := Unmanaged("wan", 7)))
+        manager.hosting.steer(Host(other := Known("flux", 6), third := Unmanaged("wan", 7)))
         for number in range(5):
             run_steered(manager, other, third, number=number, taken=(other, third))
         reasons = {event["component"]: event["reason"] for event in events(manager, "thrashing")}
@@ -309,7 +309,7 @@ def test_the_remedy_is_no_budget_for_what_takes_none(machine) -> None:
 def test_another_object_of_the_same_files_counts_on(machine) -> None:
     """The host drops each model when the next prompt begins, and loads its file into a new one."""
     with machine(4) as manager:
-        manager.steer(host := Host())
+        manager.hosting.steer(host := Host())
         for number in range(4):
             first, second = (Known(name, 6, file=f"{name}.safetensors") for name in ("flux", "wan"))
             host.held[:] = [first, second]
@@ -358,7 +358,7 @@ def test_what_comes_back_is_what_had_left_since_the_last_use() -> None:
 @torch.no_grad()
 def test_growth_of_what_the_host_moves_says_since_which_change(machine) -> None:
     with machine(8) as manager:
-        manager.steer(host := Host(small := Known("flux", 3)))
+        manager.hosting.steer(host := Host(small := Known("flux", 3)))
         for number in range(2):
             run_steered(manager, small, number=number)
         assert not events(manager, "growth")
@@ -378,14 +378,14 @@ def test_growth_of_what_the_host_moves_says_since_which_change(machine) -> None:
 def test_growth_of_activations_of_what_the_host_moves(machine) -> None:
     """A run in which weights come to the device tells nothing, as patches are applied to them then."""
     with machine(8) as manager:
-        manager.steer(Host(other := Known("flux", 6)))
+        manager.hosting.steer(Host(other := Known("flux", 6)))
 
         def run(activation_bytes: int, *, loses: int = 0) -> list[str]:
             before = len(events(manager, "growth"))
             del other.pages[len(other.pages) - loses :]
             manager.begin_run("run", "steered")
             manager.begin_node("7", "KSampler")
-            manager.note_use(other)
+            manager.hosting.note_use(other)
             other.fill()
             torch.empty(activation_bytes, dtype=torch.uint8, device="sim:0")
             manager.end_node()
@@ -405,7 +405,7 @@ def test_growth_of_activations_of_what_the_host_moves(machine) -> None:
 @torch.no_grad()
 def test_an_eviction_of_what_the_host_moves_says_how_long_a_reload_takes(machine) -> None:
     with machine(8) as manager:
-        manager.steer(Host(other := Known("flux", 6)))
+        manager.hosting.steer(Host(other := Known("flux", 6)))
         (candidate,) = manager.capacity.candidates(manager.devices["gpu:0"], None)
         assert candidate.reload_s_per_byte is None
         manager.capacity.links["gpu:0"] = 1e6

@@ -310,7 +310,7 @@ def test_what_a_host_gives_stays_where_it_is(machine, place: str) -> None:
             node_id=None,
             is_hosted=True,
         )
-        manager.load(member)
+        manager.hosting.load(member)
         parts = [torch.randn(2, 4, WIDTH, device="sim:0")]
         out = {"video": torch.zeros(2, 4, WIDTH), "last": [torch.ones(3)]}
         note = Slotted(torch.zeros(3))

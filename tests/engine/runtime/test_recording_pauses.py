@@ -223,7 +223,7 @@ def test_what_a_hosted_component_gives_up_on_entry_is_not_recorded(
     recorder.leave()  # with it the devices know no peaks, from which needs are learned
     with machine(16) as manager:
         member = add(manager, net, is_hosted=True)
-        manager.load(member)
+        manager.hosting.load(member)
         x = torch.zeros(1, 1000, DIM, device="sim:0")
         net(x)
         out = net(x)

@@ -452,14 +452,14 @@ def test_a_hosted_model_shrinks_as_it_is_entered(machine, unloads: bool) -> None
         )
         for number in range(4):
             manager.begin_run(str(number), "run")
-            manager.load(control)
-            manager.load(member)
+            manager.hosting.load(control)
+            manager.hosting.load(member)
             if not number:
                 with pytest.raises(torch.OutOfMemoryError, match="the next run keeps"):
                     module(x.to("sim:0"))
                 if unloads:
-                    manager.unload(member)
-                    manager.unload(control)
+                    manager.hosting.unload(member)
+                    manager.hosting.unload(control)
             else:
                 for _ in range(2):
                     other(x[:, :1].to("sim:0"))
@@ -478,12 +478,12 @@ def test_a_vae_whose_host_goes_on_in_tiles_is_not_kept_small_by_what_failed(mach
         member, model = host(manager, {"vae": vae, "model": other}, {"vae": "vae", "model": "diffusion"})
         for number in range(5):
             manager.begin_run(str(number), "run")
-            manager.load(model)
+            manager.hosting.load(model)
             other(tile.to("sim:0"))
-            manager.load(member)
+            manager.hosting.load(member)
             with pytest.raises(torch.OutOfMemoryError):
                 vae(whole.to("sim:0"))
-            manager.load(member)
+            manager.hosting.load(member)
             for _ in range(4):
                 vae(tile.to("sim:0"))
             assert len(member.managed.plan.shares[0].resident) == 4

@@ -68,7 +68,7 @@ def test_a_released_module_is_freed_with_its_last_reference(
 
         net, member = join()
         if is_hosted:
-            manager.load(member)
+            manager.hosting.load(member)
         if trouble is not None:
 
             def fail(*_: object) -> None:

@@ -123,7 +123,7 @@ def hosted(
     )
     inner = model.diffusion_model
     inner.call = lambda call, given: repeat_if_short(inner, call, given, why_not=lambda _: why_not, manager=manager)
-    manager.load(member)
+    manager.hosting.load(member)
     yield member
     inner.call = lambda call, given: call()
 
@@ -252,8 +252,8 @@ def test_a_step_that_does_not_fit_beside_the_weights_is_repeated_once(sim, machi
             assert member.managed.plan.shares[0].streamed
             assert_books(sim, manager)
             manager.begin_run("next", "next")
-            manager.unload(member)
-            manager.load(member)
+            manager.hosting.unload(member)
+            manager.hosting.load(member)
             model.diffusion_model.forget()
             assert torch.equal(sample(model, length=LENGTH), want)
             assert len(events(manager, "recover")) == 1

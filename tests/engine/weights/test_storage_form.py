@@ -289,7 +289,7 @@ def test_a_forward_computes_with_what_the_form_decodes(toys, machine, form, mode
         given = x.to("sim:0") if is_hosted and mode != "cpu" else x
         for _ in range(3):
             if is_hosted:
-                manager.load(managed)
+                manager.hosting.load(managed)
             assert torch.equal(net(given).cpu(), plain(x))
             manager.ledger.check()
         plan, component = managed.managed.plan, managed.managed.component
@@ -384,7 +384,7 @@ def test_a_host_overwrites_weights_in_their_form(toys, machine, form, mode: str,
         net = toys.build_net()
         member = managed_net(net, manager, mode, form, is_hosted=True)
         if is_loaded:
-            manager.load(member)
+            manager.hosting.load(member)
         for block in (*plain.doubles, *plain.singles):
             block.up.weight.copy_(coded(form, 3.0 * block.up.weight))
         for group in member.managed.groups:
@@ -394,7 +394,7 @@ def test_a_host_overwrites_weights_in_their_form(toys, machine, form, mode: str,
                     assert wide.dtype is torch.float32 and wide.is_contiguous()
                     group.overwrite(slot.spec.name, 3.0 * wide)
         for round_number in range(2):
-            manager.load(member)
+            manager.hosting.load(member)
             assert torch.equal(net(X.to("sim:0")).cpu(), plain(X)), round_number
             member.managed.unload()
         del group, slot

@@ -1,0 +1,95 @@
+"""What a host tells of models that it loads, moves and unloads itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from .card_sharing import CardSharing
+from .eviction import UNLOADED_BY_HOST
+from .leases import Leases
+from .member import Member
+from .observed import Observed, ObservedModel
+from .steered import SteeredComponent, SteeringHost
+
+__all__ = ["Hosting"]
+
+
+class Hosting:
+    """Takes what hosts say into the books. Takes the manager's lock."""
+
+    def __init__(self, leases: Leases, observed: Observed, sharing: CardSharing) -> None:
+        self.lock = leases.lock
+        self.leases = leases
+        self.observed = observed
+        self.sharing = sharing
+        self.admission = leases.admission
+        self.capacity = leases.capacity
+        self.event_log = leases.event_log
+        self.measures = leases.measures
+        self.ledger = leases.ledger
+
+    # -- models that the host moves
+
+    def steer(self, host: SteeringHost) -> None:
+        """Steer the components that a host moves itself ([Note: steered] in `steered.py`). Idempotent."""
+        with self.lock.exclusive():
+            if host not in self.capacity.steered.hosts:
+                self.capacity.steered.take_host(host)
+                self.admission.keep_free_in_host()
+                self.capacity.outdate_plans()
+
+    def observe(self, read: Callable[[], Iterable[ObservedModel]]) -> None:
+        """Count the models that a host loaded by itself; the function returns them. Nothing is asked of them."""
+        with self.lock.exclusive():
+            self.observed.watch(read)
+
+    def note_use(self, component: SteeredComponent) -> None:
+        """Note that the host uses a component that it moves, and tell the host the order in which others leave."""
+        with self.lock.exclusive():
+            self.leases.touch(component)
+            self.admission.order_steered()
+            self.measures.sample()
+            self.measures.begin_use(component)
+            self.sharing.note_use(component)
+
+    def note_unload(self, component: SteeredComponent, freed_bytes: Mapping[str, int]) -> None:
+        """Note that the host took a component that it moves off its devices."""
+        with self.lock.exclusive():
+            for device, num_bytes in freed_bytes.items():
+                if num_bytes:
+                    self.event_log.note(
+                        "evict",
+                        component.id,
+                        num_bytes,
+                        device,
+                        UNLOADED_BY_HOST,
+                        component_kind=component.kind,
+                        to="host",
+                    )
+            self.capacity.outdate_plans()
+            self.measures.sample()
+
+    # -- components that the host loads and unloads as a whole
+
+    def load(self, member: Member, ceilings: Mapping[str, int] | None = None) -> None:
+        """Load a hosted component now, within the ceilings that its host gives.
+
+        Raises as `acquire`.
+        """
+        with self.lock.exclusive():
+            self.leases.touch(member)
+            self.leases.admit(member, ceilings)
+
+    def unload(self, member: Member) -> None:
+        """Take a hosted component off every device; it stays packed in host memory."""
+        with self.lock.exclusive():
+            held = self.ledger.bytes_by_place(member.id)
+            if member.managed.unload():
+                kind, to = member.managed.component.kind, member.managed.plan.tier
+                for share in member.managed.shares:
+                    name = share.device.name
+                    self.event_log.note(
+                        "evict", member.id, held.get(name, 0), name, UNLOADED_BY_HOST, component_kind=kind, to=to
+                    )
+            self.capacity.outdate_plans()
+            self.measures.sample()
