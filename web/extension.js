@@ -5,10 +5,13 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, shownIn } from "./badges.js";
 import { detailOf, fillDetail, makeDetail } from "./detail.js";
-import { makeTextBox, noticeOfEvent, noticeOfFailure } from "./readout.js";
+import { useLanguage } from "./page_texts.js";
+import { noticeOfEvent, noticeOfFailure } from "./readout.js";
 import { makeAsker, makeSoon } from "./report.js";
 import { limitBody, limitsText } from "./limits.js";
+import { addNotes, addTextBox, showReports } from "./node_boxes.js";
 import { makeListener } from "./settings.js";
+import { text } from "./texts.js";
 import { marksText } from "./watermark.js";
 
 /** @typedef {import("./badges.js").NodeReport & { run_id: string }} NodeReport */
@@ -24,8 +27,6 @@ const ASK_IN_NODE_MS = 1_000;
 // What changes while the page is open; executions of nodes are told one by one.
 const NOW = "components,loaders,open_nodes";
 const TYPING_MS = 1_000;
-const NOTE_HEIGHT = 56;
-const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
 const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Limits|Verify|VerifyPipeline)$)/;
 
 /**
@@ -68,9 +69,9 @@ function showNodes() {
   let isChanged = false;
   for (const key of new Set([...shown.keys(), ...Object.keys(store)])) {
     if (!key.startsWith(`${root.id}/`)) continue;
-    const text = badgeText(shown.get(key) ?? { parts: [] });
-    if ((store[key] ?? "") === text) continue;
-    store[key] = text;
+    const badge = badgeText(shown.get(key) ?? { parts: [] });
+    if ((store[key] ?? "") === badge) continue;
+    store[key] = badge;
     isChanged = true;
   }
   if (isChanged) app.canvas?.setDirty(true, true); // the canvas renderer draws on demand
@@ -133,7 +134,7 @@ function take(report) {
 function tellFailure(error) {
   console.warn("highwater: the report could not be read:", error);
   const reason = error instanceof Error ? error.message : String(error);
-  notify({ severity: "warn", summary: "Memory badges may be out of date", detail: `No report from the server: ${reason}` });
+  notify({ severity: "warn", summary: text("notice.no_report"), detail: text("notice.no_report_why", { reason }) });
 }
 
 const ask = makeAsker(fetchReport, { show: take, fail: tellFailure });
@@ -167,13 +168,13 @@ async function makeTinyPipelines() {
 /** Lend memory of a device to another program: asks how much, and for how long. */
 async function lend() {
   const summary = "Lend GPU memory";
-  const text = await app.extensionManager.dialog.prompt({
+  const wish = await app.extensionManager.dialog.prompt({
     title: summary,
     message: "How much, for how long, and where there are several GPUs, of which: 8GiB 60s gpu:0",
     defaultValue: "8GiB 60s",
   });
-  if (!text) return;
-  const [size, time, device] = text.trim().split(/\s+/);
+  if (!wish) return;
+  const [size, time, device] = wish.trim().split(/\s+/);
   const body = { size: size ?? "", for: time ?? "", ...(device ? { device } : {}) };
   await change(summary, "lend", body, (answer) => {
     const missing = answer.missing_bytes ? ` ${toMiB(answer.missing_bytes)} follow when the node that runs ends.` : "";
@@ -305,6 +306,7 @@ app.registerExtension({
   },
 
   afterConfigureGraph() {
+    useLanguage(); // the page opens the workflow again when its language is changed
     closeDetail();
     showNodes();
     showReports();
@@ -331,69 +333,4 @@ app.registerExtension({
 /** @param {{ severity: "success" | "info" | "warn" | "error", summary: string, detail: string } | null} notice */
 function notify(notice) {
   if (notice) app.extensionManager.toast.add({ ...notice, life: NOTICE_MS });
-}
-
-/** The boxes of Memory Report nodes. @type {Map<ComfyNode, HTMLElement>} */
-const reportBoxes = new Map();
-/** @param {string} key what `keyOf` said */
-const reportKey = (key) => `highwater report ${key}`;
-
-/** Show the last report of each node again after a reload: the page keeps no text of nodes. */
-function showReports() {
-  for (const [node, box] of reportBoxes) {
-    const key = keyOf(node);
-    if (key && !box.textContent) box.textContent = sessionStorage.getItem(reportKey(key)) ?? "";
-  }
-}
-
-/**
- * Give a node of ours a box for its text; the page shows the text of its own nodes only.
- * @param {ComfyNode} node
- */
-function addTextBox(node) {
-  const box = makeTextBox(document);
-  const widget = node.addDOMWidget("report_text", "highwater-text", box, { serialize: false, getMinHeight: () => 140 });
-  widget.serialize = false; // both are needed to keep it out of saved workflows
-  const onExecuted = node.onExecuted;
-  node.onExecuted = function (output) {
-    onExecuted?.call(this, output);
-    box.textContent = (output?.text ?? []).join("\n");
-    const key = keyOf(node);
-    if (key) sessionStorage.setItem(reportKey(key), box.textContent);
-  };
-  reportBoxes.set(node, box);
-  const onRemoved = node.onRemoved;
-  node.onRemoved = function () {
-    reportBoxes.delete(node);
-    onRemoved?.call(this);
-  };
-}
-
-/**
- * Give a node of ours a box for what it has to say about its model, as long as it has something: an empty text
- * takes the box away, and the node has the size again that it had.
- * @param {ComfyNode} node
- */
-function addNotes(node) {
-  const box = makeTextBox(document);
-  box.style.whiteSpace = "pre-wrap";
-  box.style.minHeight = `${NOTE_HEIGHT}px`;
-  /** @type {{ serialize?: boolean } | undefined} */
-  let widget;
-  const onExecuted = node.onExecuted;
-  node.onExecuted = function (output) {
-    onExecuted?.call(this, output);
-    const text = (output?.text ?? []).join("\n");
-    box.textContent = text;
-    const [width, height] = node.size;
-    if (text && !widget) {
-      widget = node.addDOMWidget("notes", "highwater-text", box, { serialize: false, getMinHeight: () => NOTE_HEIGHT });
-      widget.serialize = false;
-      node.setSize([width, height + NOTE_ROOM]);
-    } else if (!text && widget) {
-      node.removeWidget(widget);
-      widget = undefined;
-      node.setSize([width, height - NOTE_ROOM]);
-    }
-  };
 }

@@ -77,6 +77,8 @@ assert.ok(Number.parseFloat((await page.evaluate(inPage))[LOADER]) < 35, "anothe
 /** Posts JSON as the page does: what changes something takes nothing else. */
 const post = ([path, body]) =>
   fetch(`/highwater/${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) }).then((answer) => answer.json());
+const isIdle = async () => (await (await fetch("/api/queue")).json()).queue_running.length === 0;
+await eventually("nothing runs", isIdle, Boolean);
 await page.evaluate(post, ["free", {}]);
 await eventually("Nodes 2.0 in RAM", inPage, (badges) => /^RAM [1-9][\d.]*M fp8$/.test(badges[LOADER]) && ADDED.test(badges[SAMPLER]));
 const image = '[data-node-id="3"] img';

@@ -156,6 +156,8 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "detail.js",
         "extension.js",
         "limits.js",
+        "node_boxes.js",
+        "page_texts.js",
         "readout.js",
         "report.js",
         "settings.js",
