@@ -5,14 +5,11 @@ import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, shownIn } from "./badges.js";
 import { detailOf, fillDetail, makeDetail } from "./detail.js";
+import { addNotes, addTextBox, showReports } from "./node_boxes.js";
 import { useLanguage } from "./page_texts.js";
 import { noticeOfEvent, noticeOfFailure } from "./readout.js";
-import { makeAsker, makeSoon } from "./report.js";
-import { limitBody, limitsText } from "./limits.js";
-import { addNotes, addTextBox, showReports } from "./node_boxes.js";
+import { followServer, giveBack, keepFree, lend, limit, live, makeTinyPipelines, notify } from "./requests.js";
 import { makeListener } from "./settings.js";
-import { text } from "./texts.js";
-import { marksText } from "./watermark.js";
 
 /** @typedef {import("./badges.js").NodeReport & { run_id: string }} NodeReport */
 /** @typedef {import("./badges.js").ComponentReport} ComponentReport */
@@ -21,11 +18,6 @@ import { marksText } from "./watermark.js";
 // An own key on the page's store becomes reactive in the page's own Vue. That is what makes badges live in
 // Nodes 2.0, where nothing else tells a badge to be drawn again; the page offers no documented way.
 const STORE = "highwaterReadouts";
-const NOTICE_MS = 20_000;
-const ASK_MS = 200;
-const ASK_IN_NODE_MS = 1_000;
-// What changes while the page is open; executions of nodes are told one by one.
-const NOW = "components,loaders,open_nodes";
 const TYPING_MS = 1_000;
 const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Limits|Verify|VerifyPipeline)$)/;
 
@@ -120,125 +112,14 @@ function closeOnEscape(event) {
 
 /**
  * Take a report. Its nodes are those of before the page listened: an event that came meanwhile is newer.
- * @param {{ components: ComponentReport[], loaders: Loader[], open_nodes: NodeReport[], nodes?: NodeReport[] }} report
+ * @param {Highwater.Report} report
  */
 function take(report) {
-  now = report;
+  now = { components: report.components ?? [], loaders: report.loaders ?? [] };
   const isNews = (/** @type {NodeReport} */ node) => !reports.get(node.workflow_id ?? "")?.has(node.node_id);
   const before = (report.nodes ?? []).filter(isNews);
-  [...before, ...report.open_nodes].forEach(keep);
+  [...before, ...(report.open_nodes ?? [])].forEach(keep);
   showNodes();
-}
-
-/** @param {unknown} error */
-function tellFailure(error) {
-  console.warn("highwater: the report could not be read:", error);
-  const reason = error instanceof Error ? error.message : String(error);
-  notify({ severity: "warn", summary: text("notice.no_report"), detail: text("notice.no_report_why", { reason }) });
-}
-
-const ask = makeAsker(fetchReport, { show: take, fail: tellFailure });
-// A loader's own report does not know what is loaded: ComfyUI loads a model when another node needs it.
-const askNow = makeSoon(() => void ask(NOW), ASK_MS);
-const askInNode = makeSoon(() => void ask(NOW), ASK_IN_NODE_MS);
-
-/**
- * @param {string} parts comma-separated names of the report's parts
- * @returns {Promise<Highwater.PageReport>}
- */
-async function fetchReport(parts) {
-  const response = await api.fetchApi(`/highwater/report?only=${parts}`);
-  if (!response.ok) throw new Error(`HTTP ${response.status}`);
-  return response.json();
-}
-
-/** Make the pipelines that the example of a pipeline uses: random weights, small enough for any machine. */
-async function makeTinyPipelines() {
-  const summary = "Tiny pipelines";
-  notify({ severity: "info", summary, detail: "Creating the pipelines takes some seconds." });
-  try {
-    const answer = await post("tiny-pipelines", {});
-    const names = Object.keys(answer.pipelines).join(", ");
-    notify({ severity: "success", summary, detail: `${names} are in models/diffusers; press R to see them in Load Pipeline.` });
-  } catch (error) {
-    notify({ severity: "error", summary, detail: error instanceof Error ? error.message : String(error) });
-  }
-}
-
-/** Lend memory of a device to another program: asks how much, and for how long. */
-async function lend() {
-  const summary = "Lend GPU memory";
-  const wish = await app.extensionManager.dialog.prompt({
-    title: summary,
-    message: "How much, for how long, and where there are several GPUs, of which: 8GiB 60s gpu:0",
-    defaultValue: "8GiB 60s",
-  });
-  if (!wish) return;
-  const [size, time, device] = wish.trim().split(/\s+/);
-  const body = { size: size ?? "", for: time ?? "", ...(device ? { device } : {}) };
-  await change(summary, "lend", body, (answer) => {
-    const missing = answer.missing_bytes ? ` ${toMiB(answer.missing_bytes)} follow when the node that runs ends.` : "";
-    return `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.${missing}`;
-  });
-}
-
-/** Give lent memory back before its time is up. */
-async function giveBack() {
-  await change("Give lent memory back", "lend/give-back", {}, (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
-}
-
-/**
- * Keep as much memory free as the setting says. What the page passes on as it opens is told only where it is refused.
- * @param {string} marks
- * @param {boolean} isChanged
- */
-async function keepFree(marks, isChanged) {
-  await change("Memory to keep free", "watermark", { marks }, (answer) => (isChanged ? marksText(answer.watermarks) : null));
-}
-
-/**
- * Limit how many models stay loaded, or for how long idle ones do, as a setting says.
- * @param {"keep_loaded" | "idle"} name
- * @param {number} value
- * @param {boolean} isChanged
- */
-async function limit(name, value, isChanged) {
-  await change("Limits for idle models", "limits", limitBody(name, value), (answer) => (isChanged ? limitsText(answer) : null));
-}
-
-/** @param {number} bytes */
-const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
-
-/**
- * Ask the server to change something, and tell what came of it.
- * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
- * @param {string} summary
- * @param {Path} path
- * @param {Highwater.Requests[Path]} body
- * @param {(answer: Highwater.Answers[Path]) => string | null} tell null: nothing to tell
- */
-async function change(summary, path, body, tell) {
-  try {
-    const detail = tell(await post(path, body));
-    notify(detail === null ? null : { severity: "success", summary, detail });
-  } catch (error) {
-    notify({ severity: "error", summary, detail: error instanceof Error ? error.message : String(error) });
-  }
-}
-
-/**
- * Post JSON to one of our addresses; returns its answer.
- * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
- * @param {Path} path
- * @param {Highwater.Requests[Path]} body
- * @returns {Promise<Highwater.Answers[Path]>}
- */
-async function post(path, body) {
-  const headers = { "Content-Type": "application/json" };
-  const response = await api.fetchApi(`/highwater/${path}`, { method: "POST", headers, body: JSON.stringify(body) });
-  const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
-  if (!response.ok) throw new Error(answer.error);
-  return answer;
 }
 
 app.registerExtension({
@@ -280,8 +161,8 @@ app.registerExtension({
   ],
   commands: [
     { id: "Highwater.MakeTinyPipelines", label: "Highwater: make tiny pipelines", function: makeTinyPipelines },
-    { id: "Highwater.Lend", label: "Highwater: lend GPU memory", function: lend },
-    { id: "Highwater.GiveBack", label: "Highwater: give lent memory back", function: giveBack },
+    { id: "Highwater.Lend", label: "Highwater: lend GPU memory", function: () => lend() },
+    { id: "Highwater.GiveBack", label: "Highwater: give lent memory back", function: () => giveBack() },
   ],
   menuCommands: [
     { path: ["Extensions", "Highwater"], commands: ["Highwater.MakeTinyPipelines", "Highwater.Lend", "Highwater.GiveBack"] },
@@ -318,19 +199,13 @@ app.registerExtension({
         keep(detail);
         showNodes();
       }
-      askNow();
       notify(noticeOfEvent(detail));
     });
-    // Long nodes tell how far they are; a run that computes nothing anew tells only that the queue changed.
-    api.addEventListener("progress", askInNode);
-    api.addEventListener("status", askNow);
     api.addEventListener("execution_error", ({ detail }) => notify(noticeOfFailure(detail, now.components.length > 0)));
+    // What changes while the page is open; executions of nodes are told one by one.
+    live.read(() => ["components", "loaders", "open_nodes"], take);
+    followServer();
     // Events are not repeated after a reload.
-    await ask(`nodes,${NOW}&limit=500`); // a large workflow has more nodes than a report tells by default
+    await live.ask({ more: ["nodes"], limit: 500 }); // a large workflow has more nodes than a report tells by default
   },
 });
-
-/** @param {{ severity: "success" | "info" | "warn" | "error", summary: string, detail: string } | null} notice */
-function notify(notice) {
-  if (notice) app.extensionManager.toast.add({ ...notice, life: NOTICE_MS });
-}

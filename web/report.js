@@ -5,19 +5,19 @@
  * Return a function that asks for parts of the report and hands on what came. An answer to an older question than the
  * last one shown is dropped: answers may overtake each other. A failure is told, the next one only after an answer.
  * @template Report
- * @param {(parts: string) => Promise<Report>} fetchReport
+ * @param {(words: string) => Promise<Report>} fetchReport
  * @param {{ show: (report: Report) => void, fail: (error: unknown) => void }} page
- * @returns {(parts: string) => Promise<void>} never rejects for what `fetchReport` does
+ * @returns {(words: string) => Promise<void>} never rejects for what `fetchReport` does
  */
 export function makeAsker(fetchReport, { show, fail }) {
   let asked = 0;
   let shown = 0;
   let isFailing = false;
-  return async (parts) => {
+  return async (words) => {
     const turn = ++asked;
     let report;
     try {
-      report = await fetchReport(parts);
+      report = await fetchReport(words);
     } catch (error) {
       if (!isFailing) fail(error);
       isFailing = true;
@@ -44,5 +44,38 @@ export function makeSoon(call, milliseconds) {
       isWaiting = false;
       call();
     }, milliseconds);
+  };
+}
+
+/**
+ * Return what asks for one report for all who show something of it. Nothing is asked while nobody asks.
+ * @param {(words: string) => Promise<Highwater.Report>} fetchReport takes the words of the address
+ * @param {(error: unknown) => void} fail is told of a failure, the next one only after an answer
+ */
+export function makeLiveReport(fetchReport, fail) {
+  /** @type {Set<{ parts: () => string[], show: (report: Highwater.Report) => void }>} */
+  const readers = new Set();
+  const show = (/** @type {Highwater.Report} */ report) => [...readers].forEach((reader) => reader.show(report));
+  const ask = makeAsker(fetchReport, { show, fail });
+  return {
+    /**
+     * Show every report from now on; returns what ends that.
+     * @param {() => string[]} parts names what is needed in the next report
+     * @param {(report: Highwater.Report) => void} show gets also what others need
+     */
+    read(parts, show) {
+      const reader = { parts, show };
+      readers.add(reader);
+      return () => void readers.delete(reader);
+    },
+    /**
+     * Ask for what the readers need, and for more; nothing where nobody needs anything.
+     * @param {{ more?: string[], limit?: number }} [also]
+     */
+    async ask({ more = [], limit } = {}) {
+      const parts = new Set([...[...readers].flatMap((reader) => reader.parts()), ...more]);
+      if (parts.size === 0) return;
+      await ask(`only=${[...parts].join(",")}${limit === undefined ? "" : `&limit=${limit}`}`);
+    },
   };
 }

@@ -1,7 +1,7 @@
 // Unit tests of web/report.js; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { makeAsker, makeSoon } from "../../web/report.js";
+import { makeAsker, makeLiveReport, makeSoon } from "../../web/report.js";
 
 /** An asker whose answers come when the test says so; what it did is in `done`. */
 function asker() {
@@ -46,4 +46,31 @@ test("calls meanwhile are one call, and the next is another", async () => {
   soon();
   await new Promise((resolve) => setTimeout(resolve, 20));
   assert.equal(calls, 2);
+});
+
+test("one question serves all readers, each as long as it reads", async () => {
+  const asked = [];
+  const shown = [];
+  const live = makeLiveReport(async (words) => (asked.push(words), { words }), () => assert.fail("no failure"));
+  await live.ask();
+  assert.deepEqual(asked, [], "nobody reads");
+  const stops = [["components", "loaders"], ["devices", "components"]].map((parts, at) => live.read(() => parts, ({ words }) => shown.push([at, words])));
+  await live.ask({ more: ["nodes"], limit: 5 });
+  const words = "only=components,loaders,devices,nodes&limit=5";
+  assert.deepEqual([asked, shown], [[words], [[0, words], [1, words]]]);
+  stops[1]();
+  await live.ask();
+  assert.deepEqual(asked[1], "only=components,loaders");
+  assert.deepEqual(shown[2], [0, "only=components,loaders"]);
+  stops[0]();
+  await live.ask();
+  assert.equal(asked.length, 2);
+});
+
+test("a failed question reaches no reader, and is told", async () => {
+  const told = [];
+  const live = makeLiveReport(() => Promise.reject(new Error("gone")), (error) => told.push(error.message));
+  live.read(() => ["devices"], () => assert.fail("no report came"));
+  await live.ask();
+  assert.deepEqual(told, ["gone"]);
 });

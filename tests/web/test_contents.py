@@ -160,6 +160,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "page_texts.js",
         "readout.js",
         "report.js",
+        "requests.js",
         "settings.js",
         "texts.js",
         "watermark.js",

@@ -61,7 +61,8 @@ declare module "*/scripts/app.js" {
     rootGraph: ComfyGraph;
     canvas?: { setDirty(foreground: boolean, background?: boolean): void };
     registerExtension(extension: ComfyExtension): void;
-    extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void }; setting: { get(id: string): any };
+    extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void };
+      setting: { get(id: string): any; set(id: string, value: unknown): Promise<void> };
       dialog: { prompt(options: { title: string; message: string; defaultValue?: string }): Promise<string | null> } };
   };
 }

@@ -1,0 +1,159 @@
+// @ts-check
+// What the page asks of the server, for all that it shows: the report as it changes, and changes by the user.
+import { app } from "../../scripts/app.js";
+import { api } from "../../scripts/api.js";
+import { limitBody, limitsText } from "./limits.js";
+import { makeLiveReport, makeSoon } from "./report.js";
+import { text } from "./texts.js";
+import { marksText } from "./watermark.js";
+
+const NOTICE_MS = 20_000;
+const ASK_MS = 200;
+const ASK_IN_NODE_MS = 1_000;
+
+/** @param {{ severity: "success" | "info" | "warn" | "error", summary: string, detail: string } | null} notice */
+export function notify(notice) {
+  if (notice) app.extensionManager.toast.add({ ...notice, life: NOTICE_MS });
+}
+
+/** @param {unknown} error */
+const reasonOf = (error) => (error instanceof Error ? error.message : String(error));
+
+// -- the report
+
+/** The report of now, for all parts of the page that show something of it; asked for as the server tells that it changed. */
+export const live = makeLiveReport(fetchReport, (error) => {
+  console.warn("highwater: the report could not be read:", error);
+  notify({ severity: "warn", summary: text("notice.no_report"), detail: text("notice.no_report_why", { reason: reasonOf(error) }) });
+});
+// A loader's own report does not know what is loaded: ComfyUI loads a model when another node needs it.
+const askSoon = makeSoon(() => void live.ask(), ASK_MS);
+const askInNode = makeSoon(() => void live.ask(), ASK_IN_NODE_MS);
+
+/** Ask for the report whenever the server tells of something; never while it is silent. */
+export function followServer() {
+  api.addEventListener("highwater.memory", askSoon);
+  // Long nodes tell how far they are; a run that computes nothing anew tells only that the queue changed.
+  api.addEventListener("progress", askInNode);
+  api.addEventListener("status", askSoon);
+}
+
+/**
+ * @param {string} words of the address
+ * @returns {Promise<Highwater.Report>}
+ */
+async function fetchReport(words) {
+  return get(`report?${words}`);
+}
+
+/**
+ * Read one of our addresses.
+ * @param {string} path
+ */
+export async function get(path) {
+  const response = await api.fetchApi(`/highwater/${path}`);
+  if (!response.ok) throw new Error(`HTTP ${response.status}`);
+  return response.json();
+}
+
+// -- changes
+
+/**
+ * Post JSON to one of our addresses; returns its answer.
+ * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
+ * @param {Path} path
+ * @param {Highwater.Requests[Path]} body
+ * @returns {Promise<Highwater.Answers[Path]>}
+ */
+async function post(path, body) {
+  const headers = { "Content-Type": "application/json" };
+  const response = await api.fetchApi(`/highwater/${path}`, { method: "POST", headers, body: JSON.stringify(body) });
+  const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
+  if (!response.ok) throw new Error(answer.error);
+  return answer;
+}
+
+/**
+ * Ask the server to change something, tell what came of it, and show the report after it. Never rejects.
+ * @template {keyof Highwater.Requests & keyof Highwater.Answers} Path
+ * @param {string} summary
+ * @param {Path} path
+ * @param {Highwater.Requests[Path]} body
+ * @param {(answer: Highwater.Answers[Path]) => string | null} tell null: nothing to tell
+ * @returns {Promise<boolean>} whether it was changed
+ */
+export async function change(summary, path, body, tell) {
+  try {
+    const detail = tell(await post(path, body));
+    notify(detail === null ? null : { severity: "success", summary, detail });
+    return true;
+  } catch (error) {
+    notify({ severity: "error", summary, detail: reasonOf(error) });
+    return false;
+  } finally {
+    askSoon();
+  }
+}
+
+/** Make the pipelines that the example of a pipeline uses: random weights, small enough for any machine. */
+export async function makeTinyPipelines() {
+  const summary = "Tiny pipelines";
+  notify({ severity: "info", summary, detail: "Creating the pipelines takes some seconds." });
+  await change(summary, "tiny-pipelines", {}, (answer) => {
+    const names = Object.keys(answer.pipelines).join(", ");
+    return `${names} are in models/diffusers; press R to see them in Load Pipeline.`;
+  });
+}
+
+/**
+ * Lend memory of a device to another program: asks how much, and for how long.
+ * @param {string} [ofDevice] the device, where the user has chosen it
+ */
+export async function lend(ofDevice) {
+  const summary = "Lend GPU memory";
+  const wish = await app.extensionManager.dialog.prompt({
+    title: summary,
+    message: ofDevice
+      ? `How much of ${ofDevice}, and for how long: 8GiB 60s`
+      : "How much, for how long, and where there are several GPUs, of which: 8GiB 60s gpu:0",
+    defaultValue: "8GiB 60s",
+  });
+  if (!wish) return;
+  const [size, time, device = ofDevice] = wish.trim().split(/\s+/);
+  const body = { size: size ?? "", for: time ?? "", ...(device ? { device } : {}) };
+  await change(summary, "lend", body, (answer) => {
+    const missing = answer.missing_bytes ? ` ${toMiB(answer.missing_bytes)} follow when the node that runs ends.` : "";
+    return `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.${missing}`;
+  });
+}
+
+/**
+ * Give lent memory back before its time is up.
+ * @param {string} [device] the only one by default
+ */
+export async function giveBack(device) {
+  const body = device ? { device } : {};
+  await change("Give lent memory back", "lend/give-back", body, (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
+}
+
+/**
+ * Keep as much memory free as the setting says. What the page passes on as it opens is told only where it is refused.
+ * @param {string} marks
+ * @param {boolean} isChanged
+ */
+export async function keepFree(marks, isChanged) {
+  await change("Memory to keep free", "watermark", { marks }, (answer) => (isChanged ? marksText(answer.watermarks) : null));
+}
+
+/**
+ * Limit how many models stay loaded, or for how long idle ones do, as a setting says.
+ * @param {"keep_loaded" | "idle"} name
+ * @param {number} value
+ * @param {boolean} isChanged
+ */
+export async function limit(name, value, isChanged) {
+  await change("Limits for idle models", "limits", limitBody(name, value), (answer) => (isChanged ? limitsText(answer) : null));
+}
+
+/** @param {number} bytes */
+const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;
