@@ -1,6 +1,10 @@
 // @ts-check
-// What the badge of a node says, out of the memory manager's report. Knows nothing of the page: it imports nothing, so
-// that node can test it.
+// What the badge of a node says, out of the memory manager's report. Knows nothing of the page: it imports only what node
+// can test.
+import { text } from "./texts.js";
+import { shortBytes } from "./units.js";
+
+export { shortBytes };
 
 /**
  * One execution of a node, and one part of a model now, as the report has them; bytes by place. Places are devices
@@ -21,27 +25,11 @@
  *   what is known now; of the nodes the oldest comes first
  */
 
-const UNITS = ["B", "K", "M", "G", "T"];
 const AS_STORED = "as stored";
 /** As much as fits a narrow node. */
 export const MOST_CHARACTERS = 18;
 /** What is less than this is nothing to show: a number that a node computed with, and the like. */
 const LEAST_BYTES = 1024;
-
-/**
- * Bytes in at most five characters and binary units: "512B", "34.2M", "1.2G".
- * @param {number} bytes
- */
-export function shortBytes(bytes) {
-  let unit = 0;
-  let amount = bytes;
-  // 999.5 of a unit would be shown with four digits: the next unit takes it.
-  while (amount >= 999.5 && unit < UNITS.length - 1) {
-    amount /= 1024;
-    unit += 1;
-  }
-  return `${unit === 0 || amount >= 99.95 ? amount.toFixed(0) : amount.toFixed(1)}${UNITS[unit]}`;
-}
 
 /** @param {string} place */
 const isDevice = (place) => place.startsWith("gpu");
@@ -57,10 +45,10 @@ const sum = (amounts) => Object.values(amounts).reduce((all, bytes) => all + byt
 function onDevices(amounts, sign = "") {
   const devices = Object.keys(amounts).sort();
   if (devices.length === 1) return `${sign}${shortBytes(amounts[devices[0]])} ${devices[0]}`;
-  const texts = devices.map((device) => shortBytes(amounts[device]));
-  const [last] = texts.slice(-1);
-  const isOneUnit = texts.every((text) => text.at(-1) === last.at(-1));
-  const joined = texts.map((text, at) => (isOneUnit && at < texts.length - 1 ? text.slice(0, -1) : text)).join("+");
+  const parts = devices.map((device) => shortBytes(amounts[device]));
+  const [last] = parts.slice(-1);
+  const isOneUnit = parts.every((part) => part.at(-1) === last.at(-1));
+  const joined = parts.map((part, at) => (isOneUnit && at < parts.length - 1 ? part.slice(0, -1) : part)).join("+");
   const each = `${devices.length} GPUs ${sign}${joined}`;
   return each.length <= MOST_CHARACTERS ? each : `${devices.length} GPUs ${sign}${shortBytes(sum(amounts))}`;
 }
@@ -106,7 +94,7 @@ export function loaderText(parts) {
   if (devices.length === 0) return restingText(parts);
   const blocks = parts.map(blocksOf);
   const streamed = blocks.reduce((all, part) => all + part.streamed, 0);
-  if (streamed > 0) return `streams ${streamed}/${blocks.reduce((all, part) => all + part.blocks, 0)}`;
+  if (streamed > 0) return text("badge.streams", { streamed, blocks: blocks.reduce((all, part) => all + part.blocks, 0) });
   const total = parts.reduce((all, part) => all + (part.total_bytes ?? sum(weightsOf(part))), 0);
   const [here, whole] = [shortBytes(sum(held)), shortBytes(total)];
   if (devices.length > 1 || here === whole || sum(held) > total) return onDevices(held);
@@ -115,7 +103,7 @@ export function loaderText(parts) {
 
 /** @param {ComponentReport[]} parts none on a device */
 function restingText(parts) {
-  if (parts.every((part) => part.plan.tier === "disk")) return "disk";
+  if (parts.every((part) => part.plan.tier === "disk")) return text("badge.disk");
   const bytes = parts.reduce((all, part) => all + sum(part.tiers), 0);
   if (bytes === 0) return "";
   const changed = parts.find((part) => part.precision !== AS_STORED);

@@ -1,6 +1,8 @@
 // @ts-check
 // What a click on a badge tells, and the box for it. Knows nothing of the page: it imports only what node can test.
-import { blocksOf, shortBytes, weightsOf } from "./badges.js";
+import { blocksOf, weightsOf } from "./badges.js";
+import { text } from "./texts.js";
+import { shortBytes } from "./units.js";
 
 /**
  * @typedef {import("./badges.js").Shown} Shown
@@ -9,13 +11,11 @@ import { blocksOf, shortBytes, weightsOf } from "./badges.js";
  * @typedef {{ title: string, lines: string[] }} Section
  */
 
-/** @type {Record<string, string>} */
-const RESTS_IN = { pinned: "pinned RAM", host: "RAM" };
-/** @type {Record<string, string>} */
-const MOVED_BY = { dynamic: "moved by ComfyUI's dynamic VRAM", core: "not managed", kept: "kept in RAM in case its file is loaded again" };
+/** What moves a part, where that is not us: the last part of a text's key. */
+const OTHER_ENGINES = ["dynamic", "core", "kept"];
 
 /** @param {number} seconds */
-const inSeconds = (seconds) => (seconds > 0 && seconds < 0.01 ? "less than 0.01 s" : `${seconds.toFixed(2)} s`);
+const inSeconds = (seconds) => (seconds > 0 && seconds < 0.01 ? text("detail.less_than", { time: "0.01 s" }) : `${seconds.toFixed(2)} s`);
 
 /** @param {(string | null)[]} words */
 const joined = (words) => words.filter(Boolean).join(", ");
@@ -31,22 +31,21 @@ export function detailOf({ parts, node }) {
 
 /** @param {NodeReport} node */
 function detailOfNode(node) {
-  const amounts = [
-    { amount: node.weights_bytes, what: "of weights that it used" },
-    { amount: node.activation_bytes, what: "of activations" },
-    { amount: node.staging_bytes, what: "of staging memory" },
+  const kinds = [
+    { amounts: node.weights_bytes, key: "detail.weights_used" },
+    { amounts: node.activation_bytes, key: "detail.activations" },
+    { amounts: node.staging_bytes, key: "detail.staging" },
   ];
-  const devices = [...new Set(amounts.flatMap(({ amount }) => Object.keys(amount)))].sort();
+  const devices = [...new Set(kinds.flatMap(({ amounts }) => Object.keys(amounts)))].sort();
   const lines = devices.flatMap((device) => {
-    const texts = amounts.map(({ amount, what }) => (amount[device] ? `${shortBytes(amount[device])} ${what}` : null));
+    const texts = kinds.map(({ amounts, key }) => (amounts[device] ? text(key, { amount: shortBytes(amounts[device]) }) : null));
     return texts.some(Boolean) ? [`${device}: ${joined(texts)}`] : [];
   });
-  const uncounted = node.uncounted.map(
-    (device) => `${device}: torch does not count what the host's allocator gives out there: activations are not known`,
-  );
+  const uncounted = node.uncounted.map((device) => text("detail.uncounted", { device }));
   const hasMoved = node.bytes_moved > 0 || node.waited_s > 0;
-  const moved = hasMoved ? [`moved ${shortBytes(node.bytes_moved)} to devices, waited ${inSeconds(node.waited_s)} for copies`] : [];
-  return { title: `This node, ${inSeconds(node.seconds)}`, lines: [...(lines.length ? lines : ["added nothing"]), ...uncounted, ...moved] };
+  const moved = hasMoved ? [joined([text("detail.moved", { amount: shortBytes(node.bytes_moved) }), text("detail.waited", { time: inSeconds(node.waited_s) })])] : [];
+  const title = text("detail.node", { time: inSeconds(node.seconds) });
+  return { title, lines: [...(lines.length ? lines : [text("detail.added_nothing")]), ...uncounted, ...moved] };
 }
 
 /** @param {ComponentReport} part */
@@ -55,16 +54,18 @@ function detailOfPart(part) {
   const weights = weightsOf(part);
   const onDevices = Object.keys(weights).sort().map((device) => {
     const staging = part.staging_bytes[device];
-    return `${device}: ${joined([`${shortBytes(weights[device])} of weights`, staging ? `${shortBytes(staging)} of staging memory` : null])}`;
+    const ofWeights = text("detail.weights", { amount: shortBytes(weights[device]) });
+    return `${device}: ${joined([ofWeights, staging ? text("detail.staging", { amount: shortBytes(staging) }) : null])}`;
   });
   const { blocks, resident, streamed } = blocksOf(part);
-  const inBlocks = blocks > 0 ? [`${resident} of ${blocks} blocks resident, ${streamed} streamed`] : [];
-  const inRam = Object.entries(RESTS_IN).flatMap(([tier, words]) => (part.tiers[tier] ? [`${words}: ${shortBytes(part.tiers[tier])}`] : []));
-  const onDisk = part.plan.tier === "disk" ? ["the other weights are read from their file in each pass"] : [];
+  const inBlocks = blocks > 0 ? [text("detail.blocks", { resident, blocks, streamed })] : [];
+  const { pinned, host } = part.tiers;
+  const inRam = [...(pinned ? [text("detail.pinned", { amount: shortBytes(pinned) })] : []), ...(host ? [`RAM: ${shortBytes(host)}`] : [])];
+  const onDisk = part.plan.tier === "disk" ? [text("detail.from_file")] : [];
   const moved =
     part.bytes_moved === null
       ? []
-      : [joined([`moved ${shortBytes(part.bytes_moved)} to devices so far`, part.waited_s === null ? null : `waited ${inSeconds(part.waited_s)} for copies`])];
+      : [joined([text("detail.moved_so_far", { amount: shortBytes(part.bytes_moved) }), part.waited_s === null ? null : text("detail.waited", { time: inSeconds(part.waited_s) })])];
   const reasons = (part.plan.reasons ?? []).map((reason) => `- ${reason}`);
   return {
     title: `${part.id},${size} ${part.precision}`,
@@ -78,10 +79,11 @@ function detailOfPart(part) {
  * @param {boolean} isLoaded
  */
 function effectOf(part, isLoaded) {
-  const by = MOVED_BY[part.engine];
-  if (by) return part.engine === "dynamic" && !part.in_effect ? `${by}, OVER its budget` : by;
-  if (part.in_effect) return "in effect";
-  return isLoaded ? "not in effect: a part of it was evicted; it comes back when it computes" : "not in effect: it is loaded when it computes";
+  if (OTHER_ENGINES.includes(part.engine)) {
+    const by = text(`detail.engine.${part.engine}`);
+    return part.engine === "dynamic" && !part.in_effect ? joined([by, text("detail.over_budget")]) : by;
+  }
+  return text(part.in_effect ? "detail.in_effect" : isLoaded ? "detail.evicted" : "detail.not_loaded");
 }
 
 /**
@@ -94,7 +96,7 @@ export function makeDetail(document, sections, { x, y, width, height }) {
   const box = document.createElement("div");
   box.className = "highwater-detail";
   box.setAttribute("role", "dialog");
-  box.setAttribute("aria-label", "Memory of this node");
+  box.setAttribute("aria-label", text("detail.title"));
   box.tabIndex = -1;
   const room = Math.min(380, width - 16);
   Object.assign(box.style, {

@@ -4,12 +4,13 @@
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
 import { badgeText, keyOf, shownIn } from "./badges.js";
+import { commands, keybindings, menuCommands } from "./commands.js";
 import { detailOf, fillDetail, makeDetail } from "./detail.js";
 import { addNotes, addTextBox, showReports } from "./node_boxes.js";
+import { settings } from "./page_settings.js";
 import { useLanguage } from "./page_texts.js";
 import { noticeOfEvent, noticeOfFailure } from "./readout.js";
-import { followServer, giveBack, keepFree, lend, limit, live, makeTinyPipelines, notify } from "./requests.js";
-import { makeListener } from "./settings.js";
+import { followServer, live, notify } from "./requests.js";
 
 /** @typedef {import("./badges.js").NodeReport & { run_id: string }} NodeReport */
 /** @typedef {import("./badges.js").ComponentReport} ComponentReport */
@@ -18,7 +19,6 @@ import { makeListener } from "./settings.js";
 // An own key on the page's store becomes reactive in the page's own Vue. That is what makes badges live in
 // Nodes 2.0, where nothing else tells a badge to be drawn again; the page offers no documented way.
 const STORE = "highwaterReadouts";
-const TYPING_MS = 1_000;
 const TELLING_NODE = /^Highwater((Load|Manage)[A-Z]|(Watermark|Keep|Release|Limits|Verify|VerifyPipeline)$)/;
 
 /**
@@ -53,6 +53,9 @@ function keep(node) {
   reports.set(node.workflow_id, nodes.set(node.node_id, node));
 }
 
+/** Whether nodes have badges at all. */
+let hasBadges = true;
+
 /** Show what is known of the nodes of the open workflow; those of others wait until it is opened. */
 function showNodes() {
   const root = app.rootGraph;
@@ -61,7 +64,7 @@ function showNodes() {
   let isChanged = false;
   for (const key of new Set([...shown.keys(), ...Object.keys(store)])) {
     if (!key.startsWith(`${root.id}/`)) continue;
-    const badge = badgeText(shown.get(key) ?? { parts: [] });
+    const badge = hasBadges ? badgeText(shown.get(key) ?? { parts: [] }) : "";
     if ((store[key] ?? "") === badge) continue;
     store[key] = badge;
     isChanged = true;
@@ -125,48 +128,10 @@ function take(report) {
 app.registerExtension({
   name: "highwater.readouts",
 
-  settings: [
-    {
-      id: "Highwater.Watermark",
-      category: ["Highwater", "Memory", "Watermark"],
-      name: "Memory to keep free: low and high mark",
-      tooltip:
-        "1GiB:2GiB for each GPU, or by device: gpu:0=5%:10%,host=4GiB:6GiB (host is the RAM). When less than the low mark would " +
-        "be free, idle models are evicted until the high mark is free. A Watermark node counts instead for its device. " +
-        "Empty: the default.",
-      type: "text",
-      defaultValue: "",
-      onChange: makeListener((/** @type {string} */ marks, isChanged) => void keepFree(marks, isChanged), TYPING_MS, ""),
-    },
-    {
-      id: "Highwater.MaxLoaded",
-      category: ["Highwater", "Memory", "MaxLoaded"],
-      name: "Models that stay loaded, at most",
-      tooltip: "When another model is loaded, idle ones leave the GPU until no more are loaded. Models of ComfyUI leave between runs. 0: any number.",
-      type: "number",
-      defaultValue: 0,
-      attrs: { min: 0, max: 1000, step: 1 },
-      onChange: makeListener((/** @type {number} */ value, isChanged) => void limit("keep_loaded", value, isChanged), TYPING_MS, 0),
-    },
-    {
-      id: "Highwater.IdleMinutes",
-      category: ["Highwater", "Memory", "IdleMinutes"],
-      name: "Unload idle models after minutes",
-      tooltip: "A model that nothing used for so long leaves the GPU; it stays in RAM. 0: never.",
-      type: "number",
-      defaultValue: 0,
-      attrs: { min: 0, max: 10080, step: 1 },
-      onChange: makeListener((/** @type {number} */ value, isChanged) => void limit("idle", value, isChanged), TYPING_MS, 0),
-    },
-  ],
-  commands: [
-    { id: "Highwater.MakeTinyPipelines", label: "Highwater: make tiny pipelines", function: makeTinyPipelines },
-    { id: "Highwater.Lend", label: "Highwater: lend GPU memory", function: () => lend() },
-    { id: "Highwater.GiveBack", label: "Highwater: give lent memory back", function: () => giveBack() },
-  ],
-  menuCommands: [
-    { path: ["Extensions", "Highwater"], commands: ["Highwater.MakeTinyPipelines", "Highwater.Lend", "Highwater.GiveBack"] },
-  ],
+  settings: settings({ showBadges: (isOn) => (hasBadges = isOn), redraw: showNodes }),
+  commands,
+  keybindings,
+  menuCommands,
 
   nodeCreated(node) {
     texts();

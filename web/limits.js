@@ -1,5 +1,6 @@
 // @ts-check
-// The limits for idle models. Knows nothing of the page: it imports nothing, so that node can test it.
+// The limits for idle models. Knows nothing of the page: it imports only what node can test.
+import { text } from "./texts.js";
 
 /**
  * Return what asks the server for a limit; 0 stands for none.
@@ -16,6 +17,7 @@ export function limitBody(name, value) {
  * @param {{ keep_loaded: number | null, idle_s: number | null }} limits
  */
 export function limitsText({ keep_loaded, idle_s }) {
-  const loaded = keep_loaded === null ? "Any number of models stays loaded" : `At most ${keep_loaded} ${keep_loaded === 1 ? "model stays" : "models stay"} loaded`;
-  return `${loaded}; ${idle_s === null ? "no idle model is unloaded by time" : `idle ones are unloaded after ${Math.round(idle_s / 6) / 10} min`}.`;
+  const key = keep_loaded === null ? "limits.any" : keep_loaded === 1 ? "limits.one" : "limits.at_most";
+  const idle = idle_s === null ? text("limits.never") : text("limits.idle", { minutes: Math.round(idle_s / 6) / 10 });
+  return text("limits.told", { loaded: text(key, { count: keep_loaded ?? 0 }), idle });
 }

@@ -20,7 +20,10 @@ async function readTexts() {
   }
 }
 
-/** Take the texts of the language that the page is in now. */
-export function useLanguage() {
-  useTexts(texts, app.extensionManager.setting.get("Comfy.Locale") ?? "en");
+/**
+ * Take the texts of a language, or of the one that the page is in now.
+ * @param {string} chosen "page", or a language that the page itself need not have
+ */
+export function useLanguage(chosen = app.extensionManager.setting.get("Highwater.Language") ?? "page") {
+  useTexts(texts, chosen === "page" ? (app.extensionManager.setting.get("Comfy.Locale") ?? "en") : chosen);
 }

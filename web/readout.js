@@ -1,8 +1,7 @@
 // @ts-check
-// Turns what the memory manager tells into notices, and makes page elements. Knows nothing of the page: it imports
-// nothing, so that node can test it.
-
-const REMEDY = "Keep more memory free with a Watermark node, or set a smaller budget in the loader's profile.";
+// Turns what the memory manager tells into notices, and makes page elements. Knows nothing of the page: it imports only
+// what node can test.
+import { text } from "./texts.js";
 
 /**
  * What to tell when a run failed in a way that its message explains: the page itself says only that a node failed.
@@ -17,14 +16,14 @@ export function noticeOfFailure(failure, isManaging = false) {
   const kind = type.split(".").pop();
   const message = (failure.exception_message ?? "").trim();
   const isOurs = failure.node_type?.startsWith("Highwater") || /\bmemory\.errors\.\w+$/.test(type);
-  if (kind === "DoesNotFit") return { severity: "error", summary: "Does not fit in memory", detail: message };
+  if (kind === "DoesNotFit") return { severity: "error", summary: text("notice.does_not_fit"), detail: message };
   if (kind === "InvalidInput" && isOurs) {
-    return { severity: "error", summary: "Invalid input", detail: message };
+    return { severity: "error", summary: text("notice.invalid"), detail: message };
   }
   if (kind === "OutOfMemoryError" && (isOurs || isManaging)) {
     const [first, ...others] = message.split("\n");
     const learned = others.find((line) => line.startsWith("Highwater: "));
-    return { severity: "error", summary: "Out of memory", detail: `${first}. ${learned?.slice(11) ?? REMEDY}` };
+    return { severity: "error", summary: text("notice.out_of_memory"), detail: `${first}. ${learned?.slice(11) ?? text("notice.keep_more_free")}` };
   }
   return null;
 }
@@ -37,9 +36,9 @@ export function noticeOfFailure(failure, isManaging = false) {
 export function noticeOfEvent(event) {
   if (event.type !== "event") return null;
   const detail = event.reason ?? "";
-  if (event.kind === "growth") return { severity: "warn", summary: "More memory than before", detail };
+  if (event.kind === "growth") return { severity: "warn", summary: text("notice.growth"), detail };
   if (event.kind !== "error" && event.kind !== "thrashing") return null;
-  return { severity: "warn", summary: `${event.component} on ${event.device}`, detail };
+  return { severity: "warn", summary: text("notice.of_component", { component: event.component ?? "", device: event.device ?? "" }), detail };
 }
 
 /**

@@ -5,6 +5,7 @@ import { api } from "../../scripts/api.js";
 import { limitBody, limitsText } from "./limits.js";
 import { makeLiveReport, makeSoon } from "./report.js";
 import { text } from "./texts.js";
+import { inMegabytes } from "./units.js";
 import { marksText } from "./watermark.js";
 
 const NOTICE_MS = 20_000;
@@ -68,7 +69,7 @@ export async function get(path) {
 async function post(path, body) {
   const headers = { "Content-Type": "application/json" };
   const response = await api.fetchApi(`/highwater/${path}`, { method: "POST", headers, body: JSON.stringify(body) });
-  const answer = await response.json().catch(() => ({ error: `the server answered HTTP ${response.status}` }));
+  const answer = await response.json().catch(() => ({ error: text("notice.http", { status: response.status }) }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
 }
@@ -95,14 +96,20 @@ export async function change(summary, path, body, tell) {
   }
 }
 
+/** Take every model that nothing uses off its device. */
+export async function releaseIdle() {
+  await change(text("free.title"), "free", {}, ({ freed_bytes }) => {
+    const freed = Object.entries(freed_bytes).filter(([, bytes]) => bytes > 0);
+    if (freed.length === 0) return text("free.nothing");
+    return text("free.freed", { amounts: freed.map(([device, bytes]) => `${device} ${inMegabytes(bytes)}`).join(", ") });
+  });
+}
+
 /** Make the pipelines that the example of a pipeline uses: random weights, small enough for any machine. */
 export async function makeTinyPipelines() {
-  const summary = "Tiny pipelines";
-  notify({ severity: "info", summary, detail: "Creating the pipelines takes some seconds." });
-  await change(summary, "tiny-pipelines", {}, (answer) => {
-    const names = Object.keys(answer.pipelines).join(", ");
-    return `${names} are in models/diffusers; press R to see them in Load Pipeline.`;
-  });
+  const summary = text("tiny.title");
+  notify({ severity: "info", summary, detail: text("tiny.begun") });
+  await change(summary, "tiny-pipelines", {}, ({ pipelines }) => text("tiny.made", { names: Object.keys(pipelines).join(", ") }));
 }
 
 /**
@@ -110,20 +117,18 @@ export async function makeTinyPipelines() {
  * @param {string} [ofDevice] the device, where the user has chosen it
  */
 export async function lend(ofDevice) {
-  const summary = "Lend GPU memory";
+  const title = text("lend.title");
   const wish = await app.extensionManager.dialog.prompt({
-    title: summary,
-    message: ofDevice
-      ? `How much of ${ofDevice}, and for how long: 8GiB 60s`
-      : "How much, for how long, and where there are several GPUs, of which: 8GiB 60s gpu:0",
+    title,
+    message: ofDevice ? text("lend.question_of", { device: ofDevice }) : text("lend.question"),
     defaultValue: "8GiB 60s",
   });
   if (!wish) return;
   const [size, time, device = ofDevice] = wish.trim().split(/\s+/);
   const body = { size: size ?? "", for: time ?? "", ...(device ? { device } : {}) };
-  await change(summary, "lend", body, (answer) => {
-    const missing = answer.missing_bytes ? ` ${toMiB(answer.missing_bytes)} follow when the node that runs ends.` : "";
-    return `${toMiB(answer.freed_bytes)} freed, ${toMiB(answer.free_bytes)} free on ${answer.device}.${missing}`;
+  await change(title, "lend", body, (answer) => {
+    const lent = text("lend.lent", { freed: inMegabytes(answer.freed_bytes), free: inMegabytes(answer.free_bytes), device: answer.device });
+    return answer.missing_bytes ? `${lent} ${text("lend.missing", { amount: inMegabytes(answer.missing_bytes) })}` : lent;
   });
 }
 
@@ -133,7 +138,9 @@ export async function lend(ofDevice) {
  */
 export async function giveBack(device) {
   const body = device ? { device } : {};
-  await change("Give lent memory back", "lend/give-back", body, (answer) => `${toMiB(answer.lent_bytes)} of ${answer.device} are given back.`);
+  await change(text("lend.give_back"), "lend/give-back", body, (answer) =>
+    text("lend.given_back", { amount: inMegabytes(answer.lent_bytes), device: answer.device }),
+  );
 }
 
 /**
@@ -142,7 +149,7 @@ export async function giveBack(device) {
  * @param {boolean} isChanged
  */
 export async function keepFree(marks, isChanged) {
-  await change("Memory to keep free", "watermark", { marks }, (answer) => (isChanged ? marksText(answer.watermarks) : null));
+  await change(text("marks.title"), "watermark", { marks }, (answer) => (isChanged ? marksText(answer.watermarks) : null));
 }
 
 /**
@@ -152,8 +159,5 @@ export async function keepFree(marks, isChanged) {
  * @param {boolean} isChanged
  */
 export async function limit(name, value, isChanged) {
-  await change("Limits for idle models", "limits", limitBody(name, value), (answer) => (isChanged ? limitsText(answer) : null));
+  await change(text("limits.title"), "limits", limitBody(name, value), (answer) => (isChanged ? limitsText(answer) : null));
 }
-
-/** @param {number} bytes */
-const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;

@@ -4,30 +4,54 @@
 
 /** @typedef {{ [key: string]: string | Messages }} Messages a text, or more of them, by the last part of its key */
 
-/** What was found for the user's language first, English last. @type {Messages[]} */
+/** @typedef {{ highwater?: Messages, commands?: Messages, settings?: Messages }} HostTexts what `/i18n` has of a language */
+
+/** What was found for the user's language first, English last. @type {HostTexts[]} */
 let languages = [];
 
 /**
  * Take the texts of the host's `/i18n`, all languages in one object; a text that a language lacks is English.
- * @param {Record<string, { highwater?: Messages }>} all
+ * @param {Record<string, HostTexts>} all
  * @param {string} locale such as "de" or "zh"
  */
 export function useTexts(all, locale) {
-  const found = [locale, locale.split("-")[0], "en"].map((name) => all[name]?.highwater);
-  languages = found.filter((messages) => messages !== undefined);
+  const found = [locale, locale.split("-")[0], "en"].map((name) => all[name]);
+  languages = found.filter((texts) => texts !== undefined);
 }
 
 /**
- * A text by its key, such as "panel.release", with values in the place of `{name}`. The key itself where there is none.
+ * A text by its key, such as "panel.title", with values in the place of `{name}`. The key itself where there is none.
  * @param {string} key
  * @param {Record<string, string | number>} [values]
  */
 export function text(key, values = {}) {
-  for (const messages of languages) {
+  const found = find(["highwater", ...key.split(".")]) ?? key;
+  return found.replace(/\{(\w+)\}/g, (all, name) => String(values[name] ?? all));
+}
+
+/**
+ * The label of a command, by its id; the id itself where there is none.
+ * @param {string} id
+ */
+export const commandLabel = (id) => find(["commands", asKey(id), "label"]) ?? id;
+
+/**
+ * The name or the tooltip of a setting, by its id; the id itself where there is none.
+ * @param {string} id
+ * @param {"name" | "tooltip"} what
+ */
+export const settingText = (id, what) => find(["settings", asKey(id), what]) ?? id;
+
+/** An id as the host writes it in translations. @param {string} id */
+const asKey = (id) => id.replaceAll(".", "_");
+
+/** @param {string[]} path */
+function find(path) {
+  for (const texts of languages) {
     /** @type {string | Messages | undefined} */
-    let found = messages;
-    for (const part of key.split(".")) found = typeof found === "object" ? found[part] : undefined;
-    if (typeof found === "string") return found.replace(/\{(\w+)\}/g, (all, name) => String(values[name] ?? all));
+    let found = /** @type {Messages} */ (texts);
+    for (const part of path) found = typeof found === "object" ? found[part] : undefined;
+    if (typeof found === "string") return found;
   }
-  return key;
+  return undefined;
 }

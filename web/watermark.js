@@ -1,5 +1,8 @@
 // @ts-check
-// What is said of how much memory stays free. Knows nothing of the page: it imports nothing, so that node can test it.
+// What is said of how much memory stays free. Knows nothing of the page: it imports only what
+// node can test.
+import { text } from "./texts.js";
+import { inMegabytes } from "./units.js";
 
 /** @typedef {{ low_bytes: number, high_bytes: number, source: "set" | "setting" | "default" }} WatermarkReport */
 
@@ -9,11 +12,8 @@
  */
 export function marksText(watermarks) {
   const named = Object.entries(watermarks).filter(([, { source }]) => source === "setting");
-  const marks = named.map(([device, { low_bytes, high_bytes }]) => `${device}: ${toMiB(low_bytes)} to ${toMiB(high_bytes)}`);
+  const marks = named.map(([device, { low_bytes, high_bytes }]) => text("marks.of_device", { device, low: inMegabytes(low_bytes), high: inMegabytes(high_bytes) }));
   const byNodes = Object.keys(watermarks).filter((device) => watermarks[device].source === "set");
-  const others = byNodes.length ? [`A Watermark node was run for ${byNodes.join(", ")}, and counts there.`] : [];
-  return [marks.length ? `Kept free: ${marks.join("; ")}.` : "The default amounts are kept free.", ...others].join(" ");
+  const others = byNodes.length ? [text("marks.by_node", { devices: byNodes.join(", ") })] : [];
+  return [marks.length ? text("marks.kept_free", { marks: marks.join("; ") }) : text("marks.default"), ...others].join(" ");
 }
-
-/** @param {number} bytes */
-const toMiB = (bytes) => `${Math.round(bytes / 2 ** 20)} MiB`;

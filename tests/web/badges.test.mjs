@@ -1,6 +1,7 @@
 // Unit tests of web/badges.js; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import "./english.mjs";
 import { addedBy, badgeText, keyOf, keysOf, loaderText, MOST_CHARACTERS, shortBytes, shownIn } from "../../web/badges.js";
 
 const MIB = 2 ** 20;

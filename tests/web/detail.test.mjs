@@ -1,6 +1,7 @@
 // Unit tests of web/detail.js; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import "./english.mjs";
 import { detailOf, makeDetail } from "../../web/detail.js";
 
 const MIB = 2 ** 20;

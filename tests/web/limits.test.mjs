@@ -1,6 +1,7 @@
 // What is asked for by the settings of idle models, and what is said of them; test_scripts.py runs this under node.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import "./english.mjs";
 import { limitBody, limitsText } from "../../web/limits.js";
 
 test("a limit is asked for in the words of the server, none as null", () => {

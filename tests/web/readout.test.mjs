@@ -1,6 +1,7 @@
 // Unit tests of web/readout.js; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import "./english.mjs";
 import { noticeOfEvent, noticeOfFailure } from "../../web/readout.js";
 
 test("a failure that its message explains is told, any other is left to the page", () => {

@@ -1,4 +1,4 @@
-"""Templates, texts and help pages agree with the nodes: each is written by hand, and a node changes quickly."""
+"""Templates and help pages agree with the nodes: each is written by hand, and a node changes quickly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
 INFO = object_info([*NODE_CLASSES, *MODEL_NODES])
 # What ComfyUI 0.33 says of its own nodes that our graphs use, shortened; the real host is asked in tests/comfyui.
 CORE_INFO = json.loads((Path(__file__).parents[1] / "core_nodes.json").read_text())
-LOCALES = sorted((WEB.parent / "locales").iterdir())
 GRAPHS = sorted(TEMPLATES.glob("*.json"))
 # The widget of a loader that names a file, and the model folder that it is in.
 FOLDERS = {
@@ -97,18 +96,6 @@ def test_a_template_has_a_picture(path: Path):
     assert path.with_suffix(".jpg").is_file()
 
 
-@pytest.mark.parametrize("folder", LOCALES, ids=lambda folder: folder.name)
-def test_translations_name_what_there_is(folder: Path):
-    texts = json.loads((folder / "nodeDefs.json").read_text())
-    assert texts.keys() == INFO.keys()
-    for node_id, text in texts.items():
-        sockets = INFO[node_id]["input"]
-        inputs = {*sockets["required"], *sockets.get("optional", {})}
-        assert text.get("inputs", {}).keys() <= inputs
-        if folder.name == "en":  # the schema's own language may only repeat it
-            assert text == {"display_name": INFO[node_id]["display_name"]}
-
-
 @pytest.mark.parametrize("node_id", INFO)
 def test_every_node_has_a_help_page_that_explains_its_inputs(node_id: str):
     page = (WEB / "docs" / f"{node_id}.md").read_text()
@@ -153,16 +140,19 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
     found = {path.relative_to(WEB).as_posix() for path in WEB.rglob("*") if path.is_file()}
     assert found == {
         "badges.js",
+        "commands.js",
         "detail.js",
         "extension.js",
         "limits.js",
         "node_boxes.js",
+        "page_settings.js",
         "page_texts.js",
         "readout.js",
         "report.js",
         "requests.js",
         "settings.js",
         "texts.js",
+        "units.js",
         "watermark.js",
         *(f"docs/{node_id}.md" for node_id in INFO),
     }

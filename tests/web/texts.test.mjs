@@ -1,11 +1,11 @@
 // The page's texts: in the user's language, else in English, else the key.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { text, useTexts } from "../../web/texts.js";
+import { commandLabel, settingText, text, useTexts } from "../../web/texts.js";
 
 const ALL = {
-  en: { highwater: { panel: { title: "Memory", free: "{amount} free on {device}" } } },
-  de: { highwater: { panel: { title: "Speicher" } } },
+  en: { commands: { A_Lend: { label: "Lend" } }, settings: { A_Units: { name: "Units" } }, highwater: { panel: { title: "Memory", free: "{amount} free on {device}" } } },
+  de: { commands: { A_Lend: { label: "Verleihen" } }, highwater: { panel: { title: "Speicher" } } },
   fr: {},
 };
 
@@ -29,4 +29,12 @@ test("a language with a region, one without texts, and one that is unknown", () 
 test("what a text does not name is left out, and what it names and nobody gave stays", () => {
   useTexts(ALL, "en");
   assert.equal(text("panel.free", { amount: "{device}", other: 3 }), "{device} free on {device}");
+});
+
+test("a command and a setting are called by their ids, in the same languages", () => {
+  useTexts(ALL, "de");
+  assert.equal(commandLabel("A.Lend"), "Verleihen");
+  assert.equal(commandLabel("A.Absent"), "A.Absent");
+  assert.equal(settingText("A.Units", "name"), "Units");
+  assert.equal(settingText("A.Units", "tooltip"), "A.Units");
 });

@@ -1,6 +1,7 @@
 // What is said of the watermark's setting; test_scripts.py runs this under node.
 import assert from "node:assert/strict";
 import { test } from "node:test";
+import "./english.mjs";
 import { marksText } from "../../web/watermark.js";
 
 const MIB = 2 ** 20;

@@ -43,14 +43,17 @@ interface Setting<Type, Value> {
   tooltip?: string;
   type: Type;
   defaultValue: Value;
+  options?: { text: string; value: string }[];
   attrs?: { min?: number; max?: number; step?: number };
   onChange?: (value: Value | undefined, before?: Value) => void;
 }
 
+type ComfySetting = Setting<"text", string> | Setting<"number", number> | Setting<"boolean", boolean> | Setting<"combo", string>;
 interface ComfyExtension {
   name: string;
-  settings?: (Setting<"text", string> | Setting<"number", number>)[];
+  settings?: ComfySetting[];
   commands?: { id: string; label: string; function: () => void | Promise<void> }[];
+  keybindings?: { combo: { key: string; ctrl?: boolean; alt?: boolean; shift?: boolean }; commandId: string }[];
   menuCommands?: { path: string[]; commands: string[] }[];
   nodeCreated?(node: ComfyNode): void;
   afterConfigureGraph?(): void | Promise<void>;
