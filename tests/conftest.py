@@ -37,9 +37,10 @@ os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), syscon
 # A shell without job control lets what it starts with & ignore Ctrl+C, and so would what tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Which part of the slow tests comes along: another one each day. Workers get it from the process that started them.
+# Which part of the slow tests comes along: another one each day. Workers get it from the process that started them. A
+# mark says how large a part of its tests that is: `slow(one_in=4)`.
 DAY = int(os.environ.setdefault("HIGHWATER_TEST_DAY", str(int(time.time() // 86400))))
-NUM_SAMPLES = 40
+ONE_IN = 40
 
 # Models this small gain nothing from more threads, which get in each other's way: in here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -66,18 +67,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests but the day's fortieth, unless all are asked for, or one by its name."""
+    """Leave out the slow tests but the day's sample, unless all are asked for, or one by its name."""
     if config.getoption("--slow") or any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("slow") and not is_in_sample(item.nodeid, DAY)]
+    slow = ((item, item.get_closest_marker("slow")) for item in items)
+    left_out = [item for item, mark in slow if mark and not is_in_sample(item.nodeid, DAY, **mark.kwargs)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def is_in_sample(name: str, day: int) -> bool:
-    """Return whether a slow test runs on a day: each does once in so many days as there are samples."""
-    return zlib.crc32(name.encode()) % NUM_SAMPLES == day % NUM_SAMPLES
+def is_in_sample(name: str, day: int, one_in: int = ONE_IN) -> bool:
+    """Return whether a slow test runs on a day: each does once in so many days."""
+    return zlib.crc32(name.encode()) % one_in == day % one_in
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -147,7 +149,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("tiers")
     terminalreporter.write_line("; ".join(told))
     if not terminalreporter.config.getoption("--slow"):
-        sample = f"of the slow tests, sample {DAY % NUM_SAMPLES + 1} of {NUM_SAMPLES} ran (HIGHWATER_TEST_DAY={DAY})"
+        sample = f"of the slow tests, the sample of a day ran (HIGHWATER_TEST_DAY={DAY})"
         terminalreporter.write_line(f"{sample}; all of them: make test-slow")
 
 

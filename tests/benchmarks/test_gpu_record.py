@@ -304,6 +304,7 @@ class LoggingHost:
         return SimpleNamespace(outcome="success", kept=lambda: {"kept": torch.ones(2)})
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("number", range(len(hosts.SESSIONS)))
 def test_whatever_is_there_already_each_measurement_begins_alike(
     number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

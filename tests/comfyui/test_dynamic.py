@@ -24,6 +24,7 @@ def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [
@@ -56,6 +57,7 @@ BLOCK_CASES = [
 ]
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(("mode", "case"), BLOCK_CASES)
 def test_blocks_compute_what_a_host_without_dynamic_vram_does(
     dynamic_host: HostProcess, gpu_host: HostProcess, mode: str, case: str, reference: Callable, ours: Callable

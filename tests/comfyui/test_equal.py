@@ -61,6 +61,7 @@ def assert_same(actual: Tensors, expected: Tensors) -> None:
         assert torch.equal(actual[name], tensor), f"{name} differs by up to {difference:.3g}"
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_result_is_finite_and_not_constant(host: HostProcess, case: str, reference: Callable) -> None:
     for tensor in reference(host, case).values():
@@ -74,6 +75,7 @@ def test_what_a_case_adds_changes_the_result(host: HostProcess, one: str, other:
     assert (first - second).abs().max() > 0.01
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("case", CASES)
 def test_the_simulated_gpus_compute_what_the_cpu_does(
     cpu_host: HostProcess, gpu_host: HostProcess, case: str, reference: Callable
@@ -84,6 +86,7 @@ def test_the_simulated_gpus_compute_what_the_cpu_does(
         assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(
     ("mode", "case"),
     [
@@ -99,6 +102,7 @@ def test_a_diffusion_model_on_gpus(
     assert_same(ours(gpu_host, case, ON_GPUS[mode]), reference(gpu_host, case))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize(
     ("mode", "case"),
     [
@@ -142,6 +146,7 @@ def test_a_unet_is_split(gpu_host: HostProcess, case: str, reference: Callable, 
     assert_same(actual, reference(gpu_host, case))
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize(
     ("mode", "case"),
     [

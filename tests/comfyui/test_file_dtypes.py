@@ -181,6 +181,7 @@ def footprint(host: HostProcess, before: list[int]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_becomes_what_it_is_without_dynamic_vram(
     dynamic_host: HostProcess, gpu_host: HostProcess, file: str
@@ -224,6 +225,7 @@ def flux_alone(graph: Graph, loaders: Loaders, path: Path) -> None:
     graph.keep(sample_flux(graph, loaders.diffusion_model(graph, path.name)))
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("file", ["flux fp32", "clip fp32", "taesd fp32", "vision fp32", "control fp32"])
 def test_what_was_converted_is_kept_when_core_drops_its_model(dynamic_host: HostProcess, file: str) -> None:
     """A, B, A: A's file is read once."""

@@ -71,6 +71,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize(
     "model",

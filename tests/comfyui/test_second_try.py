@@ -93,6 +93,7 @@ def assert_clean(host: HostProcess) -> None:
     assert [device["used_bytes"] for device in books["devices"]] == [0, 0]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_failed_allocation_in_a_step_does_not_show(gpu_host: HostProcess, case: str, mode: str, wanted: Any) -> None:

@@ -46,6 +46,7 @@ def model_inputs(graph: Graph, model: Link) -> dict[str, Link]:
     }
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("strength", [None, 0.7])
 @pytest.mark.parametrize("mode", ON_GPUS)
 def test_a_model_is_as_core_loads_it(gpu_host: HostProcess, mode: str, strength: float | None) -> None:

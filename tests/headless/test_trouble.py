@@ -118,6 +118,7 @@ ENCODINGS = [
 ]
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("environment", ENCODINGS)
 @pytest.mark.parametrize("name", ["\u00fcn\u00ef \u6a21\u578b", "bad \udcff", "tab\t\U0001f600"])
 def test_output_never_fails_for_a_character_and_json_is_valid_utf8(

@@ -49,6 +49,7 @@ def test_the_books_count_leaf_bytes(toys, qtype: str) -> None:
     assert component.weight_bytes < component_from_module(toys.build_net(), name="net").weight_bytes / 2
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("qtype", QTYPES)
 @pytest.mark.parametrize("place", PLACES)
