@@ -18,6 +18,8 @@ __all__ = ["REPORT_BYTES", "make_report", "select_events"]
 LISTS = ("nodes", "runs", "events", "samples", "loaders")
 REPORT_BYTES = 64_000
 """How much of these lists a report has in all, as JSON, where its reader sets no limit."""
+NUM_ENTRIES = 200
+"""From so many of the last nodes and events the advice is made where the report is asked for in parts."""
 ALL = "all"
 LARGEST_LIMIT = 1_000_000
 EVENT_WORDS = ("run", "node", "kind", "after", "limit")
@@ -44,12 +46,17 @@ def make_report(
         InvalidInput: a name is no part of the report, or the limit is none.
     """
     from ..memory.manager.report import empty_report, parts_of
+    from .advice import advise
 
     most = read_limit(limit)
     parts = None if only is None else frozenset(only.split(","))
     report = empty_report() if manager is None else manager.report(parts)
     loaders = find_loaders() if parts is None or "loaders" in parts else []
-    report = parts_of(report | {"host_features": dict(host_features), "loaders": loaders}, only)
+    made: dict[str, Any] = {"host_features": dict(host_features), "loaders": loaders, "advice": []}
+    if parts is None or "advice" in parts:
+        whole = report if parts is None or manager is None else manager.recent_report(NUM_ENTRIES)
+        made["advice"] = advise(whole)
+    report = parts_of(report | made, only)
     lists = [name for name in LISTS if name in report]
     left_out = {}
     for name in lists:
@@ -57,7 +64,7 @@ def make_report(
         report[name] = newest(entries, most, REPORT_BYTES // len(lists))
         if len(report[name]) < len(entries):
             left_out[name] = len(entries) - len(report[name])
-    for name in report.keys() & {"devices", "components", "host_features"}:
+    for name in report.keys() & {"devices", "components", "host_features", "advice"}:
         report[name] = texts_without_folders(report[name])
     return report | ({"left_out": left_out} if left_out else {})
 

@@ -44,21 +44,22 @@ class Section:
 
 
 def describe_now(report: Mapping[str, Any]) -> list[Section]:
-    """Return where everything is, what the last nodes of the last run took, and the last events."""
+    """Return where everything is, what the last nodes of the last run took, the last events, and the advice."""
     last = [run["run_id"] for run in report["runs"][-1:]]
     sections = [
         devices_section(report),
         components_section(report),
         nodes_section(report, last, names_runs=False, most=NUM_NODES),
         last_events(report),
+        advice_section(report),
     ]
     return [section for section in sections if section.lines]
 
 
 def describe_all_runs(report: Mapping[str, Any]) -> list[Section]:
-    """Return what the nodes of all runs took, every eviction with its reason, and the bytes moved per run."""
+    """Return what the nodes of all runs took, each eviction with its reason, bytes moved per run, and the advice."""
     runs = [run["run_id"] for run in report["runs"]]
-    return [nodes_section(report, runs), evictions_section(report), runs_section(report)]
+    return [nodes_section(report, runs), evictions_section(report), runs_section(report), advice_section(report)]
 
 
 # -- sections
@@ -180,6 +181,13 @@ def runs_section(report: Mapping[str, Any]) -> Section:
         for run in report["runs"]
     ]
     return Section(title="Runs", lines=align_columns([heads, *rows], num_left=1))
+
+
+def advice_section(report: Mapping[str, Any]) -> Section:
+    """Return what limits the last run and what to change; nothing before the first run."""
+    from .advice import advise
+
+    return Section(title="Advice", lines=advise(report) if report["runs"] else [])
 
 
 # -- lines

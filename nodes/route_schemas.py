@@ -82,10 +82,14 @@ SHARE = record(
         "prefetch_blocks": BYTES,
         "fixed_bytes": BYTES,
         "resident_bytes": BYTES,
+        "streamed_bytes": BYTES,
         "staging_bytes": BYTES,
         "scratch_bytes": BYTES,
         "device_bytes": BYTES,
         "pass_s": {"type": ["number", "null"]},
+        "limit_bytes": {"type": ["integer", "null"]},
+        "limited_by": NAME,
+        "keeps_bytes": BYTES,
     }
 )
 # One that the host moves has reasons only.
@@ -137,6 +141,7 @@ def answer_schemas() -> dict[str, Schema]:
         "open_nodes": nodes,
         "loaders": listed(LOADER),
         "host_features": mapped({"type": ["boolean", "string"]}),
+        "advice": listed(NAME),
         "left_out": mapped(BYTES),
     }
     departure = with_fields(Departure)

@@ -114,6 +114,13 @@ class EventLog:
             RunReport(run_id=run_id, name=name, begin_s=begin_s, end_s=None, bytes_moved=0, num_evictions=0)
         )
 
+    def note_return(self, component: str, num_bytes: int) -> None:
+        """Count for the open run, if there is one, what of a component was loaded again after it had been evicted."""
+        if self.is_running:
+            before = self.runs[-1].reloaded_bytes
+            reloaded = {**before, component: before.get(component, 0) + num_bytes}
+            self.runs[-1] = replace(self.runs[-1], reloaded_bytes=reloaded)
+
     def note_run_end(self, bytes_moved: int) -> None:
         """Complete the entry of the open run."""
         self.runs[-1] = replace(self.runs[-1], end_s=round(self.now_s, 6), bytes_moved=bytes_moved)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import InvalidInput, allowed_values
+from ..options.precision import Precision
 from ..runtime.devices.ledger import Ledger
 from ..transfer.devices import Device, DeviceMemory
 from .claims.neighbours import ProcessUse
@@ -139,6 +140,9 @@ class ComponentReport:
     plan: dict[str, Any]
     total_bytes: int | None = None
     """What its weights take in the precision in which they rest; None where its host does not tell."""
+    encoded_bytes: int | None = None
+    """What all of it would take of one device in precision ``fp8 scaled``, scratch memory to decode it included; None
+    where it rests in another form already, no weight can, or another engine moves it."""
     staging_bytes: dict[str, int] = field(default_factory=dict)
     """The bytes by device in ``tiers`` through which weights only pass: staging memory, and scratch to decode them."""
     engine: str = "blocks"
@@ -196,6 +200,8 @@ class RunReport:
     end_s: float | None
     bytes_moved: int
     num_evictions: int
+    reloaded_bytes: dict[str, int] = field(default_factory=dict)
+    """Of each component what was loaded again in it after it had been evicted for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -345,6 +351,7 @@ def component_report(state: ComponentState, ledger: Ledger) -> ComponentReport:
         bytes_moved=state.bytes_moved,
         plan={**plan.to_json(), "reasons": [*member.reasons, *plan.reasons]},
         total_bytes=plan.total_bytes,
+        encoded_bytes=member.managed.encoded_bytes if plan.precision == Precision.AS_STORED else None,
         staging_bytes={place: passing for place in held if (passing := ledger.passing(member.id, place))},
         num_compiles=state.num_compiles,
         uncompiled_blocks=state.uncompiled_blocks,

@@ -15,7 +15,7 @@ NUM_RUNS = 5
 
 
 def note_return(member: Member, capacity: LiveCapacity, device: str) -> None:
-    """Note that a component was loaded after bytes of it had been evicted; enters an event when that is thrashing.
+    """Note for the run that a component was loaded after bytes of it had been evicted; an event when that is thrashing.
 
     The event comes once, and again only after as many further reloads.
     """
@@ -45,6 +45,7 @@ def note_uses_of_steered(capacity: LiveCapacity) -> None:
 
 def count_return(component: Member | SteeredComponent, capacity: LiveCapacity, device: str, num_bytes: int) -> None:
     log = capacity.event_log
+    log.note_return(component.id, num_bytes)
     runs = component.returns.note_return(log.num_runs, since=log.num_runs - NUM_RUNS + 1)
     if len(runs) >= NUM_RETURNS:
         runs.clear()

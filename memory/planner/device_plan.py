@@ -58,6 +58,8 @@ class DevicePlan:
     """What a pass is predicted to take; None where the speeds are not known."""
     limit_bytes: int | None = field(default=None, compare=False)
     """The most bytes that the weights might take, where that made blocks stream."""
+    limited_by: str = field(default="", compare=False)
+    """What sets that limit, in words: a budget, or what is available of the device."""
     keeps_bytes: int = field(default=0, compare=False)
     """What stays free for the forwards."""
     blocking: frozenset[int] = field(default=frozenset(), compare=False)
@@ -113,10 +115,14 @@ class DevicePlan:
             "prefetch_blocks": self.prefetch_blocks,
             "fixed_bytes": self.fixed_bytes,
             "resident_bytes": self.resident_bytes,
+            "streamed_bytes": self.streamed_bytes,
             "staging_bytes": self.staging_bytes,
             "scratch_bytes": self.scratch_bytes,
             "device_bytes": self.device_bytes,
             "pass_s": self.pass_s,
+            "limit_bytes": self.limit_bytes,
+            "limited_by": self.limited_by,
+            "keeps_bytes": self.keeps_bytes,
         }
 
 
@@ -184,7 +190,9 @@ def plan_share(
     share = stream(whole, sizes, schedule)
     reasons = explain_streaming(share, allowed, speeds, profile, are_known)
     pass_s = schedule.pass_s if are_known else None
-    return replace(share, pass_s=pass_s, limit_bytes=limit, blocking=blocking, reasons=reasons)
+    return replace(
+        share, pass_s=pass_s, limit_bytes=limit, limited_by=allowed.source, blocking=blocking, reasons=reasons
+    )
 
 
 def confirm_share(
@@ -224,7 +232,7 @@ def confirm_share(
         if in_place is None or not is_settled(share, in_place, are_known):
             return None
     reasons = explain_streaming(share, allowed, speeds, profile, are_known)
-    return replace(share, keeps_bytes=allowed.whole.keeps_bytes, reasons=reasons)
+    return replace(share, keeps_bytes=allowed.whole.keeps_bytes, limited_by=allowed.source, reasons=reasons)
 
 
 def keep_in_place(

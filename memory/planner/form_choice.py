@@ -10,8 +10,9 @@ from ..units import format_bytes
 from ..weights.component import Component, TensorSpec
 from ..weights.form_numbers import AS_THEY_CAME, FormNumbers, Forms
 from ..weights.known_forms import numbers_of
+from .sizes import Sizes
 
-__all__ = ["choose_forms", "explain_wide"]
+__all__ = ["choose_forms", "encoded_bytes", "explain_wide"]
 
 # Less than this share of what could be encoded is not worth a line of the plan.
 WORTH_A_LINE = 0.001
@@ -35,6 +36,18 @@ def choose_forms(component: Component, precision: Precision) -> Forms:
         for tensor in block.tensors
         if numbers.takes(tensor) and not why_wide(tensor, usual)
     }
+
+
+def encoded_bytes(component: Component) -> int | None:
+    """Return what a whole component takes of one device in `Precision.ENCODED`, with the scratch memory to decode it.
+
+    None where no weight can rest so, as in a file that is fp8 already. Looks at every weight.
+    """
+    forms = choose_forms(component, Precision.ENCODED)
+    if not forms:
+        return None
+    sizes = Sizes(component, forms)
+    return sizes.all_resident_bytes + max(sizes.widths, default=0)
 
 
 def usual_dtype(component: Component, numbers: FormNumbers) -> str:

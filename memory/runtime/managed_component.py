@@ -6,6 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from weakref import ref
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidInput, UnsafeState
+from ..planner.form_choice import encoded_bytes
 from ..planner.plan import ComponentPlan
 from ..transfer.devices import Device
 from ..weights.component import Component
@@ -172,6 +174,11 @@ class ManagedComponent:
         if not self.component.buffers:
             return []
         return [slot for group in self.groups for slot in group.slots if slot.is_plain_buffer]
+
+    @cached_property
+    def encoded_bytes(self) -> int | None:
+        """What it would take of one device if it were encoded, as `planner.form_choice.encoded_bytes`."""
+        return encoded_bytes(self.component)
 
     @property
     def bytes_moved(self) -> int:

@@ -130,6 +130,7 @@ def test_an_empty_report_has_no_sections_but_what_the_command_line_always_tells(
         ("Memory", 0),
         ("Evictions", 1),
         ("Runs", 1),
+        ("Advice", 0),
     ]
 
 

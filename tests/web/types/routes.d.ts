@@ -102,13 +102,18 @@ declare namespace Highwater {
             prefetch_blocks: number;
             fixed_bytes: number;
             resident_bytes: number;
+            streamed_bytes: number;
             staging_bytes: number;
             scratch_bytes: number;
             device_bytes: number;
             pass_s: number | null;
+            limit_bytes: number | null;
+            limited_by: string;
+            keeps_bytes: number;
           }[];
         };
         total_bytes: number | null;
+        encoded_bytes: number | null;
         staging_bytes: Record<string, number>;
         engine: string;
         num_compiles: number | null;
@@ -141,6 +146,7 @@ declare namespace Highwater {
         end_s: number | null;
         bytes_moved: number;
         num_evictions: number;
+        reloaded_bytes: Record<string, number>;
       }[];
       events?: {
         t_s: number;
@@ -183,6 +189,7 @@ declare namespace Highwater {
         components: string[];
       }[];
       host_features?: Record<string, boolean | string>;
+      advice?: string[];
       left_out?: Record<string, number>;
     };
     events: {
