@@ -144,6 +144,8 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "detail.js",
         "extension.js",
         "limits.js",
+        "manage_extension.js",
+        "manage_menu.js",
         "node_boxes.js",
         "page_settings.js",
         "page_texts.js",

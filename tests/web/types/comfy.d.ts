@@ -6,14 +6,40 @@ interface ComfyBadge {
   onClick?: (event: MouseEvent) => void;
 }
 declare const LGraphBadge: { new (options: ComfyBadge): ComfyBadge };
+declare const LiteGraph: { registered_node_types: Record<string, unknown>; createNode(type: string): ComfyNode };
 
+interface ComfyLink {
+  id: number;
+  origin_id: string | number;
+  origin_slot: number;
+  target_id: string | number;
+  target_slot: number;
+  type: string;
+  parentId?: number;
+}
+/** The input or output of a subgraph, drawn like a node. */
+interface ComfySubgraphEdge {
+  boundingRect: ArrayLike<number>;
+  slots: { connect(output: object, node: ComfyNode, reroute?: string | number): unknown }[];
+}
 interface ComfyGraph {
   id: string;
   rootGraph?: ComfyGraph;
+  nodes: ComfyNode[];
+  links: Map<number, ComfyLink>;
+  inputNode?: ComfySubgraphEdge;
+  outputNode?: ComfySubgraphEdge;
   getNodeById(id: string | number): ComfyNode | null;
+  add(node: ComfyNode): unknown;
 }
 interface ComfyNode {
   id: string | number;
+  type: string;
+  pos: ArrayLike<number>;
+  inputs: { type: unknown }[];
+  outputs: { type: unknown }[];
+  isVirtualNode?: boolean;
+  connect(slot: number, target: ComfyNode, input: number, reroute?: string | number): unknown;
   comfyClass?: string;
   graph?: ComfyGraph | null;
   subgraph?: ComfyGraph;
@@ -55,6 +81,7 @@ interface ComfyExtension {
   commands?: { id: string; label: string; function: () => void | Promise<void> }[];
   keybindings?: { combo: { key: string; ctrl?: boolean; alt?: boolean; shift?: boolean }; commandId: string }[];
   menuCommands?: { path: string[]; commands: string[] }[];
+  getNodeMenuItems?(node: ComfyNode): { content: string; callback(): void }[];
   nodeCreated?(node: ComfyNode): void;
   afterConfigureGraph?(): void | Promise<void>;
   setup?(): void | Promise<void>;
@@ -62,7 +89,7 @@ interface ComfyExtension {
 declare module "*/scripts/app.js" {
   export const app: {
     rootGraph: ComfyGraph;
-    canvas?: { setDirty(foreground: boolean, background?: boolean): void };
+    canvas?: { setDirty(foreground: boolean, background?: boolean): void; emitBeforeChange(): void; emitAfterChange(): void };
     registerExtension(extension: ComfyExtension): void;
     extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void };
       setting: { get(id: string): any; set(id: string, value: unknown): Promise<void> };

@@ -1,0 +1,68 @@
+"""Models that another loader made: shown with size and place as not managed, and managed by the node's menu."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from highwater.tests.comfyui.graphs import Graph, Link, Loaders, sample_flux
+from highwater.tests.comfyui.host_process import HostFiles, HostProcess
+from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
+
+DEVICE_BYTES = 1844 << 20
+SCRIPT = Path(__file__).with_name("manage_menu.mjs")
+
+
+def sample_checkpoint(graph: Graph) -> Link:
+    model, clip, vae = Loaders(kind="core").checkpoint(graph)
+    positive, negative = (graph.add("CLIPTextEncode", clip=clip, text=text) for text in ("a fox", ""))
+    latent = graph.add("EmptyLatentImage", width=64, height=64, batch_size=1)
+    return graph.add("VAEDecode", samples=graph.sampler(model, positive, negative, latent), vae=vae)
+
+
+def test_the_menu_manages_models_of_other_loaders_in_both_renderers(
+    host_files: HostFiles,
+    models: Path,
+    node: str,  # noqa: F811
+    packages: Path,  # noqa: F811
+    chromium: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """About 60 s."""
+    graph = Graph()
+    image = sample_checkpoint(graph)
+    graph.keep(image, "image")
+    graph.add("HighwaterMemoryReport", after=image)  # the first node of ours in a prompt makes all models count
+    graph.keep(sample_flux(graph, graph.add("TestGGUFModel", unet_name="tiny_flux.safetensors")))
+    workflow = tmp_path / "workflow.json"
+    workflow.write_text(json.dumps(graph.nodes))
+    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES]) as host:
+        command = [node, SCRIPT, f"http://127.0.0.1:{host.port}", chromium, tmp_path, workflow]
+        result = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, timeout=1200, check=False
+        )
+        log = host.log()
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr + log[-3000:]
+
+
+def test_models_of_other_loaders_are_reported_with_size_and_place(gpu_host: HostProcess) -> None:
+    """Checkpoints, GGUF-like models and text encoders: what nobody manages is counted, and says so."""
+    gpu_host.forget()
+    graph = Graph()
+    image = sample_checkpoint(graph)
+    graph.keep(sample_flux(graph, graph.add("TestGGUFModel", unet_name="tiny_flux.safetensors")), "gguf")
+    clip = graph.add("TestGGUFText", clip_name="clip_l.safetensors")
+    graph.keep(graph.add("CLIPTextEncode", text="a fox", clip=clip), "text")
+    graph.add("HighwaterMemoryReport", after=image)
+    result = gpu_host.run(graph.nodes)
+    assert result.outcome == "success", result.brief_error
+    parts = gpu_host.part("components")
+    kinds = sorted(part["kind"] for part in parts)
+    assert kinds == ["diffusion", "diffusion", "text", "text", "vae"]
+    for part in parts:
+        assert part["engine"] == "core" and part["plan"]["reasons"] == ["not managed: no node of Highwater manages it"]
+        assert 0 < sum(part["tiers"].values()) <= part["total_bytes"] * 1.01
+    assert any("gpu:0" in part["tiers"] for part in parts)
+    gpu_host.forget()
