@@ -39,7 +39,8 @@ def describe_sharing(devices: Iterable[Device], folder: Path | None, root: Path 
     if not accelerators:
         return []
     if folder is None:
-        return [SharingState(text="off: other processes on the same devices are not seen")]
+        text = "off: other processes on the same devices are not seen"
+        return [SharingState(text=f"{text}; that needs the package platformdirs, and a runtime folder of your own")]
     states = [describe_device(device, folder) for device in accelerators]
     if is_container(root):
         text = f"this is a container: processes outside of it, or in others, are seen only if they have {folder}, too"
