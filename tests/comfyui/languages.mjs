@@ -1,0 +1,79 @@
+// Looks at our texts in ComfyUI's own page in another language, and at the settings of the display; test_languages.py
+// starts it.
+// usage: languages.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has a loader and a sampler)
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { onCanvas, openPage, readDetail } from "../web/open_page.mjs";
+
+const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
+const LOADER = "HighwaterLoadDiffusionModel";
+const SAMPLER = "KSampler";
+const ON_DEVICE = /^[1-9][\d.]*[KMG] gpu:0$/;
+
+const { browser, page, errors, shoot, eventually, setting } = await openPage(base, executablePath, screenshots);
+const isReady = () => Boolean(window.app?.extensionManager && window.app.rootGraph);
+const settings = { "Comfy.TutorialCompleted": true, "Comfy.VueNodes.Enabled": false, "Comfy.Minimap.Visible": false, "Comfy.Locale": "ja" };
+for (const [id, value] of Object.entries(settings)) {
+  await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
+}
+await page.goto(base);
+await eventually("page is ready", isReady, Boolean);
+await page.waitForTimeout(1000); // it opens a workflow of its own
+await page.evaluate((graph) => app.loadApiJson(graph, "test"), JSON.parse(await readFile(workflow, "utf8")));
+await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
+await page.evaluate(() => app.queuePrompt(0));
+await eventually("badges", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]) && badges[SAMPLER] !== "");
+const isIdle = async () => (await (await fetch("/api/queue")).json()).queue_running.length === 0;
+await eventually("nothing runs", isIdle, Boolean);
+
+// The host reads names of nodes, of commands and of settings; ours are the texts of our own elements.
+const title = (type) => LiteGraph.registered_node_types[type].title;
+assert.equal(await page.evaluate(title, LOADER), "拡散モデルを読み込む (Highwater)");
+await page.evaluate(() => app.extensionManager.command.execute("Workspace.SearchBox.Toggle"));
+await page.keyboard.type("拡散モデルを読み込む");
+await page.getByText("拡散モデルを読み込む (Highwater)").first().waitFor();
+await shoot("search_ja");
+await page.keyboard.press("Escape");
+await page.getByText("拡散モデルを読み込む (Highwater)").first().waitFor({ state: "detached" });
+assert.match(await readDetail(page, LOADER, "", "このノードのメモリ"), /\ngpu:0: 重み[\d.]+M\n[^]*\n有効/);
+assert.match(await readDetail(page, SAMPLER, "", "このノードのメモリ"), /^このノード、[\d.]+ s\ngpu:0: 使用した重み[\d.]+M, アクティベーション/);
+await page.evaluate(() => app.extensionManager.command.execute("Comfy.ShowSettingsDialog"));
+await page.getByText("Highwater", { exact: true }).first().click();
+await page.getByText("ノードのメモリバッジ").first().waitFor();
+await page.waitForTimeout(300);
+await shoot("settings_ja");
+await page.keyboard.press("Escape");
+
+// German is no language of the page's own: the setting brings our texts, and they stay after a reload.
+await setting("Highwater.Language", "de");
+assert.match(await readDetail(page, LOADER, "", "Speicher dieses Nodes"), /\ngpu:0: [\d.]+M Gewichte\n[^]*\nwirksam/);
+
+// Units and badges change at once.
+const [binary] = (await page.evaluate(onCanvas))[LOADER].split("M");
+await setting("Highwater.Units", "decimal");
+const isDecimal = (badges) => Math.abs(Number.parseFloat(badges[LOADER]) - Number(binary) * 1.048576) < 0.2;
+await eventually("decimal units", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]) && isDecimal(badges));
+await setting("Highwater.Badges", false);
+await eventually("no badges", onCanvas, (badges) => Object.values(badges).every((text) => text === ""));
+await setting("Highwater.Badges", true);
+await eventually("badges again", onCanvas, isDecimal);
+
+// The keys release what nothing uses; again there is nothing.
+await page.keyboard.press("Alt+Shift+U");
+await page.getByText(/Freigegeben: gpu:0 [1-9]\d* MB/).first().waitFor();
+await eventually("badges in RAM", onCanvas, (badges) => /^RAM /.test(badges[LOADER]));
+await page.keyboard.press("Alt+Shift+U");
+await page.getByText("Kein ungenutztes Modell war auf einem Gerät.").first().waitFor();
+await page.waitForTimeout(300);
+await shoot("released_de");
+await page.keyboard.press("Alt+Shift+L");
+await page.getByText("Wie viel, wie lange und bei mehreren GPUs von welcher: 8GiB 60s gpu:0").first().waitFor();
+await page.keyboard.press("Escape");
+
+await page.reload();
+await eventually("page is ready again", isReady, Boolean);
+await eventually("the workflow is open again", onCanvas, (badges) => LOADER in badges && /^RAM /.test(badges[LOADER]));
+await page.waitForTimeout(1000); // it is drawn where it will stay
+assert.match(await readDetail(page, LOADER, "", "Speicher dieses Nodes"), /nicht wirksam: wird beim Rechnen geladen/);
+assert.deepEqual(errors, [], "errors in the page");
+await browser.close();
