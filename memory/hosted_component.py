@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -109,6 +110,8 @@ class HostedComponent:
         """What was decided for it before it joined, such as what moves it; the report shows it with the plan."""
         self.origins: KnownOrigins = {}
         """What its weights were read from, before it joined."""
+        self.parts: WeakSet[HostedComponent] = WeakSet()
+        """The parts of the same file, itself among them: together they keep to a budget for a device."""
         self.weights_of: Member | None = None
         self.known_weights: dict[str, HostedWeight] = {}
 
@@ -224,6 +227,10 @@ class HostedComponent:
 
     # -- what the host may tell
 
+    def come_with(self, parts: WeakSet[HostedComponent]) -> None:
+        """Keep to a budget for a device together with these, before any of them joins."""
+        self.parts = parts
+
     def came_from(self, origins: KnownOrigins) -> None:
         """Note what its weights were read from (`FileTensors.origins`)."""
         self.origins = origins
@@ -247,6 +254,9 @@ class HostedComponent:
                 origins={self.name: self.origins},
             )
             self.draft, self.origins = None, {}
+            for part in self.parts:
+                if part is not self and part.member is not None:
+                    self.member.come_with(part.member)
             if self.kept[0]:
                 default_manager().requests.keep([self.member], *self.kept)
 

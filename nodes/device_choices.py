@@ -23,6 +23,7 @@ __all__ = [
     "ALL",
     "DEFAULT",
     "Choices",
+    "accelerator_names",
     "device_names",
     "fit_profile",
     "missing_devices",
@@ -63,6 +64,12 @@ def device_names() -> list[str]:
     from ..memory.transfer.devices import list_devices
 
     return [device.name for device in list_devices()]
+
+
+def accelerator_names() -> list[str]:
+    from ..memory.transfer.devices import list_devices
+
+    return [device.name for device in list_devices() if not device.is_cpu]
 
 
 def missing_devices(text: str, here: Collection[str]) -> list[str]:

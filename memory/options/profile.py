@@ -132,6 +132,24 @@ class OffloadProfile:
         reserve = tuple(item for item in self.reserve if not is_left_out(item))
         return replace(self, budgets=(*own, *brought_beside(own, PROFILES[self.name])), reserve=reserve)
 
+    def for_all_together(self, devices: Collection[str]) -> OffloadProfile:
+        """Return it with the user's budget for each component (``*``) as one for all of them on each of these devices.
+
+        A device with a budget of its own keeps that.
+        """
+        together = []
+        for item in self.budgets:
+            if item.target != "*" or item.from_profile:
+                together.append(item)
+                continue
+            own = {other.target for other in self.budgets}
+            together += [replace(item, target=device) for device in devices if device not in own]
+        return replace(self, budgets=tuple(together))
+
+    def is_for_all_together(self, device: str) -> bool:
+        """Whether it has a budget of the user's for a device, which components share."""
+        return any(item.target == device and not item.from_profile for item in self.budgets)
+
     def to_json(self) -> dict[str, Any]:
         """Return every value, and the RAM and VRAM that the profile was made for."""
         ram, vram = MADE_FOR.get(self.name, (None, None))

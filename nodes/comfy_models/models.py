@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from comfy_api.latest import io
 
+from ..device_choices import accelerator_names
 from .model_files import KINDS, check_text_encoders, model_choices, model_path, named_as
 from .model_request import ModelNode, answer, answer_with, model_schema, read_request
 from .tiny_models import tiny_model_notes, tiny_models
@@ -213,6 +215,7 @@ class HighwaterLoadCheckpoint(ModelNode):
         from .. import host
 
         request, notes = read_request(cls, **asked)
+        request = replace(request, profile=request.profile.for_all_together(accelerator_names()))
         model, clip, vae = load_file("checkpoints", ckpt_name, host.load_checkpoint, request)
         notes += [
             f"{ckpt_name} contains no {part}"

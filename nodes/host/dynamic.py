@@ -28,7 +28,7 @@ from . import aimdo
 from .byte_budgets import BUDGET, Budget, budget_of, text_of
 from .core_fields import NOTE
 from .core_loading import set_callbacks
-from .dynamic_models import attach_to_core, core_memory, dynamic_model_of, is_dynamic
+from .dynamic_models import DynamicModel, attach_to_core, core_memory, dynamic_model_of, is_dynamic
 from .hosted import Request
 from .unmanaged import leave_to_core
 
@@ -66,7 +66,20 @@ def keep_budget(patcher: ModelPatcher, device: torch.device, *_: Any) -> None:
                 f"have {format_bytes(small)}; allowed: at least that"
             )
         vbar.set_watermark((num_bytes - small) // aimdo.PAGE_BYTES * aimdo.PAGE_BYTES)
+        free_of_parts(component, budget, device_name(device), num_bytes)
     note_steered_use(component)
+
+
+def free_of_parts(component: DynamicModel, budget: Budget, device: str, num_bytes: int) -> None:
+    """Take pages from the idle parts of the same file, if with these the parts exceed a budget that they share."""
+    if budget.request.profile.is_for_all_together(device):
+        idle = [part for part in core_memory.components() if part.is_part_with(component) and not part.is_in_use]
+        held = {part: part.device_bytes().get(device, 0) for part in idle}
+        pages = -(-component.whole_bytes // aimdo.PAGE_BYTES) + 1  # and one of which it has a part
+        excess = sum(held.values()) + min(pages * aimdo.PAGE_BYTES, num_bytes) - num_bytes
+        for part in idle:
+            if excess > 0 and held[part]:
+                excess -= part.free_memory(device, excess)
 
 
 def num_bytes_of(budget: Budget, patcher: ModelPatcher) -> int | None:

@@ -194,6 +194,11 @@ class DynamicModel(SteeredComponent):
             "reasons": [text_of(self.name, self.budget_bytes, device)],
         }
 
+    def is_part_with(self, other: DynamicModel) -> bool:
+        """Whether a node loaded it and another one of one file."""
+        asked = self.budget, other.budget
+        return other is not self and None not in asked and asked[0].request is asked[1].request
+
     # -- what is done
 
     def free_memory(self, device: str, num_bytes: int) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import comfy.sd
 import comfy.utils
@@ -22,7 +23,7 @@ from .dynamic import steer
 from .dynamic_models import is_dynamic
 from .engines import choose_engine
 from .guides import bring_guides
-from .hosted import PARTS, Request, patcher_of
+from .hosted import PARTS, Request, hosted_of, patcher_of
 from .load_device import load_device_for
 from .private_weights import record_dtypes_of_vision
 from .reading import Reading, read_by
@@ -227,6 +228,10 @@ def load_checkpoint(path: str, request: Request) -> tuple[ModelPatcher, Any, Any
                 set_reload(vae.patcher, reload_checkpoint, (path, request), 2)
         if refused:
             raise InvalidInput("; ".join(dict.fromkeys(refused)))
+        found = (hosted_of(getattr(part, "model", None)) for part in (model, patcher_of(clip), patcher_of(vae)))
+        together = WeakSet(hosted for hosted in found if hosted is not None)
+        for hosted in together:
+            hosted.come_with(together)
         return model, clip, vae
 
 

@@ -640,3 +640,25 @@ def test_a_reserve_of_everything_is_refused() -> None:
     for amount in ("unlimited", "100%"):
         with pytest.raises(InvalidInput, match=r"column 14: nothing would be left for weights; allowed: "):
             parse_profile(f"auto,reserve={amount}", devices=["gpu:0"])
+
+
+@pytest.mark.parametrize(
+    ("text", "together"),
+    [
+        ("auto", {}),
+        ("8GiB", {"gpu:0": "8GiB", "gpu:1": "8GiB"}),
+        ("8GiB,vae=1GiB", {"vae": "1GiB", "gpu:0": "8GiB", "gpu:1": "8GiB"}),
+        ("8GiB,gpu:1=2GiB", {"gpu:0": "8GiB", "gpu:1": "2GiB"}),
+        ("diffusion=2GiB", {"diffusion": "2GiB"}),
+    ],
+)
+def test_an_amount_may_be_for_all_components_together(text: str, together: dict[str, str]) -> None:
+    found = parse_profile(text, devices=DEVICES).for_all_together(["gpu:0", "gpu:1"])
+    assert {item.target: item.size for item in found.budgets} == together
+    assert found.is_for_all_together("gpu:0") == ("gpu:0" in together)
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_what_a_profile_brings_itself_is_for_each_component(name: str) -> None:
+    profile = parse_profile(name, devices=DEVICES)
+    assert profile.for_all_together(["gpu:0"]) == profile
