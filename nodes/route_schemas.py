@@ -54,6 +54,9 @@ REQUESTS: dict[str, Schema] = {
     "/highwater/watermark": record(
         {"marks": text("marks such as 1GiB:2GiB or gpu:0=5%:10%,host=4GiB:6GiB, or an empty text for the default ones")}
     ),
+    "/highwater/default-profile": record(
+        {"profile": text("a profile such as 4 or 8GiB for loaders left at auto, or an empty text for none")}
+    ),
     "/highwater/tiny-pipelines": record({}),
     "/highwater/needs/forget": record({}),
 }
@@ -160,6 +163,7 @@ def answer_schemas() -> dict[str, Schema]:
             {"keep_loaded": {"type": ["integer", "null"]}, "idle_s": {"type": ["number", "null"]}}
         ),
         "/highwater/watermark": record({"watermarks": mapped(mark)}),
+        "/highwater/default-profile": record({"profile": NAME, "title": NAME}),
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
     }
 

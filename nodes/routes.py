@@ -126,6 +126,11 @@ def make_routes(
     def manager() -> MemoryManager:
         return find_manager() or default_manager()
 
+    def set_default(body: Mapping[str, Any]) -> dict[str, Any]:
+        from .default_profile import set_default_profile
+
+        return set_default_profile(body)
+
     def tell_devices() -> dict[str, Any]:
         return asked().describe_devices(manager(), asked().start_environment())
 
@@ -172,6 +177,7 @@ def make_routes(
         requesting("/highwater/move", "move"),
         requesting("/highwater/limits", "set_limits"),
         requesting("/highwater/watermark", "set_watermarks"),
+        changing("/highwater/default-profile", set_default),
         ("GET", "/highwater/profiles", telling(lambda _: asked().describe_profiles())),
         ("GET", "/highwater/devices", telling(lambda _: tell_devices())),
         ("GET", "/highwater/plan", telling(lambda words: asked().plan_models(manager(), words.items()))),

@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 PROFILE_TOOLTIP = (
-    "How much memory the weights may use. auto: all that is free. 1 to 5: ready-made profiles, from much RAM and VRAM "
-    "(1) to very little of both (5). Or an amount of VRAM: 8GiB, 80%, -2GiB (leaves 2 GiB free). Or a profile with "
-    "changes: 4,diffusion=2GiB,prefetch=2."
+    "How much memory the weights may use. auto: all that is free, or what the setting Default profile says. 1 to 5: "
+    "ready-made profiles, from much RAM and VRAM (1) to very little of both (5). Or an amount of VRAM: 8GiB, 80%, "
+    "-2GiB (leaves 2 GiB free). Or a profile with changes: 4,diffusion=2GiB,prefetch=2."
 )
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 NUM_REMEMBERED = 64

@@ -1,7 +1,7 @@
 // @ts-check
 // The settings of the page, and what each of them changes: in the page, or on the server.
 import { useLanguage } from "./page_texts.js";
-import { keepFree, limit } from "./requests.js";
+import { keepFree, limit, setDefaultProfile } from "./requests.js";
 import { makeListener } from "./settings.js";
 import { settingText } from "./texts.js";
 import { useUnits } from "./units.js";
@@ -47,6 +47,12 @@ export function settings({ showBadges, redraw }) {
       defaultValue: 0,
       attrs: { min: 0, max: 10080, step: 1 },
       onChange: makeListener((/** @type {number} */ value, isChanged) => void limit("idle", value, isChanged), TYPING_MS, 0),
+    },
+    {
+      ...named("Highwater.DefaultProfile", memory),
+      type: "text",
+      defaultValue: "",
+      onChange: makeListener((/** @type {string} */ profile, isChanged) => void setDefaultProfile(profile, isChanged), TYPING_MS, ""),
     },
     { ...named("Highwater.Badges", display), type: "boolean", defaultValue: true, onChange: live(showBadges) },
     {

@@ -153,6 +153,18 @@ export async function keepFree(marks, isChanged) {
 }
 
 /**
+ * Give the profile that loaders have whose own is left at auto.
+ * @param {string} profile
+ * @param {boolean} isChanged
+ */
+export async function setDefaultProfile(profile, isChanged) {
+  await change(text("profile.title"), "default-profile", { profile }, (answer) => {
+    if (!isChanged) return null;
+    return answer.profile === "auto" ? text("profile.none") : text("profile.set", { profile: answer.profile });
+  });
+}
+
+/**
  * Limit how many models stay loaded, or for how long idle ones do, as a setting says.
  * @param {"keep_loaded" | "idle"} name
  * @param {number} value

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import InvalidInput, allowed_values, quoted
@@ -81,6 +81,8 @@ class OffloadProfile:
     reserve: tuple[BudgetItem, ...] = ()
     """Bytes of a device that stay free whatever the budgets say; what the watermark keeps free counts towards them."""
     compile: bool = False
+    origin: str = field(default="", compare=False)
+    """What a plan says of where it comes from, where no node or command named it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in (AUTO, *TITLES):
@@ -94,10 +96,10 @@ class OffloadProfile:
                 raise InvalidInput(
                     f"reserve of {item.target!r} has limit_bytes or share; allowed: leave_bytes or leave_share"
                 )
-        for field in NAMES:
-            names = getattr(self, field)
+        for which in NAMES:
+            names = getattr(self, which)
             if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise InvalidInput(f"{field} {quoted(names)}; allowed: a tuple of names, such as ('diffusion',)")
+                raise InvalidInput(f"{which} {quoted(names)}; allowed: a tuple of names, such as ('diffusion',)")
         ahead = self.prefetch_blocks
         if ahead is not None and (type(ahead) is not int or not 1 <= ahead <= LARGEST_PREFETCH):
             raise InvalidInput(f"prefetch_blocks {quoted(ahead)}; allowed: 1 to {LARGEST_PREFETCH}, or None")
@@ -178,9 +180,9 @@ class OffloadProfile:
             if "*" not in {item.target for item in own}:
                 own.append(BudgetItem(target="*"))  # or the text would bring what was replaced
         items = [str(item) for item in own]
-        for word, field in (("pinned", "pinned"), ("quantize", "quantize"), ("disk", "on_demand")):
-            names = getattr(self, field)
-            if names != getattr(base, field):
+        for word, which in (("pinned", "pinned"), ("quantize", "quantize"), ("disk", "on_demand")):
+            names = getattr(self, which)
+            if names != getattr(base, which):
                 items.append(f"{word}={names_text(names)}")
         if self.prefetch_blocks != base.prefetch_blocks:
             items.append(f"prefetch={self.prefetch_blocks or AUTO}")

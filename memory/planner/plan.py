@@ -272,7 +272,7 @@ def draft(
     component: Component, machine: Machine, placement: Placement, profile: OffloadProfile, precision: Precision | None
 ) -> tuple[StoreSpec, Sequence[SplitRatio], list[str]]:
     """Return what is decided before tiers and shares: forms and devices, with their reasons."""
-    reasons: list[str] = [*component.shares]
+    reasons: list[str] = [*component.shares, *([profile.origin] if profile.origin else [])]
     item = placement.item_for(component.name, component.kind)
     devices = only_for_blocks(component, item.devices, reasons) or choose_device(machine, reasons)
     by_profile = precision is None and profile_encodes(component, profile)

@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
 from ...memory.options.precision import DEFAULT_PRECISION
+from ..default_profile import chosen_profile, profile_fingerprint
 from ..device_choices import DEFAULT, fit_profile, placement_choices, resolve_placement
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
@@ -78,9 +79,9 @@ class ModelNode(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: object) -> str:
-        """Load again when a file has changed: the host itself goes by its name."""
+        """Load again when a file or the default profile has changed: the host itself goes by names."""
         names = [name for name in map(inputs.get, cls.FILES) if isinstance(name, str)]
-        return files_fingerprint(cls.FOLDER, names) if names else ""
+        return (files_fingerprint(cls.FOLDER, names) if names else "") + profile_fingerprint(inputs.get("profile"))
 
     @classmethod
     def validate_inputs(cls, profile: str | None = None) -> bool | str:
@@ -115,7 +116,7 @@ def read_request(
 
     if engine not in ENGINES:
         raise InvalidInput(f"engine {engine!r} is unknown; {allowed_values(str(engine), ENGINES)}")
-    asked, notes = fit_profile(read_profile(profile), profile)
+    asked, notes = fit_profile(*chosen_profile(profile))
     resolved, more_notes = resolve_placement(placement)
     if watermark is not None:
         more_notes = [*more_notes, *watermark.apply()]

@@ -104,6 +104,11 @@ class DynamicModel(SteeredComponent):
         """The most bytes that it may have of its device; None where nothing limits them."""
         return None if self.current_budget is None else self.limit_bytes
 
+    def origin(self) -> list[str]:
+        """Return where its budget comes from, where no node named it."""
+        budget = self.current_budget
+        return [budget.request.profile.origin] if budget is not None and budget.request.profile.origin else []
+
     def asked_by(self) -> tuple[str | None, str | None]:
         budget = self.current_budget
         return (None, None) if budget is None else (budget.request.node_id, budget.workflow_id)
@@ -197,7 +202,7 @@ class DynamicModel(SteeredComponent):
             "resident_pages": sum(page & aimdo.RESIDENT for page in pages),
             "placement": device,
             "shares": [],
-            "reasons": [text_of(self.name, self.budget_bytes, device)],
+            "reasons": [text_of(self.name, self.budget_bytes, device), *self.origin()],
         }
 
     def is_part_with(self, other: DynamicModel) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
+from ..default_profile import chosen_profile, profile_fingerprint
 from ..device_choices import fit_profile
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
@@ -86,13 +87,13 @@ class HighwaterLoadPipeline(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, pipeline: str | None = None, **_: object) -> str:
-        """Load again when a file of the pipeline has changed."""
+    def fingerprint_inputs(cls, pipeline: str | None = None, profile: str | None = None, **_: object) -> str:
+        """Load again when a file of the pipeline or the default profile has changed."""
         from .pipeline_folders import find_pipeline, is_to_be_made, weights_fingerprint
 
         if pipeline is None or is_to_be_made(pipeline):
-            return ""
-        return weights_fingerprint(find_pipeline(pipeline))
+            return profile_fingerprint(profile)
+        return weights_fingerprint(find_pipeline(pipeline)) + profile_fingerprint(profile)
 
     @classmethod
     def execute(
@@ -106,13 +107,13 @@ class HighwaterLoadPipeline(io.ComfyNode):
 
         folder = ready_pipeline(pipeline)
         components = tuple(check_pipeline(folder))
-        chosen_profile, notes = fit_profile(read_profile(profile, components), profile)
+        fitting_profile, notes = fit_profile(*chosen_profile(profile, components))
         chosen_placement = read_placement(placement, components)
         pipe, sources = load_with_sources(folder)
         with showing_loadings():
             managed = manage(
                 pipe,
-                profile=chosen_profile,
+                profile=fitting_profile,
                 placement=chosen_placement,
                 precision=precision,
                 files=sources,

@@ -58,6 +58,22 @@ await eventually("no badges", onCanvas, (badges) => Object.values(badges).every(
 await setting("Highwater.Badges", true);
 await eventually("badges again", onCanvas, isDecimal);
 
+// What auto means in loaders: the next run loads again, and the plan says why. What is no profile is refused.
+await setting("Highwater.DefaultProfile", "12");
+await page.getByText(/'12' is not a profile and has no unit/).first().waitFor();
+await setting("Highwater.DefaultProfile", "6MiB");
+await page.getByText("Ab dem nächsten Lauf bedeutet auto in Loadern 6MiB.").first().waitFor();
+await page.evaluate(() => app.queuePrompt(0));
+const reasons = async () => (await (await fetch("/api/highwater/report?only=components")).json()).components.flatMap((part) => part.plan.reasons);
+await eventually("the plan's origin", reasons, (told) => told.includes("profile 6MiB: from the setting Default profile"));
+await eventually("nothing runs", isIdle, Boolean);
+await setting("Highwater.DefaultProfile", "");
+await page.getByText("Loader mit auto nutzen allen freien Speicher.").first().waitFor();
+await page.evaluate(() => app.queuePrompt(0));
+await eventually("the plan without it", reasons, (told) => told.length > 0 && !told.some((reason) => reason.includes("Default profile")));
+await eventually("all of it again", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]));
+await eventually("nothing runs", isIdle, Boolean);
+
 // The keys release what nothing uses; again there is nothing.
 await page.keyboard.press("Alt+Shift+U");
 await page.getByText(/Freigegeben: gpu:0 [1-9]\d* MB/).first().waitFor();

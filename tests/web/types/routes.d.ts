@@ -31,6 +31,9 @@ declare namespace Highwater {
     watermark: {
       marks: string;
     };
+    "default-profile": {
+      profile: string;
+    };
     "tiny-pipelines": Record<string, never>;
     "needs/forget": Record<string, never>;
   }
@@ -251,6 +254,10 @@ declare namespace Highwater {
         high_bytes: number;
         source: "set" | "setting" | "default";
       }>;
+    };
+    "default-profile": {
+      profile: string;
+      title: string;
     };
     "tiny-pipelines": {
       pipelines: Record<string, string>;

@@ -1,0 +1,51 @@
+"""The profile of loaders whose own is left at ``auto``: a setting of the page, for the whole process.
+
+A loader reads it when it runs. It is part of what makes the host run a loader again: a setting that was changed counts
+from the next run on, also where the host has the loader's result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..memory.options.placement import AUTO
+from .widget_values import read_profile
+
+if TYPE_CHECKING:
+    from ..memory.options.profile import OffloadProfile
+
+__all__ = ["chosen_profile", "profile_fingerprint", "set_default_profile"]
+
+ORIGIN = "profile {}: from the setting Default profile"
+# The setting's text, the only item.
+setting = [AUTO]
+
+
+def set_default_profile(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the profile of loaders that are left at ``auto``; an empty text is ``auto``. Returns it, and its title.
+
+    Raises:
+        InvalidInput: it is no profile; names the column and what is allowed there.
+    """
+    text = body["profile"].strip() or AUTO
+    profile = read_profile(text)
+    setting[0] = text
+    return {"profile": text, "title": profile.title}
+
+
+def profile_fingerprint(text: object) -> str:
+    """Return what a loader's result depends on beside its own inputs: the setting, where its profile is ``auto``."""
+    return setting[0] if text == AUTO and setting[0] != AUTO else ""
+
+
+def chosen_profile(text: str, components: tuple[str, ...] = ()) -> tuple[OffloadProfile, str]:
+    """Return the profile that a loader's widget names, the setting's for ``auto``, and the text that it is read from.
+
+    Raises as `read_profile`.
+    """
+    if not profile_fingerprint(text):
+        return read_profile(text, components), text
+    profile = read_profile(setting[0], components)
+    return replace(profile, origin=ORIGIN.format(setting[0])), setting[0]
