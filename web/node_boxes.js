@@ -4,6 +4,8 @@
 import { keyOf } from "./badges.js";
 import { makeTextBox } from "./readout.js";
 
+// So wide that no line of a report is broken again, and so high that most reports are seen as a whole.
+const REPORT_SIZE = [580, 600];
 const NOTE_HEIGHT = 56;
 const NOTE_ROOM = NOTE_HEIGHT + 16; // the canvas renderer leaves a margin
 
@@ -26,6 +28,9 @@ export function showReports() {
  */
 export function addTextBox(node) {
   const box = makeTextBox(document);
+  box.style.whiteSpace = "pre-wrap";
+  const [width, height] = node.size;
+  node.setSize([Math.max(width, REPORT_SIZE[0]), Math.max(height, REPORT_SIZE[1])]); // a saved node has its own size
   const widget = node.addDOMWidget("report_text", "highwater-text", box, { serialize: false, getMinHeight: () => 140 });
   widget.serialize = false; // both are needed to keep it out of saved workflows
   const onExecuted = node.onExecuted;

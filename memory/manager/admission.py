@@ -16,6 +16,7 @@ only the loops that ask them, and one mover, `evict`, which passes on the reason
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ..errors import DoesNotFit, InvalidInput, UnsafeState
 from ..options.budget import BudgetItem
@@ -232,11 +233,13 @@ class Admission:
         *,
         exclude: Collection[str] = (),
         allow_unrunnable: bool = True,
+        takes_all: bool = False,
     ) -> int:
         """Evict idle components until ``num_bytes`` of a device are freed; returns the bytes that were freed.
 
         Args:
             cause: what needs the bytes, for the event log; the policy adds why this component leaves.
+            takes_all: all of them leave, so that it was not the policy which chose any.
             exclude: the ids of components that stay because their host is about to load them, or moves them itself.
             allow_unrunnable: whether so much of hosted components may be evicted that they cannot compute.
         """
@@ -246,7 +249,8 @@ class Admission:
             if freed >= num_bytes:
                 break
             if victim.component not in exclude:
-                freed += self.evict_victim(victim, device, num_bytes - freed, allow_unrunnable=allow_unrunnable)
+                chosen = replace(victim, reason=cause) if takes_all else victim
+                freed += self.evict_victim(chosen, device, num_bytes - freed, allow_unrunnable=allow_unrunnable)
         return freed
 
     def evict_victim(self, victim: Victim, device: Device, num_bytes: int, *, allow_unrunnable: bool = True) -> int:

@@ -459,9 +459,13 @@ class Registry:
         self.members.strike(member)  # last: interrupted before, it can be released again
         self.moved_by_released += member.managed.bytes_moved
         self.waited_by_released_s += member.managed.waited_s
-        reason = "nothing uses its model any more" if member.leaves_weights else "released"
-        for place, num_bytes in freed.items():
-            self.event_log.note("release", member.id, num_bytes, place, reason)
+        if freed:
+            reason = RELEASED if ending is None else WHY_RELEASED.get(ending, RELEASED)
+            if member.leaves_weights:
+                reason = "nothing uses its model any more"
+            kind = member.managed.component.kind
+            places = "&".join(freed)
+            self.event_log.note("release", member.id, sum(freed.values()), places, reason, component_kind=kind)
         self.measures.sample()
         pristine = member.managed.packing.take_pristine()
         if member.leaves_weights and self.event_log.is_running:
@@ -471,6 +475,14 @@ class Registry:
         if error is not None:
             raise error
         assert not self.ledger.bytes_by_place(member.id), self.ledger.bytes_by_place(member.id)
+
+
+# Why a component is released where its user did not ask for that.
+WHY_RELEASED = {
+    Ending.HANDED_OVER: "packed anew for other choices",
+    Ending.TAKEN_BACK: "it could not be managed",
+}
+RELEASED = "what loaded it released it"
 
 
 def refuse_unknown(what: str, named: Mapping[str, object], modules: Mapping[str, nn.Module]) -> None:

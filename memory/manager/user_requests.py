@@ -134,7 +134,9 @@ class UserRequests:
         for device in self.admission.devices.values():
             if not device.is_cpu:
                 with self.lock.exclusive():
-                    freed[device.name] = self.admission.free_memory(device.name, device.total_bytes(), reason)
+                    freed[device.name] = self.admission.free_memory(
+                        device.name, device.total_bytes(), reason, takes_all=True
+                    )
                 device.empty_cache()
         give_back_heap()
         return freed

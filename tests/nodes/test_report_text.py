@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from highwater.memory import MemoryManager
 from highwater.memory.manager.report import Event, NodeReport, Report, RunReport, empty_report
 from highwater.memory.units import KIB, MIB, format_bytes
-from highwater.nodes.report_text import NUM_NODES, Section, describe_all_runs, describe_now
+from highwater.nodes.report_text import NUM_NODES, WIDTH, Section, describe_all_runs, describe_now
 
 MOST = 1 << 40
 WHAT = ("weights", "activations", "peak")
@@ -73,33 +73,71 @@ def test_every_amount_of_every_node_stands_below_its_device(drawn: list[tuple[in
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), amounts, amounts, names), min_size=1, max_size=8))
-def test_the_node_tells_of_the_last_run_what_the_command_line_tells(drawn: list[tuple[int, Any, Any, str]]) -> None:
+def test_the_node_tells_what_each_node_of_the_last_run_took_in_lines_that_fit(drawn: list[tuple[Any, ...]]) -> None:
     nodes = [node(number, *values) for number, values in enumerate(drawn)]
-    report = make_report([one for one in nodes if one.run_id == "2"], [], 3)
-    told = [section for section in describe_now(report) if section.title.startswith("Memory per node")]
-    if not report["nodes"]:
-        assert told == []
-    else:
-        lines, in_full = told[0].lines, only(describe_all_runs(report), "Memory per node").lines
-        assert all(full.endswith(line) for line, full in zip(lines, in_full, strict=True))
-        heads = int(any(peak for one in report["nodes"] for peak in one["peak_bytes"].values()))
-        assert lines[heads].startswith("node") and in_full[heads].startswith("run")  # one run needs no name
+    last = [one for one in nodes if one.run_id == "2"]
+    report = make_report(nodes, [], 3)
+    sections = describe_now(report)
+    assert all(len(line) <= WIDTH for section in sections for line in section.lines)
+    lines = [line for section in sections if section.title.startswith("Memory per node") for line in section.lines]
+    is_used = any(peak for one in last for peak in one.peak_bytes.values())
+    told = [one for one in last if not is_used or one.seconds >= 1 or max([0, *one.weights_bytes.values()]) >= KIB]
+    used = {name for one in told for name, peak in one.peak_bytes.items() if peak}
+    for one in told:
+        own = " ".join(line for line in lines if line.startswith(f"{one.node_id} {one.title[:3]}")).split()
+        for name in used & one.peak_bytes.keys():
+            found = [amounts.get(name, 0) for amounts in (one.weights_bytes, one.peak_bytes)]
+            assert {format_bytes(number) for number in found if number >= KIB} <= {*own}
+    beside = [line for line in lines if line.startswith("beside ")]
+    assert [line.split()[1] for line in beside] == [str(len(last) - len(told))] * (len(told) < len(last))
 
 
 @given(st.integers(1, 3 * NUM_NODES))
 def test_the_node_shows_the_last_nodes_of_a_long_run_and_says_so(count: int) -> None:
-    nodes = [node(number, 0, {"gpu:0": MOST}, {}, "n") for number in range(count)]
+    nodes = [node(number, 0, {"gpu:0": MOST}, {"gpu:0": MOST}, "n") for number in range(count)]
     lines = only(describe_now(make_report(nodes, [], 1)), "Memory per node").lines
     shown = [line.split()[0] for line in lines[2 : 2 + NUM_NODES]]
     assert shown == [str(number) for number in range(count)][-NUM_NODES:]
     assert lines[2 + NUM_NODES :] == (["only the last 50 nodes of this run"] if count > NUM_NODES else [])
 
 
+def test_devices_that_do_not_fit_beside_each_other_follow_each_other() -> None:
+    both = {"gpu:0": 3 * MIB, "gpu:1": MIB}
+    long = "Load Diffusion Model (Highwater) of the first stage"
+    nodes = [node(1, 0, both, both, long), node(2, 0, {"gpu:1": MIB}, {"gpu:1": MIB}, "Sample")]
+    assert only(describe_now(make_report(nodes, [], 1)), "Memory per node").lines == [
+        "                                                         gpu:0        gpu:0    gpu:0",
+        "node                                          seconds  weights  activations     peak",
+        "1 Load Diffusion Model (Highwater) of the f…     0.12  3.00MiB            -  3.00MiB",
+        "                                                         gpu:1        gpu:1    gpu:1",
+        "node                                          seconds  weights  activations     peak",
+        "1 Load Diffusion Model (Highwater) of the f…     0.12  1.00MiB            -  1.00MiB",
+        "2 Sample                                         0.25  1.00MiB            -  1.00MiB",
+    ]
+
+
+def test_a_long_line_goes_on_below_and_names_of_components_are_cut() -> None:
+    reason = "flux needs 4.00GiB; 1.00GiB free, 512MiB reserved; least recently used, 3.2 s ago, next use unknown"
+    event = Event(
+        t_s=1.0, kind="evict", component="t5xxl", bytes=3 << 30, device="gpu:0", reason=reason, to="host"
+    )  # fmt: skip
+    report = make_report([], [event], 1)
+    state = {"precision": "as stored", "in_effect": True, "engine": "kept", "tiers": {"pinned": MIB}}
+    report["components"] = [{"id": "c" * 60, **state}]
+    lines = only(describe_now(report), "Last events").lines
+    assert (
+        len(lines) == 2
+        and lines[1].startswith("    ")
+        and " ".join("".join(lines).split()) in (f"1.00 s evicted 3.00GiB of t5xxl from gpu:0 to host: {reason}")
+    )
+    assert only(describe_now(report), "Components").lines[0].startswith(f"{'c' * 27}…  as stored")
+
+
 def test_an_eviction_is_the_same_sentence_in_both() -> None:
     event = {"component": "tiny/unet", "bytes": 3 << 20, "device": "gpu:0"}
     events = [
         Event(t_s=1.0, kind="evict", reason="least recently used", **event),
-        Event(t_s=2.0, kind="release", reason="released", **event),
+        Event(t_s=2.0, kind="release", reason="its time is up", **event | {"device": "gpu:0&pinned"}),
         Event(t_s=3.0, kind="watermark", reason="keep free: low 1MiB", **event | {"component": ""}),
         Event(t_s=4.0, kind="error", reason="out of memory", **event),
     ]
@@ -108,7 +146,7 @@ def test_an_eviction_is_the_same_sentence_in_both() -> None:
     assert only(describe_all_runs(report), "Evictions").lines == [line]
     assert only(describe_now(report), "Last events").lines == [
         f"1.00 s  {line}",
-        "2.00 s  gpu:0: released 3.00MiB of tiny/unet",
+        "2.00 s  released 3.00MiB of tiny/unet from gpu:0 and pinned: its time is up",
         "3.00 s  gpu:0: watermark: keep free: low 1MiB",
         "4.00 s  gpu:0: error tiny/unet: out of memory",
     ]
@@ -152,6 +190,20 @@ def test_a_machine_without_gpus_has_no_empty_columns_and_counts_what_rests_in_ra
     assert "Highwater 38KiB" in row and "other 12KiB" in row
 
 
+def test_what_comfyui_keeps_in_ram_is_not_ours_and_what_is_page_locked_is_told() -> None:
+    report = make_report([], [], 1)
+    state = {"precision": "as stored", "in_effect": True}
+    report["components"] = [
+        {"id": "ours", "engine": "kept", "tiers": {"pinned": 8 * KIB, "host": 2 * KIB}, **state},
+        {"id": "theirs", "engine": "core", "tiers": {"host": 30 * KIB}, **state},
+    ]
+    pinned = {"num_bytes": 8 * KIB, "limit_bytes": 20 * KIB}
+    report["devices"] = [device("cpu") | {"managed_bytes": 0, "other_bytes": 50 * KIB, "pinned": pinned}]
+    row, locked = only(describe_now(report), "Devices").lines
+    assert "Highwater 10KiB" in row and "other 40KiB" in row
+    assert locked == "cpu: 8KiB are page-locked, at most 20KiB may be"
+
+
 def test_what_is_said_of_components_that_are_not_where_a_plan_put_them() -> None:
     report = make_report([node(1, 0, {}, {}, "Load Pipeline")], [], 1)
     said = {("blocks", True): "as planned", ("blocks", False): "NOT as planned", ("core", False): "not managed"}
@@ -171,9 +223,8 @@ def test_a_loan_stands_with_its_device_and_in_the_events() -> None:
     lent = {"num_bytes": 24 * MIB, "missing_bytes": 8 * MIB, "left_s": 59.0}
     report = {**manager.report(), "devices": [{**device, "lent": lent}, {**device, "name": "gpu:1", "lent": None}]}
     devices, events = describe_now(report)
-    assert devices.lines[2:] == [
-        "gpu:0: 24.0MiB are lent to another program for 59 s more, 8.00MiB of it not taken yet"
-    ]
+    told = "gpu:0: 24.0MiB are lent to another program for 59 s more, 8.00MiB of it not taken yet"
+    assert " ".join(" ".join(devices.lines[2:]).split()) == told
     assert [line.split(" s  ")[1] for line in events.lines] == [
         "gpu:0: 24.0MiB lent to another program for 60 s",
         "gpu:0: 24.0MiB were lent: given back",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from highwater.memory import manage
 from highwater.memory.errors import DoesNotFit
 from highwater.memory.options.placement import parse_placement
 from highwater.memory.options.precision import Precision
@@ -150,3 +151,31 @@ def test_a_module_of_which_no_plan_fits_is_freed_with_its_last_reference(machine
 
     with machine(0.01) as manager:
         assert join(manager)() is None
+
+
+@torch.no_grad()
+def test_every_release_has_its_reason_once(toys, machine):
+    """What is released is one event, with all of its weights; of what leaves on request no policy chose any."""
+    x = torch.ones(1, 3, 64)
+    with machine(8, 8) as manager:
+        net, other = toys.build_net(), toys.build_net(1)
+        managed = manage({"net": net}, placement="gpu:0&gpu:1", manager=manager)
+        manage({"other": other}, placement="gpu:0", manager=manager)
+        net(x), other(x)
+        manager.requests.free_idle("released on request")
+        evicted = [event for event in manager.report()["events"] if event["kind"] == "evict"]
+        assert sorted((event["component"], event["device"]) for event in evicted) == [
+            ("net", "gpu:0"),
+            ("net", "gpu:1"),
+            ("other", "gpu:0"),
+        ]
+        assert all(event["reason"].startswith("released on request") for event in evicted)
+        assert not any(word in event["reason"] for event in evicted for word in ("recently", "next use"))
+        net(x)
+        held = manager.ledger.bytes_by_place("net")
+        managed.reprofile("auto", placement="gpu:0")
+        managed.release()
+        first, last = [event for event in manager.report()["events"] if event["kind"] == "release"]
+        assert set(first["device"].split("&")) == held.keys() >= {"gpu:0", "gpu:1"}
+        assert first["bytes"] == sum(held.values()) and first["reason"] == "packed anew for other choices"
+        assert last["component"] == "net" and last["reason"] == "what loaded it released it"

@@ -1,0 +1,34 @@
+// Unit tests of web/node_boxes.js; run by node --test, which test_scripts.py starts.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { addTextBox } from "../../web/node_boxes.js";
+
+globalThis.document = { createElement: () => ({ style: {} }) };
+globalThis.sessionStorage = { setItem() {}, getItem: () => null };
+
+const makeNode = (width, height) => ({
+  id: 1,
+  size: [width, height],
+  boxes: [],
+  setSize(size) { this.size = size; },
+  addDOMWidget(name, type, box) { this.boxes.push(box); return {}; },
+});
+
+test("a report has room for its lines from the start, and keeps a larger size", () => {
+  const node = makeNode(225, 60);
+  addTextBox(node);
+  assert.ok(node.size[0] >= 560 && node.size[1] >= 560);
+  const large = makeNode(900, 1000);
+  addTextBox(large);
+  assert.deepEqual(large.size, [900, 1000]);
+});
+
+test("lines that are longer than the box go on below, and are text", () => {
+  const node = makeNode(225, 60);
+  addTextBox(node);
+  const [box] = node.boxes;
+  assert.equal(box.style.whiteSpace, "pre-wrap");
+  node.onExecuted({ text: ["<b>Devices", "Advice"] });
+  assert.equal(box.textContent, "<b>Devices\nAdvice");
+  assert.ok(!("innerHTML" in box));
+});
