@@ -26,8 +26,6 @@ def types_text() -> str:
         lines.append(f"  interface {name} {fields_text(fields, set(fields), '  ')}")
     lines += [
         "  type Report = Answers['report'];".replace("'", '"'),
-        "  /** What the page asks for: what changes while it is open, and as it opens the nodes that ran before. */",
-        '  type PageReport = Required<Pick<Report, "components" | "loaders" | "open_nodes">> & Pick<Report, "nodes">;',
         "}",
     ]
     return "\n".join([*lines, ""])

@@ -41,6 +41,7 @@ interface ComfyNode {
   isVirtualNode?: boolean;
   connect(slot: number, target: ComfyNode, input: number, reroute?: string | number): unknown;
   comfyClass?: string;
+  title?: string;
   graph?: ComfyGraph | null;
   subgraph?: ComfyGraph;
   badges: (ComfyBadge | (() => ComfyBadge))[];
@@ -82,6 +83,7 @@ interface ComfyExtension {
   keybindings?: { combo: { key: string; ctrl?: boolean; alt?: boolean; shift?: boolean }; commandId: string }[];
   menuCommands?: { path: string[]; commands: string[] }[];
   getNodeMenuItems?(node: ComfyNode): { content: string; callback(): void }[];
+  readonly topbarBadges?: { text: string; label?: string; variant?: "info" | "warning" | "error"; tooltip?: string }[];
   nodeCreated?(node: ComfyNode): void;
   afterConfigureGraph?(): void | Promise<void>;
   setup?(): void | Promise<void>;
@@ -89,7 +91,16 @@ interface ComfyExtension {
 declare module "*/scripts/app.js" {
   export const app: {
     rootGraph: ComfyGraph;
-    canvas?: { setDirty(foreground: boolean, background?: boolean): void; emitBeforeChange(): void; emitAfterChange(): void };
+    canvas?: {
+      setDirty(foreground: boolean, background?: boolean): void;
+      emitBeforeChange(): void;
+      emitAfterChange(): void;
+      graph: ComfyGraph | null;
+      setGraph(graph: ComfyGraph): void;
+      deselectAll(): void;
+      select(node: ComfyNode): void;
+      centerOnNode(node: ComfyNode): void;
+    };
     registerExtension(extension: ComfyExtension): void;
     extensionManager: { [ownKey: string]: any; toast: { add(toast: ComfyToast): void };
       setting: { get(id: string): any; set(id: string, value: unknown): Promise<void> };

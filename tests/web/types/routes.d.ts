@@ -264,6 +264,4 @@ declare namespace Highwater {
     };
   }
   type Report = Answers["report"];
-  /** What the page asks for: what changes while it is open, and as it opens the nodes that ran before. */
-  type PageReport = Required<Pick<Report, "components" | "loaders" | "open_nodes">> & Pick<Report, "nodes">;
 }

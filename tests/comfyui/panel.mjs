@@ -1,0 +1,219 @@
+// Uses the memory panel of ComfyUI's own page as a user does; test_panel.py starts it.
+// usage: panel.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json WAITING.json   (API format; the second waits for an interrupt)
+import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
+import { openPage, PATIENCE_MS } from "../web/open_page.mjs";
+
+const [base, executablePath, screenshots, workflow, waiting] = process.argv.slice(2);
+const LOADER = "HighwaterLoadDiffusionModel";
+const HOSTILE = '<img src=x onerror="window.wasRun = 1">';
+const MIB = 2 ** 20;
+const { browser, page, errors, shoot, eventually, setting } = await openPage(base, executablePath, screenshots);
+const readJson = async (file) => JSON.parse(await readFile(file, "utf8"));
+const send = (path, body) => fetch(`${base}${path}`, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+const report = async (part) => (await (await fetch(`${base}/highwater/report?only=${part}`)).json())[part];
+const gpu = async () => (await report("devices")).find((device) => device.name === "gpu:0");
+/** As `eventually`, of what is read here. */
+async function until(name, read, wanted) {
+  const end = Date.now() + PATIENCE_MS;
+  let value;
+  do {
+    value = await read();
+    if (wanted(value)) return console.log(`${name}: ${JSON.stringify(value)}`);
+    await page.waitForTimeout(150);
+  } while (Date.now() < end);
+  await shoot("stuck");
+  assert.fail(`${name}: still ${JSON.stringify(value)}`);
+}
+const isIdle = async () => (await (await fetch(`${base}/queue`)).json()).queue_running.length === 0;
+const isReady = () => eventually("page is ready", () => Boolean(window.app?.extensionManager && window.app.rootGraph), Boolean);
+const openTab = async () => {
+  await page.getByRole("button", { name: "Memory (Highwater)" }).click();
+  await page.locator(".hw-panel").waitFor();
+};
+
+for (const [id, value] of [["Comfy.TutorialCompleted", true], ["Comfy.VueNodes.Enabled", false], ["Comfy.Minimap.Visible", false]]) {
+  await fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
+}
+await page.goto(base);
+await isReady();
+await page.waitForTimeout(1000); // it opens a workflow of its own
+await page.evaluate((graph) => app.loadApiJson(graph, "test"), await readJson(workflow));
+await page.evaluate(([type, title]) => {
+  app.rootGraph.nodes.find((node) => node.type === type).title = title;
+  app.rootGraph.nodes.flatMap((node) => node.widgets ?? []).filter((widget) => widget.name === "control_after_generate").forEach((widget) => (widget.value = "fixed"));
+}, [LOADER, HOSTILE]);
+await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: crypto.randomUUID() }));
+
+// Open and idle, the panel asks nothing; it says that nothing is there.
+const panel = page.locator(".hw-panel");
+const section = (name) => panel.getByRole("region", { name, exact: true });
+const card = panel.locator(".hw-card", { hasText: "tiny_flux" });
+const bar = panel.locator(".hw-bar", { has: page.getByText("gpu:0", { exact: true }) });
+const button = (name) => card.getByRole("button", { name });
+const told = (name, read, wanted) => until(name, async () => ((await read.count()) ? read.first().innerText() : ""), (text) => wanted.test(text));
+await openTab();
+await panel.getByText("No model is loaded.").waitFor();
+await page.waitForTimeout(1500);
+const asked = [];
+const noteAsked = (request) => asked.push(request.url());
+page.on("request", noteAsked);
+await page.waitForTimeout(3000);
+page.off("request", noteAsked);
+assert.deepEqual(asked.filter((url) => url.includes("/highwater/")), [], "asked while nothing runs");
+await shoot("panel_empty");
+
+// A run: the bar and the component have the report's numbers.
+await page.evaluate(() => void app.queuePrompt(0));
+await told("the component", card, /Where\n[\d.]+[MG] gpu:0/);
+await until("the run's end", isIdle, Boolean);
+await until("the bar", () => bar.locator(".hw-track").getAttribute("aria-label"), (label) => /^gpu:0: tiny_flux [\d.]+M, (.*, )?free [\d.]+[MG]$/.test(label));
+await told("the reason of the load", section("Events").locator("li", { hasText: "load" }).filter({ hasText: "tiny_flux" }), /KSampler/);
+await told("the loader's title as text", card, /<img src=x onerror=/);
+assert.equal(await panel.locator("img").count(), 0);
+assert.equal(await page.evaluate(() => window.wasRun), undefined);
+await told("advice", panel.locator(".hw-advice"), /\S/);
+await shoot("panel_dark");
+
+// A click on its node goes there, in whichever renderer.
+for (const isVue of [true, false]) {
+  await setting("Comfy.VueNodes.Enabled", isVue);
+  await page.evaluate(() => (app.canvas.deselectAll(), (app.canvas.ds.offset[0] = 9000)));
+  await card.getByRole("button", { name: HOSTILE }).click();
+  await eventually("the node is selected", () => [...app.canvas.selectedItems].map((node) => node.type), (types) => types.join() === LOADER);
+  assert.ok(Math.abs(await page.evaluate(() => app.canvas.ds.offset[0])) < 9000, "the node is in sight");
+}
+
+// Keys alone: keep a component, and no more.
+await button("Keep (tiny_flux)").focus();
+for (const isKept of [true, false, true]) {
+  await page.keyboard.press("Enter");
+  await until("kept", async () => (await report("components"))[0].kept, (kept) => kept === isKept);
+  await until("pressed", () => button("Keep (tiny_flux)").getAttribute("aria-pressed"), (pressed) => pressed === String(isKept));
+  await until("the button is ready", () => button("Keep (tiny_flux)").getAttribute("aria-busy"), (busy) => busy === null);
+}
+assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Keep (tiny_flux)", "the focus stays");
+const stops = [];
+await bar.getByRole("slider").focus();
+for (let step = 0; step < 30 && !stops.includes("Filter by text"); step += 1) {
+  await page.keyboard.press("Tab");
+  stops.push(await page.evaluate(() => document.activeElement.getAttribute("aria-label") ?? document.activeElement.textContent));
+}
+for (const name of ["Lend… (gpu:0)", "Watermark of RAM", HOSTILE, "Release (tiny_flux)", "Keep (tiny_flux)", "Move… (tiny_flux)"]) {
+  assert.ok(stops.includes(name), `${name} is not reached by Tab: ${stops.join("; ")}`);
+}
+
+// The watermark is dragged, and moved by keys; it is set when it is let go, and stays after a reload.
+const slider = bar.getByRole("slider", { name: "Watermark of gpu:0" });
+const lowMark = async () => (await gpu()).own_watermark;
+const before = await lowMark();
+const handle = await slider.boundingBox();
+const track = await bar.locator(".hw-track").boundingBox();
+await page.mouse.move(handle.x + handle.width / 2, handle.y + handle.height / 2);
+await page.mouse.down();
+await page.mouse.move(track.x + track.width * 0.7, handle.y + handle.height / 2, { steps: 5 });
+assert.deepEqual(await lowMark(), before, "set while it is dragged");
+await page.mouse.up();
+await until("the mark", lowMark, (mark) => mark.source === "setting" && Math.abs(mark.low_bytes - 0.3 * 1844 * MIB) < 30 * MIB);
+await page.getByText(/Kept free: gpu:0: 5\d\d MiB to \d+ MiB/).first().waitFor();
+const dragged = (await lowMark()).low_bytes;
+await slider.focus();
+await page.keyboard.press("ArrowRight");
+await page.keyboard.press("ArrowRight");
+await until("the mark by keys", lowMark, (mark) => Math.abs(dragged - mark.low_bytes - 0.02 * 1844 * MIB) < MIB);
+await until("its text", () => slider.getAttribute("aria-valuetext"), (text) => /^Watermark: keeps 5\d\dM to [\d.]+[MG] free$/.test(text));
+assert.match(await page.evaluate(() => app.extensionManager.setting.get("Highwater.Watermark")), /^gpu:0=[\d.]+MiB:[\d.]+MiB$/);
+
+// While a run computes nothing is released: one toast has the server's line, and the button works again.
+const { prompt_id: id } = await (await send("/prompt", { prompt: await readJson(waiting) })).json();
+await until("it waits inside of a node", async () => (await report("open_nodes"))[0]?.seconds ?? 0, (seconds) => seconds > 0.5);
+await button("Release (tiny_flux)").click();
+const toast = page.getByText("a prompt is running; cancel it, or wait until it ends");
+await toast.first().waitFor();
+assert.equal(await toast.count(), 1);
+await shoot("panel_refused");
+await send("/interrupt", {});
+await until("the run is interrupted", async () => Boolean((await (await fetch(`${base}/history/${id}`)).json())[id]), Boolean);
+await until("nothing runs", isIdle, Boolean);
+await page.evaluate(() => void app.queuePrompt(0));
+await until("it is loaded", async () => (await report("components")).find((part) => part.id === "tiny_flux")?.tiers["gpu:0"] ?? 0, (bytes) => bytes > 0);
+await until("nothing runs", isIdle, Boolean);
+await until("the button", () => button("Release (tiny_flux)").getAttribute("aria-disabled"), (disabled) => disabled === "false");
+await button("Release (tiny_flux)").click();
+await told("it has left", card, /Where\n[\d.]+M (pinned )?RAM\n/);
+assert.equal(await button("Release (tiny_flux)").getAttribute("aria-disabled"), "true");
+
+// It is moved on request: what cannot be is refused with why, and the row says that the node is not changed.
+async function move(placement) {
+  await button("Move… (tiny_flux)").click();
+  await page.getByRole("dialog").getByRole("textbox").fill(placement);
+  await page.keyboard.press("Enter");
+}
+await move("gpu:7");
+await page.getByText(/device 'gpu:7' is unknown|no device 'gpu:7'|gpu:7/).last().waitFor();
+await move("gpu:0&gpu:1@30%");
+await told("moved", card, /Moved to gpu:0.*gpu:1.* on request\. The node that loads it is not changed\./);
+assert.equal(await page.evaluate((type) => app.rootGraph.nodes.find((node) => node.type === type).widgets.find((widget) => widget.name === "placement").value, LOADER), "default");
+
+// Memory is lent and given back, of the device of the button.
+await bar.getByRole("button", { name: "Lend… (gpu:0)" }).click();
+await page.getByRole("dialog").getByRole("textbox").fill("64MiB 1h");
+await page.keyboard.press("Enter");
+await told("lent", bar, /lent, not taken yet\s*64\.0M[^]*64\.0M are lent/);
+await bar.getByRole("button", { name: "Give back (gpu:0)" }).click();
+await until("given back", async () => (await gpu()).lent, (lent) => lent === null);
+await bar.getByRole("button", { name: "Lend… (gpu:0)" }).waitFor();
+
+// The events by words and kind.
+const events = section("Events").locator("li");
+await section("Events").getByRole("combobox").selectOption("lend");
+await until("lend events", () => events.allInnerTexts(), (texts) => texts.length >= 2 && texts.every((text) => text.startsWith("lend")));
+await section("Events").getByRole("combobox").selectOption("");
+await section("Events").getByRole("searchbox").fill("TINY_FLUX request");
+await until("events by words", () => events.allInnerTexts(), (texts) => texts.length >= 1 && texts.every((text) => /tiny_flux/.test(text) && /request/.test(text)));
+await section("Events").getByRole("searchbox").fill("nothing has this");
+await section("Events").getByText("No events.").waitFor();
+await section("Events").getByRole("searchbox").fill("");
+
+// Another workflow: the component is elsewhere; the first one again, and after a reload.
+const first = await page.evaluate(() => app.rootGraph.serialize());
+await page.evaluate((graph) => app.loadGraphData({ ...graph, id: crypto.randomUUID() }), first);
+await told("in another workflow", card, /in another workflow/);
+await page.evaluate((graph) => app.loadGraphData(graph), first);
+await told("the first workflow again", card, /onerror/);
+await page.reload();
+await isReady();
+await page.waitForTimeout(1000);
+await page.evaluate((graph) => app.loadGraphData(graph), first);
+if (!(await panel.count())) await openTab();
+await told("after a reload", card, /onerror[^]*Moved to/);
+await until("the mark after a reload", lowMark, (mark) => mark.source === "setting");
+
+// The narrowest sidebar, and a wide one, in both themes.
+for (const [width, name] of [[1640, "narrow"], [3200, "wide"]]) {
+  await page.setViewportSize({ width, height: 1100 });
+  for (const theme of ["dark", "light"]) {
+    await setting("Comfy.ColorPalette", theme);
+    await page.waitForTimeout(700);
+    const [scroll, client] = await panel.evaluate((element) => [element.scrollWidth, element.clientWidth]);
+    assert.ok(scroll <= client, `${name}: ${scroll} px in ${client}`);
+    console.log(`${name}: ${client} px`);
+    await shoot(`panel_${name}_${theme}`);
+  }
+}
+await setting("Comfy.ColorPalette", "dark");
+
+// Closed, nothing is asked for it but what badges need; the top bar says when a device is nearly full.
+await page.setViewportSize({ width: 1600, height: 900 });
+await page.getByRole("button", { name: "Memory (Highwater)" }).click();
+await panel.waitFor({ state: "detached" });
+const occupy = (free_bytes, run) => send("/prompt", { prompt: { 1: { class_type: "TestOccupy", inputs: { device: 0, free_bytes, run } } } });
+const badge = page.getByText("gpu:0 nearly full");
+assert.equal(await badge.count(), 0);
+await occupy(MIB, 1);
+await badge.first().waitFor();
+await shoot("panel_topbar");
+await occupy(-1, 2);
+await badge.first().waitFor({ state: "detached" });
+assert.deepEqual(errors, [], "errors in the page");
+await browser.close();

@@ -1,0 +1,118 @@
+// @ts-check
+// The events of the memory panel: what was loaded, evicted and asked for, in which run and node, and why. Knows nothing of
+// the page: it imports only what node can test.
+import { text } from "../texts.js";
+import { shortBytes } from "../units.js";
+import { make, makeRows } from "./elements.js";
+
+/**
+ * @typedef {Highwater.Answers["events"]["events"][number]} Event
+ * @typedef {{ id: string, kind: string, time: string, what: string, reason: string, when: string }} Line
+ */
+
+/** So many are kept, and so many of these are shown at once. */
+const MOST_EVENTS = 1000;
+const MOST_LINES = 100;
+
+/**
+ * Return the events that are known after some more came, the oldest first; those of another start of the server go.
+ * @param {Event[]} known
+ * @param {Event[]} more
+ */
+export function withMore(known, more) {
+  const last = known.at(-1)?.t_s ?? -1;
+  return [...known, ...more.filter((event) => event.t_s > last)].slice(-MOST_EVENTS);
+}
+
+/**
+ * Return the lines of events, the newest first.
+ * @param {Event[]} events the oldest first
+ * @param {{ runs?: Highwater.Report["runs"], nodes?: Highwater.Report["nodes"] }} report tells what runs and nodes are called
+ * @param {(seconds: number) => string} clock
+ * @returns {Line[]}
+ */
+export function linesOf(events, { runs = [], nodes = [] }, clock) {
+  const runNames = new Map(runs.map((run, at) => [run.run_id, run.name || String(at + 1)]));
+  const titles = new Map(nodes.map((node) => [`${node.run_id}/${node.node_id}`, node.title]));
+  return events.map((event, at) => {
+    const title = event.node_id === null ? "" : titles.get(`${event.run_id}/${event.node_id}`) || text("panel.node", { id: event.node_id });
+    const run = event.run_id ? text("panel.run", { name: shortName(runNames.get(event.run_id) ?? event.run_id) }) : "";
+    const amount = event.bytes > 0 ? shortBytes(event.bytes) : "";
+    return {
+      id: `${event.t_s} ${at} ${event.kind} ${event.component}`,
+      kind: event.kind,
+      time: clock(event.t_s),
+      what: [event.component, event.device, amount].filter(Boolean).join(" "),
+      reason: event.reason,
+      when: [run, title].filter(Boolean).join(", "),
+    };
+  }).reverse();
+}
+
+/** A prompt's id is long, and its begin tells it from others. @param {string} name */
+const shortName = (name) => (/^[0-9a-f]{8}-[0-9a-f-]{27}$/.test(name) ? name.slice(0, 8) : name);
+
+/**
+ * Return the lines that have all words of a text, in any case, and are of a kind.
+ * @param {Line[]} lines
+ * @param {{ words: string, kind: string }} filter "" for all
+ */
+export function filtered(lines, { words, kind }) {
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  return lines.filter((line) => {
+    if (kind && line.kind !== kind) return false;
+    const told = `${line.kind} ${line.what} ${line.reason} ${line.when}`.toLowerCase();
+    return wanted.every((word) => told.includes(word));
+  });
+}
+
+/**
+ * The list of events with what filters it.
+ * @param {Document} document
+ */
+export function makeEvents(document) {
+  const words = make(document, "input", { type: "search", placeholder: text("panel.filter"), "aria-label": text("panel.filter") });
+  const kinds = make(document, "select", { "aria-label": text("panel.kind") });
+  const list = make(document, "ol", { class: "hw-events" });
+  const told = make(document, "p", { class: "hw-quiet", role: "status" });
+  const showRows = makeRows(list, (/** @type {Line} */ line) => makeLine(document, line));
+  /** @type {Line[]} */
+  let lines = [];
+
+  function draw() {
+    const found = filtered(lines, { words: words.value, kind: kinds.value });
+    showRows(found.slice(0, MOST_LINES));
+    told.textContent = found.length === 0 ? text("panel.no_events") : text("panel.shown_events", { shown: Math.min(found.length, MOST_LINES), all: lines.length });
+  }
+  words.addEventListener("input", draw);
+  kinds.addEventListener("change", draw);
+  return {
+    element: make(document, "div", {}, make(document, "div", { class: "hw-filter" }, words, kinds), told, list),
+    /** @param {Line[]} now */
+    show(now) {
+      lines = now;
+      const chosen = kinds.value;
+      const found = ["", ...new Set(lines.map((line) => line.kind))].sort();
+      if (found.join() !== [...kinds.children].map((option) => option.getAttribute("value")).join()) {
+        kinds.replaceChildren(...found.map((kind) => make(document, "option", { value: kind, text: kind || text("panel.all_kinds") })));
+        kinds.value = found.includes(chosen) ? chosen : "";
+      }
+      draw();
+    },
+  };
+}
+
+/**
+ * @param {Document} document
+ * @param {Line} line
+ */
+function makeLine(document, line) {
+  const kind = make(document, "span", { class: "hw-kind", text: line.kind });
+  const what = make(document, "span", { class: "hw-name", text: line.what });
+  const when = make(document, "div", { class: "hw-quiet" });
+  const fill = (/** @type {Line} */ now) => {
+    when.textContent = [now.time, now.when].filter(Boolean).join(", ");
+  };
+  const head = make(document, "div", { class: "hw-event" }, kind, what);
+  return { element: make(document, "li", {}, head, make(document, "div", { text: line.reason }), when), fill };
+}

@@ -1,0 +1,171 @@
+// @ts-check
+// The sidebar's panel "Memory", and a badge in the top bar when a device is nearly full. Registers only; what is shown is
+// made in view.js.
+import { app } from "../../../scripts/app.js";
+import "../page_texts.js"; // what is registered is in the user's language
+import { change, get, giveBack, lend, live } from "../requests.js";
+import { text } from "../texts.js";
+import { marksText } from "../watermark.js";
+import { nodeAt } from "./components.js";
+import { withMore } from "./events.js";
+import { closeToMark, marksOf } from "./marks.js";
+import { makePanel } from "./view.js";
+
+const TAB = "highwater-memory";
+// An own key on the page's store is reactive: the top bar follows it.
+const STORE = "highwaterPanel";
+const SETTING = "Highwater.Watermark";
+const EVENTS = "limit=500";
+
+/** The newest report; runs, nodes and advice change only with runs, and are those of the last answer that had them. @type {Highwater.Report} */
+let report = { version: 0, now_s: 0 };
+/** @type {import("./events.js").Event[]} */
+let events = [];
+/** When the server started, by this page's clock. @type {number} */
+let startMs = 0;
+/** The open panel. @type {{ view: ReturnType<typeof makePanel>, close: () => void } | null} */
+let open = null;
+/** Something ran since runs and nodes were asked for. */
+let isStale = true;
+/** The number of the last question for events. */
+let asked = 0;
+
+/** @param {number} seconds after the server's start */
+const clock = (seconds) => new Date(startMs + seconds * 1000).toLocaleTimeString();
+
+function draw() {
+  open?.view.show({ report, events, root: app.rootGraph, clock });
+}
+
+/** @param {Highwater.Report} report */
+const runOf = (report) => report.open_nodes?.[0]?.run_id ?? "";
+
+/** @param {Highwater.Report} now */
+function take(now) {
+  const begin = Date.now() - now.now_s * 1000;
+  if (now.now_s < report.now_s) events = []; // the server was started again
+  if (Math.abs(begin - startMs) > 2000) startMs = begin; // times do not waver with each answer
+  if (now.runs) isStale = false;
+  const isOtherRun = runOf(now) !== runOf(report);
+  report = { ...report, ...now };
+  if (isOtherRun && !now.runs) {
+    isStale = true;
+    void live.ask();
+  }
+  draw();
+  void readEvents();
+}
+
+async function readEvents() {
+  const turn = ++asked;
+  const last = events.at(-1)?.t_s;
+  try {
+    const more = await get(`events?${last === undefined ? "" : `after=${last}&`}${EVENTS}`);
+    if (turn !== asked) return;
+    events = withMore(events, more.events);
+    draw();
+  } catch (error) {
+    console.warn("highwater: the events could not be read:", error); // the report's own question tells the user
+  }
+}
+
+/** Show a node of the open workflow. @param {string} executionId */
+function goTo(executionId) {
+  const node = /** @type {ComfyNode | undefined} */ (nodeAt(app.rootGraph, executionId));
+  if (!node?.graph || !app.canvas) return;
+  if (app.canvas.graph !== node.graph) app.canvas.setGraph(node.graph);
+  app.canvas.deselectAll();
+  app.canvas.select(node);
+  app.canvas.centerOnNode(node);
+}
+
+/**
+ * Ask for a placement, and move a component there.
+ * @param {string} component
+ * @param {string} placement where it is
+ */
+async function move(component, placement) {
+  const title = text("panel.move_title", { component });
+  const wish = await app.extensionManager.dialog.prompt({ title, message: text("panel.move_where"), defaultValue: placement });
+  if (!wish?.trim()) return;
+  await change(title, "move", { component, placement: wish.trim() }, (answer) => answer.text);
+}
+
+/**
+ * Set how much of a device stays free, and keep that in the page's settings, which pass it on once more and tell it.
+ * @param {string} device
+ * @param {import("./marks.js").Marks} wanted
+ */
+async function setMark(device, wanted) {
+  const marks = marksOf(report.devices ?? [], device, wanted);
+  const isSaved = app.extensionManager.setting.get(SETTING) === marks;
+  const isSet = await change(text("panel.mark_of", { device }), "watermark", { marks }, (answer) => (isSaved ? marksText(answer.watermarks) : null));
+  if (isSet && !isSaved) await app.extensionManager.setting.set(SETTING, marks);
+  return isSet;
+}
+
+const actions = {
+  goTo,
+  move,
+  setMark,
+  lend,
+  giveBack,
+  /** @param {string} component */
+  release: (component) => change(text("panel.release_title", { component }), "release", { component }, () => null),
+  /**
+   * @param {string} component
+   * @param {boolean} keep
+   */
+  keep: (component, keep) => change(text("panel.keep_title", { component }), "keep", { component, keep }, () => null),
+};
+
+/** @returns {string[]} */
+function parts() {
+  const always = ["devices", "components", "loaders", "open_nodes"];
+  return isStale ? [...always, "runs", "nodes", "advice"] : always;
+}
+
+/** What the top bar follows: read back from the page's store, see `texts` in extension.js. @returns {{ nearlyFull: string }} */
+function store() {
+  app.extensionManager[STORE] ??= { nearlyFull: "" };
+  return app.extensionManager[STORE];
+}
+
+live.read(() => ["devices"], ({ devices = [] }) => {
+  store().nearlyFull = closeToMark(devices).map(({ name }) => (name === "cpu" ? text("panel.ram") : name)).join(", ");
+});
+
+app.registerExtension({
+  name: "highwater.panel",
+
+  get topbarBadges() {
+    const devices = store().nearlyFull;
+    return devices ? [{ text: text("panel.nearly_full", { devices }), variant: /** @type {const} */ ("warning"), tooltip: text("panel.nearly_full_why", { devices }) }] : [];
+  },
+
+  afterConfigureGraph: draw,
+
+  setup() {
+    app.extensionManager.registerSidebarTab({
+      id: TAB,
+      icon: "pi pi-microchip",
+      title: text("panel.title"),
+      tooltip: text("panel.tooltip"),
+      type: "custom",
+      /** @param {HTMLElement} element may be the one of the last call */
+      render(element) {
+        const view = open?.view ?? makePanel(document, actions);
+        element.replaceChildren(view.element);
+        if (open) return;
+        isStale = true;
+        open = { view, close: live.read(parts, take) };
+        draw();
+        void live.ask();
+      },
+      destroy() {
+        open?.close();
+        open = null;
+      },
+    });
+  },
+});

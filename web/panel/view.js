@@ -1,0 +1,78 @@
+// @ts-check
+// The memory panel as a whole. Knows nothing of the page: it imports only what node can test.
+import { text } from "../texts.js";
+import { barsOf, makeBars } from "./bars.js";
+import { makeComponents, rowsOf } from "./components.js";
+import { make } from "./elements.js";
+import { linesOf, makeEvents } from "./events.js";
+import { STYLE } from "./style.js";
+
+/** Told apart on a dark page and on a light one. */
+const COLOURS = ["#0e8aa8", "#c2620a", "#7c5cd6", "#2f8f46", "#c2417f", "#3b74d9", "#97790b", "#5f7d8c"];
+
+/**
+ * Return what gives every component a colour of its own for as long as it is asked, as far as there are enough.
+ * @returns {(id: string) => string}
+ */
+export function makeColours() {
+  /** @type {Map<string, string>} */
+  const given = new Map();
+  return (id) => {
+    if (!given.has(id)) given.set(id, COLOURS[given.size % COLOURS.length]);
+    return given.get(id) ?? "";
+  };
+}
+
+/**
+ * @typedef {Parameters<typeof makeBars>[1] & Parameters<typeof makeComponents>[1]} Actions
+ * @typedef {{ report: Highwater.Report, events: import("./events.js").Event[],
+ *   root: import("../badges.js").GraphLike, clock: (seconds: number) => string }} Known
+ *   the last report, the events so far, the open workflow, and the time of day of a second of the server
+ */
+
+/**
+ * Make the panel.
+ * @param {Document} document
+ * @param {Actions} actions
+ */
+export function makePanel(document, actions) {
+  const colourOf = makeColours();
+  const advice = make(document, "ul", { class: "hw-advice" });
+  const bars = make(document, "ul", { class: "hw-list" });
+  const components = make(document, "ul", { class: "hw-list hw-cards" });
+  const none = make(document, "p", { class: "hw-quiet", text: text("panel.no_components") });
+  const events = makeEvents(document);
+  // The timeline of the last runs has its place here; hidden as long as it is empty.
+  const timelineSection = make(document, "section", { "aria-label": text("panel.timeline") });
+  timelineSection.hidden = true;
+  const section = (/** @type {string} */ title, /** @type {HTMLElement[]} */ ...children) =>
+    make(document, "section", { "aria-label": title }, make(document, "h3", { text: title }), ...children);
+  const element = make(document, "div", { class: "hw-panel" },
+    make(document, "style", { text: STYLE }),
+    make(document, "h2", { text: text("panel.title") }),
+    advice,
+    section(text("panel.devices"), bars),
+    section(text("panel.components"), none, components),
+    timelineSection,
+    section(text("panel.events"), events.element),
+  );
+  const showBars = makeBars(bars, actions);
+  const showComponents = makeComponents(components, actions);
+  return {
+    element,
+    timelineSection,
+    /** @param {Known} known */
+    show({ report, events: told, root, clock }) {
+      const lines = report.advice ?? [];
+      if (lines.join("\n") !== [...advice.children].map((line) => line.textContent).join("\n")) {
+        advice.replaceChildren(...lines.map((line) => make(document, "li", { text: line })));
+      }
+      advice.hidden = lines.length === 0;
+      const rows = rowsOf(report, { root, colourOf, clock });
+      showBars(barsOf(report, colourOf));
+      showComponents(rows);
+      none.hidden = rows.length > 0;
+      events.show(linesOf(told, report, clock));
+    },
+  };
+}
