@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -46,7 +47,11 @@ class DynamicModel(SteeredComponent):
         self.running: weakref.WeakSet[ModelPatcher] = weakref.WeakSet()
         """The patchers with which it samples now."""
         self.seen_bytes: dict[str, int] = {}
-        """Its bytes by device when they were last read."""
+        """Its bytes by device when the thread in which core loads it last read them.
+
+        Another thread may read them while core unloads it, before core says so.
+        """
+        self.core_thread: int | None = None
 
     # -- what is there
 
@@ -114,7 +119,8 @@ class DynamicModel(SteeredComponent):
             return {}
         found = {device: int(vbar.loaded_size()) for device, vbar in self.ranges().items()}
         found[device_name(patcher.load_device)] = self.weight_bytes + self.staging_bytes
-        self.seen_bytes = found
+        if threading.get_ident() == self.core_thread:
+            self.seen_bytes = found
         return found
 
     @property
@@ -247,6 +253,7 @@ class DynamicModel(SteeredComponent):
         """Note the budget that holds from now on: core loaded the model through a patcher that has it."""
         self.see(patcher)
         self.budget, self.limit_bytes = budget, num_bytes
+        self.core_thread = threading.get_ident()
 
     def note_running(self, patcher: ModelPatcher, runs: bool) -> None:
         """Note that sampling with a patcher begins or has ended."""

@@ -357,12 +357,15 @@ def test_core_takes_from_ours_what_a_dynamic_newcomer_lacks_and_an_event_says_so
     assert 0 < event["bytes"] == before - left < before, "some blocks leave, not the model"
 
 
-def test_an_unloaded_dynamic_model_leaves_an_event(fresh: HostProcess) -> None:
+@pytest.mark.parametrize("reads", [False, True], ids=["alone", "while another thread reads the report"])
+def test_an_unloaded_dynamic_model_leaves_an_event(fresh: HostProcess, reads: bool) -> None:
     graph = Graph()
     model = Loaders().diffusion_model(graph, WIDE)
     graph.keep(sample_flux(graph, model))
     fresh.run(graph.nodes)
     held = component(fresh)["tiers"]["gpu:0"]
+    if reads:
+        fresh.post("/highwater_test/read_in_unload", {})
     before_s = last_event_s(fresh)
     fresh.forget()
     (event,) = (event for event in evictions_after(fresh, before_s) if event["component"] == "wide_flux")

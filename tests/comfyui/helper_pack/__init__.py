@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import sys
+import threading
 import time
 import types
 import zlib
@@ -465,6 +466,24 @@ async def keep(request: web.Request) -> web.Response:
     for manager in managers():
         named = [component for component in manager.steered.components() if component.name == asked["name"]]
         manager.requests.keep(named, asked["kept"])
+    return web.json_response({})
+
+
+@PromptServer.instance.routes.post("/highwater_test/read_in_unload")
+async def read_in_unload(request: web.Request) -> web.Response:
+    """Let another thread read the report in the middle of the next unload of each model that core has loaded."""
+
+    def make_reading(unpatch: Any) -> Any:
+        def reading(*arguments: Any, **named: Any) -> None:
+            unpatch(*arguments, **named)
+            thread = threading.Thread(target=lambda: [manager.report() for manager in managers()])
+            thread.start()
+            thread.join()
+
+        return reading
+
+    for loaded in model_management.current_loaded_models:
+        loaded.model.unpatch_model = make_reading(loaded.model.unpatch_model)
     return web.json_response({})
 
 
