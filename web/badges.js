@@ -4,8 +4,6 @@
 import { text } from "./texts.js";
 import { shortBytes } from "./units.js";
 
-export { shortBytes };
-
 /**
  * One execution of a node, and one part of a model now, as the report has them; bytes by place. Places are devices
  * ("gpu:0") and where weights rest in RAM ("pinned", "host").

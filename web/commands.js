@@ -17,4 +17,5 @@ export const menuCommands = [{ path: ["Extensions", "Highwater"], commands: comm
 export const keybindings = [
   { combo: { key: "u", alt: true, shift: true }, commandId: "Highwater.ReleaseIdle" },
   { combo: { key: "l", alt: true, shift: true }, commandId: "Highwater.Lend" },
+  { combo: { key: "h", alt: true, shift: true }, commandId: "Workspace.ToggleSidebarTab.highwater-memory" },
 ];

@@ -53,6 +53,12 @@ function keep(node) {
   reports.set(node.workflow_id, nodes.set(node.node_id, node));
 }
 
+/** Show all anew, in other words or units: badges from what is known, the panel from the next report. */
+function redraw() {
+  showNodes();
+  void live.ask();
+}
+
 /** Whether nodes have badges at all. */
 let hasBadges = true;
 
@@ -128,7 +134,7 @@ function take(report) {
 app.registerExtension({
   name: "highwater.readouts",
 
-  settings: settings({ showBadges: (isOn) => (hasBadges = isOn), redraw: showNodes }),
+  settings: settings({ showBadges: (isOn) => (hasBadges = isOn), redraw }),
   commands,
   keybindings,
   menuCommands,

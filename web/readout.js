@@ -16,7 +16,11 @@ export function noticeOfFailure(failure, isManaging = false) {
   const kind = type.split(".").pop();
   const message = (failure.exception_message ?? "").trim();
   const isOurs = failure.node_type?.startsWith("Highwater") || /\bmemory\.errors\.\w+$/.test(type);
-  if (kind === "DoesNotFit") return { severity: "error", summary: text("notice.does_not_fit"), detail: message };
+  if (kind === "DoesNotFit") {
+    const [sum, ...remedies] = message.split("; ");
+    const remedy = remedies.length ? [text("notice.remedy", { remedy: remedies.join("; ") })] : [];
+    return { severity: "error", summary: text("notice.does_not_fit"), detail: [`${sum}${remedy.length ? "." : ""}`, ...remedy].join(" ") };
+  }
   if (kind === "InvalidInput" && isOurs) {
     return { severity: "error", summary: text("notice.invalid"), detail: message };
   }

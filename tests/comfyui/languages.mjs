@@ -85,6 +85,20 @@ await shoot("released_de");
 await page.keyboard.press("Alt+Shift+L");
 await page.getByText("Wie viel, wie lange und bei mehreren GPUs von welcher: 8GiB 60s gpu:0").first().waitFor();
 await page.keyboard.press("Escape");
+await page.getByRole("dialog").waitFor({ state: "detached" });
+// The panel opens by keys, and changes its units at once.
+await page.keyboard.press("Alt+Shift+H");
+await page.getByText("Geräte und RAM").first().waitFor();
+const free = () => [...document.querySelectorAll("*")].map((element) => element.children.length ? "" : element.textContent).find((text) => /^[\d.]+G von [\d.]+G frei$/.test(text)) ?? "";
+const total = (text) => Number(/von ([\d.]+)G/.exec(text)?.[1]);
+await eventually("free in the panel", free, (text) => total(text) > 0);
+const before = total(await page.evaluate(free));
+await setting("Highwater.Units", "binary");
+await eventually("free in binary units", free, (text) => total(text) < before);
+await setting("Highwater.Units", "decimal");
+await eventually("free in decimal units again", free, (text) => total(text) === before);
+await shoot("panel_de");
+await page.keyboard.press("Alt+Shift+H");
 
 await page.reload();
 await eventually("page is ready again", isReady, Boolean);

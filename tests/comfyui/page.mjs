@@ -120,7 +120,7 @@ await eventually("others hold the device", isOccupied, Boolean);
 await widgets(LOADER, { profile: "auto" });
 await run();
 await page.getByText("Does not fit in memory").first().waitFor();
-await page.getByText(/tiny_flux needs at least .* available of .* reserved; /).first().waitFor();
+await page.getByText(/tiny_flux needs at least .* available of .* reserved\. What helps: lower the watermark, /).first().waitFor();
 await page.waitForTimeout(300);
 await shoot("comfyui_does_not_fit");
 

@@ -2,7 +2,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import "./english.mjs";
-import { addedBy, badgeText, keyOf, keysOf, loaderText, MOST_CHARACTERS, shortBytes, shownIn } from "../../web/badges.js";
+import { addedBy, badgeText, keyOf, keysOf, loaderText, MOST_CHARACTERS, shownIn } from "../../web/badges.js";
+import { shortBytes } from "../../web/units.js";
 
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;

@@ -32,3 +32,11 @@ test("of the manager's events only errors, thrashing and growth are told", () =>
   assert.equal(noticeOfEvent({ ...event, kind: "evict" }), null);
   assert.equal(noticeOfEvent({ ...event, type: "node" }), null);
 });
+
+test("what does not fit is told with what helps, on a line of its own words", () => {
+  const told = (message) => noticeOfFailure({ exception_type: "DoesNotFit", exception_message: message }).detail;
+  const sum = "flux needs at least 4.0MiB on gpu:0: 1.0MiB available of 8.0MiB, 2.0MiB reserved";
+  assert.equal(told(`${sum}; lower the watermark, or place it on another device`), `${sum}. What helps: lower the watermark, or place it on another device`);
+  assert.equal(told(`${sum}; choose 'fp8 scaled'; process 7 holds 3.0MiB`), `${sum}. What helps: choose 'fp8 scaled'; process 7 holds 3.0MiB`);
+  assert.equal(told(sum), sum);
+});
