@@ -315,7 +315,7 @@ def run_highwater(request: Request, device: torch.device, meter: Meter) -> None:
             row = Row(budget_bytes=budget_bytes, peak_to_match=peak_to_match)
             try:
                 managed.reprofile(as_profile(budget_bytes))
-                manager.requests.free_idle("another budget")  # caches of the last are not this one's
+                manager.commands.free_idle("another budget")  # caches of the last are not this one's
                 manager.begin_run("warm-up", "benchmark")  # plans are made anew
                 model(**inputs)
                 manager.end_run()

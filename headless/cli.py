@@ -110,7 +110,7 @@ def run_verify(options: argparse.Namespace) -> int:
     marks = asked_marks(options)
     simulate(options)
     if marks:
-        default_manager().requests.set_default_watermarks(marks)
+        default_manager().commands.set_default_watermarks(marks)
     found = verify_workflow(options.workflow, models=models_directory(options))
     if options.json:
         print_json(found.to_json())
@@ -307,7 +307,7 @@ def make_runner(options: argparse.Namespace) -> WorkflowRunner:
     marks = asked_marks(options)
     runner = session.make_runner(models_directory(options), output_directory(options))
     if marks:
-        runner.manager.requests.set_default_watermarks(marks)
+        runner.manager.commands.set_default_watermarks(marks)
     return runner
 
 

@@ -121,7 +121,7 @@ class Managed:
             InvalidInput: not an amount, or more than a device has.
         """
         limit = EVERYTHING_KEPT if at_most is None else parse_limit(at_most)
-        self.manager.requests.keep(self.members, kept, limit)
+        self.manager.commands.keep(self.members, kept, limit)
         return self
 
     def unload(self, device: str | None = None, *, reason: str = "unloaded by its user") -> list[Departure]:
@@ -139,7 +139,7 @@ class Managed:
         return [
             left
             for member in self.members
-            for left in self.manager.requests.release_from(member, device, reason=reason)
+            for left in self.manager.commands.release_from(member, device, reason=reason)
         ]
 
     def reprofile(

@@ -258,7 +258,7 @@ class HostedComponent:
                 if part is not self and part.member is not None:
                     self.member.come_with(part.member)
             if self.kept[0]:
-                default_manager().requests.keep([self.member], *self.kept)
+                default_manager().commands.keep([self.member], *self.kept)
 
     def load(self, ceiling_bytes: int | None = None) -> None:
         """Load it now; it takes at most so many bytes of its first device, or the least with which it can compute.
@@ -302,7 +302,7 @@ class HostedComponent:
         if kept and name in manager.devices and name != "cpu":
             limit.refuse_beyond(self.name, name, manager.devices[name].total_bytes())
         if self.member is not None:
-            manager.requests.keep([self.member], kept, limit)
+            manager.commands.keep([self.member], kept, limit)
         self.kept = kept, limit
 
     def take_off(self, reason: str) -> list[Departure]:
@@ -311,7 +311,7 @@ class HostedComponent:
         Raises:
             UnsafeState: it computes.
         """
-        return default_manager().requests.release_from(self.member, reason=reason) if self.member is not None else []
+        return default_manager().commands.release_from(self.member, reason=reason) if self.member is not None else []
 
     def release(self) -> None:
         """Leave every device and the books; the module's weights are ordinary tensors again. Idempotent."""
@@ -418,7 +418,7 @@ def keep_steered(component: SteeredComponent, kept: bool, limit: KeepLimit) -> N
     Raises:
         InvalidInput: the limit exceeds its device; nothing changes then.
     """
-    default_manager().requests.keep([component], kept, limit)
+    default_manager().commands.keep([component], kept, limit)
 
 
 def take_off_steered(component: SteeredComponent, reason: str) -> list[Departure]:
@@ -427,7 +427,7 @@ def take_off_steered(component: SteeredComponent, reason: str) -> list[Departure
     Raises:
         UnsafeState: it computes.
     """
-    return default_manager().requests.release_from(component, reason=reason)
+    return default_manager().commands.release_from(component, reason=reason)
 
 
 def pause_recordings_with(host_pause: Callable[[], AbstractContextManager[Any]] | None) -> None:

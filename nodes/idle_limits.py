@@ -66,7 +66,7 @@ class HighwaterLimits(io.ComfyNode):
         from ..memory import default_manager
 
         limits = read_limits(max_loaded, idle_minutes)
-        default_manager().requests.set_idle_limits(limits)
+        default_manager().commands.set_idle_limits(limits)
         return io.NodeOutput(ui={"text": [str(limits)]})
 
 

@@ -25,18 +25,18 @@ class NotThere(InvalidInput):
 
 
 def lend(manager: MemoryManager, body: Body) -> dict[str, Any]:
-    """Lend ``size`` of a ``device`` ``for`` some time. Raises as `UserRequests.lend`."""
+    """Lend ``size`` of a ``device`` ``for`` some time. Raises as `UserCommands.lend`."""
     from ..memory.manager.claims.loans import LONGEST_LOAN_S, parse_seconds
     from ..memory.units import parse_bytes
 
     num_bytes = parse_bytes(body["size"], what="size")
     seconds = parse_seconds(body["for"], what="for", most_s=LONGEST_LOAN_S)
-    return manager.requests.lend(num_bytes, seconds, find_device(manager, body)).to_json()
+    return manager.commands.lend(num_bytes, seconds, find_device(manager, body)).to_json()
 
 
 def give_back(manager: MemoryManager, body: Body) -> dict[str, Any]:
-    """End the loan of a ``device``. Raises as `UserRequests.take_back`."""
-    loan = manager.requests.take_back(find_device(manager, body))
+    """End the loan of a ``device``. Raises as `UserCommands.take_back`."""
+    loan = manager.commands.take_back(find_device(manager, body))
     return {"device": loan.device, "lent_bytes": loan.num_bytes}
 
 
@@ -46,30 +46,30 @@ def keep(manager: MemoryManager, body: Body) -> dict[str, Any]:
 
     limit = parse_limit(body["at_most"]) if "at_most" in body else EVERYTHING_KEPT
     component, kept = find_component(manager, body["component"]), body.get("keep", True)
-    manager.requests.keep([component], kept, limit)
+    manager.commands.keep([component], kept, limit)
     return {"component": component.id, "keep": kept, "at_most": str(limit)}
 
 
 def release(manager: MemoryManager, body: Body) -> dict[str, Any]:
     """Take a ``component`` off a ``device``, or off all, or everything off a ``device``, now.
 
-    Raises as `UserRequests.release_between_runs`.
+    Raises as `UserCommands.release_between_runs`.
     """
     if not body:
         raise InvalidInput("component is missing; needed: component or device, or both")
     component = find_component(manager, body["component"]) if "component" in body else None
     device = find_device(manager, body)
-    departures = manager.requests.release_between_runs(component, device, reason="released on request")
+    departures = manager.commands.release_between_runs(component, device, reason="released on request")
     return {"released": [departure.to_json() for departure in departures]}
 
 
 def move(manager: MemoryManager, body: Body) -> dict[str, Any]:
     """Give a ``component`` another ``placement``; its node keeps its own.
 
-    Raises as `UserRequests.move_between_runs`.
+    Raises as `UserCommands.move_between_runs`.
     """
     component = find_component(manager, body["component"])
-    plan = manager.requests.move_between_runs(component, body["placement"])
+    plan = manager.commands.move_between_runs(component, body["placement"])
     text = f"{component.id} is placed at {plan.placement} from its next use on; the node that loads it is not changed"
     return {"component": component.id, "placement": str(plan.placement), "text": text}
 
@@ -91,24 +91,24 @@ def set_limits(manager: MemoryManager, body: Body) -> dict[str, Any]:
     with manager.exclusive():  # the page sets both at once, by two requests
         limits = replace(manager.idle.limits, **changes)
         if changes:
-            manager.requests.set_idle_limits(limits)
+            manager.commands.set_idle_limits(limits)
     return {"keep_loaded": limits.num_loaded, "idle_s": limits.idle_s}
 
 
 def set_watermarks(manager: MemoryManager, body: Body) -> dict[str, Any]:
     """Set ``marks`` for devices without a Watermark node, such as ``gpu:0=5%:10%,host=4GiB:6GiB``; empty: none.
 
-    Returns the marks of all devices and of the RAM as they are now. Raises as `UserRequests.set_default_watermarks`.
+    Returns the marks of all devices and of the RAM as they are now. Raises as `UserCommands.set_default_watermarks`.
     """
     from ..memory.options.marks import parse_watermarks
 
-    return {"watermarks": manager.requests.set_default_watermarks(parse_watermarks(body["marks"]))}
+    return {"watermarks": manager.commands.set_default_watermarks(parse_watermarks(body["marks"]))}
 
 
 def find_component(manager: MemoryManager, id: str) -> Member | SteeredComponent:
     """Return a component by its id in the report. Raises `NotThere`."""
     try:
-        return manager.requests.find(id)
+        return manager.commands.find(id)
     except InvalidInput as error:
         raise NotThere(str(error)) from None
 

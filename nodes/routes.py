@@ -110,7 +110,7 @@ def make_routes(
 
         def ask(body: Mapping[str, Any]) -> dict[str, Any]:
             found = manager()
-            found.requests.ask_before_moving(is_running)
+            found.commands.ask_before_moving(is_running)
             with seeing_models() if name in ("lend", "move", "release") else nullcontext():
                 answer: dict[str, Any] = getattr(memory_requests, name)(found, body)
             return answer
@@ -163,8 +163,8 @@ def make_routes(
         found = find_manager()
         if found is None:
             return {"freed_bytes": {}}
-        found.requests.ask_before_moving(is_running)
-        return {"freed_bytes": found.requests.free_between_runs("released on request")}
+        found.commands.ask_before_moving(is_running)
+        return {"freed_bytes": found.commands.free_between_runs("released on request")}
 
     return [
         ("GET", "/highwater/report", telling(tell_report)),

@@ -1,7 +1,7 @@
 // @ts-check
 // What the menu and the keyboard offer.
 import "./page_texts.js"; // labels are read as this script runs
-import { giveBack, lend, makeTinyPipelines, releaseIdle } from "./requests.js";
+import { giveBack, lend, makeTinyPipelines, releaseIdle } from "./server.js";
 import { commandLabel } from "./texts.js";
 
 export const commands = [

@@ -10,7 +10,7 @@ import { addNotes, addTextBox, showReports } from "./node_boxes.js";
 import { settings } from "./page_settings.js";
 import { useLanguage } from "./page_texts.js";
 import { noticeOfEvent, noticeOfFailure } from "./readout.js";
-import { followServer, live, notify } from "./requests.js";
+import { followServer, live, notify } from "./server.js";
 
 /** @typedef {import("./badges.js").NodeReport & { run_id: string }} NodeReport */
 /** @typedef {import("./badges.js").ComponentReport} ComponentReport */

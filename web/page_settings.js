@@ -1,7 +1,7 @@
 // @ts-check
 // The settings of the page, and what each of them changes: in the page, or on the server.
 import { useLanguage } from "./page_texts.js";
-import { keepFree, limit, setDefaultProfile } from "./requests.js";
+import { keepFree, limit, setDefaultProfile } from "./server.js";
 import { makeListener } from "./settings.js";
 import { settingText } from "./texts.js";
 import { useUnits } from "./units.js";

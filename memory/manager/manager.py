@@ -48,7 +48,7 @@ from .reporter import Reporter
 from .runs_file import RUNS_FILE_NAME, RunsFile
 from .steered import Steered
 from .thrashing import note_uses_of_steered
-from .user_requests import UserRequests
+from .user_commands import UserCommands
 from .watermark import Watermark, default_watermark
 
 __all__ = ["MemoryManager", "Watermark", "default_watermark"]
@@ -105,7 +105,7 @@ class MemoryManager:
         self.lending = Lending(self.admission)
         self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle, self.sharing)
         self.hosting = Hosting(self.leases, self.observed, self.sharing)
-        self.requests = UserRequests(self.leases, self.registry, self.caretaker)
+        self.commands = UserCommands(self.leases, self.registry, self.caretaker)
         self.reporter = Reporter(self.capacity, self.measures)
         if needs_file is not None:
             self.capacity.needs.restore(needs_file.read())

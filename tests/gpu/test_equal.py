@@ -74,7 +74,7 @@ def test_an_evicted_module_comes_back_unchanged(card: Card) -> None:
     with card.manager() as manager, manage(net, profile=profile, placement="gpu:0", manager=manager):
         for _ in range(3):
             assert torch.equal(net(inputs[0].to(card.torch_device)).cpu(), want)
-            manager.requests.free_idle("a test")
+            manager.commands.free_idle("a test")
             assert manager.ledger.used("gpu:0") == 0
 
 

@@ -68,7 +68,7 @@ def test_room_that_another_program_takes_is_missed_and_found_again(card: Card) -
     with card.manager() as manager, manage(net, placement="gpu:0", manager=manager) as managed:
         streamed = []
         for free_bytes in (None, int(0.6 * whole), None):
-            manager.requests.free_idle("a test")
+            manager.commands.free_idle("a test")
             if free_bytes is None:
                 got = net(x.to(card.torch_device)).cpu()
                 streamed.append(bool(managed.members[0].managed.plan.shares[0].streamed))
@@ -76,7 +76,7 @@ def test_room_that_another_program_takes_is_missed_and_found_again(card: Card) -
                 with card.free(free_bytes):
                     got = net(x.to(card.torch_device)).cpu()
                     streamed.append(bool(managed.members[0].managed.plan.shares[0].streamed))
-                    manager.requests.free_idle("a test")
+                    manager.commands.free_idle("a test")
             assert torch.equal(got, want)
             manager.begin_run("next", "tests")
             manager.end_run()

@@ -177,7 +177,7 @@ def test_what_leaves_between_runs_on_request_takes_no_turns(machine: Build) -> N
     model = make_model()
     with machine(16) as manager, manage({"net": model}, placement="gpu:0", manager=manager):
         run(manager, model)
-        manager.requests.free_between_runs("released on request")
+        manager.commands.free_between_runs("released on request")
         limit, change = run(manager, model)
         assert limit.startswith("Nothing limits it: all weights were resident, after 8.0")
         assert change == "Nothing to change: the next run finds them loaded."

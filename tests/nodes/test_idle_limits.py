@@ -74,7 +74,7 @@ def test_the_node_unloads_what_is_idle_for_so_many_minutes(manager: MemoryManage
 
 def test_the_nodes_limits_count_again_each_time_that_it_runs(manager: MemoryManager) -> None:
     told(2, 10.0)
-    manager.requests.set_idle_limits(IdleLimits(num_loaded=5))  # as the page's settings do
+    manager.commands.set_idle_limits(IdleLimits(num_loaded=5))  # as the page's settings do
     first, second = (HighwaterLimits.fingerprint_inputs(max_loaded=2, idle_minutes=10.0) for _ in range(2))
     assert first != second, "a host runs it again, though its widgets are the same"
     told(2, 10.0)
@@ -102,7 +102,7 @@ def test_the_widgets_allow_what_the_engine_does() -> None:
     assert (found["max_loaded"]["min"], found["max_loaded"]["max"]) == (0, MOST_LOADED)
     assert (found["idle_minutes"]["min"], found["idle_minutes"]["max"] * 60) == (0, LONGEST_IDLE_S)
     assert not found["max_loaded"]["default"] and not found["idle_minutes"]["default"]
-    settings = (Path(__file__).parents[2] / "web" / "extension.js").read_text(encoding="utf-8")
+    settings = (Path(__file__).parents[2] / "web" / "page_settings.js").read_text(encoding="utf-8")
     for widget in found.values():
         assert f"attrs: {{ min: 0, max: {widget['max']:g}, step: 1 }}" in settings
 

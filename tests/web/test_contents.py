@@ -159,7 +159,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "panel/view.js",
         "readout.js",
         "report.js",
-        "requests.js",
+        "server.js",
         "settings.js",
         "texts.js",
         "units.js",

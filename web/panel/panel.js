@@ -3,7 +3,7 @@
 // made in view.js.
 import { app } from "../../../scripts/app.js";
 import "../page_texts.js"; // what is registered is in the user's language
-import { change, get, giveBack, lend, live } from "../requests.js";
+import { change, get, giveBack, lend, live } from "../server.js";
 import { text } from "../texts.js";
 import { marksText } from "../watermark.js";
 import { nodeAt } from "./components.js";

@@ -465,7 +465,7 @@ async def keep(request: web.Request) -> web.Response:
     asked = await request.json()
     for manager in managers():
         named = [component for component in manager.steered.components() if component.name == asked["name"]]
-        manager.requests.keep(named, asked["kept"])
+        manager.commands.keep(named, asked["kept"])
     return web.json_response({})
 
 

@@ -368,7 +368,7 @@ class BooksMachine(RuleBasedStateMachine):
     def lend(self, device: int, kib: int) -> None:
         gpu = self.manager.devices[f"gpu:{device}"]
         try:
-            report = self.manager.requests.lend(kib * KIB, 60, gpu.name)
+            report = self.manager.commands.lend(kib * KIB, 60, gpu.name)
         except REFUSALS as error:
             self.note("lend", type(error).__name__)
             return
@@ -378,7 +378,7 @@ class BooksMachine(RuleBasedStateMachine):
     @rule(device=GPUS)
     def give_back(self, device: int) -> None:
         try:
-            self.manager.requests.take_back(f"gpu:{device}")
+            self.manager.commands.take_back(f"gpu:{device}")
         except UnsafeState as error:
             self.note("give back", type(error).__name__)
             return
@@ -386,7 +386,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule(num_loaded=st.none() | st.integers(1, 4), idle_s=st.sampled_from([None, IDLE_S]))
     def limit_idle(self, num_loaded: int | None, idle_s: float | None) -> None:
-        self.manager.requests.set_idle_limits(IdleLimits(num_loaded=num_loaded, idle_s=idle_s))
+        self.manager.commands.set_idle_limits(IdleLimits(num_loaded=num_loaded, idle_s=idle_s))
         if num_loaded is not None:
             assert len(self.loaded()) <= max(num_loaded, len(self.loaded() & self.fixed()))
         self.note("idle limits")
@@ -421,7 +421,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     @rule()
     def free_idle(self) -> None:
-        self.manager.requests.free_idle("a test asked")
+        self.manager.commands.free_idle("a test asked")
         for component in self.components:
             if not component.leases and component.placement != ON_OTHER_GPU:
                 held = self.manager.ledger.bytes_by_place(component.name)

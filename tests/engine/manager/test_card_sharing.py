@@ -250,7 +250,7 @@ def test_what_a_plan_lacks_is_asked_for_while_the_run_lasts(shared, toys, sim) -
     with manage(net, manager=manager):
         net(X)
         whole = manager.ledger.held("model", "gpu:0")
-        manager.requests.free_idle("test")
+        manager.commands.free_idle("test")
         sim.occupy(0, ROOM - whole // 2)
         for idle, asked in ((0, False), (whole, True)):
             says.say(idle_bytes=idle, used_bytes=whole)
@@ -299,7 +299,7 @@ def test_what_others_lend_is_free_for_nobody(shared, toys) -> None:
         assert torch.equal(net(X).cpu(), expected)
         assert manager.ledger.held("model", "gpu:0") <= whole // 2
         manager.end_run()
-        manager.requests.lend(MIB // 4, 60)
+        manager.commands.lend(MIB // 4, 60)
         manager.look()
         assert says.heard().lent_bytes == MIB // 4
 
@@ -309,13 +309,13 @@ def test_what_another_process_lends_is_not_lent_again(shared) -> None:
     says.say(lent_bytes=ROOM - MIB // 2)
     manager.look()
     with pytest.raises(UnsafeState, match=r"MiB lent by another process; allowed now: up to 0.50MiB"):
-        manager.requests.lend(MIB, 60)
-    manager.requests.lend(MIB // 2, 60)
+        manager.commands.lend(MIB, 60)
+    manager.commands.lend(MIB // 2, 60)
 
 
 def test_what_other_processes_take_is_not_taken_for_the_borrowers(shared, sim) -> None:
     manager, says = shared
-    manager.requests.lend(MIB, 60)
+    manager.commands.lend(MIB, 60)
     sim.occupy(0, MIB // 2)
     says.say(used_bytes=MIB // 2)
     manager.look()
@@ -323,7 +323,7 @@ def test_what_other_processes_take_is_not_taken_for_the_borrowers(shared, sim) -
     sim.occupy(0, MIB // 2 + MIB // 4)
     assert manager.capacity.lent_bytes("gpu:0") == MIB - MIB // 4
     sim.occupy(0, 0)
-    manager.requests.take_back()
+    manager.commands.take_back()
 
 
 class Wanting(Paged):
@@ -454,7 +454,7 @@ def test_processes_with_simulated_devices_share_nothing_unless_they_are_told_to(
 def test_a_manager_that_ends_gives_its_slot_back(machine, folder: Path) -> None:
     with machine(8) as unshared:
         manager = MemoryManager(shared_folder=folder)
-        manager.requests.set_idle_limits(IdleLimits())
+        manager.commands.set_idle_limits(IdleLimits())
         shared = manager.capacity.neighbours.shared["gpu:0"]
         other = Other(shared.path)
         try:

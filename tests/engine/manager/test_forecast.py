@@ -97,7 +97,7 @@ def test_no_more_leaves_than_is_needed_and_nobody_that_computes(toys, machine, u
             name: manage({name: net}, placement="gpu:0", manager=manager).members[0] for name, net in nets.items()
         }
         largest = max(block.weight_bytes for block in members["a"].managed.component.blocks)
-        manager.requests.keep([members[name] for name in kept], True)
+        manager.commands.keep([members[name] for name in kept], True)
         for number, name in enumerate(uses):
             manager.foresee([step] for step in uses[number : number + 1 + seen])
             before = len(evictions(manager))
@@ -141,7 +141,7 @@ def test_what_makes_one_pass_streams_past_what_the_next_step_needs(
                 nets[name](X)
             manager.end_node()
         manager.end_run()
-        manager.hosting.unload(manager.requests.find("a"))
+        manager.hosting.unload(manager.commands.find("a"))
         held = manager.ledger.held("b", "gpu:0")
         assert held == size
         manager.begin_run("run 2", "first")
@@ -155,7 +155,7 @@ def test_what_makes_one_pass_streams_past_what_the_next_step_needs(
         assert ("streams past b, which is needed sooner" in load["reason"]) == (not leaves)
         manager.end_node()
         manager.end_run()
-        manager.hosting.unload(manager.requests.find("b"))
+        manager.hosting.unload(manager.commands.find("b"))
         assert all(torch.equal(nets["a"](X).cpu(), result) for result in results)
 
 

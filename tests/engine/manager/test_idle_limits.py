@@ -17,7 +17,7 @@ def loaded(manager) -> set[str]:
 
 def test_no_more_components_stay_loaded_than_were_set(toys, machine) -> None:
     with machine(32) as manager, torch.no_grad():
-        manager.requests.set_idle_limits(IdleLimits(num_loaded=2))
+        manager.commands.set_idle_limits(IdleLimits(num_loaded=2))
         nets = [toys.build_net(seed=seed) for seed in range(4)]
         handles = [manage(net, name=f"net{n}", manager=manager) for n, net in enumerate(nets)]
         for number, net in enumerate(nets):
@@ -26,7 +26,7 @@ def test_no_more_components_stay_loaded_than_were_set(toys, machine) -> None:
         handles[2].keep()
         nets[0](X)
         assert loaded(manager) == {"net0/model", "net2/model"}
-        manager.requests.set_idle_limits(IdleLimits(num_loaded=1))
+        manager.commands.set_idle_limits(IdleLimits(num_loaded=1))
         assert loaded(manager) == {"net2/model"}
         reasons = {event["reason"] for event in manager.report()["events"] if event["kind"] == "evict"}
         assert any("at most 1 component stays loaded" in reason for reason in reasons)
@@ -34,7 +34,7 @@ def test_no_more_components_stay_loaded_than_were_set(toys, machine) -> None:
 
 def test_a_limit_of_one_does_not_stop_models_that_compute_inside_each_other(toys, machine) -> None:
     with machine(32) as manager, torch.no_grad():
-        manager.requests.set_idle_limits(IdleLimits(num_loaded=1))
+        manager.commands.set_idle_limits(IdleLimits(num_loaded=1))
         outer, inner = toys.build_net(), toys.build_net(seed=1)
         expected = inner(X)
         found = []
@@ -49,14 +49,14 @@ def test_what_is_idle_for_long_leaves_by_itself(toys, machine, wait_until) -> No
         net = toys.build_net()
         with manage(net, manager=manager):
             net(X)
-            manager.requests.set_idle_limits(IdleLimits(idle_s=0.3))
+            manager.commands.set_idle_limits(IdleLimits(idle_s=0.3))
             wait_until(lambda: not loaded(manager))
             reasons = [event["reason"] for event in manager.report()["events"] if event["kind"] == "evict"]
             assert reasons == ["idle for more than 0.3 s; fully evicted"]
             net(X)
             assert loaded(manager)
             wait_until(lambda: not loaded(manager))
-            manager.requests.set_idle_limits(IdleLimits())
+            manager.commands.set_idle_limits(IdleLimits())
             assert manager.look() is None
 
 
@@ -72,7 +72,7 @@ def test_nothing_moves_while_anything_computes(toys, machine, busy: str) -> None
             held = loaded(manager)
             manager.idle.take(IdleLimits(idle_s=1e-9))
             if busy == "host":
-                manager.requests.ask_before_moving(lambda: True)
+                manager.commands.ask_before_moving(lambda: True)
                 assert manager.look() > 0
             elif busy == "run":
                 manager.begin_run("r", "run")

@@ -145,6 +145,6 @@ def test_a_device_without_memory_of_its_own_is_refused(toys, machine, device: st
 def test_a_component_is_found_by_its_id_only(toys, machine) -> None:
     with machine(8) as manager:
         loaded(manager, toys, 1)
-        assert manager.requests.find("net0/model").id == "net0/model"
+        assert manager.commands.find("net0/model").id == "net0/model"
         with pytest.raises(InvalidInput, match="did you mean 'net0/model'"):
-            manager.requests.find("net0/mode")
+            manager.commands.find("net0/mode")

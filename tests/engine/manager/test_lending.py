@@ -28,7 +28,7 @@ def test_idle_components_leave_for_a_loan_and_runs_stream_beside_it(toys, machin
             assert torch.equal(net(X).cpu(), expected)
             whole = manager.ledger.held("model", "gpu:0")
             lent = int(7.2 * MIB)
-            report = manager.requests.lend(lent, 60)
+            report = manager.commands.lend(lent, 60)
             gpu = manager.devices["gpu:0"]
             assert report.freed_bytes > 0 and report.missing_bytes == 0
             assert gpu.driver_free_bytes() == report.free_bytes >= lent
@@ -36,7 +36,7 @@ def test_idle_components_leave_for_a_loan_and_runs_stream_beside_it(toys, machin
             assert gpu.free_bytes() >= lent
             assert 0 < manager.ledger.held("model", "gpu:0") < whole
             assert managed.members[0].managed.plan.streams
-            manager.requests.take_back()
+            manager.commands.take_back()
             assert torch.equal(net(X).cpu(), expected)
             assert manager.ledger.held("model", "gpu:0") == whole
 
@@ -45,7 +45,7 @@ def test_what_the_borrower_takes_counts_once(toys, machine, sim) -> None:
     with machine(8) as manager, torch.no_grad():
         net, expected = toys.build_net(), toys.build_net()(X)
         with manage(net, manager=manager):
-            manager.requests.lend(7 * MIB, 60)
+            manager.commands.lend(7 * MIB, 60)
             net(X)
             held = manager.ledger.held("model", "gpu:0")
             for taken in (3 * MIB, 7 * MIB):
@@ -68,7 +68,7 @@ def test_a_loan_during_a_forward_leaves_what_computes_alone(toys, machine) -> No
 
             def lend(*_: object) -> None:
                 if not reports:
-                    reports.append(manager.requests.lend(5 * MIB, 60))
+                    reports.append(manager.commands.lend(5 * MIB, 60))
 
             net.doubles[1].register_forward_hook(lend)
             assert torch.equal(net(X).cpu(), expected)
@@ -82,15 +82,15 @@ def test_what_computes_is_not_lent(toys, machine) -> None:
         net = toys.build_net()
         with manage(net, manager=manager) as managed, manager.lease(managed.members[0]):
             with pytest.raises(UnsafeState, match=r"cannot lend 8.00MiB of gpu:0: model computes with .*allowed now: "):
-                manager.requests.lend(8 * MIB, 60)
+                manager.commands.lend(8 * MIB, 60)
             assert manager.capacity.loans.running() == []
-            assert manager.requests.lend(4 * MIB, 60).missing_bytes == 0
+            assert manager.commands.lend(4 * MIB, 60).missing_bytes == 0
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1, 9 * MIB, 1 << 62])
 def test_a_loan_is_at_most_the_device(machine, num_bytes: int) -> None:
     with machine(8) as manager, pytest.raises(InvalidInput, match=r"allowed: more than 0, up to 8.00MiB"):
-        manager.requests.lend(num_bytes, 60)
+        manager.commands.lend(num_bytes, 60)
 
 
 @pytest.mark.parametrize(("num_bytes", "seconds"), [(2.5 * MIB + 0.5, 60), ("1GiB", 60), (True, 60), (MIB, "3")])
@@ -99,42 +99,42 @@ def test_what_is_no_amount_or_time_changes_nothing(toys, machine, num_bytes, sec
         net = toys.build_net()
         with manage(net, manager=manager):
             with pytest.raises(InvalidInput, match=r"^lend .*allowed: a "):
-                manager.requests.lend(num_bytes, seconds)
+                manager.commands.lend(num_bytes, seconds)
             net(X)
-            manager.requests.lend(MIB, 60)
+            manager.commands.lend(MIB, 60)
 
 
 def test_what_does_not_fit_beside_a_loan_names_the_loan(toys, machine) -> None:
     with machine(4) as manager, torch.no_grad():
         net = toys.build_net()
         with manage(net, placement="gpu:0", manager=manager):
-            manager.requests.lend(4 * MIB - 4096, 60)
+            manager.commands.lend(4 * MIB - 4096, 60)
             with pytest.raises(DoesNotFit, match=r"0B reserved, 4.00MiB lent to another program; end the loan"):
                 net(X)
-            manager.requests.take_back()
+            manager.commands.take_back()
             net(X)
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, -1, 1e9, float("inf"), float("nan")])
 def test_a_loan_ends_some_day(machine, seconds: float) -> None:
     with machine(8) as manager, pytest.raises(InvalidInput, match="allowed: 1 s to 24 h"):
-        manager.requests.lend(MIB, seconds)
+        manager.commands.lend(MIB, seconds)
 
 
 def test_a_device_is_lent_once_and_has_to_be_named_where_there_are_two(machine) -> None:
     with machine(8, 8) as manager:
         with pytest.raises(InvalidInput, match="name one: gpu:0, gpu:1"):
-            manager.requests.lend(MIB, 60)
+            manager.commands.lend(MIB, 60)
         for device in ("cpu", "gpu:5"):
             with pytest.raises(InvalidInput, match="no device"):
-                manager.requests.lend(MIB, 60, device)
-        manager.requests.lend(MIB, 60, "gpu:1")
+                manager.commands.lend(MIB, 60, device)
+        manager.commands.lend(MIB, 60, "gpu:1")
         with pytest.raises(UnsafeState, match=r"lent already, for .* more; give them back first"):
-            manager.requests.lend(MIB, 60, "gpu:1")
-        manager.requests.lend(MIB, 60, "gpu:0")
-        manager.requests.take_back("gpu:1")
+            manager.commands.lend(MIB, 60, "gpu:1")
+        manager.commands.lend(MIB, 60, "gpu:0")
+        manager.commands.take_back("gpu:1")
         with pytest.raises(UnsafeState, match="nothing of gpu:1 is lent"):
-            manager.requests.take_back("gpu:1")
+            manager.commands.take_back("gpu:1")
 
 
 def test_what_is_said_of_a_device_that_is_not_there_is_the_same_everywhere(machine) -> None:
@@ -142,8 +142,8 @@ def test_what_is_said_of_a_device_that_is_not_there_is_the_same_everywhere(machi
     with machine(8, 8) as manager:
         devices = ["cpu", "gpu:0", "gpu:1"]
         ways: dict[str, Callable[[str], object]] = {
-            "": lambda name: manager.requests.lend(MIB, 60, name),
-            "again": lambda name: manager.requests.release_between_runs(None, name, reason="test"),
+            "": lambda name: manager.commands.lend(MIB, 60, name),
+            "again": lambda name: manager.commands.release_between_runs(None, name, reason="test"),
             "watermark: ": lambda name: manager.set_watermark(name, 0, 0),
             "placement 'gpu:2', column 1: ": lambda name: parse_placement(name, devices=devices),
             "profile 'gpu:2=1GiB', column 1: ": lambda name: parse_profile(f"{name}=1GiB", devices=devices),
@@ -159,7 +159,7 @@ def test_what_is_said_of_a_device_that_is_not_there_is_the_same_everywhere(machi
 
 def test_the_time_is_up_by_itself(machine, wait_until) -> None:
     with machine(8) as manager:
-        manager.requests.lend(MIB, 1)
+        manager.commands.lend(MIB, 1)
         wait_until(lambda: not manager.capacity.loans.loans)
         events = [event["reason"] for event in manager.report()["events"] if event["kind"] == "lend"]
         assert events == ["lent to another program for 1 s", "1.00MiB were lent: the time is up"]
@@ -168,7 +168,7 @@ def test_the_time_is_up_by_itself(machine, wait_until) -> None:
 def test_a_loan_is_in_the_report(machine) -> None:
     with machine(8) as manager:
         assert manager.report()["devices"][1]["lent"] is None
-        manager.requests.lend(MIB, 60)
+        manager.commands.lend(MIB, 60)
         lent = manager.report()["devices"][1]["lent"]
         assert lent["num_bytes"] == lent["missing_bytes"] == MIB and 0 < lent["left_s"] <= 60
         assert manager.recent_report(1)["devices"][1]["lent"]["num_bytes"] == MIB
@@ -179,7 +179,7 @@ def test_a_manager_with_an_alarm_is_collected(machine) -> None:
 
     with machine(8):
         manager = MemoryManager()
-        manager.requests.lend(MIB, 3600)
+        manager.commands.lend(MIB, 3600)
         alive = weakref.ref(manager)
         del manager
         gc.collect()

@@ -192,7 +192,7 @@ def test_the_host_is_told_the_order_in_which_they_leave(machine) -> None:
         assert host.order == ["a", "c", "b"]
         for kept, order in ((True, ["b", "a", "c"]), (False, ["a", "c", "b"])):
             host.order.clear()
-            manager.requests.keep([b], kept)
+            manager.commands.keep([b], kept)
             assert host.order == order
         for component in (a, b, c):
             component.pages.clear()

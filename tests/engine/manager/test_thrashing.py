@@ -253,12 +253,12 @@ def test_what_left_for_nobody_does_not_thrash(machine, why: str) -> None:
     with machine(8) as manager:
         manager.hosting.steer(Host(other := Known("flux", 6), third := Known("wan", 3)))
         if why == "a limit":
-            manager.requests.set_idle_limits(IdleLimits(num_loaded=1))
+            manager.commands.set_idle_limits(IdleLimits(num_loaded=1))
         for number in range(8):
             run_steered(manager, other, third, number=number)
             if why == "released":
                 manager.begin_run("release", "release")
-                manager.requests.release_from(other, reason="asked for")
+                manager.commands.release_from(other, reason="asked for")
                 manager.end_run()
             elif why == "between runs":
                 other.pages.clear()
@@ -275,14 +275,14 @@ def test_ours_that_left_because_its_user_asked_does_not_thrash(toys, machine, ho
         net = toys.build_net()
         managed = manage({"a": net}, placement="gpu:0", manager=manager)
         if how == "a limit":
-            manager.requests.set_idle_limits(IdleLimits(idle_s=1e-9))
+            manager.commands.set_idle_limits(IdleLimits(idle_s=1e-9))
         for number in range(8):
             run_all(manager, {"a": net}, 1)
             if how == "a limit":
                 manager.look()
             else:
                 manager.begin_run(str(number), "release")
-                manager.requests.release_from(manager.members["a"], reason="asked for")
+                manager.commands.release_from(manager.members["a"], reason="asked for")
                 manager.end_run()
         assert len([event for event in events(manager, "evict") if event["component"] == "a"]) >= 5
         assert not events(manager, "thrashing")

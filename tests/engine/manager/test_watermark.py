@@ -58,7 +58,7 @@ def test_marks_that_do_not_fit_one_of_the_devices_set_nothing(machine) -> None:
         with pytest.raises(InvalidInput, match=r"watermark high=6.00MiB exceeds gpu:0; allowed: up to 4.00MiB"):
             manager.set_watermark("*", "50%", "6MiB")
         with pytest.raises(InvalidInput, match=r"no device 'gpu:2'; did you mean"):
-            manager.requests.set_default_watermarks(parse_watermarks("1MiB:2MiB,gpu:2=1MiB:2MiB"))
+            manager.commands.set_default_watermarks(parse_watermarks("1MiB:2MiB,gpu:2=1MiB:2MiB"))
         assert (
             manager.capacity.watermarks.of("gpu:0")
             == manager.capacity.watermarks.of("gpu:1")
@@ -73,17 +73,17 @@ def test_what_a_node_sets_counts_before_what_is_set_by_default(sim) -> None:
         manager = MemoryManager()
         found = manager.capacity.watermarks
         unset = found.of("gpu:1")
-        manager.requests.set_default_watermarks(parse_watermarks("25%:50%,gpu:1=1MiB:3MiB"))
+        manager.commands.set_default_watermarks(parse_watermarks("25%:50%,gpu:1=1MiB:3MiB"))
         assert found.of("gpu:0") == Watermark(low_bytes=MIB, high_bytes=2 * MIB)
         assert found.of("gpu:1") == Watermark(low_bytes=MIB, high_bytes=3 * MIB)
         assert found.is_set("gpu:1")
         manager.set_watermark("gpu:1", 0, MIB)
-        manager.requests.set_default_watermarks(parse_watermarks("50%:75%"))
+        manager.commands.set_default_watermarks(parse_watermarks("50%:75%"))
         assert found.of("gpu:0") == Watermark(low_bytes=2 * MIB, high_bytes=3 * MIB)
         assert found.of("gpu:1") == Watermark(low_bytes=0, high_bytes=MIB)
         told = [(event.device, event.bytes) for event in manager.event_log.events if event.kind == "watermark"]
         assert told == [("gpu:0", MIB), ("gpu:1", MIB), ("gpu:1", 0), ("gpu:0", 2 * MIB)]
-        manager.requests.set_default_watermarks({})
+        manager.commands.set_default_watermarks({})
         assert found.of("gpu:0") != unset and not found.is_set("gpu:0") and found.is_set("gpu:1")
 
 
@@ -111,16 +111,16 @@ def test_marks_that_are_set_by_default_move_idle_components_at_once_but_not_in_a
         manager.set_watermark("gpu:0", 0, 0)
         manager.capacity.watermarks.marks.clear()
         manager.begin_run("r", "test")
-        manager.requests.set_default_watermarks(parse_watermarks("8MiB:8MiB"))
+        manager.commands.set_default_watermarks(parse_watermarks("8MiB:8MiB"))
         assert manager.ledger.used("gpu:0") == held
         manager.end_run()
         assert manager.ledger.used("gpu:0") == 0  # the run's end keeps the marks
-        manager.requests.set_default_watermarks({"*": marks("0%", "0%")})
+        manager.commands.set_default_watermarks({"*": marks("0%", "0%")})
         net(X)
         assert manager.ledger.used("gpu:0") == held
-        manager.requests.set_default_watermarks(parse_watermarks("100%:100%"))
+        manager.commands.set_default_watermarks(parse_watermarks("100%:100%"))
         assert manager.ledger.used("gpu:0") == 0
-        manager.requests.set_default_watermarks({})
+        manager.commands.set_default_watermarks({})
 
 
 @settings(max_examples=8)

@@ -121,7 +121,7 @@ def test_any_order_of_conversions_computes_as_the_plain_module(
             elif action == "unload":
                 managed.members[0].managed.unload()
             elif action == "idle":
-                manager.requests.free_idle("asked for")
+                manager.commands.free_idle("asked for")
             else:
                 managed.release()
                 assert_same_state(net, plain)

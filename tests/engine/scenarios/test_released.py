@@ -162,7 +162,7 @@ def test_every_release_has_its_reason_once(toys, machine):
         managed = manage({"net": net}, placement="gpu:0&gpu:1", manager=manager)
         manage({"other": other}, placement="gpu:0", manager=manager)
         net(x), other(x)
-        manager.requests.free_idle("released on request")
+        manager.commands.free_idle("released on request")
         evicted = [event for event in manager.report()["events"] if event["kind"] == "evict"]
         assert sorted((event["component"], event["device"]) for event in evicted) == [
             ("net", "gpu:0"),

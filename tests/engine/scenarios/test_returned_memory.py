@@ -49,7 +49,7 @@ with sim.cluster([sim.SimDeviceSpec(total_bytes=512 * MIB)]), torch.no_grad():
         gc.collect()
         left = books()
         if sys.argv[2] == "at once":
-            default_manager().requests.free_idle("all is freed")
+            default_manager().commands.free_idle("all is freed")
         else:
             default_manager().follow_free("the host frees its memory")
             until_s = time.monotonic() + 60

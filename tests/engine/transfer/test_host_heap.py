@@ -19,7 +19,7 @@ from highwater.memory import MemoryManager
 MIB = 1 << 20
 rss = lambda: psutil.Process().memory_info().rss
 manager = MemoryManager()
-manager.requests.free_idle("warm up")
+manager.commands.free_idle("warm up")
 before = rss()
 tensors = [torch.ones(15_000) for _ in range(4_000)]  # 60 KB each, 229 MiB
 last = torch.ones(15_000)
@@ -27,7 +27,7 @@ assert rss() - before > 200 * MIB
 del tensors
 gc.collect()
 kept = rss() - before
-manager.requests.free_idle("all of it")
+manager.commands.free_idle("all of it")
 assert kept > 100 * MIB, kept  # else this shows nothing
 assert rss() - before < 16 * MIB, (rss() - before) // MIB
 """)

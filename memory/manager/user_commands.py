@@ -21,10 +21,10 @@ from .registry import Registry
 from .steered import SteeredComponent
 from .watermark import WatermarkReport
 
-__all__ = ["UserRequests"]
+__all__ = ["UserCommands"]
 
 
-class UserRequests:
+class UserCommands:
     """Does what users ask for. Takes the manager's lock; what its caretaker knows of runs says what may move now.
 
     Methods whose names end in ``between_runs`` are for other threads than the one that runs prompts.
