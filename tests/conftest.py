@@ -46,7 +46,7 @@ ONE_IN = 40
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 NOTES = ("MarkdownNote", "Note")  # of the page itself, no node of any host
-WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
+WIDGETS = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3")
 CONTROL = "control_after_generate"  # a widget that the page adds beside a seed
 # What the last line of every run tells of, and where its tests are, or the mark of the host or card that they use.
 TIERS = {
@@ -187,6 +187,14 @@ def graph_problems() -> Callable[[Any, Mapping[str, Any]], list[str]]:
     return lambda graph, info: list(find_problems(graph, info))
 
 
+def choices_of(spec: Any) -> list[Any]:
+    """Return what an input's choices are, in any of the host's forms; none where it has none, or those are unknown."""
+    if isinstance(spec[0], list):
+        return spec[0]
+    choices = spec[1].get("options", []) if len(spec) > 1 else []
+    return [choice["key"] if isinstance(choice, dict) else choice for choice in choices]
+
+
 def find_problems(graph: Any, info: Mapping[str, Any]) -> Iterator[str]:
     nodes = {node["id"]: node for node in graph["nodes"]}
     for node in nodes.values():
@@ -199,6 +207,7 @@ def find_problems(graph: Any, info: Mapping[str, Any]) -> Iterator[str]:
         sockets = {**info[kind]["input"].get("required", {}), **info[kind]["input"].get("optional", {})}
         types = {name: "COMBO" if isinstance(spec[0], list) else spec[0] for name, spec in sockets.items()}
         options = {name: spec[1] if len(spec) > 1 else {} for name, spec in sockets.items()}
+        listed = {name: choices_of(spec) for name, spec in sockets.items()}
         widgets = []
         for name, type_name in types.items():
             if type_name in WIDGETS:
@@ -207,13 +216,16 @@ def find_problems(graph: Any, info: Mapping[str, Any]) -> Iterator[str]:
             yield f"{kind} has {len(node['widgets_values'])} values for {widgets}"
         for name, value in zip(widgets, node["widgets_values"], strict=False):
             # A file or a device may be one that this machine lacks.
-            choices = options.get(name, {}).get("options", [value])
+            choices = listed.get(name) or [value]
             if (
                 value not in choices
                 and name not in ("placement", "pipeline")
                 and not str(value).endswith(".safetensors")
             ):
                 yield f"{kind}: {name} is {value!r}; allowed: {choices}"
+            limits = options.get(name, {})
+            if "min" in limits and not limits["min"] <= value <= limits["max"]:
+                yield f"{kind}: {name} is {value!r}; allowed: {limits['min']} to {limits['max']}"
         if [output["type"] for output in node["outputs"]] != list(info[kind]["output"]):
             yield f"{kind} gives {info[kind]['output']}"
         for given in node["inputs"]:
@@ -225,7 +237,7 @@ def find_problems(graph: Any, info: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{kind}: nothing is linked to {name}"
     for number, source, output, target, slot, type_name in graph["links"]:
         given, taken = nodes[source]["outputs"][output], nodes[target]["inputs"][slot]
-        if given["type"] != type_name or taken["type"] not in (type_name, "*"):
+        if given["type"] not in (type_name, "*") or taken["type"] not in (type_name, "*"):
             yield f"link {number} is {type_name} from {given['type']} to {taken['type']}"
         if taken["link"] != number or number not in given["links"]:
             yield f"link {number} is not known to both its nodes"

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from highwater.tests.comfyui.host_process import HostProcess
+from highwater.tests.page_graphs import prompt_of
+
 ROOT = Path(__file__).parents[2]
 GRAPHS = sorted((ROOT / "workflows").glob("*.json"))
 CORE_NODES = ROOT / "tests" / "core_nodes.json"
@@ -36,3 +39,40 @@ def test_what_is_recorded_of_the_hosts_nodes_still_holds(cpu_host: Any) -> None:
 def test_the_host_offers_the_examples(cpu_host: Any) -> None:
     [names] = [names for pack, names in cpu_host.get("/workflow_templates").items() if pack == "highwater"]
     assert sorted(names) == [path.stem for path in GRAPHS]
+
+
+TINY = [path for path in GRAPHS if "highwater-tiny" in path.read_text(encoding="utf-8")]
+
+
+@pytest.fixture(scope="module")
+def bare_host(start_gpu_host: Callable[..., HostProcess], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A host on simulated GPUs without any model file."""
+    with start_gpu_host(models=tmp_path_factory.mktemp("no_models")) as host:
+        yield host
+
+
+@pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
+def test_an_example_with_tiny_models_runs(bare_host: HostProcess, path: Path) -> None:
+    """Without a model file; what it shows is what its note says."""
+    bare_host.forget()
+    graph = json.loads(path.read_text(encoding="utf-8"))
+    result = bare_host.run(prompt_of(graph, bare_host.get("/object_info")))
+    assert result.outcome == "success", result.brief_error
+    assert [image["filename"] for output in result.outputs.values() for image in output.get("images", [])]
+    [encoder] = [part for part in bare_host.part("components") if part["kind"] == "text"]
+    [model] = [part for part in bare_host.part("components") if part["kind"] == "diffusion"]
+    assert model["tiers"].get("gpu:0")
+    is_released = path.stem == "highwater-release-after-use"
+    assert bool(encoder["tiers"].get("gpu:0")) != is_released
+    if is_released:
+        [event] = [event for event in bare_host.part("events") if "Release node" in str(event["reason"])]
+        assert event["component"] == encoder["id"]
+    assert (encoder["kept"], model["kept"]) == (path.stem == "highwater-keep-text-encoder", False)
+
+
+def test_there_are_examples_of_tiny_models() -> None:
+    assert {path.stem for path in TINY} == {
+        "highwater-first-image",
+        "highwater-keep-text-encoder",
+        "highwater-release-after-use",
+    }
