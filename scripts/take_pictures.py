@@ -1,4 +1,4 @@
-"""Takes the picture of the page in ``docs/``: the example in `highwater serve`, streamed in eight bits.
+"""Takes the pictures of the page in ``docs/``: the example in `highwater serve`, streamed in eight bits, and its panel.
 
 Needs node 20 and Chromium, and the packages that the tests of the page install.
 """

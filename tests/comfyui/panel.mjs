@@ -19,7 +19,7 @@ async function until(name, read, wanted) {
   let value;
   do {
     value = await read();
-    if (wanted(value)) return console.log(`${name}: ${JSON.stringify(value)}`);
+    if (wanted(value)) return console.log(`${name}: ${JSON.stringify(value).slice(0, 500)}`);
     await page.waitForTimeout(150);
   } while (Date.now() < end);
   await shoot("stuck");
@@ -135,7 +135,9 @@ await shoot("panel_refused");
 await send("/interrupt", {});
 await until("the run is interrupted", async () => Boolean((await (await fetch(`${base}/history/${id}`)).json())[id]), Boolean);
 await until("nothing runs", isIdle, Boolean);
+const numRuns = (await report("runs")).length;
 await page.evaluate(() => void app.queuePrompt(0));
+await until("another run", () => report("runs"), (runs) => runs.length > numRuns && runs.at(-1).end_s !== null);
 await until("it is loaded", async () => (await report("components")).find((part) => part.id === "tiny_flux")?.tiers["gpu:0"] ?? 0, (bytes) => bytes > 0);
 await until("nothing runs", isIdle, Boolean);
 await until("the button", () => button("Release (tiny_flux)").getAttribute("aria-disabled"), (disabled) => disabled === "false");

@@ -48,7 +48,17 @@ await checkDetail(onCanvas);
 await page.evaluate(() => app.extensionManager.command.execute("Highwater.MakeTinyPipelines"));
 await page.getByText(/tiny-flux, tiny-sd, tiny-wan are in models.diffusers/).first().waitFor();
 
-// While nothing runs the page asks for nothing.
+// The panel shows the parts of the pipeline, and what of the device they have.
+const memoryTab = () => page.getByRole("button", { name: "Memory (Highwater)" }).click();
+const cards = () => [...document.querySelectorAll(".hw-card h4")].map((name) => name.textContent).sort();
+const PARTS = ["text_encoder", "text_encoder_2", "transformer", "vae"].map((part) => `tiny-flux/${part}`);
+await memoryTab();
+await eventually("the panel's components", cards, (names) => names.join() === PARTS.join());
+await eventually("the bar of the device", () => document.querySelector(".hw-track")?.getAttribute("aria-label") ?? "", (told) => /^gpu:0: .*tiny-flux\/transformer [\d.]+M, .*free [\d.]+M$/.test(told));
+await eventually("the events", () => document.querySelectorAll(".hw-events li").length, (number) => number > 0);
+await shoot("panel");
+
+// While nothing runs the page asks for nothing, with the panel as without.
 await page.waitForTimeout(1500); // what the end of the run asked for
 const asked = [];
 const noteAsked = (request) => asked.push(request.url());
@@ -56,6 +66,8 @@ page.on("request", noteAsked);
 await page.waitForTimeout(3000);
 page.off("request", noteAsked);
 assert.deepEqual(asked.filter((url) => url.includes("/highwater/")), [], "asked while nothing runs");
+await memoryTab();
+await eventually("the panel is closed", () => document.querySelectorAll(".hw-panel").length, (number) => number === 0);
 
 // The same values in the other renderer, and again after a reload.
 await setting("Comfy.VueNodes.Enabled", true);

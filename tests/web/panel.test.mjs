@@ -194,6 +194,14 @@ test("events name their run and node, the newest first, and are found by words a
   assert.deepEqual([found(""), found("ROOM sampler"), found("room nothing"), found("", "load"), found("sampler", "load")], [["load", "evict"], ["evict"], [], ["load"], []]);
 });
 
+test("a run that has no name of its own is told by the begin of its id", () => {
+  const [id, workflow] = ["8250cd05-0000-4000-8000-000000000000", "74c9bb80-4881-4440-9e6a-21e4cf4ffce0"];
+  const told = (run_id, runs) => linesOf([{ ...EVENT, run_id, node_id: null }], { runs }, String)[0].when;
+  assert.equal(told(id, [{ run_id: id, name: workflow }]), "run 8250cd05");
+  assert.equal(told(id, []), "run 8250cd05");
+  assert.equal(told("A", []), "run A");
+});
+
 test("only newer events are added, and the oldest are forgotten", () => {
   const at = (t_s) => ({ ...EVENT, t_s });
   assert.deepEqual(withMore([at(1), at(2)], [at(2), at(3)]).map((event) => event.t_s), [1, 2, 3]);

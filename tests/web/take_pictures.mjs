@@ -1,4 +1,4 @@
-// Takes the picture of the page that README shows; scripts/take_pictures.py starts it.
+// Takes the pictures of the page that README shows; scripts/take_pictures.py starts it.
 // usage: take_pictures.mjs ADDRESS CHROMIUM FOLDER
 import { inPage, openPage } from "./open_page.mjs";
 
@@ -18,4 +18,11 @@ await eventually("the image is there", () => document.querySelectorAll("[data-no
 await eventually("the report is there", () => document.querySelector(".highwater-text")?.textContent ?? "", (text) => text.includes("Last events"));
 await page.waitForTimeout(6000); // until the notice of the run is gone;
 await shoot("serve");
+// The panel beside the same run.
+await page.getByRole("button", { name: "Memory (Highwater)" }).click();
+await eventually("the panel has the components", () => document.querySelectorAll(".hw-panel .hw-card").length, (number) => number >= 4);
+await eventually("the panel has the events", () => document.querySelectorAll(".hw-panel .hw-events li").length, (number) => number > 0);
+await page.setViewportSize({ width: 1800, height: 1000 });
+await page.waitForTimeout(1000);
+await page.locator(".hw-panel").screenshot({ path: `${folder}/panel.png` });
 await browser.close();
