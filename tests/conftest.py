@@ -56,7 +56,10 @@ TIERS = {
     "ComfyUI on simulated GPUs": ("comfyui_gpus",),
     "ComfyUI with dynamic VRAM": ("comfyui_dynamic",),
     "ComfyUI 0.8.0": ("comfyui_old",),
-    "browser": ("tests/web/test_browser.py", "tests/comfyui/test_page.py", "tests/comfyui/test_first_minutes.py"),
+    "browser": (
+        "tests/web/test_browser.py",
+        *(f"tests/comfyui/test_{name}.py" for name in ("first_minutes", "languages", "manage_menu", "page", "panel")),
+    ),
     "GPU": ("on_cuda",),
 }
 outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
