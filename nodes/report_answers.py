@@ -58,10 +58,12 @@ def make_report(
         made["advice"] = advise(whole)
     report = parts_of(report | made, only)
     lists = [name for name in LISTS if name in report]
-    left_out = {}
-    for name in lists:
+    left_out, room = {}, REPORT_BYTES
+    # The shortest first: what it leaves of its part is for the others.
+    for turn, name in enumerate(sorted(lists, key=lambda name: len(report[name]))):
         entries = report[name]
-        report[name] = newest(entries, most, REPORT_BYTES // len(lists))
+        report[name], used = newest(entries, most, room // (len(lists) - turn))
+        room -= used
         if len(report[name]) < len(entries):
             left_out[name] = len(entries) - len(report[name])
     for name in report.keys() & {"devices", "components", "host_features", "advice"}:
@@ -97,7 +99,7 @@ def select_events(manager: MemoryManager | None, words: Mapping[str, str]) -> di
         and words.get("run", event["run_id"]) == event["run_id"]
         and words.get("node", event["node_id"]) == event["node_id"]
     ]
-    events = newest(found, most, REPORT_BYTES)
+    events, _ = newest(found, most, REPORT_BYTES)
     return {"events": events, "left_out": len(found) - len(events)}
 
 
@@ -123,17 +125,21 @@ def read_seconds(text: str | None) -> float:
     return seconds
 
 
-def newest(entries: list[Any], most: float | None, num_bytes: int) -> list[Any]:
-    """Return the last entries, the oldest first: ``most`` of them, or if that is None as many as fit as JSON."""
+def newest(entries: list[Any], most: float | None, num_bytes: int) -> tuple[list[Any], int]:
+    """Return the last entries, the oldest first: ``most`` of them, or if that is None as many as fit as JSON.
+
+    With them what they take of these bytes; 0 where ``most`` says how many there are.
+    """
     if most is not None:
-        return entries[max(0, len(entries) - int(min(most, len(entries)))) :]
-    number, left = 0, num_bytes
+        return entries[max(0, len(entries) - int(min(most, len(entries)))) :], 0
+    number = used = 0
     for entry in reversed(entries):
-        left -= len(json.dumps(entry)) + 2  # a comma and a space
-        if left < 0:
+        entry_bytes = len(json.dumps(entry)) + 2  # a comma and a space
+        if used + entry_bytes > num_bytes:
             break
+        used += entry_bytes
         number += 1
-    return entries[len(entries) - number :]
+    return entries[len(entries) - number :], used
 
 
 def texts_without_folders(value: Any) -> Any:

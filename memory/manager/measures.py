@@ -287,6 +287,7 @@ class Measures:
             title=node.title,
             run_id=node.run_id,
             workflow_id=node.workflow_id,
+            begin_s=round(node.begin_s, 6),
             seconds=round(self.event_log.now_s - node.begin_s, 6),
             peak_bytes=dict(node.peaks),
             weights_bytes={name: held for name, held in node.weights.items() if held},

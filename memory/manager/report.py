@@ -186,6 +186,8 @@ class NodeReport:
     staging_bytes: dict[str, int] = field(default_factory=dict)
     waited_s: float = 0.0
     """For how long computing waited for copies of weights, as far as some passes tell (`WaitTimes`)."""
+    begin_s: float = 0.0
+    """When it began, in seconds after the start; it ended ``seconds`` later."""
     uncounted: list[str] = field(default_factory=list)
     """The devices of which torch does not count what is allocated: activations there are not known."""
 

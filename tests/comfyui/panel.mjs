@@ -75,6 +75,28 @@ assert.equal(await page.evaluate(() => window.wasRun), undefined);
 await told("advice", panel.locator(".hw-advice"), /\S/);
 await shoot("panel_dark");
 
+// The timeline of that run: what is under the pointer, what the arrow keys reach, and a PNG of it.
+const timeline = section("Timeline of the last runs");
+const picture = timeline.getByRole("img");
+await until("the timeline", () => picture.getAttribute("aria-label"), (label) => /^Last runs: .*; gpu:0: at most [\d.]+M of 1\.8G/.test(label ?? ""));
+await picture.scrollIntoViewIfNeeded();
+const place = await picture.boundingBox();
+await page.mouse.move(place.x + place.width - 8, place.y + place.height / 2);
+await told("the values under the pointer", timeline, /s after the start of [^]*gpu:0: [\d.]+M in use \(tiny_flux [\d.]+M\)/);
+await shoot("panel_timeline");
+await page.mouse.move(5, 5);
+await told("how to see values", timeline, /Point at the picture/);
+await picture.focus();
+await page.keyboard.press("ArrowRight");
+await told("the values by keys", timeline, /0\.00 s after the start of [^]*gpu:0: 0B in use \(no weights\)/);
+const [download] = await Promise.all([page.waitForEvent("download"), timeline.getByRole("button", { name: "Save as PNG" }).click()]);
+assert.equal(download.suggestedFilename(), "highwater-timeline.png");
+await download.saveAs(`${screenshots}/highwater-timeline.png`);
+const png = await readFile(`${screenshots}/highwater-timeline.png`);
+assert.deepEqual([...png.subarray(0, 8)], [0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a]);
+assert.equal(png.readUInt32BE(16), Math.round(2 * (await picture.locator("svg").evaluate((svg) => svg.width.baseVal.value))));
+assert.ok(png.length > 2000, `${png.length} bytes`);
+
 // A click on its node goes there, in whichever renderer.
 for (const isVue of [true, false]) {
   await setting("Comfy.VueNodes.Enabled", isVue);
@@ -107,6 +129,7 @@ for (const name of ["Lend… (gpu:0)", "Watermark of RAM", HOSTILE, "Release (ti
 const slider = bar.getByRole("slider", { name: "Watermark of gpu:0" });
 const lowMark = async () => (await gpu()).own_watermark;
 const before = await lowMark();
+await slider.scrollIntoViewIfNeeded();
 const handle = await slider.boundingBox();
 const track = await bar.locator(".hw-track").boundingBox();
 await page.mouse.move(handle.x + handle.width / 2, handle.y + handle.height / 2);

@@ -69,6 +69,13 @@ def test_fewer_parts_have_more_entries(busy: MemoryManager) -> None:
     assert len(alone["nodes"]) > 2 * len(beside["nodes"]) and size(alone) < 100_000
 
 
+def test_what_a_short_list_leaves_is_for_the_others(busy: MemoryManager) -> None:
+    """The samples are few and the nodes many: these have more room than a part of it for each list."""
+    both, alone = make_report(busy, {}, "nodes,samples"), make_report(busy, {}, "nodes")
+    assert len(both["samples"]) == len(busy.report()["samples"]) < 100
+    assert size({"nodes": both["nodes"]}) > 0.9 * (size({"nodes": alone["nodes"]}) - size({"samples": both["samples"]}))
+
+
 def test_an_entry_that_is_longer_than_all_others_is_left_out_too() -> None:
     manager = MemoryManager()
     manager.begin_run("r", "x" * 1_000_000)

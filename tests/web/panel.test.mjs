@@ -232,7 +232,8 @@ test("the panel shows hostile names as text, and advice only where there is some
   assert.deepEqual([advice.children.length, advice.hidden], [2, false]);
   assert.ok(panel.element.find({ role: "img" }).getAttribute("aria-label").includes(`${HOSTILE} 30.0M`));
   panel.show({ ...known, report: { ...report, advice: undefined, components: [] } });
-  assert.ok(advice.hidden && panel.timelineSection.hidden);
+  const timeline = panel.element.all((element) => element.attributes["aria-label"] === "Timeline of the last runs")[0];
+  assert.ok(advice.hidden && timeline.hidden);
   assert.ok(!panel.element.find({ text: "No model is loaded. Models appear here when a workflow runs." }).hidden);
 });
 

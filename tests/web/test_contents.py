@@ -156,6 +156,8 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "panel/marks.js",
         "panel/panel.js",
         "panel/style.js",
+        "panel/time_scale.js",
+        "panel/timeline.js",
         "panel/view.js",
         "readout.js",
         "report.js",

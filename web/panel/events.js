@@ -32,11 +32,11 @@ export function withMore(known, more) {
  * @returns {Line[]}
  */
 export function linesOf(events, { runs = [], nodes = [] }, clock) {
-  const runNames = new Map(runs.map((run) => [run.run_id, isId(run.name) ? "" : run.name]));
+  const runNames = new Map(runs.map((run) => [run.run_id, runName(run)]));
   const titles = new Map(nodes.map((node) => [`${node.run_id}/${node.node_id}`, node.title]));
   return events.map((event, at) => {
     const title = event.node_id === null ? "" : titles.get(`${event.run_id}/${event.node_id}`) || text("panel.node", { id: event.node_id });
-    const run = event.run_id ? text("panel.run", { name: runNames.get(event.run_id) || shortened(event.run_id) }) : "";
+    const run = event.run_id ? text("panel.run", { name: runNames.get(event.run_id) ?? shortened(event.run_id) }) : "";
     const amount = event.bytes > 0 ? shortBytes(event.bytes) : "";
     return {
       id: `${event.t_s} ${at} ${event.kind} ${event.component}`,
@@ -49,8 +49,11 @@ export function linesOf(events, { runs = [], nodes = [] }, clock) {
   }).reverse();
 }
 
-/** Runs of a workflow that was not saved are named by its id, all of them. @param {string} name */
+/** @param {string} name */
 const isId = (name) => /^[0-9a-f]{8}-[0-9a-f-]{27}$/.test(name);
+
+/** What a run is called: runs of a workflow that was not saved are all named by its id. @param {{ run_id: string, name: string }} run */
+export const runName = ({ run_id: id, name }) => (isId(name) ? shortened(id) : name);
 
 /** The begin of a prompt's id tells it from others. @param {string} id */
 const shortened = (id) => (isId(id) ? id.slice(0, 8) : id);

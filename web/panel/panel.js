@@ -17,7 +17,7 @@ const STORE = "highwaterPanel";
 const SETTING = "Highwater.Watermark";
 const EVENTS = "limit=500";
 
-/** The newest report; runs, nodes and advice change only with runs, and are those of the last answer that had them. @type {Highwater.Report} */
+/** The newest report; runs, nodes, samples and advice change only with runs, and are those of the last answer that had them. @type {Highwater.Report} */
 let report = { version: 0, now_s: 0 };
 /** @type {import("./events.js").Event[]} */
 let events = [];
@@ -122,7 +122,7 @@ const actions = {
 /** @returns {string[]} */
 function parts() {
   const always = ["devices", "components", "loaders", "open_nodes"];
-  return isStale ? [...always, "runs", "nodes", "advice"] : always;
+  return isStale ? [...always, "runs", "nodes", "samples", "advice"] : always;
 }
 
 /** What the top bar follows: read back from the page's store, see `texts` in extension.js. @returns {{ nearlyFull: string }} */

@@ -60,6 +60,8 @@ export const STYLE = `
   padding: 0; margin-right: 8px; border: 0; min-height: 0; background: none; text-align: start; text-decoration: underline; text-underline-offset: 2px;
 }
 .hw-panel :focus-visible { outline: 2px solid var(--input-text); outline-offset: 2px; border-radius: 4px; }
+.hw-timeline svg { display: block; }
+.hw-timeline > button { margin-top: 6px; }
 .hw-filter { display: grid; grid-template-columns: 1fr max-content; gap: 6px; margin-bottom: 6px; }
 .hw-filter > * { min-width: 0; }
 .hw-events { display: grid; font-size: 12px !important; margin-top: 6px !important; }

@@ -6,6 +6,7 @@ import { makeComponents, rowsOf } from "./components.js";
 import { make } from "./elements.js";
 import { linesOf, makeEvents } from "./events.js";
 import { STYLE } from "./style.js";
+import { makeTimeline } from "./timeline.js";
 
 /** Told apart on a dark page and on a light one. */
 const COLOURS = ["#0e8aa8", "#c2620a", "#7c5cd6", "#2f8f46", "#c2417f", "#3b74d9", "#97790b", "#5f7d8c"];
@@ -42,11 +43,10 @@ export function makePanel(document, actions) {
   const components = make(document, "ul", { class: "hw-list hw-cards" });
   const none = make(document, "p", { class: "hw-quiet", text: text("panel.no_components") });
   const events = makeEvents(document);
-  // The timeline of the last runs has its place here; hidden as long as it is empty.
-  const timelineSection = make(document, "section", { "aria-label": text("panel.timeline") });
-  timelineSection.hidden = true;
+  const timeline = makeTimeline(document, colourOf);
   const section = (/** @type {string} */ title, /** @type {HTMLElement[]} */ ...children) =>
     make(document, "section", { "aria-label": title }, make(document, "h3", { text: title }), ...children);
+  const timelineSection = section(text("panel.timeline"), timeline.element);
   const element = make(document, "div", { class: "hw-panel" },
     make(document, "style", { text: STYLE }),
     make(document, "h2", { text: text("panel.title") }),
@@ -60,7 +60,6 @@ export function makePanel(document, actions) {
   const showComponents = makeComponents(components, actions);
   return {
     element,
-    timelineSection,
     /** @param {Known} known */
     show({ report, events: told, root, clock }) {
       const lines = report.advice ?? [];
@@ -72,6 +71,7 @@ export function makePanel(document, actions) {
       showBars(barsOf(report, colourOf));
       showComponents(rows);
       none.hidden = rows.length > 0;
+      timelineSection.hidden = !timeline.show(report);
       events.show(linesOf(told, report, clock));
     },
   };

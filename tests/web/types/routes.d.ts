@@ -140,6 +140,7 @@ declare namespace Highwater {
         components: string[];
         staging_bytes: Record<string, number>;
         waited_s: number;
+        begin_s: number;
         uncounted: string[];
       }[];
       runs?: {
@@ -184,6 +185,7 @@ declare namespace Highwater {
         components: string[];
         staging_bytes: Record<string, number>;
         waited_s: number;
+        begin_s: number;
         uncounted: string[];
       }[];
       loaders?: {
