@@ -39,6 +39,11 @@ test("a bar is all that a device has: weights, staging memory, activations, othe
   assert.equal(gpu.segments.reduce((all, part) => all + part.bytes, 0), GPU.total_bytes);
 });
 
+test("what is next to nothing has no part of a bar", () => {
+  const [gpu] = barsOf({ devices: [{ ...GPU, activation_bytes: 36 }], components: [] }, () => "");
+  assert.deepEqual(gpu.segments.map((part) => part.name), ["other", "free"]);
+});
+
 test("what is lent and not taken is no longer free", () => {
   const lent = { num_bytes: 20 * MIB, missing_bytes: 8 * MIB, left_s: 60 };
   const [gpu] = barsOf({ devices: [{ ...GPU, lent }], components: [] }, () => "");

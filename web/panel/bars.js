@@ -18,6 +18,8 @@ import { makeSlider } from "./marks.js";
  */
 
 const RAM = "cpu";
+/** What is less than this is nothing to show: a number that a node computed with, and the like. */
+const LEAST_BYTES = 1024;
 
 /**
  * Return a bar for each device, for the RAM, and for what of the RAM is page-locked.
@@ -124,7 +126,7 @@ function weightSegments(components, bytesOf, colourOf) {
 const segment = (kind, bytes) => ({ name: text(`panel.segment.${kind}`), bytes, kind, colour: "" });
 
 /**
- * Complete a bar by what others hold and what is free; leaves out what is nothing.
+ * Complete a bar by what others hold and what is free; leaves out what is next to nothing.
  * @param {number} usedBytes
  * @param {number} freeBytes
  * @param {Segment[]} known
@@ -132,7 +134,7 @@ const segment = (kind, bytes) => ({ name: text(`panel.segment.${kind}`), bytes, 
  */
 function filled(usedBytes, freeBytes, known, ...promised) {
   const others = usedBytes - known.reduce((all, { bytes }) => all + Math.max(0, bytes), 0);
-  return [...known, segment("other", others), ...promised, segment("free", freeBytes)].filter(({ bytes }) => bytes > 0);
+  return [...known, segment("other", others), ...promised, segment("free", freeBytes)].filter(({ bytes }) => bytes >= LEAST_BYTES);
 }
 
 /**

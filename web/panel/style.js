@@ -3,7 +3,7 @@
 
 export const STYLE = `
 .hw-panel {
-  container-type: inline-size; box-sizing: border-box; height: 100%; overflow: hidden auto; padding: 12px;
+  container-type: inline-size; box-sizing: border-box; min-height: 100%; padding: 12px;
   color: var(--input-text); background: var(--comfy-menu-bg); font: 13px/1.45 sans-serif; overflow-wrap: anywhere; user-select: text;
 }
 .hw-panel [hidden] { display: none !important; }
