@@ -190,6 +190,15 @@ def test_what_is_installed_has_every_folder_of_the_package() -> None:
     }
 
 
+def test_what_is_installed_has_every_file_of_the_page() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^highwater = \[(.*)\]$", text, re.MULTILINE)
+    installed = {path for pattern in re.findall(r'"([^"]+)"', listed) for path in REPOSITORY.glob(pattern)}
+    for area in ("web", "workflows", "locales"):
+        files = {path for path in (REPOSITORY / area).rglob("*") if path.is_file()}
+        assert sorted(path.relative_to(REPOSITORY).as_posix() for path in files - installed) == []
+
+
 def test_the_registrys_pictures_are_there_in_the_sizes_that_it_wants() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     named = dict(re.findall(r'^(Icon|Banner) = ".*/main/([\w.]+)"', text, re.MULTILINE))
