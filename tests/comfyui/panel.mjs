@@ -161,6 +161,7 @@ await until("nothing runs", isIdle, Boolean);
 const numRuns = (await report("runs")).length;
 await page.evaluate(() => void app.queuePrompt(0));
 await until("another run", () => report("runs"), (runs) => runs.length > numRuns && runs.at(-1).end_s !== null);
+await told("what is said of a run that took no time", panel.locator(".hw-advice"), /nothing was loaded again/);
 await until("it is loaded", async () => (await report("components")).find((part) => part.id === "tiny_flux")?.tiers["gpu:0"] ?? 0, (bytes) => bytes > 0);
 await until("nothing runs", isIdle, Boolean);
 await until("the button", () => button("Release (tiny_flux)").getAttribute("aria-disabled"), (disabled) => disabled === "false");

@@ -2,6 +2,7 @@
 // The sidebar's panel "Memory", and a badge in the top bar when a device is nearly full. Registers only; what is shown is
 // made in view.js.
 import { app } from "../../../scripts/app.js";
+import { api } from "../../../scripts/api.js";
 import "../page_texts.js"; // what is registered is in the user's language
 import { change, get, giveBack, lend, live } from "../server.js";
 import { text } from "../texts.js";
@@ -25,8 +26,11 @@ let events = [];
 let startMs = 0;
 /** The open panel. @type {{ view: ReturnType<typeof makePanel>, close: () => void } | null} */
 let open = null;
-/** Something ran since runs and nodes were asked for. */
-let isStale = true;
+/** How often the queue changed: a run began, or ended. */
+let queueChanges = 0;
+/** That number as runs and nodes were asked for last, and as those were that are shown. */
+let askedAt = -1;
+let shownAt = -1;
 /** The number of the last question for events. */
 let asked = 0;
 
@@ -37,21 +41,13 @@ function draw() {
   open?.view.show({ report, events, root: app.rootGraph, clock });
 }
 
-/** @param {Highwater.Report} report */
-const runOf = (report) => report.open_nodes?.[0]?.run_id ?? "";
-
 /** @param {Highwater.Report} now */
 function take(now) {
   const begin = Date.now() - now.now_s * 1000;
   if (now.now_s < report.now_s) events = []; // the server was started again
   if (Math.abs(begin - startMs) > 2000) startMs = begin; // times do not waver with each answer
-  if (now.runs) isStale = false;
-  const isOtherRun = runOf(now) !== runOf(report);
+  if (now.runs) shownAt = askedAt;
   report = { ...report, ...now };
-  if (isOtherRun && !now.runs) {
-    isStale = true;
-    void live.ask();
-  }
   draw();
   void readEvents();
 }
@@ -122,7 +118,9 @@ const actions = {
 /** @returns {string[]} */
 function parts() {
   const always = ["devices", "components", "loaders", "open_nodes"];
-  return isStale ? [...always, "runs", "nodes", "samples", "advice"] : always;
+  if (shownAt === queueChanges) return always;
+  askedAt = queueChanges;
+  return [...always, "runs", "nodes", "samples", "advice"];
 }
 
 /** What the top bar follows: read back from the page's store, see `texts` in extension.js. @returns {{ nearlyFull: string }} */
@@ -146,6 +144,7 @@ app.registerExtension({
   afterConfigureGraph: draw,
 
   setup() {
+    api.addEventListener("status", () => void (queueChanges += 1));
     app.extensionManager.registerSidebarTab({
       id: TAB,
       icon: "pi pi-microchip",
@@ -157,7 +156,7 @@ app.registerExtension({
         const view = open?.view ?? makePanel(document, actions);
         element.replaceChildren(view.element);
         if (open) return;
-        isStale = true;
+        shownAt = -1;
         open = { view, close: live.read(parts, take) };
         draw();
         void live.ask();
