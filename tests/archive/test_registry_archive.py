@@ -21,7 +21,7 @@ from highwater.tests.archive.registry_archive import REPOSITORY, RULES, archived
 RUNS = {"__init__.py", "LICENSE", "README.md", "pyproject.toml", "requirements.txt"}
 # The one place for what cannot be done otherwise, see CONTRIBUTING.md.
 PLACES = {"calls into libraries": "memory/weights/page_cache.py"}
-FOLDERS = {"memory", "nodes", "web", "locales", "workflows"}
+FOLDERS = {"memory", "nodes", "web", "locales", "workflows", "subgraphs"}
 
 LOAD = """
 import asyncio, importlib.util, json, sys
