@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..memory.units import format_bytes, format_seconds
+from ..memory.units import MIB, align_up, format_bytes, format_seconds
 from .last_run import CPU, LastRun, Part, Room, Share, read_last_run
-from .remedies import elsewhere, hold_all, keep_in_ram, place_elsewhere, short_name, stream_less
+from .remedies import elsewhere, hold_all, in_mib, keep_in_ram, place_elsewhere, short_name, stream_less
 
 __all__ = ["MAX_LENGTH", "advise"]
 
@@ -33,7 +33,10 @@ def advise(report: Mapping[str, Any]) -> list[str]:
     """
     run = read_last_run(report)
     if run is None:
-        return ["No run yet: nothing is known.", "Run a workflow: then this says what limits it."]
+        return [
+            "Nothing is known yet: no workflow with a node of Highwater has run.",
+            "Run one: then this says what limits it, and what to change.",
+        ]
     return [fit(line) for line in next(limits(run))]
 
 
@@ -185,8 +188,11 @@ def paged(run: LastRun) -> Iterator[tuple[str, str]]:
     room, name, need = run.rooms[part.device], short_name(part.id), format_bytes(part.total_bytes)
     change = NO_CHANGE
     other = elsewhere(run, part, part.total_bytes)
-    if 0 < part.budget_bytes < part.total_bytes <= room.available_bytes:
-        change = f"Give {name} a budget of {need} or more: {format_bytes(room.available_bytes)} are available"
+    # A page for what does not fill the last one, and for what never leaves.
+    enough = align_up(part.total_bytes, part.page_bytes or 1) + part.page_bytes
+    if 0 < part.budget_bytes < enough <= room.available_bytes:
+        free = format_bytes(room.available_bytes)
+        change = f"Give {name} a budget of {in_mib(align_up(enough, MIB))} or more: {free} are available"
     elif other is not None:
         change = place_elsewhere(part, other, part.total_bytes)
     elif part.total_bytes > room.available_bytes:
@@ -201,8 +207,9 @@ def held(part: Part) -> int:
 
 
 def unmanaged(run: LastRun) -> Iterator[tuple[str, str]]:
-    others = [part for part in run.parts.values() if part.engine == "core"]
-    if others and not any(part.engine in ("blocks", "dynamic") for part in run.parts.values()):
+    others = unmanaged_parts(run)
+    computed = any(room.activation_bytes for room in run.rooms.values())
+    if others and computed and not any(part.is_managed for part in run.used):
         largest = max(others, key=lambda part: part.total_bytes)
         yield (
             f"Not known: ComfyUI itself loads all models ({short_name(largest.id)} and others are not managed)"
@@ -212,14 +219,19 @@ def unmanaged(run: LastRun) -> Iterator[tuple[str, str]]:
         )
 
 
+def unmanaged_parts(run: LastRun) -> list[Part]:
+    return [part for part in run.parts.values() if part.engine in ("core", "dynamic") and not part.is_managed]
+
+
 def nothing(run: LastRun, streaming: list[tuple[Part, Share]]) -> tuple[str, str]:
     if not run.used:
         return "Nothing limits it: no model had to compute.", NO_CHANGE
     if streaming:
         streams = f"Nothing limits it: {in_blocks(*streaming[0])} stream while others compute"
         return f"{streams} (waited {waited(run)})", NO_CHANGE
+    weights = "all managed weights" if unmanaged_parts(run) else "all weights"
     if run.bytes_moved:
-        moved = f"Nothing limits it: all weights were resident, after {format_bytes(run.bytes_moved)} were loaded"
+        moved = f"Nothing limits it: {weights} were resident, after {format_bytes(run.bytes_moved)} were loaded"
         stays = all(part.is_in_effect for part in run.used)
         return moved, "Nothing to change: the next run finds them loaded." if stays else NO_CHANGE
-    return "Nothing limits it: all weights were resident, and nothing was loaded again.", NO_CHANGE
+    return f"Nothing limits it: {weights} were resident, and nothing was loaded again.", NO_CHANGE

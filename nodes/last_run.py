@@ -60,6 +60,10 @@ class Part:
     """What of it is page-locked where it rests."""
     budget_bytes: int
     """The budget of one that its host moves; 0: none."""
+    page_bytes: int
+    """In pieces of so many bytes its host brings it; 0: it has blocks."""
+    is_asked: bool
+    """A node of ours loaded it, or asked for something."""
     is_in_effect: bool
     shares: tuple[Share, ...]
     held_bytes: Mapping[str, int]
@@ -72,6 +76,11 @@ class Part:
             return self.shares[0].device
         found = DEVICE.search(self.placement)
         return found[0] if found is not None else ""
+
+    @property
+    def is_managed(self) -> bool:
+        """Whether this manager moves it, or steers its host for a node of ours."""
+        return self.engine == "blocks" or (self.engine == "dynamic" and self.is_asked)
 
     @property
     def needed_bytes(self) -> int:
@@ -181,6 +190,8 @@ def read_part(row: Mapping[str, Any]) -> Part:
         encoded_bytes=count(row, "encoded_bytes"),
         locked_bytes=count(plan, "pinned_bytes"),
         budget_bytes=count(plan, "budget_bytes"),
+        page_bytes=count(plan, "page_bytes"),
+        is_asked=row.get("node_id") is not None,
         is_in_effect=bool(row.get("in_effect")),
         shares=tuple(map(read_share, rows(plan, "shares"))),
         held_bytes=amounts(row, "tiers"),

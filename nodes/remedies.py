@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from ..memory.units import MIB, align_up, format_bytes
 from .last_run import LastRun, Part, Room, Share
 
-__all__ = ["NAME_LENGTH", "elsewhere", "hold_all", "keep_in_ram", "place_elsewhere", "short_name", "stream_less"]
+__all__ = [
+    "NAME_LENGTH",
+    "elsewhere",
+    "hold_all",
+    "in_mib",
+    "keep_in_ram",
+    "place_elsewhere",
+    "short_name",
+    "stream_less",
+]
 
 NAME_LENGTH = 40
 FP8 = "precision 'fp8 scaled'"

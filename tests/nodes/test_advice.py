@@ -185,7 +185,8 @@ def test_what_leaves_between_runs_on_request_takes_no_turns(machine: Build) -> N
 
 
 def test_without_a_manager_or_a_run_there_is_nothing_to_tell(machine: Build) -> None:
-    assert make_report(None, {})["advice"] == advise({}) == ["No run yet: nothing is known.", advise({})[1]]
+    assert make_report(None, {})["advice"] == advise({})
+    assert advise({})[0] == "Nothing is known yet: no workflow with a node of Highwater has run."
     with machine(8) as manager:
         assert describe_now(manager.report())[-1].title != "Advice"
         assert run(manager) == ["Nothing limits it: no model had to compute.", "Nothing to change."]
@@ -317,11 +318,12 @@ def test_computing_on_the_cpu_beside_a_gpu_that_has_room() -> None:
 
 
 def test_what_comfyui_brings_page_by_page() -> None:
-    plan = {"shares": [], "placement": "gpu:0", "budget_bytes": 3 * GIB}
-    report = make_case(engine="dynamic", total_bytes=4 * GIB, tiers={"gpu:0": GIB}, plan=plan)
+    plan = {"shares": [], "placement": "gpu:0", "budget_bytes": 3 * GIB, "page_bytes": 32 * MIB}
+    tiers = {"gpu:0": GIB}
+    report = make_case(engine="dynamic", total_bytes=4 * GIB - 40 * MIB, tiers=tiers, plan=plan, node_id="4")
     assert advise(report) == [
-        "flux has 1.00GiB of 4.00GiB on gpu:0; ComfyUI's dynamic VRAM brings the rest when it computes",
-        "Give flux a budget of 4.00GiB or more: 4.00GiB are available",
+        "flux has 1.00GiB of 3.96GiB on gpu:0; ComfyUI's dynamic VRAM brings the rest when it computes",
+        "Give flux a budget of 4096MiB or more: 4.00GiB are available",
     ]
     report["components"][0]["total_bytes"] = 5 * GIB
     assert advise(report)[1] == "Nothing to change here: gpu:0 lacks 1.00GiB to hold all of it"
@@ -330,7 +332,24 @@ def test_what_comfyui_brings_page_by_page() -> None:
 def test_models_that_only_comfyui_loads_are_named() -> None:
     report = make_case(engine="core", plan={"shares": []})
     report["nodes"][0]["components"] = []
-    assert advise(report)[0] == "Not known: ComfyUI itself loads flux, which is not managed"
+    told = "Not known: ComfyUI itself loads flux, which is not managed"
+    assert advise(report)[0] == told
+    report["components"][0] |= {"engine": "dynamic", "tiers": {"gpu:0": 12 * GIB}}  # no node of ours asked for it
+    assert advise(report)[0] == told
+    report["nodes"][0]["components"] = ["flux"]
+    report["components"][0]["plan"]["placement"] = "gpu:0"
+    assert advise(report)[0] == told
+    report["nodes"][0]["components"] = []
+    report["nodes"][0]["activation_bytes"] = {}
+    assert advise(report)[0] == "Nothing limits it: no model had to compute."
+
+
+def test_what_is_not_managed_is_not_said_to_be_resident() -> None:
+    report = make_case(node_id="4")
+    report["components"][0]["plan"]["shares"][0] |= {"streamed_blocks": 0}
+    assert advise(report)[0] == "Nothing limits it: all weights were resident, and nothing was loaded again."
+    report["components"].append({"id": "clip", "engine": "core", "plan": {}})
+    assert advise(report)[0] == "Nothing limits it: all managed weights were resident, and nothing was loaded again."
 
 
 def test_a_run_that_has_just_begun_is_not_the_last_one() -> None:

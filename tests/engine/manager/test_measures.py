@@ -253,8 +253,9 @@ def test_the_node_that_runs_is_reported_with_its_numbers_so_far(toys, machine) -
         assert (node["node_id"], node["workflow_id"], node["components"]) == ("5:7", "w", ["net"])
         assert node["activation_bytes"] == ended["activation_bytes"] and node["activation_bytes"]["gpu:0"] > 0
         assert node["staging_bytes"] == ended["staging_bytes"] and node["staging_bytes"]["gpu:0"] > 0
-        assert node["seconds"] <= ended["seconds"]
+        assert node["seconds"] <= ended["seconds"] and node["begin_s"] == ended["begin_s"] > 0
         whole = manager.report()
+        assert ended["begin_s"] + ended["seconds"] <= whole["now_s"]
         assert report["nodes"] == report["devices"] == report["samples"] == whole["open_nodes"] == []
         assert [row["id"] for row in report["components"]] == ["net"]
         for part in ("devices", "nodes", "runs", "events", "samples"):
