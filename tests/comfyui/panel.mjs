@@ -151,7 +151,7 @@ assert.match(await page.evaluate(() => app.extensionManager.setting.get("Highwat
 const { prompt_id: id } = await (await send("/prompt", { prompt: await readJson(waiting) })).json();
 await until("it waits inside of a node", async () => (await report("open_nodes"))[0]?.seconds ?? 0, (seconds) => seconds > 0.5);
 await button("Release (tiny_flux)").click();
-const toast = page.getByText("a prompt is running; cancel it, or wait until it ends");
+const toast = page.getByText("a prompt is running; cancel it, or wait until it ends", { exact: true }); // newer pages announce it, too
 await toast.first().waitFor();
 assert.equal(await toast.count(), 1);
 await shoot("panel_refused");
@@ -241,5 +241,6 @@ await badge.first().waitFor();
 await shoot("panel_topbar");
 await occupy(-1, 2);
 await badge.first().waitFor({ state: "detached" });
-assert.deepEqual(errors, [], "errors in the page");
+const ownErrors = errors.filter((error) => !error.includes("highwater_test.")); // newer pages complain of messages that only the test pack sends
+assert.deepEqual(ownErrors, [], "errors in the page");
 await browser.close();
