@@ -44,8 +44,17 @@ await page.waitForTimeout(300);
 await shoot("settings_ja");
 await page.keyboard.press("Escape");
 
+// The page changes its language without a reload; our own texts follow.
+await setting("Comfy.Locale", "zh");
+const known = async () => (await import("/extensions/highwater/texts.js")).text("detail.title");
+await eventually("our texts in Chinese", known, (text) => text === "此节点的内存");
+await eventually("badges in the workflow that is opened again", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]));
+await page.waitForTimeout(1000); // it is drawn where it will stay
+assert.match(await readDetail(page, LOADER, "", "此节点的内存"), /\ngpu:0: 权重 [\d.]+M\n[^]*\n已生效/);
+
 // German is no language of the page's own: the setting brings our texts, and they stay after a reload.
 await setting("Highwater.Language", "de");
+await eventually("our texts in German", known, (text) => text === "Speicher dieses Nodes");
 assert.match(await readDetail(page, LOADER, "", "Speicher dieses Nodes"), /\ngpu:0: [\d.]+M Gewichte\n[^]*\nwirksam/);
 
 // Units and badges change at once.

@@ -5,7 +5,7 @@ import { chromium } from "playwright-core";
 // The page asks for files of the user that need not be there, and for other servers; 1.48 complains about its own start.
 const ITS_OWN = /^Failed to load resource|graph accessed before initialization|huggingface\.co/;
 // Ends what hangs: on a busy machine a page takes minutes.
-export const PATIENCE_MS = Number(process.env.PATIENCE_MS ?? 300_000);
+export const PATIENCE_MS = 300_000;
 const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
 /** Open a browser at no address yet. `errors` grows with what the page complains about, `foreign` with whom it asked. */
@@ -70,16 +70,25 @@ const placeOfBadge = (type) => {
   return [canvas.left + (node.pos[0] + left + width / 2 + offset[0]) * scale, canvas.top + (node.pos[1] + top + height / 2 + offset[1]) * scale];
 };
 
-/** Click on the badge of a node, read what it tells, and close that again by Escape. */
-export async function readDetail(page, type, text, title = "Memory of this node") {
+async function clickBadge(page, type, text) {
   if (await page.evaluate(() => LiteGraph.vueNodesMode)) {
     const id = await page.evaluate((type) => app.rootGraph.nodes.find((node) => node.type === type).id, type);
     await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click();
   } else {
     await page.mouse.click(...(await page.evaluate(placeOfBadge, type)));
   }
+}
+
+/** Click on the badge of a node, read what it tells, and close that again by Escape. */
+export async function readDetail(page, type, text, title = "Memory of this node") {
   const box = page.getByRole("dialog", { name: title });
-  await box.waitFor();
+  // A workflow that the page opens or moves meanwhile takes the box away, or the badge from under the click.
+  for (const end = Date.now() + PATIENCE_MS; ; ) {
+    await clickBadge(page, type, text);
+    const isOpen = await box.waitFor({ timeout: 5_000 }).then(() => true, () => false);
+    if (isOpen) break;
+    assert.ok(Date.now() < end, `the badge of ${type} opens no box "${title}"`);
+  }
   const told = await box.innerText();
   await page.keyboard.press("Escape");
   await box.waitFor({ state: "detached" });

@@ -57,6 +57,22 @@ def test_every_route_answers_at_its_path_and_below_api(with_server):
     with_server(body)
 
 
+def test_the_page_gets_the_texts_of_all_languages(with_server):
+    async def body(server):
+        texts = await server.get("/i18n")
+        names = {locale: texts[locale]["nodeDefs"]["HighwaterLoadVAE"]["display_name"] for locale in texts}
+        assert names == {
+            "de": "VAE laden (Highwater)",
+            "en": "Load VAE (Highwater)",
+            "ja": "VAEを読み込む (Highwater)",
+            "zh": "加载VAE (Highwater)",
+        }
+        assert texts["de"]["settings"]["Highwater_Badges"]["name"] == "Speicher-Badges an Nodes"
+        assert texts["de"]["highwater"]["detail"]["title"] == "Speicher dieses Nodes"
+
+    with_server(body)
+
+
 def test_the_first_visit_opens_the_template_and_the_next_one_does_not(with_server):
     async def body(server):
         first = await server.client.get("/", allow_redirects=False)
