@@ -21,7 +21,7 @@ def test_the_first_example_runs_in_a_host_without_models(
     chromium: str,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """About 70 s. Examples that need models name them, and the page offers to download these."""
+    """About 140 s. Examples that need models name them, and the page offers to download these."""
     (tmp_path / "no_models").mkdir()
     examples = sorted(path.stem for path in (Path(__file__).parents[2] / "workflows").glob("*.json"))
     ordered = [FIRST, *(name for name in examples if name != FIRST)]
