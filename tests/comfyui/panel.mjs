@@ -215,6 +215,16 @@ if (!(await panel.count())) await openTab();
 await told("after a reload", card, /onerror[^]*Moved to/);
 await until("the mark after a reload", lowMark, (mark) => mark.source === "setting");
 
+// Another language and other units are there at once.
+await setting("Highwater.Language", "de");
+await told("in German", panel, /^Speicher\n[^]*Geräte und RAM[^]*Freigeben/);
+await setting("Highwater.Language", "page");
+await told("in English again", panel, /^Memory\n[^]*Devices and RAM/);
+await setting("Highwater.Units", "decimal");
+await told("in decimal units", bar, /1\.9G free/);
+await setting("Highwater.Units", "binary");
+await told("in binary units again", bar, /1\.8G free/);
+
 // The narrowest sidebar, and a wide one, in both themes.
 for (const [width, name] of [[1640, "narrow"], [3200, "wide"]]) {
   await page.setViewportSize({ width, height: 1100 });

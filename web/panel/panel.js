@@ -24,7 +24,7 @@ let report = { version: 0, now_s: 0 };
 let events = [];
 /** When the server started, by this page's clock. @type {number} */
 let startMs = 0;
-/** The open panel. @type {{ view: ReturnType<typeof makePanel>, close: () => void } | null} */
+/** The open panel, and a text that tells in which language it was made. @type {{ view: ReturnType<typeof makePanel>, language: string, close: () => void } | null} */
 let open = null;
 /** How often the queue changed: a run began, or ended. */
 let queueChanges = 0;
@@ -38,7 +38,13 @@ let asked = 0;
 const clock = (seconds) => new Date(startMs + seconds * 1000).toLocaleTimeString();
 
 function draw() {
-  open?.view.show({ report, events, root: app.rootGraph, clock });
+  if (!open) return;
+  if (open.language !== text("panel.tooltip")) {
+    const view = makePanel(document, actions);
+    open.view.element.replaceWith(view.element);
+    open = { ...open, view, language: text("panel.tooltip") };
+  }
+  open.view.show({ report, events, root: app.rootGraph, clock });
 }
 
 /** @param {Highwater.Report} now */
@@ -157,7 +163,7 @@ app.registerExtension({
         element.replaceChildren(view.element);
         if (open) return;
         shownAt = -1;
-        open = { view, close: live.read(parts, take) };
+        open = { view, language: text("panel.tooltip"), close: live.read(parts, take) };
         draw();
         void live.ask();
       },
