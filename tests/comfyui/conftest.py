@@ -17,6 +17,14 @@ from highwater.tests.comfyui.fake_cuda.install import AIMDO_VARIABLE
 from highwater.tests.comfyui.graphs import CASES, CORE, Graph, Loaders
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess, find_host
 from highwater.tests.comfyui.model_files import ensure_model_files
+from highwater.tests.comfyui.page_script import (  # noqa: F401 (fixtures)
+    chromium,
+    frontend,
+    frontend_arguments,
+    in_page,
+    node,
+    packages,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 # Core keeps 0.8 GiB free by its own rule, whatever is reserved: 1 GiB is left for weights.
@@ -196,7 +204,7 @@ def run_case(host: HostProcess, name: str, loaders: Loaders) -> Tensors:
     if is_ours:
         used = [part for part in host.part("components") if part["last_use_s"] != before.get(part["id"])]
         assert all(part["in_effect"] for part in used if part["engine"] != "core")
-    names = [node["inputs"]["name"] for node in graph.nodes.values() if node["class_type"] == "TestKeep"]
+    names = [each["inputs"]["name"] for each in graph.nodes.values() if each["class_type"] == "TestKeep"]
     return {f"{kept} {key}": tensor for kept in names for key, tensor in result.kept(kept).items()}
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
-from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
+from highwater.tests.comfyui.page_script import PageScript
 
 ROOT = Path(__file__).parents[2]
 DEVICE_BYTES = 1844 << 20
-SCRIPT = Path(__file__).with_name("blueprint.mjs")
 NAME = "Load with Profile (Highwater)"
 FILE = ROOT / "subgraphs" / f"{NAME}.json"
 
@@ -50,19 +48,14 @@ def as_slots(given: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 def test_the_page_inserts_it_in_both_renderers(
     host_files: HostFiles,
-    node: str,  # noqa: F811
-    packages: Path,  # noqa: F811
-    chromium: str,  # noqa: F811
+    frontend_arguments: list[str],
+    in_page: PageScript,
     tmp_path: Path,
 ) -> None:
     """About 50 s."""
     (tmp_path / "no_models").mkdir()
     example = ROOT / "workflows" / "highwater-first-image.json"
-    with HostProcess(host_files, models=tmp_path / "no_models", total_bytes=[DEVICE_BYTES]) as host:
-        command = [node, SCRIPT, f"http://127.0.0.1:{host.port}", chromium, tmp_path, NAME, example]
-        result = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, timeout=1200, check=False
-        )
-        log = host.log()
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr + log[-3000:]
+    with HostProcess(
+        host_files, models=tmp_path / "no_models", total_bytes=[DEVICE_BYTES], arguments=frontend_arguments
+    ) as host:
+        in_page.run("blueprint.mjs", host, [NAME, example])

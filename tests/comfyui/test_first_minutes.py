@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
-from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
+from highwater.tests.comfyui.page_script import PageScript
 
 DEVICE_BYTES = 1844 << 20
-SCRIPT = Path(__file__).with_name("first_minutes.mjs")
 FIRST = "highwater-first-image"
 
 
 def test_the_first_example_runs_in_a_host_without_models(
     host_files: HostFiles,
-    node: str,  # noqa: F811
-    packages: Path,  # noqa: F811
-    chromium: str,  # noqa: F811
+    frontend_arguments: list[str],
+    in_page: PageScript,
     tmp_path: Path,
 ) -> None:
     """About 140 s. Examples that need models name them, and the page offers to download these."""
     (tmp_path / "no_models").mkdir()
     examples = sorted(path.stem for path in (Path(__file__).parents[2] / "workflows").glob("*.json"))
     ordered = [FIRST, *(name for name in examples if name != FIRST)]
-    with HostProcess(host_files, models=tmp_path / "no_models", total_bytes=[DEVICE_BYTES, DEVICE_BYTES]) as host:
-        command = [node, SCRIPT, f"http://127.0.0.1:{host.port}", chromium, tmp_path, *ordered]
-        result = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=1200)
+    with HostProcess(
+        host_files,
+        models=tmp_path / "no_models",
+        total_bytes=[DEVICE_BYTES, DEVICE_BYTES],
+        arguments=frontend_arguments,
+    ) as host:
+        in_page.run("first_minutes.mjs", host, [*ordered])
         made = sorted(path.relative_to(host.base / "models") for path in host.base.glob("models/*/*"))
         images = sorted((host.base / "output").iterdir())
-        log = host.log()
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr + log[-4000:]
     assert [path.as_posix() for path in made] == [
         "diffusion_models/highwater-tiny-flux.safetensors",
         "text_encoders/highwater-tiny-clip-l.safetensors",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 from highwater.tests.comfyui.graphs import Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
-from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
+from highwater.tests.comfyui.page_script import PageScript
 
 DEVICE_BYTES = 1844 << 20
-SCRIPT = Path(__file__).with_name("manage_menu.mjs")
 
 
 def sample_checkpoint(graph: Graph) -> Link:
@@ -24,9 +22,8 @@ def sample_checkpoint(graph: Graph) -> Link:
 def test_the_menu_manages_models_of_other_loaders_in_both_renderers(
     host_files: HostFiles,
     models: Path,
-    node: str,  # noqa: F811
-    packages: Path,  # noqa: F811
-    chromium: str,  # noqa: F811
+    frontend_arguments: list[str],
+    in_page: PageScript,
     tmp_path: Path,
 ) -> None:
     """About 60 s."""
@@ -37,14 +34,8 @@ def test_the_menu_manages_models_of_other_loaders_in_both_renderers(
     graph.keep(sample_flux(graph, graph.add("TestGGUFModel", unet_name="tiny_flux.safetensors")))
     workflow = tmp_path / "workflow.json"
     workflow.write_text(json.dumps(graph.nodes))
-    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES]) as host:
-        command = [node, SCRIPT, f"http://127.0.0.1:{host.port}", chromium, tmp_path, workflow]
-        result = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, timeout=1200, check=False
-        )
-        log = host.log()
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr + log[-3000:]
+    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES], arguments=frontend_arguments) as host:
+        in_page.run("manage_menu.mjs", host, [workflow])
 
 
 def test_models_of_other_loaders_are_reported_with_size_and_place(gpu_host: HostProcess) -> None:

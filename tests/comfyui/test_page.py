@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from highwater.tests.comfyui.graphs import Graph, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
-from highwater.tests.web.conftest import chromium, node, packages  # noqa: F401 (fixtures)
+from highwater.tests.comfyui.page_script import PageScript
 
 DEVICE_BYTES = 1844 << 20
-SCRIPT = Path(__file__).with_name("page.mjs")
 
 
 @pytest.mark.expects_errors
 def test_badges_change_in_both_renderers(
     host_files: HostFiles,
     models: Path,
-    node: str,  # noqa: F811
-    packages: Path,  # noqa: F811
-    chromium: str,  # noqa: F811
+    frontend_arguments: list[str],
+    in_page: PageScript,
     tmp_path: Path,
 ) -> None:
     """About 45 s. The last things that it does are to fail, to see that told."""
@@ -31,10 +28,7 @@ def test_badges_change_in_both_renderers(
     workflow = tmp_path / "workflow.json"
     workflow.write_text(json.dumps(graph.nodes))
     # A host of its own: its report must not know earlier runs.
-    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES]) as host:
-        command = [node, SCRIPT, f"http://127.0.0.1:{host.port}", chromium, tmp_path, workflow]
-        result = subprocess.run(
-            [str(part) for part in command], capture_output=True, text=True, timeout=1200, check=False
-        )
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
+    with HostProcess(
+        host_files, models=models, total_bytes=[DEVICE_BYTES, DEVICE_BYTES], arguments=frontend_arguments
+    ) as host:
+        in_page.run("page.mjs", host, [workflow])
