@@ -167,7 +167,8 @@ def nodes_section(
         ]  # fmt: skip
         aligned = [line for table in tables for line in table]
     if len(nodes) < len(recent):
-        aligned.append(f"beside {len(recent) - len(nodes)} nodes without weights or activations, each in less than 1 s")
+        more = len(recent) - len(nodes)
+        aligned.append(f"and {more} node{'s' * (more > 1)} without weights or activations, each in less than 1 s")
     if len(recent) < len(all_nodes):
         aligned.append(f"only the last {len(recent)} nodes of this run")
     what = "weights it used, activations, peak of the device" if devices or not nodes else "no GPU was used"

@@ -23,6 +23,7 @@ def frontend(request: pytest.FixtureRequest) -> Path | None:
     """The folder of the newest page, which is that of `highwater serve`; None: the page that the host requires."""
     if request.param == "required":
         return None
+    assert request.param == "newest"
     return Path(pytest.importorskip("comfyui_frontend_package").__file__).parent / "static"
 
 

@@ -88,8 +88,9 @@ def test_the_node_tells_what_each_node_of_the_last_run_took_in_lines_that_fit(dr
         for name in used & one.peak_bytes.keys():
             found = [amounts.get(name, 0) for amounts in (one.weights_bytes, one.peak_bytes)]
             assert {format_bytes(number) for number in found if number >= KIB} <= {*own}
-    beside = [line for line in lines if line.startswith("beside ")]
-    assert [line.split()[1] for line in beside] == [str(len(last) - len(told))] * (len(told) < len(last))
+    others = [line for line in lines if line.endswith("weights or activations, each in less than 1 s")]
+    counted = [f"and {len(last) - len(told)} node{'s' * (len(last) - len(told) > 1)}"] * (len(told) < len(last))
+    assert [line.partition(" without")[0] for line in others] == counted
 
 
 @given(st.integers(1, 3 * NUM_NODES))
