@@ -3,7 +3,7 @@
 // usage: languages.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has a loader and a sampler)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { onCanvas, openPage, readDetail } from "../web/open_page.mjs";
+import { expectDetail, onCanvas, openPage } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
@@ -35,8 +35,8 @@ await page.getByText("拡散モデルを読み込む (Highwater)").first().waitF
 await shoot("search_ja");
 await page.keyboard.press("Escape");
 await page.getByText("拡散モデルを読み込む (Highwater)").first().waitFor({ state: "detached" });
-assert.match(await readDetail(page, LOADER, "", "このノードのメモリ"), /\ngpu:0: 重み[\d.]+M\n[^]*\n有効/);
-assert.match(await readDetail(page, SAMPLER, "", "このノードのメモリ"), /^このノード、[\d.]+ s\ngpu:0: 使用した重み[\d.]+M, アクティベーション/);
+await expectDetail(page, LOADER, /\ngpu:0: 重み[\d.]+M\n[^]*\n有効/, "このノードのメモリ");
+await expectDetail(page, SAMPLER, /^このノード、[\d.]+ s\ngpu:0: 使用した重み[\d.]+M, アクティベーション/, "このノードのメモリ");
 await page.evaluate(() => app.extensionManager.command.execute("Comfy.ShowSettingsDialog"));
 await page.getByText("Highwater", { exact: true }).first().click();
 await page.getByText("ノードのメモリバッジ").first().waitFor();
@@ -50,12 +50,12 @@ const known = async () => (await import("/extensions/highwater/texts.js")).text(
 await eventually("our texts in Chinese", known, (text) => text === "此节点的内存");
 await eventually("badges in the workflow that is opened again", onCanvas, (badges) => ON_DEVICE.test(badges[LOADER]));
 await page.waitForTimeout(1000); // it is drawn where it will stay
-assert.match(await readDetail(page, LOADER, "", "此节点的内存"), /\ngpu:0: 权重 [\d.]+M\n[^]*\n已生效/);
+await expectDetail(page, LOADER, /\ngpu:0: 权重 [\d.]+M\n[^]*\n已生效/, "此节点的内存");
 
 // German is no language of the page's own: the setting brings our texts, and they stay after a reload.
 await setting("Highwater.Language", "de");
 await eventually("our texts in German", known, (text) => text === "Speicher dieses Nodes");
-assert.match(await readDetail(page, LOADER, "", "Speicher dieses Nodes"), /\ngpu:0: [\d.]+M Gewichte\n[^]*\nwirksam/);
+await expectDetail(page, LOADER, /\ngpu:0: [\d.]+M Gewichte\n[^]*\nwirksam/, "Speicher dieses Nodes");
 
 // Units and badges change at once.
 const [binary] = (await page.evaluate(onCanvas))[LOADER].split("M");
@@ -113,6 +113,6 @@ await page.reload();
 await eventually("page is ready again", isReady, Boolean);
 await eventually("the workflow is open again", onCanvas, (badges) => LOADER in badges && /^RAM /.test(badges[LOADER]));
 await page.waitForTimeout(1000); // it is drawn where it will stay
-assert.match(await readDetail(page, LOADER, "", "Speicher dieses Nodes"), /nicht wirksam: wird beim Rechnen geladen/);
+await expectDetail(page, LOADER, /nicht wirksam: wird beim Rechnen geladen/, "Speicher dieses Nodes");
 assert.deepEqual(errors, [], "errors in the page");
 await browser.close();

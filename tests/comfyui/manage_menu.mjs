@@ -2,7 +2,7 @@
 // usage: manage_menu.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; one loader of each class named here)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { inPage, onCanvas, openPage, readDetail } from "../web/open_page.mjs";
+import { expectDetail, inPage, onCanvas, openPage } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
 const ENTRY = "Manage with Highwater";
@@ -91,8 +91,7 @@ for (const isVue of [false, true]) {
   // A loader of core's shows what it loaded, and that nobody manages it.
   await run();
   await eventually(`${where}: models that nobody manages`, badges, (all) => ON_DEVICE.test(all[CHECKPOINT]));
-  const [badge, told] = [(await page.evaluate(badges))[CHECKPOINT], /[\d.]+M as stored\ngpu:0: [\d.]+M of weights\nnot managed\n/g];
-  assert.equal((await readDetail(page, CHECKPOINT, badge)).match(told)?.length, 3, "the parts of a checkpoint");
+  await expectDetail(page, CHECKPOINT, /(?:[\d.]+M as stored\ngpu:0: [\d.]+M of weights\nnot managed\n[^]*){3}/);
 
   // One entry for the parts of a checkpoint: each gets its node, and every link leaves that.
   await manage(`manage_menu_${where}`, CHECKPOINT);
@@ -123,8 +122,7 @@ for (const isVue of [false, true]) {
   await page.waitForTimeout(500);
   assert.deepEqual((await page.evaluate(graphNow)).covered, before.covered, "what a node says after a run covers another");
   await shoot(`managed_ran_${where}`);
-  const model = (await page.evaluate(badges))[MANAGERS[0]];
-  assert.match(await readDetail(page, MANAGERS[0], model), /gpu:0: [\d.]+M of weights[^]*\nin effect/);
+  await expectDetail(page, MANAGERS[0], /gpu:0: [\d.]+M of weights[^]*\nin effect/);
 
   // In a subgraph: what leaves the loader there may leave the subgraph.
   await page.evaluate((type) => {

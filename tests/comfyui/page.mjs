@@ -2,7 +2,7 @@
 // usage: page.mjs ADDRESS CHROMIUM SCREENSHOTS WORKFLOW.json   (API format; has one of each node that is named here)
 import assert from "node:assert/strict";
 import { readFile } from "node:fs/promises";
-import { inPage, onCanvas, openPage, readDetail, SAVED } from "../web/open_page.mjs";
+import { expectDetail, inPage, onCanvas, openPage, SAVED } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, workflow] = process.argv.slice(2);
 const LOADER = "HighwaterLoadDiffusionModel";
@@ -39,8 +39,8 @@ await run();
 await eventually("canvas after", onCanvas, isShown);
 await page.waitForTimeout(500);
 await shoot("comfyui_canvas");
-assert.match(await readDetail(page, LOADER, ""), /^tiny_flux, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n[^]*\nin effect/);
-assert.match(await readDetail(page, SAMPLER, ""), /^This node, [\d.]+ s\ngpu:0: [\d.]+M of weights that it used, [\d.]+K of activations\n/);
+await expectDetail(page, LOADER, /^tiny_flux, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n[^]*\nin effect/);
+await expectDetail(page, SAMPLER, /^This node, [\d.]+ s\ngpu:0: [\d.]+M of weights that it used, [\d.]+K of activations\n/);
 
 // The same values in the other renderer; they change with the next run.
 await setting("Comfy.VueNodes.Enabled", true);

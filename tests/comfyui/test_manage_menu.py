@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from highwater.tests.comfyui.graphs import Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.page_script import PageScript
@@ -21,8 +19,6 @@ def sample_checkpoint(graph: Graph) -> Link:
     return graph.add("VAEDecode", samples=graph.sampler(model, positive, negative, latent), vae=vae)
 
 
-# Where the newest page's Nodes 2.0 has its menu, the script does not find it.
-@pytest.mark.parametrize("frontend", ["required"], indirect=True)
 def test_the_menu_manages_models_of_other_loaders_in_both_renderers(
     host_files: HostFiles,
     models: Path,

@@ -1,7 +1,7 @@
 // Looks at the served page as a user does, in both renderers; test_browser.py starts it.
 // usage: browse.mjs ADDRESS CHROMIUM SCREENSHOTS
 import assert from "node:assert/strict";
-import { inPage, onCanvas, openPage, readDetail, SAVED } from "./open_page.mjs";
+import { expectDetail, inPage, onCanvas, openPage, SAVED } from "./open_page.mjs";
 
 const [base, executablePath, screenshots] = process.argv.slice(2);
 const LOADER = "HighwaterLoadPipeline";
@@ -34,15 +34,12 @@ await eventually("report on its node", () => document.querySelector(".highwater-
 await eventually("image on its node", () => app.rootGraph.nodes.find((node) => node.type === "HighwaterSaveImage").imgs?.[0]?.naturalWidth, (width) => width === 64);
 await shoot("canvas");
 // A click on a badge tells the rest.
-async function checkDetail(read) {
-  const badges = await page.evaluate(read);
-  const loader = await readDetail(page, LOADER, badges[LOADER]);
-  assert.match(loader, /^tiny-flux\/transformer, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n12 of 12 blocks resident, 0 streamed\npinned RAM: [\d.]+M\n/);
-  assert.match(loader, /moved [\d.]+M to devices so far, waited [\d.]+ s for copies\nin effect\n[^]*\nThis node, [\d.]+ s\nadded nothing$/);
-  const sampler = await readDetail(page, SAMPLER, badges[SAMPLER]);
-  assert.match(sampler, /^This node, [\d.]+ s\ngpu:0: [\d.]+M of weights that it used, [\d.]+[KM] of activations\nmoved [\d.]+M to devices, waited /);
+async function checkDetail() {
+  await expectDetail(page, LOADER, /^tiny-flux\/transformer, [\d.]+M as stored\ngpu:0: [\d.]+M of weights\n12 of 12 blocks resident, 0 streamed\npinned RAM: [\d.]+M\n/);
+  await expectDetail(page, LOADER, /moved [\d.]+M to devices so far, waited [\d.]+ s for copies\nin effect\n[^]*\nThis node, [\d.]+ s\nadded nothing$/);
+  await expectDetail(page, SAMPLER, /^This node, [\d.]+ s\ngpu:0: [\d.]+M of weights that it used, [\d.]+[KM] of activations\nmoved [\d.]+M to devices, waited /);
 }
-await checkDetail(onCanvas);
+await checkDetail();
 
 // The menu's command, which a user needs in ComfyUI; here the pipelines are there already.
 await page.evaluate(() => app.extensionManager.command.execute("Highwater.MakeTinyPipelines"));
@@ -72,7 +69,7 @@ await eventually("the panel is closed", () => document.querySelectorAll(".hw-pan
 // The same values in the other renderer, and again after a reload.
 await setting("Comfy.VueNodes.Enabled", true);
 await eventually("Nodes 2.0 after the switch", inPage, allBytes);
-await checkDetail(inPage);
+await checkDetail();
 await page.reload();
 await eventually("example is open again", exampleIsOpen, hasOurs);
 await eventually("Nodes 2.0 after a reload", inPage, allBytes);

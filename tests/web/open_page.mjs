@@ -60,6 +60,12 @@ export async function openPage(base, executablePath, screenshots) {
   return { browser, page, errors, foreign, shoot, eventually, setting, widgets };
 }
 
+/** What the badge of the first node of a class says now. */
+const textOfBadge = (type) => {
+  const node = app.rootGraph.nodes.find((node) => node.type === type);
+  return node.badges.map((badge) => (typeof badge === "function" ? badge() : badge)).find((badge) => badge.onClick && badge.text)?.text ?? "";
+};
+
 /** Where on the screen the canvas renderer has drawn the badge of the first node of a class. */
 const placeOfBadge = (type) => {
   const node = app.rootGraph.nodes.find((node) => node.type === type);
@@ -70,21 +76,32 @@ const placeOfBadge = (type) => {
   return [canvas.left + (node.pos[0] + left + width / 2 + offset[0]) * scale, canvas.top + (node.pos[1] + top + height / 2 + offset[1]) * scale];
 };
 
-async function clickBadge(page, type, text) {
+async function clickBadge(page, type) {
   if (await page.evaluate(() => LiteGraph.vueNodesMode)) {
     const id = await page.evaluate((type) => app.rootGraph.nodes.find((node) => node.type === type).id, type);
-    await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click();
+    const text = await page.evaluate(textOfBadge, type);
+    // It may say something else by now: whoever asked tries again.
+    await page.locator(`[data-node-id="${id}"]`).getByText(text, { exact: true }).click({ timeout: 5_000 }).catch(() => {});
   } else {
     await page.mouse.click(...(await page.evaluate(placeOfBadge, type)));
   }
 }
 
+/** Click on the badge of a node until what it tells is as expected: the last report of a run comes after its end. */
+export async function expectDetail(page, type, pattern, title) {
+  for (const end = Date.now() + PATIENCE_MS; ; ) {
+    const told = await readDetail(page, type, title);
+    if (pattern.test(told) || Date.now() > end) return assert.match(told, pattern);
+    await page.waitForTimeout(500);
+  }
+}
+
 /** Click on the badge of a node, read what it tells, and close that again by Escape. */
-export async function readDetail(page, type, text, title = "Memory of this node") {
+async function readDetail(page, type, title = "Memory of this node") {
   const box = page.getByRole("dialog", { name: title });
   // A workflow that the page opens or moves meanwhile takes the box away, or the badge from under the click.
   for (const end = Date.now() + PATIENCE_MS; ; ) {
-    await clickBadge(page, type, text);
+    await clickBadge(page, type);
     const isOpen = await box.waitFor({ timeout: 5_000 }).then(() => true, () => false);
     if (isOpen) break;
     assert.ok(Date.now() < end, `the badge of ${type} opens no box "${title}"`);
