@@ -206,8 +206,15 @@ class MemoryManager:
             return self.kept.drop_all(reason)
 
     def follow_free(self, reason: str) -> None:
-        """Drop all kept weights as a host frees its memory; once its models are gone, give the heap back."""
-        self.drop_kept(reason)
+        """Drop all kept weights as a host frees its memory; once its models are gone, give the heap back.
+
+        What is loaded from now on did not leave for want of memory.
+        """
+        with self.exclusive():
+            self.drop_kept(reason)
+            self.steered.returns.forget()
+            for component in (*self.members.values(), *self.steered.components()):
+                component.returns.forget()
         self.caretaker.return_heap_soon()
 
     def has(self, member: Member) -> bool:

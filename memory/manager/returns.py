@@ -31,6 +31,11 @@ class Returns:
         lost, self.lost_bytes = self.lost_bytes, 0
         return lost
 
+    def forget(self) -> None:
+        """Forget what left of it: the user asked for that, or for all memory."""
+        self.lost_bytes = 0
+        self.had, self.least = {}, {}
+
     def note_return(self, run: int, since: int) -> list[int]:
         """Note a run in which it was loaded after an eviction; returns those runs, not before ``since``."""
         self.runs = [earlier for earlier in self.runs if earlier >= since]
@@ -78,6 +83,11 @@ class KnownReturns:
 
     def __init__(self) -> None:
         self.known: dict[Hashable, tuple[Returns, Callable[[], bool]]] = {}
+
+    def forget(self) -> None:
+        """Forget what left of all of them; the runs in which they came back stay."""
+        for returns, _ in self.known.values():
+            returns.forget()
 
     def take(self, content: Hashable | None, is_there: Callable[[], bool]) -> Returns:
         """Return the returns of a newcomer: those of a component that is gone and had the same content, or new ones.

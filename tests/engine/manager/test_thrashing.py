@@ -290,6 +290,21 @@ def test_ours_that_left_because_its_user_asked_does_not_thrash(toys, machine, ho
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("frees", [False, True])
+def test_what_was_evicted_before_all_was_freed_is_not_loaded_again(toys, machine, frees: bool) -> None:
+    with machine(2) as manager:
+        nets = {name: toys.build_net(seed) for seed, name in enumerate("ab")}
+        for name, net in nets.items():
+            manage({name: net}, placement="gpu:0", manager=manager)
+        run_all(manager, nets, 1)
+        assert events(manager, "evict")
+        if frees:
+            manager.follow_free("asked for")
+        run_all(manager, {"a": nets["a"]}, 1)
+        assert (manager.report()["runs"][-1]["reloaded_bytes"] == {}) == frees
+
+
 def test_the_remedy_is_no_budget_for_what_takes_none(machine) -> None:
     class Unmanaged(Known):
         takes_budgets = False
