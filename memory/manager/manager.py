@@ -213,7 +213,9 @@ class MemoryManager:
         with self.exclusive():
             self.drop_kept(reason)
             self.steered.returns.forget()
-            for component in (*self.members.values(), *self.steered.components()):
+            for member in self.members.values():
+                member.returns.forget()
+            for component in self.steered.components():
                 component.returns.forget()
         self.caretaker.return_heap_soon()
 
