@@ -161,7 +161,7 @@ def nodes_section(
     aligned = node_table(nodes, names, devices, names_runs=names_runs, width=width)
     if width is not None and len(devices) > 1 and max(map(len, aligned), default=0) > width:
         tables = [
-            node_table([node for node in nodes if node["peak_bytes"].get(device)], names, [device],
+            node_table([node for node in nodes if uses(node, device)], names, [device],
                        names_runs=names_runs, width=width)
             for device in devices
         ]  # fmt: skip
@@ -181,6 +181,10 @@ def is_worth_a_line(node: Mapping[str, Any]) -> bool:
 
     amounts = [*node["weights_bytes"].values(), *node["activation_bytes"].values()]
     return node["seconds"] >= LEAST_SECONDS or max(amounts, default=0) >= KIB
+
+
+def uses(node: Mapping[str, Any], device: str) -> bool:
+    return bool(node["peak_bytes"].get(device) or node["weights_bytes"].get(device))
 
 
 def node_table(

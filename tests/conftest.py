@@ -42,6 +42,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 DAY = int(os.environ.setdefault("HIGHWATER_TEST_DAY", str(int(time.time() // 86400))))
 ONE_IN = 40
 
+NUM_DEVICES = 4  # simulated ones
+
 # Models this small gain nothing from more threads, which get in each other's way: in here and in what tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -108,6 +110,16 @@ def no_links_remembered() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def devices_as_installed() -> Iterator[None]:
+    """Leave no small simulated devices to the next module: where there are any they are as `sim` installs them."""
+    yield
+    simdevice = sys.modules.get("highwater.headless.simdevice")
+    if simdevice is not None and simdevice.installed():
+        gc.collect()
+        simdevice.configure([simdevice.SimDeviceSpec(total_bytes=1 << 40)] * NUM_DEVICES)
+
+
 @pytest.fixture(scope="session")
 def models_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder of tiny pipelines for all tests of nodes and workflows."""
@@ -165,7 +177,7 @@ def sim() -> ModuleType:
     from highwater.headless import simdevice
 
     try:
-        simdevice.install("sim", num_devices=4)
+        simdevice.install("sim", num_devices=NUM_DEVICES)
     except simdevice.CompilerMissing as error:
         if os.environ.get("CI") == "true":
             pytest.fail(str(error))

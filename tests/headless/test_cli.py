@@ -231,7 +231,7 @@ def test_profiles_lists_every_value_of_every_profile(capsys) -> None:
     profiles = {profile["name"]: profile for profile in json.loads(capsys.readouterr().out)["profiles"]}
     assert list(profiles) == ["auto", "1", "2", "3", "4", "5"]
     assert profiles["4"]["budgets"] == {"diffusion": "1200MiB", "*": "3000MiB"}
-    fields = {field.name for field in dataclasses.fields(OffloadProfile)}
+    fields = {field.name for field in dataclasses.fields(OffloadProfile) if field.compare}
     assert all(fields <= profile.keys() for profile in profiles.values())
     assert main(["profiles"]) == 0
     printed = capsys.readouterr().out

@@ -69,11 +69,17 @@ def test_fewer_parts_have_more_entries(busy: MemoryManager) -> None:
     assert len(alone["nodes"]) > 2 * len(beside["nodes"]) and size(alone) < 100_000
 
 
-def test_what_a_short_list_leaves_is_for_the_others(busy: MemoryManager) -> None:
-    """The samples are few and the nodes many: these have more room than a part of it for each list."""
-    both, alone = make_report(busy, {}, "nodes,samples"), make_report(busy, {}, "nodes")
-    assert len(both["samples"]) == len(busy.report()["samples"]) < 100
-    assert size({"nodes": both["nodes"]}) > 0.9 * (size({"nodes": alone["nodes"]}) - size({"samples": both["samples"]}))
+def test_what_a_short_list_leaves_is_for_the_others() -> None:
+    """The runs are few and the nodes many: these have more room than a part of it for each list."""
+    manager = MemoryManager()
+    manager.begin_run("r", "a long run")
+    for number in range(3 * NUM_PROMPTS):
+        manager.begin_node(str(number), f"Load Diffusion Model {number}")
+        manager.end_node()
+    manager.end_run()
+    both, alone = make_report(manager, {}, "nodes,runs"), make_report(manager, {}, "nodes")
+    assert len(both["runs"]) == 1 and len(alone["nodes"]) < 3 * NUM_PROMPTS
+    assert size({"nodes": both["nodes"]}) > 0.9 * (size({"nodes": alone["nodes"]}) - size({"runs": both["runs"]}))
 
 
 def test_an_entry_that_is_longer_than_all_others_is_left_out_too() -> None:

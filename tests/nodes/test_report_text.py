@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from highwater.memory import MemoryManager
@@ -72,6 +72,7 @@ def test_every_amount_of_every_node_stands_below_its_device(drawn: list[tuple[in
     assert len({len(line) for line in (heads, *rows)}) == 1  # the last column is on the right
 
 
+@example([(2, {"gpu:0": 0}, {"gpu:0": KIB}, "0" * 12), (2, {"gpu:0": 1030, "gpu:1": 1542}, {"gpu:0": KIB}, "0")])
 @given(st.lists(st.tuples(st.integers(0, 2), amounts, amounts, names), min_size=1, max_size=8))
 def test_the_node_tells_what_each_node_of_the_last_run_took_in_lines_that_fit(drawn: list[tuple[Any, ...]]) -> None:
     nodes = [node(number, *values) for number, values in enumerate(drawn)]

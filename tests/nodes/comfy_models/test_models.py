@@ -132,6 +132,8 @@ def test_a_loader_asks_for_the_file_as_the_widgets_say(host: Recorder, models: P
     path = models / SECOND_FOLDERS.get(kind, kind) / "sub" / "a.safetensors"
     output = run(name, **{widget: "sub/a.safetensors"}, **more, **REQUEST)
     profile = parse_profile("6GiB", devices=["cpu"])
+    if name == "LoadCheckpoint":
+        profile = profile.for_all_together(device_choices.accelerator_names())
     request = Request(profile=profile, precision=Precision.ENCODED, placement=AUTO_PLACEMENT, node_id="5:7")
     first = [str(path)] if name == "LoadTextEncoder" else str(path)
     assert host.calls == [(call, first, *more.values(), request)]
