@@ -55,7 +55,7 @@ def make_report(
     made: dict[str, Any] = {"host_features": dict(host_features), "loaders": loaders, "advice": []}
     if parts is None or "advice" in parts:
         whole = report if parts is None or manager is None else manager.recent_report(NUM_ENTRIES)
-        made["advice"] = advise(whole)
+        made["advice"] = [text.to_json() for text in advise(whole)]
     report = parts_of(report | made, only)
     lists = [name for name in LISTS if name in report]
     left_out, room = {}, REPORT_BYTES

@@ -249,7 +249,7 @@ def advice_section(report: Mapping[str, Any]) -> Section:
     """Return what limits the last run and what to change; nothing before the first run."""
     from .advice import advise
 
-    return Section(title="Advice", lines=advise(report) if report["runs"] else [])
+    return Section(title="Advice", lines=[str(text) for text in advise(report)] if report["runs"] else [])
 
 
 # -- lines

@@ -144,7 +144,7 @@ def answer_schemas() -> dict[str, Schema]:
         "open_nodes": nodes,
         "loaders": listed(LOADER),
         "host_features": mapped({"type": ["boolean", "string"]}),
-        "advice": listed(NAME),
+        "advice": listed(record({"text": NAME, "key": NAME, "values": mapped(NAME)})),
         "left_out": mapped(BYTES),
     }
     departure = with_fields(Departure)

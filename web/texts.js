@@ -24,9 +24,21 @@ export function useTexts(all, locale) {
  * @param {string} key
  * @param {Record<string, string | number>} [values]
  */
-export function text(key, values = {}) {
-  const found = find(["highwater", ...key.split(".")]) ?? key;
-  return found.replace(/\{(\w+)\}/g, (all, name) => String(values[name] ?? all));
+export const text = (key, values = {}) => translated(key, values) ?? key;
+
+/**
+ * What the server said, in the user's language; in English where the page has no such text.
+ * @param {{ text: string, key: string, values: Record<string, string> }} said
+ */
+export const said = ({ text, key, values }) => translated(key, values) ?? text;
+
+/**
+ * @param {string} key
+ * @param {Record<string, string | number>} values
+ */
+function translated(key, values) {
+  const found = find(["highwater", ...key.split(".")]);
+  return found?.replace(/\{(\w+)\}/g, (all, name) => String(values[name] ?? all));
 }
 
 /**

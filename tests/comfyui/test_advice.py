@@ -12,8 +12,7 @@ def advice_after(host: HostProcess, loaders: Loaders) -> list[str]:
     graph = Graph()
     graph.keep(sample_flux(graph, loaders.diffusion_model(graph), steps=4))
     host.run(graph.nodes)
-    lines: list[str] = host.get("/highwater/report?only=advice")["advice"]
-    return lines
+    return [said["text"] for said in host.get("/highwater/report?only=advice")["advice"]]
 
 
 def test_who_raises_the_budget_of_a_dynamic_model_as_told_has_all_of_it_on_the_device(

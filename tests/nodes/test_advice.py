@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import strategies as st
 
 from highwater.memory import MemoryManager, manage
 from highwater.memory.manager import default
-from highwater.nodes.advice import MAX_LENGTH, advise
+from highwater.nodes import advice, remedies
 from highwater.nodes.report_answers import make_report
 from highwater.nodes.report_text import describe_all_runs, describe_now
+from highwater.nodes.texts import MAX_LENGTH, english_texts
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -48,6 +50,10 @@ def machine(sim: Any, monkeypatch: pytest.MonkeyPatch) -> Build:
     return build
 
 
+def advise(report: dict[str, Any]) -> list[str]:
+    return [str(text) for text in advice.advise(report)]
+
+
 def make_model(num_blocks: int = 8) -> torch.nn.Sequential:
     """Return a model with blocks of a MiB each."""
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num_blocks)))
@@ -64,8 +70,9 @@ def run(manager: MemoryManager, *models: torch.nn.Module) -> list[str]:
         torch.accelerator.synchronize(0)
         manager.end_node()
     manager.end_run()
-    (limit, change) = make_report(manager, {})["advice"]
-    assert make_report(manager, {}, "advice")["advice"] == [limit, change]
+    told = make_report(manager, {})["advice"]
+    assert make_report(manager, {}, "advice")["advice"] == told
+    (limit, change) = (said["text"] for said in told)
     assert all(0 < len(line) <= MAX_LENGTH for line in (limit, change))
     return [limit, change]
 
@@ -185,7 +192,7 @@ def test_what_leaves_between_runs_on_request_takes_no_turns(machine: Build) -> N
 
 
 def test_without_a_manager_or_a_run_there_is_nothing_to_tell(machine: Build) -> None:
-    assert make_report(None, {})["advice"] == advise({})
+    assert [said["text"] for said in make_report(None, {})["advice"]] == advise({})
     assert advise({})[0] == "Nothing is known yet: no workflow with a node of Highwater has run."
     with machine(8) as manager:
         assert describe_now(manager.report())[-1].title != "Advice"
@@ -298,7 +305,9 @@ def test_what_ran_out_of_memory_comes_first() -> None:
     report["events"] = [failed | {"reason": f"{told}; the next run keeps 3.00GiB free for flux"}]
     assert advise(report) == [f"The last run failed: {told}", "Run it again: the next run keeps 3.00GiB free for flux"]
     report["events"] = [failed | {"reason": f"{told}; no plan leaves more: choose a smaller size"}]
-    assert advise(report)[1] == "Choose a smaller size"
+    assert advise(report)[1] == "What helps: choose a smaller size"
+    report["events"] = [failed | {"reason": told}]
+    assert advise(report)[1] == "Choose a smaller size, or fewer frames"
     report["events"] = [failed | {"kind": "recover", "reason": f"{told}; 1GiB were freed"}]
     assert advise(report) == [f"A call was repeated: {told}", "Nothing to change: the next run keeps more memory free."]
 
@@ -398,5 +407,19 @@ def test_there_are_always_two_short_lines(changes: list[tuple[tuple[Any, ...], A
                 holder[last] = value
         elif isinstance(holder, list) and isinstance(last, int) and last < len(holder):
             holder[last] = value
-    lines = advise(report)
+    texts = advice.advise(report)
+    # What the page makes of them is what they say, but for where the whole is cut.
+    for told in (text.to_json() for text in texts):
+        assert told["key"].removeprefix("advice.") in english_texts()["advice"]
+        assert all(len(value) <= MAX_LENGTH for value in told["values"].values())
+    lines = [str(text) for text in texts]
     assert len(lines) == 2 and all(isinstance(line, str) and 0 < len(line) <= MAX_LENGTH for line in lines)
+
+
+def test_every_text_of_advice_is_said_somewhere() -> None:
+    """A key that is only in `locales/` would be translated for nothing, and one that is only here has no text."""
+    code = "".join(Path(module.__file__ or "").read_text("utf-8") for module in (advice, remedies))
+    named = set(re.findall(r'say\(\s*"(\w+)"', code)) | {"none_managed", "not_managed"}
+    named |= {f"{which}_run_{what}" for which in ("this", "last") for what in re.findall(r'of_run\(run, "(\w+)"', code)}
+    named |= {f"{which}{what}" for which in ("all", "managed") for what in re.findall(r'f"{which}(\w+)"', code)}
+    assert named == english_texts()["advice"].keys()

@@ -30,6 +30,7 @@ const graph = (nodes) => ({ id: "w", getNodeById: (id) => nodes[id] ?? null });
 const ROOT = graph({ 1: { id: 1, title: "Loader" }, 5: { id: 5, subgraph: graph({ 7: { id: 7, title: HOSTILE } }) } });
 const PAGE = { root: ROOT, colourOf: () => "red", clock: (seconds) => `at ${seconds}` };
 const ACTIONS = { lend() {}, giveBack() {}, setMark: async () => true, release() {}, keep() {}, move() {}, goTo() {} };
+const toldAs = (text) => ({ text, key: "advice.unknown", values: {} });
 const amounts = (bar) => Object.fromEntries(bar.segments.map((part) => [part.name, part.bytes / MIB]));
 
 test("a bar is all that a device has: weights, staging memory, activations, others, and what is free", () => {
@@ -229,12 +230,15 @@ test("the filter keeps its kind while events come", async () => {
 test("the panel shows hostile names as text, and advice only where there is some", () => {
   const panel = makePanel(makeDocument(), ACTIONS);
   const known = { events: [{ ...EVENT, component: HOSTILE }], root: ROOT, clock: String };
-  const report = { devices: [GPU, RAM], components: [{ ...PART, id: HOSTILE, node_id: "5:7" }], advice: [HOSTILE, "second"] };
+  const report = { devices: [GPU, RAM], components: [{ ...PART, id: HOSTILE, node_id: "5:7" }], advice: [toldAs(HOSTILE), toldAs("second")] };
   panel.show({ ...known, report });
   assert.equal(panel.element.all((element) => element.tag === "img").length, 0);
   assert.ok(panel.element.all((element) => element.textContent === HOSTILE).length >= 4);
   const advice = panel.element.find({ name: "hw-advice" });
   assert.deepEqual([advice.children.length, advice.hidden], [2, false]);
+  assert.equal(advice.children[1].textContent, "second");
+  panel.show({ ...known, report: { ...report, advice: [{ text: "in English", key: "advice.on_cpu", values: { name: HOSTILE } }] } });
+  assert.equal(advice.children[0].textContent, `${HOSTILE} computes on the CPU, as its placement says`);
   assert.ok(panel.element.find({ role: "img" }).getAttribute("aria-label").includes(`${HOSTILE} 30.0M`));
   panel.show({ ...known, report: { ...report, advice: undefined, components: [] } });
   const timeline = panel.element.all((element) => element.attributes["aria-label"] === "Timeline of the last runs")[0];

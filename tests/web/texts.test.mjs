@@ -1,7 +1,7 @@
 // The page's texts: in the user's language, else in English, else the key.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { commandLabel, settingText, text, useTexts } from "../../web/texts.js";
+import { commandLabel, said, settingText, text, useTexts } from "../../web/texts.js";
 
 const ALL = {
   en: { commands: { A_Lend: { label: "Lend" } }, settings: { A_Units: { name: "Units" } }, highwater: { panel: { title: "Memory", free: "{amount} free on {device}" } } },
@@ -37,4 +37,12 @@ test("a command and a setting are called by their ids, in the same languages", (
   assert.equal(commandLabel("A.Absent"), "A.Absent");
   assert.equal(settingText("A.Units", "name"), "Units");
   assert.equal(settingText("A.Units", "tooltip"), "A.Units");
+});
+
+test("what the server says is in the user's language, and in the server's words where the page has none", () => {
+  useTexts(ALL, "de");
+  const told = { text: "1G free on gpu:0", key: "panel.free", values: { amount: "2G", device: "gpu:0" } };
+  assert.equal(said(told), "2G free on gpu:0");
+  assert.equal(said({ ...told, key: "panel.title" }), "Speicher");
+  assert.equal(said({ ...told, key: "panel.newer" }), "1G free on gpu:0");
 });

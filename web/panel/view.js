@@ -1,6 +1,6 @@
 // @ts-check
 // The memory panel as a whole. Knows nothing of the page: it imports only what node can test.
-import { text } from "../texts.js";
+import { said, text } from "../texts.js";
 import { barsOf, makeBars } from "./bars.js";
 import { makeComponents, rowsOf } from "./components.js";
 import { make } from "./elements.js";
@@ -62,7 +62,7 @@ export function makePanel(document, actions) {
     element,
     /** @param {Known} known */
     show({ report, events: told, root, clock }) {
-      const lines = report.advice ?? [];
+      const lines = (report.advice ?? []).map(said);
       if (lines.join("\n") !== [...advice.children].map((line) => line.textContent).join("\n")) {
         advice.replaceChildren(...lines.map((line) => make(document, "li", { text: line })));
       }

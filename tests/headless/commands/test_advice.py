@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from highwater.nodes.advice import MAX_LENGTH
+from highwater.nodes.texts import MAX_LENGTH
 
 WORKFLOW = Path(__file__).parents[3] / "headless" / "workflows" / "demo_flux.json"
 # Its weights come so slowly that a pass waits for them.

@@ -194,7 +194,11 @@ declare namespace Highwater {
         components: string[];
       }[];
       host_features?: Record<string, boolean | string>;
-      advice?: string[];
+      advice?: {
+        text: string;
+        key: string;
+        values: Record<string, string>;
+      }[];
       left_out?: Record<string, number>;
     };
     events: {
