@@ -98,6 +98,7 @@ await page.getByRole("dialog").waitFor({ state: "detached" });
 // The panel opens by keys, and changes its units at once.
 await page.keyboard.press("Alt+Shift+H");
 await page.getByText("Geräte und RAM").first().waitFor();
+await page.locator(".hw-advice").getByText(/^Nichts begrenzt ihn: /).waitFor();
 const free = () => [...document.querySelectorAll("*")].map((element) => element.children.length ? "" : element.textContent).find((text) => /^[\d.]+G von [\d.]+G frei$/.test(text)) ?? "";
 const total = (text) => Number(/von ([\d.]+)G/.exec(text)?.[1]);
 await eventually("free in the panel", free, (text) => total(text) > 0);
