@@ -111,7 +111,7 @@ def make_routes(
         def ask(body: Mapping[str, Any]) -> dict[str, Any]:
             found = manager()
             found.commands.ask_before_moving(is_running)
-            with seeing_models() if name in ("lend", "move", "release") else nullcontext():
+            with seeing_models() if name in ("keep", "lend", "move", "release") else nullcontext():
                 answer: dict[str, Any] = getattr(memory_requests, name)(found, body)
             return answer
 

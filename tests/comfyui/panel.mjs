@@ -48,7 +48,7 @@ await page.evaluate(() => app.loadGraphData({ ...app.rootGraph.serialize(), id: 
 // Open and idle, the panel asks nothing; it says that nothing is there.
 const panel = page.locator(".hw-panel");
 const section = (name) => panel.getByRole("region", { name, exact: true });
-const card = panel.locator(".hw-card", { hasText: "tiny_flux" });
+const card = panel.getByRole("row", { name: "tiny_flux" });
 const bar = panel.locator(".hw-bar", { has: page.getByText("gpu:0", { exact: true }) });
 const button = (name) => card.getByRole("button", { name });
 const told = (name, read, wanted) => until(name, async () => ((await read.count()) ? read.first().innerText() : ""), (text) => wanted.test(text));
@@ -65,7 +65,7 @@ await shoot("panel_empty");
 
 // A run: the bar and the component have the report's numbers.
 await page.evaluate(() => void app.queuePrompt(0));
-await told("the component", card, /Where\n[\d.]+[MG] gpu:0/);
+await told("the component", card.locator(".hw-where"), /^[\d.]+[MG] gpu:0/);
 await until("the run's end", isIdle, Boolean);
 await until("the bar", () => bar.locator(".hw-track").getAttribute("aria-label"), (label) => /^gpu:0: tiny_flux [\d.]+M, (.*, )?free [\d.]+[MG]$/.test(label));
 await told("the reason of the load", section("Events").locator("li", { hasText: "load" }).filter({ hasText: "tiny_flux" }), /KSampler/);
@@ -166,7 +166,7 @@ await until("it is loaded", async () => (await report("components")).find((part)
 await until("nothing runs", isIdle, Boolean);
 await until("the button", () => button("Release (tiny_flux)").getAttribute("aria-disabled"), (disabled) => disabled === "false");
 await button("Release (tiny_flux)").click();
-await told("it has left", card, /Where\n[\d.]+M (pinned )?RAM\n/);
+await told("it has left", card.locator(".hw-where"), /^[\d.]+M (pinned )?RAM$/);
 assert.equal(await button("Release (tiny_flux)").getAttribute("aria-disabled"), "true");
 
 // It is moved on request: what cannot be is refused with why, and the row says that the node is not changed.
@@ -225,8 +225,8 @@ await told("in decimal units", bar, /1\.9G free/);
 await setting("Highwater.Units", "binary");
 await told("in binary units again", bar, /1\.8G free/);
 
-// The narrowest sidebar, and a wide one, in both themes.
-for (const [width, name] of [[1640, "narrow"], [3200, "wide"]]) {
+// The narrowest sidebar, a wider one, and one where the table has room, in both themes.
+for (const [width, name] of [[1640, "narrow"], [3200, "wide"], [4400, "widest"]]) {
   await page.setViewportSize({ width, height: 1100 });
   for (const theme of ["dark", "light"]) {
     await setting("Comfy.ColorPalette", theme);
@@ -234,6 +234,10 @@ for (const [width, name] of [[1640, "narrow"], [3200, "wide"]]) {
     const [scroll, client] = await panel.evaluate((element) => [element.scrollWidth, element.clientWidth]);
     assert.ok(scroll <= client, `${name}: ${scroll} px in ${client}`);
     console.log(`${name}: ${client} px`);
+    const layout = await panel.getByRole("table", { name: "Components" }).evaluate((table) => getComputedStyle(table).display);
+    assert.equal(layout, client >= 804 ? "table" : "block");
+    assert.ok(await card.getByRole("rowheader", { name: "tiny_flux" }).isVisible(), "a row has its name in any layout");
+    assert.ok(await panel.getByRole("columnheader", { name: "Size" }).isVisible(), "it can be sorted in any layout");
     await shoot(`panel_${name}_${theme}`);
   }
 }

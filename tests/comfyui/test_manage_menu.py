@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from highwater.tests.comfyui.graphs import Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
@@ -57,3 +61,28 @@ def test_models_of_other_loaders_are_reported_with_size_and_place(gpu_host: Host
         assert 0 < sum(part["tiers"].values()) <= part["total_bytes"] * 1.01
     assert any("gpu:0" in part["tiers"] for part in parts)
     gpu_host.forget()
+
+
+def test_models_of_other_loaders_are_kept_and_released_on_request(gpu_host: HostProcess) -> None:
+    """What the buttons of the memory panel ask for; moving is refused, as the host chooses their device."""
+    gpu_host.forget()
+    graph = Graph()
+    latent = sample_flux(graph, graph.add("TestGGUFModel", unet_name="tiny_flux.safetensors"))
+    graph.keep(latent, "gguf")
+    graph.add("HighwaterMemoryReport", after=latent)
+    gpu_host.run(graph.nodes)
+
+    def model() -> dict[str, Any]:
+        (found,) = (part for part in gpu_host.part("components") if part["kind"] == "diffusion")
+        return found
+
+    loaded = model()
+    assert loaded["engine"] == "core" and loaded["tiers"]["gpu:0"] > 0
+    gpu_host.post("/highwater/keep", {"component": loaded["id"], "keep": True})
+    assert model()["kept"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        gpu_host.post("/highwater/move", {"component": loaded["id"], "placement": "gpu:0"})
+    assert "is moved by its host; choose its device in its loader" in json.load(refused.value)["error"]
+    (released,) = gpu_host.post("/highwater/release", {"component": loaded["id"]})["released"]
+    assert released["left_bytes"] == loaded["tiers"]["gpu:0"]
+    assert not model()["tiers"].get("gpu:0")

@@ -47,12 +47,23 @@ await page.getByText(/tiny-flux, tiny-sd, tiny-wan are in models.diffusers/).fir
 
 // The panel shows the parts of the pipeline, and what of the device they have.
 const memoryTab = () => page.getByRole("button", { name: "Memory (Highwater)" }).click();
-const cards = () => [...document.querySelectorAll(".hw-card h4")].map((name) => name.textContent).sort();
+const cards = () => [...document.querySelectorAll(".hw-table .hw-component .hw-name")].map((name) => name.textContent).sort();
 const PARTS = ["text_encoder", "text_encoder_2", "transformer", "vae"].map((part) => `tiny-flux/${part}`);
 await memoryTab();
 await eventually("the panel's components", cards, (names) => names.join() === PARTS.join());
 await eventually("the bar of the device", () => document.querySelector(".hw-track")?.getAttribute("aria-label") ?? "", (told) => /^gpu:0: .*tiny-flux\/transformer [\d.]+M, .*free [\d.]+M$/.test(told));
 await eventually("the events", () => document.querySelectorAll(".hw-events li").length, (number) => number > 0);
+// They are a table, sorted by its columns, from the keyboard too.
+const column = (name) => page.getByRole("table", { name: "Components" }).getByRole("columnheader", { name });
+const sizes = () => [...document.querySelectorAll(".hw-table td.hw-size")].map((cell) => Number.parseFloat(cell.textContent) * { K: 1, M: 1024 }[cell.textContent.slice(-1)]);
+const inOrder = (sign) => (found) => found.length === PARTS.length && found.every((size, at) => at === 0 || sign * (size - found[at - 1]) >= 0);
+await column("Size").getByRole("button").click();
+await eventually("the largest first", sizes, inOrder(-1));
+await page.keyboard.press("Enter");
+await eventually("the smallest first", sizes, inOrder(1));
+assert.equal(await column("Size").getAttribute("aria-sort"), "ascending");
+await page.keyboard.press("Enter");
+assert.equal(await column("Size").getAttribute("aria-sort"), "none");
 await shoot("panel");
 
 // While nothing runs the page asks for nothing, with the panel as without.

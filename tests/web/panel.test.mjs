@@ -2,7 +2,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { barsOf } from "../../web/panel/bars.js";
-import { makeComponents, nodeAt, rowsOf } from "../../web/panel/components.js";
+import { makeComponentTable } from "../../web/panel/component_table.js";
+import { nextOrder, nodeAt, rowsOf, sorted } from "../../web/panel/components.js";
 import { filtered, linesOf, makeEvents, withMore } from "../../web/panel/events.js";
 import { closeToMark, makeSlider, marksOf, movedBy, movedTo } from "../../web/panel/marks.js";
 import { makeColours, makePanel } from "../../web/panel/view.js";
@@ -142,15 +143,66 @@ test("a row says where a component is, when it is used, and which node shows it"
   assert.match(told({ moved: true, plan: { placement: "flux=cpu" } }).notes.join(), /Moved to cpu on request\. The node that loads it is not changed\./);
 });
 
-test("only what can be asked to leave has buttons, and only what we move can be moved", () => {
-  const can = (engine) => rowsOf({ components: [{ ...PART, engine }] }, PAGE).map((row) => [row.isManaged, row.canMove])[0];
-  assert.deepEqual(["blocks", "dynamic", "core", "kept"].map(can), [[true, true], [true, false], [false, false], [false, false]]);
+test("what can be asked to leave has buttons, also where another loader made it; only what we move can be moved", () => {
+  const can = (engine) => rowsOf({ components: [{ ...PART, engine }] }, PAGE).map((row) => [row.canRelease, row.canMove, row.notes.join(" ")])[0];
+  assert.deepEqual(["blocks", "dynamic", "core", "kept"].map((engine) => can(engine).slice(0, 2)), [[true, true], [true, false], [true, false], [false, false]]);
+  assert.match(can("core")[2], /another loader made it.* choose its device in its loader/);
+  assert.match(can("dynamic")[2], /dynamic VRAM.* choose its device in its loader/);
+  assert.match(can("kept")[2], /“Release idle models” drops them/);
+  assert.equal(can("blocks")[2], "");
 });
 
 test("what is on devices comes first, the largest first", () => {
   const parts = [["ram", {}, 90], ["small", { "gpu:0": MIB }, 1], ["large", { "gpu:0": 9 * MIB }, 9]];
   const components = parts.map(([id, tiers, size]) => ({ ...PART, id, tiers, total_bytes: size * MIB, staging_bytes: {} }));
   assert.deepEqual(rowsOf({ components }, PAGE).map((row) => row.id), ["large", "small", "ram"]);
+});
+
+const THREE = [["small", 1, 30, 2], ["unknown", null, null, null], ["large", 9, 20, 1], ["middle", 5, 20, 0]].map(([id, size, last_use_s, next_use]) => (
+  { ...PART, id, tiers: {}, total_bytes: size && size * MIB, last_use_s, next_use }
+));
+
+test("rows are sorted by size and by use, and what is not known comes last in both directions", () => {
+  const rows = rowsOf({ components: THREE }, PAGE);
+  const ids = (by, isRising) => sorted(rows, { by, isRising }).map((row) => row.id);
+  assert.deepEqual(ids("size", false), ["large", "middle", "small", "unknown"]);
+  assert.deepEqual(ids("size", true), ["small", "middle", "large", "unknown"]);
+  assert.deepEqual(ids("last_use", false), ["small", "large", "middle", "unknown"], "equal ones keep their order");
+  assert.deepEqual(ids("next_use", true), ["middle", "large", "small", "unknown"]);
+  assert.equal(sorted(rows, null), rows);
+  const leased = rowsOf({ components: [...THREE, { ...PART, id: "used now", last_use_s: 1, leased: true }] }, PAGE);
+  assert.equal(sorted(leased, { by: "last_use", isRising: false })[0].id, "used now");
+});
+
+test("a column sorts, then the other way, then not at all", () => {
+  const first = nextOrder(null, "size");
+  assert.deepEqual(first, { by: "size", isRising: false });
+  assert.deepEqual(nextOrder(first, "next_use"), { by: "next_use", isRising: true }, "another column begins anew");
+  const second = nextOrder(first, "size");
+  assert.deepEqual([second, nextOrder(second, "size")], [{ by: "size", isRising: true }, null]);
+});
+
+test("the components are a table with names of its columns and rows, which sorts and stays sorted", async () => {
+  const { element, show } = makeComponentTable(makeDocument(), ACTIONS);
+  show(rowsOf({ components: THREE }, PAGE));
+  assert.deepEqual([element.tag, element.getAttribute("aria-label")], ["table", "Components"]);
+  const headings = element.all(({ tag, attributes }) => tag === "th" && attributes.scope === "col");
+  assert.deepEqual(headings.map((cell) => cell.textContent), ["Component", "Node", "Where", "Precision", "Last use", "Next use", "Size", "Actions"]);
+  assert.deepEqual(headings.map((cell) => cell.getAttribute("aria-sort")), [null, null, null, null, "none", "none", "none", null]);
+  const ids = () => element.all(({ attributes }) => attributes.scope === "row").map((cell) => cell.textContent);
+  assert.deepEqual(ids(), ["large", "middle", "small", "unknown"]);
+  const size = headings.at(-2);
+  for (const [told, wanted] of [["descending", "large"], ["ascending", "small"], ["none", "large"], ["descending", "large"]]) {
+    await size.children[0].fire("click");
+    assert.deepEqual([size.getAttribute("aria-sort"), ids()[0]], [told, wanted]);
+  }
+  show(rowsOf({ components: [...THREE, { ...PART, id: "huge", tiers: {}, total_bytes: GIB }] }, PAGE));
+  assert.equal(ids()[0], "huge", "the next report is sorted, too");
+  for (const row of element.all(({ attributes }) => attributes.class === "hw-component-row")) {
+    assert.deepEqual(row.children.slice(1).map((cell) => cell.getAttribute("data-label")), headings.slice(1).map((cell) => cell.textContent));
+  }
+  show([]);
+  assert.ok(element.hidden);
 });
 
 test("a node inside of a subgraph is found, and one that is gone is not", () => {
@@ -163,8 +215,7 @@ test("buttons act once at a time, work again after that, and pass on what is sho
   const done = [];
   let end;
   const actions = { ...ACTIONS, release: (id) => (done.push(["release", id]), new Promise((resolve) => (end = resolve))), keep: (...asked) => done.push(["keep", ...asked]) };
-  const list = makeDocument().createElement("ul");
-  const show = makeComponents(list, actions);
+  const { element: list, show } = makeComponentTable(makeDocument(), actions);
   const rows = (more) => rowsOf({ components: [{ ...PART, ...more }] }, PAGE);
   show(rows());
   const [release, keep] = ["Release", "Keep"].map((text) => list.find({ text }));
@@ -187,7 +238,7 @@ test("buttons act once at a time, work again after that, and pass on what is sho
   await release.fire("click");
   assert.equal(done.length, 4, "nothing is left to release");
   show([]);
-  assert.equal(list.children.length, 0);
+  assert.equal(list.find({ text: "Release" }), undefined);
 });
 
 const EVENT = { t_s: 1, kind: "evict", component: "flux", bytes: 3 * MIB, device: "gpu:0", reason: "to make room", component_kind: "", to: "pinned", run_id: "r1", node_id: "3" };

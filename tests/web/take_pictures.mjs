@@ -20,7 +20,7 @@ await page.waitForTimeout(6000); // until the notice of the run is gone;
 await shoot("serve");
 // The panel beside the same run.
 await page.getByRole("button", { name: "Memory (Highwater)" }).click();
-await eventually("the panel has the components", () => document.querySelectorAll(".hw-panel .hw-card").length, (number) => number >= 4);
+await eventually("the panel has the components", () => document.querySelectorAll(".hw-panel .hw-component-row").length, (number) => number >= 4);
 await eventually("the panel has the events", () => document.querySelectorAll(".hw-panel .hw-events li").length, (number) => number > 0);
 await page.setViewportSize({ width: 1440, height: 860 });
 await page.mouse.move(900, 700); // away from the tab, which has a tooltip

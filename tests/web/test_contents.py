@@ -150,6 +150,7 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "page_settings.js",
         "page_texts.js",
         "panel/bars.js",
+        "panel/component_table.js",
         "panel/components.js",
         "panel/elements.js",
         "panel/events.js",

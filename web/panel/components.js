@@ -1,10 +1,9 @@
 // @ts-check
-// The components of the memory panel: what each is, where it is, when it is used, and what can be done with it. Knows
-// nothing of the page: it imports only what node can test.
+// The components of the memory panel: what each is, where it is, when it is used, and what can be done with it. Makes
+// rows of a report; component_table.js shows them. Knows nothing of the page: it imports only what node can test.
 import { weightsOf } from "../badges.js";
 import { text } from "../texts.js";
 import { shortBytes } from "../units.js";
-import { make, makeButton, makeRows, write } from "./elements.js";
 
 /**
  * @typedef {import("./bars.js").Component} Component
@@ -12,12 +11,17 @@ import { make, makeButton, makeRows, write } from "./elements.js";
  * @typedef {{ id: string | number, title?: string, graph?: GraphLike | null, subgraph?: GraphLike }} TitledNode
  * @typedef {{ id: string, label: string }} NodeLink an execution id such as "5:7", and what the node is called
  * @typedef {{ id: string, kind: string, colour: string, size: string, where: string, precision: string, last_use: string, next_use: string,
- *   nodes: NodeLink[], elsewhere: string, notes: string[], isKept: boolean, isOnDevice: boolean, isManaged: boolean,
- *   canMove: boolean, placement: string }} Row
+ *   nodes: NodeLink[], elsewhere: string, notes: string[], isKept: boolean, isOnDevice: boolean, canRelease: boolean,
+ *   canMove: boolean, placement: string, keys: Record<SortKey, number | null> }} Row
+ *   `canRelease`: it can be asked to leave, and to stay; `keys` are what rows are sorted by, null where it is not known
+ * @typedef {"size" | "last_use" | "next_use"} SortKey
+ * @typedef {{ by: SortKey, isRising: boolean }} Order
  */
 
-/** What moves components that can be asked to leave, and to stay. */
-const MANAGED = ["blocks", "dynamic"];
+/** What moves components that can be asked to leave, and to stay; what nothing moves is only kept in RAM. */
+const LEAVING = ["blocks", "dynamic", "core"];
+/** Whether the first click on a column shows its smallest values first: what is used soonest, but the largest and the last used. */
+const RISES_FIRST = { size: false, last_use: false, next_use: true };
 
 /**
  * Return a row for each component, those on devices first, the largest first.
@@ -53,10 +57,41 @@ export function rowsOf({ components = [], loaders = [] }, { root, colourOf, cloc
       notes: notesOf(part),
       isKept: part.kept,
       isOnDevice: onDevices(part) > 0,
-      isManaged: MANAGED.includes(part.engine),
+      canRelease: LEAVING.includes(part.engine),
       canMove: part.engine === "blocks",
       placement: placementOf(part),
+      keys: {
+        size: part.total_bytes,
+        last_use: part.last_use_s === null ? null : part.leased ? Infinity : part.last_use_s,
+        next_use: part.next_use,
+      },
     };
+  });
+}
+
+/**
+ * Return the order after a click on a column: its first one, the opposite, and then that of `rowsOf` again.
+ * @param {Order | null} order null: that of `rowsOf`
+ * @param {SortKey} by
+ * @returns {Order | null}
+ */
+export function nextOrder(order, by) {
+  if (order?.by !== by) return { by, isRising: RISES_FIRST[by] };
+  return order.isRising === RISES_FIRST[by] ? { by, isRising: !order.isRising } : null;
+}
+
+/**
+ * Return rows in an order; those of which it is not known come last, and equal ones stay as they are.
+ * @param {Row[]} rows
+ * @param {Order | null} order
+ */
+export function sorted(rows, order) {
+  if (!order) return rows;
+  const sign = order.isRising ? 1 : -1;
+  return [...rows].sort(({ keys: { [order.by]: one } }, { keys: { [order.by]: other } }) => {
+    if (one === other) return 0;
+    if (one === null || other === null) return one === null ? 1 : -1;
+    return sign * (one < other ? -1 : 1);
   });
 }
 
@@ -87,6 +122,7 @@ function notesOf(part) {
   if (part.engine === "core") notes.push(text("panel.not_managed"));
   if (part.engine === "kept") notes.push(text("panel.kept_weights"));
   if (part.engine === "dynamic") notes.push(text("panel.dynamic"));
+  if (part.engine === "core" || part.engine === "dynamic") notes.push(text("panel.no_move"));
   if (part.moved) notes.push(text("panel.moved", { placement: placementOf(part) }));
   return notes;
 }
@@ -108,64 +144,4 @@ export function nodeAt(root, executionId) {
     graph = node.subgraph;
   }
   return node ?? undefined;
-}
-
-/**
- * Return what shows the rows in an element.
- * @param {HTMLElement} parent
- * @param {{ release: (id: string) => unknown, keep: (id: string, isKept: boolean) => unknown, move: (id: string, placement: string) => unknown,
- *   goTo: (executionId: string) => void }} actions
- * @returns {(rows: Row[]) => void}
- */
-export function makeComponents(parent, actions) {
-  return makeRows(parent, (row) => makeCard(parent.ownerDocument, row, actions));
-}
-
-/**
- * @param {Document} document
- * @param {Row} first
- * @param {Parameters<typeof makeComponents>[1]} actions
- */
-function makeCard(document, first, actions) {
-  const { id } = first;
-  let row = first;
-  const swatch = make(document, "span", { class: "hw-swatch" });
-  swatch.style.background = first.colour;
-  const size = make(document, "span", { class: "hw-amount" });
-  const heading = make(document, "h4", { class: "hw-name", text: id, title: id });
-  const values = Object.fromEntries(["node", "where", "precision", "last_use", "next_use"].map((name) => [name, make(document, "dd")]));
-  const facts = make(document, "dl");
-  for (const [name, value] of Object.entries(values)) facts.append(make(document, "dt", { text: text(`panel.fact.${name}`) }), value);
-  const notes = make(document, "p", { class: "hw-quiet" });
-  const release = makeButton(document, text("panel.release"), () => actions.release(id));
-  const keep = makeButton(document, text("panel.keep"), () => actions.keep(id, !row.isKept));
-  const move = makeButton(document, text("panel.move"), () => actions.move(id, row.placement));
-  const buttons = make(document, "div", { class: "hw-buttons" }, release, keep, move);
-  for (const button of [release, keep, move]) button.setAttribute("aria-label", `${button.textContent} (${id})`);
-  const element = make(document, "li", { class: "hw-card" }, make(document, "div", { class: "hw-row" }, swatch, heading, size), facts, notes, buttons);
-  /** The nodes that are shown, so that links keep the focus. */
-  let shownNodes = "";
-  const fill = (/** @type {Row} */ now) => {
-    row = now;
-    write(size, now.size);
-    for (const name of /** @type {const} */ (["where", "precision", "last_use", "next_use"])) write(values[name], now[name]);
-    if (now.kind) heading.setAttribute("title", `${id} (${now.kind})`);
-    const nodes = JSON.stringify([now.nodes, now.elsewhere]);
-    if (nodes !== shownNodes) {
-      shownNodes = nodes;
-      const links = now.nodes.map((node) => {
-        const link = makeButton(document, node.label, () => actions.goTo(node.id));
-        link.setAttribute("class", "hw-link");
-        link.setAttribute("title", text("panel.go_to", { node: node.label }));
-        return link;
-      });
-      values.node.replaceChildren(...links, ...(now.elsewhere ? [make(document, "span", { text: now.elsewhere })] : []));
-    }
-    write(notes, now.notes.join(" "));
-    buttons.hidden = !now.isManaged;
-    release.setAttribute("aria-disabled", String(!now.isOnDevice));
-    keep.setAttribute("aria-pressed", String(now.isKept));
-    move.hidden = !now.canMove;
-  };
-  return { element, fill };
 }

@@ -29,7 +29,8 @@ export function write(element, text) {
 }
 
 /**
- * Return what shows items in an element, a row each by its id. A row that stays keeps its element, and the focus in it.
+ * Return what shows items in an element, a row each by its id. A row that stays keeps its element, and the focus in it,
+ * also where it is put elsewhere.
  * @template {{ id: string }} Item
  * @param {HTMLElement} parent
  * @param {(item: Item) => { element: HTMLElement, fill: (item: Item) => void }} makeRow
@@ -39,6 +40,7 @@ export function makeRows(parent, makeRow) {
   /** @type {Map<string, ReturnType<typeof makeRow>>} */
   const rows = new Map();
   return (items) => {
+    const focused = /** @type {HTMLElement | null} */ (parent.ownerDocument.activeElement);
     const ids = new Set(items.map((item) => item.id));
     for (const [id, row] of rows) {
       if (ids.has(id)) continue;
@@ -51,6 +53,7 @@ export function makeRows(parent, makeRow) {
       row.fill(item);
       if (parent.children[at] !== row.element) parent.insertBefore(row.element, parent.children[at] ?? null);
     });
+    if (focused !== parent.ownerDocument.activeElement && parent.contains(focused)) focused?.focus({ preventScroll: true });
   };
 }
 

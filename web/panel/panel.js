@@ -113,7 +113,11 @@ const actions = {
   lend,
   giveBack,
   /** @param {string} component */
-  release: (component) => change(text("panel.release_title", { component }), "release", { component }, () => null),
+  release: (component) => change(text("panel.release_title", { component }), "release", { component }, ({ released }) => {
+    const stays = released.find(({ left_bytes }) => left_bytes === 0);
+    if (stays) throw new Error(text("panel.stays", { component, device: stays.device })); // asked for, and not done
+    return null;
+  }),
   /**
    * @param {string} component
    * @param {boolean} keep

@@ -42,10 +42,25 @@ export const STYLE = `
 .hw-legend { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 12px !important; margin: 4px 0 !important; }
 .hw-legend li { display: flex; align-items: center; gap: 5px; max-width: 100%; }
 .hw-name { min-width: 0; overflow-wrap: anywhere; }
-.hw-card { padding: 8px 10px !important; border: 1px solid var(--border-color); border-radius: 6px; }
-.hw-card dl { display: grid; grid-template-columns: max-content 1fr; gap: 1px 10px; margin: 4px 0; font-size: 12px; }
-.hw-card dt { color: var(--descrip-text); }
-.hw-cards, .hw-events { gap: 8px; }
+.hw-table { width: 100%; border-collapse: collapse; font-size: 12px; }
+.hw-table :is(th, td) { padding: 6px 10px 6px 0; text-align: start; vertical-align: top; font-weight: normal; overflow-wrap: break-word; }
+.hw-table :is(.hw-component, .hw-node) { overflow-wrap: anywhere; min-width: 90px; }
+.hw-table tr > :last-child { padding-right: 0; }
+.hw-table tbody tr { border-top: 1px solid var(--border-color); }
+.hw-table .hw-head { padding-top: 0; color: var(--descrip-text); vertical-align: bottom; white-space: nowrap; }
+.hw-table td:is(.hw-size, .hw-last_use) { white-space: nowrap; font-variant-numeric: tabular-nums; }
+.hw-table td.hw-where { min-width: 80px; }
+.hw-table td.hw-actions { min-width: 150px; }
+.hw-title { display: flex; gap: 6px; align-items: baseline; font-weight: 600; }
+.hw-panel .hw-sort { padding: 0; border: 0; min-height: 20px; background: none; color: inherit; text-align: start; }
+.hw-panel .hw-sort::after { content: " \\2195"; }
+.hw-panel [aria-sort="ascending"] .hw-sort::after { content: " \\2191"; }
+.hw-panel [aria-sort="descending"] .hw-sort::after { content: " \\2193"; }
+.hw-panel [aria-sort$="scending"] .hw-sort, .hw-panel .hw-sort:hover { color: var(--input-text); text-decoration: underline; text-underline-offset: 3px; }
+.hw-table .hw-buttons { margin: 0; }
+.hw-table .hw-quiet { margin-top: 4px; }
+.hw-table .hw-buttons[hidden] + .hw-quiet { margin-top: 0; }
+.hw-events { gap: 8px; }
 .hw-buttons { display: flex; flex-wrap: wrap; gap: 6px; margin-top: 6px; }
 .hw-panel button, .hw-panel input, .hw-panel select {
   font: inherit; font-size: 12px; color: var(--input-text); background: var(--comfy-input-bg); border: 1px solid var(--border-color);
@@ -68,5 +83,18 @@ export const STYLE = `
 .hw-events li { border-top: 1px solid var(--border-color); padding-top: 6px; }
 .hw-event { display: flex; gap: 8px; align-items: baseline; }
 .hw-kind { flex: none; border: 1px solid var(--border-color); border-radius: 4px; padding: 0 5px; }
-@container (min-width: 560px) { .hw-cards { grid-template-columns: 1fr 1fr; } }
+@container (max-width: 779.9px) {
+  .hw-table, .hw-table :is(thead, tbody) { display: block; }
+  .hw-table .hw-head:not([aria-sort]) { display: none; }
+  .hw-table thead tr { display: flex; flex-wrap: wrap; gap: 2px 14px; padding-bottom: 8px; }
+  .hw-table tbody tr { display: grid; grid-template-columns: max-content 1fr; gap: 2px 10px; padding: 8px 0; }
+  .hw-table :is(th, td) { padding: 0; }
+  .hw-table tbody :is(th, .hw-actions) { grid-column: 1 / -1; }
+  .hw-table tbody td:not(.hw-actions) { display: grid; grid-template-columns: subgrid; grid-column: span 2; }
+  .hw-table tbody td:not(.hw-actions)::before { content: attr(data-label); color: var(--descrip-text); }
+  .hw-table .hw-actions { padding-top: 4px; }
+}
+@container (min-width: 400px) and (max-width: 779.9px) {
+  .hw-table tbody tr { grid-template-columns: max-content 1fr max-content 1fr; }
+}
 `;

@@ -2,7 +2,8 @@
 // The memory panel as a whole. Knows nothing of the page: it imports only what node can test.
 import { said, text } from "../texts.js";
 import { barsOf, makeBars } from "./bars.js";
-import { makeComponents, rowsOf } from "./components.js";
+import { makeComponentTable } from "./component_table.js";
+import { rowsOf } from "./components.js";
 import { make } from "./elements.js";
 import { linesOf, makeEvents } from "./events.js";
 import { STYLE } from "./style.js";
@@ -25,7 +26,7 @@ export function makeColours() {
 }
 
 /**
- * @typedef {Parameters<typeof makeBars>[1] & Parameters<typeof makeComponents>[1]} Actions
+ * @typedef {Parameters<typeof makeBars>[1] & import("./component_table.js").Actions} Actions
  * @typedef {{ report: Highwater.Report, events: import("./events.js").Event[],
  *   root: import("../badges.js").GraphLike, clock: (seconds: number) => string }} Known
  *   the last report, the events so far, the open workflow, and the time of day of a second of the server
@@ -40,7 +41,7 @@ export function makePanel(document, actions) {
   const colourOf = makeColours();
   const advice = make(document, "ul", { class: "hw-advice" });
   const bars = make(document, "ul", { class: "hw-list" });
-  const components = make(document, "ul", { class: "hw-list hw-cards" });
+  const components = makeComponentTable(document, actions);
   const none = make(document, "p", { class: "hw-quiet", text: text("panel.no_components") });
   const events = makeEvents(document);
   const timeline = makeTimeline(document, colourOf);
@@ -52,12 +53,11 @@ export function makePanel(document, actions) {
     make(document, "h2", { text: text("panel.title") }),
     advice,
     section(text("panel.devices"), bars),
-    section(text("panel.components"), none, components),
+    section(text("panel.components"), none, components.element),
     timelineSection,
     section(text("panel.events"), events.element),
   );
   const showBars = makeBars(bars, actions);
-  const showComponents = makeComponents(components, actions);
   return {
     element,
     /** @param {Known} known */
@@ -69,7 +69,7 @@ export function makePanel(document, actions) {
       advice.hidden = lines.length === 0;
       const rows = rowsOf(report, { root, colourOf, clock });
       showBars(barsOf(report, colourOf));
-      showComponents(rows);
+      components.show(rows);
       none.hidden = rows.length > 0;
       timelineSection.hidden = !timeline.show(report);
       events.show(linesOf(told, report, clock));
