@@ -24,6 +24,7 @@ from ..transfer.devices import Device, list_devices
 from ..weights.file_origin import FileIdentity, Origin
 from ..weights.loading import Loading
 from .admission import Admission
+from .attacher import Attacher
 from .card_sharing import CardSharing
 from .caretaker import RETRY_BUSY_S, Caretaker
 from .event_log import EventLog
@@ -100,7 +101,8 @@ class MemoryManager:
         self.sharing = CardSharing(self.admission)
         self.leases = Leases(self.lock, self.admission, self.idle, self.sharing, needs_file)
         self.kept = self.capacity.kept
-        self.registry = Registry(self.capacity, self.leases)
+        self.attacher = Attacher(self.capacity, self.leases)
+        self.registry = Registry(self.capacity, self.leases, self.attacher)
         self.recovery = Recovery(self.leases)
         self.lending = Lending(self.admission)
         self.caretaker = Caretaker(self.lock, self.leases, self.lending, self.idle, self.sharing)
@@ -127,12 +129,12 @@ class MemoryManager:
     def bytes_moved(self) -> int:
         """Return the bytes of weights copied to devices since the start."""
         members = list(self.members.values())  # in one step: another thread may add or remove some
-        return self.registry.moved_by_released + sum(member.managed.bytes_moved for member in members)
+        return self.attacher.moved_by_released + sum(member.managed.bytes_moved for member in members)
 
     def seconds_waited(self) -> float:
         """Return the seconds for which computing waited for copies since the start; for the thread that computes."""
         members = list(self.members.values())
-        return self.registry.waited_by_released_s + sum(member.managed.read_waits() for member in members)
+        return self.attacher.waited_by_released_s + sum(member.managed.read_waits() for member in members)
 
     def count_bytes(self) -> Counter[Entry]:
         """Return the bytes of each component in each place as the components count them, for `Ledger.check`."""
@@ -180,7 +182,7 @@ class MemoryManager:
         component is removed when the lock is released, before another thread gets it.
         """
         if not sys.is_finalizing():  # else torch cannot be called any more, and all memory goes with the process
-            self.lock.run_or_defer(partial(self.registry.detach, member))
+            self.lock.run_or_defer(partial(self.attacher.detach, member))
 
     def discard(self, member: Member) -> None:
         """Release a component whose module is not used any more: it gets no weights back, unless it lends some."""
@@ -198,7 +200,7 @@ class MemoryManager:
     def find_loaded(self, loading: Loading) -> KeptOfLoading:
         """Return the kept weights for a module that another library is about to load (`KnownLoadings.find`)."""
         with self.exclusive():
-            return self.registry.loadings.find(loading)
+            return self.attacher.loadings.find(loading)
 
     def drop_kept(self, reason: str) -> int:
         """Drop all kept weights; returns the bytes of RAM that are free again."""
@@ -231,7 +233,7 @@ class MemoryManager:
 
     def refuse_lending(self, members: Collection[Member]) -> None:
         """Refuse to release components while others borrow their weights (`SharedWeights.refuse_lending`)."""
-        self.registry.sharing.refuse_lending(members)
+        self.attacher.sharing.refuse_lending(members)
 
     def is_lent(self, member: Member) -> bool:
         """Whether other components borrow weights of this one."""

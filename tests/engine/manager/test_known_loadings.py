@@ -83,7 +83,7 @@ def manager(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryMan
 
 def origins(manager: MemoryManager) -> dict[str, str]:
     """Return the tensors of the file that weights are known to be, by their names."""
-    (seen,) = manager.registry.loadings.seen.values()
+    (seen,) = manager.attacher.loadings.seen.values()
     return {name: origin.tensor.name for name, origin in seen.origins.items()}
 
 
@@ -144,7 +144,7 @@ def test_a_weight_that_is_made_of_others_keeps_the_loading_from_holes(file: Path
 
 def test_a_module_with_other_weights_than_before_is_not_filled(file: Path, manager: MemoryManager) -> None:
     first = Loaded(file, manager)
-    loading = next(iter(manager.registry.loadings.seen))
+    loading = next(iter(manager.attacher.loadings.seen))
     first.managed.discard()
     with open_stand_in(loading, [file]) as other:
         assert other is not None
@@ -172,7 +172,7 @@ def test_loadings_are_forgotten(file: Path, manager: MemoryManager, monkeypatch:
     monkeypatch.setattr(known_loadings, "MAX_LOADINGS", 2)
     for made in ("one", "two", "one", "three"):
         Loaded(file, manager, made=made).managed.discard()
-    assert [loading.made for loading in manager.registry.loadings.seen] == ["one", "three"]
+    assert [loading.made for loading in manager.attacher.loadings.seen] == ["one", "three"]
 
 
 @given(data=st.data())

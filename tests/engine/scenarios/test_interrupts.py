@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_model
 
 from highwater.memory import manage
+from highwater.memory.manager.attacher import Attacher
 from highwater.memory.manager.leases import Leases
-from highwater.memory.manager.registry import Registry
 from highwater.memory.planner.staging_layout import Occupancy
 from highwater.memory.runtime import packing
 from highwater.memory.runtime.blocks.placed_tensors import PlacedTensors
@@ -180,8 +180,8 @@ JOINING = [
     (Ledger, "charge"),
     (Packing, "measure"),
     (Packing, "pack"),
-    (Registry, "attach"),
-    (Registry, "prepare"),
+    (Attacher, "attach"),
+    (Attacher, "prepare"),
     (WeightGroup, "pack"),
 ]
 
