@@ -281,7 +281,7 @@ class Registry:
         sources = {m.name: m.managed.source for m in members if m.managed.source is not None}
         kinds = {member.name: member.managed.component.kind for member in members}
         asked, placement = placement, self.sharing.keep_together(placement, kinds, ids, shared)
-        locked = sum(member.managed.packing.host_bytes["pinned"] for member in members)
+        locked = sum(member.managed.packing.books.taken["pinned"] for member in members)
         planned = plan_modules(
             modules,
             self.capacity.machine(None, freed_bytes=locked),

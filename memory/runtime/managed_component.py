@@ -36,6 +36,7 @@ from .forwards.forward_pass import ComponentManager, NoManager, Passes
 from .forwards.hooked_modules import HookedModules, block_modules, modules_holding
 from .forwards.module_caches import ModuleCaches
 from .holders import attached
+from .host_books import count_host_bytes
 from .outside_changes import OutsideChanges
 from .packing import Ending, Packing
 from .tensors.deep_copies import OwnHook
@@ -198,7 +199,7 @@ class ManagedComponent:
         """Yield place, kind and bytes of all its memory that is there now, for `Ledger.check`; reads no books."""
         for share in self.shares:
             yield from share.count_bytes()
-        for tier, num_bytes in self.packing.count_bytes().items():
+        for tier, num_bytes in count_host_bytes(self.packing.shares).items():
             yield tier, Kind.WEIGHTS, num_bytes
 
     def settle_books(self) -> None:

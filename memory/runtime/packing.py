@@ -13,7 +13,7 @@ from ..planner.plan import ComponentPlan
 from ..planner.sizes import bounce_buffer_bytes
 from ..transfer.bounce_buffers import allocate_slabs
 from ..transfer.copy_stream import CopyStream
-from ..transfer.pinned_memory import ArenaLock, HostSlab, count_slabs
+from ..transfer.pinned_memory import ArenaLock, HostSlab
 from ..units import PAGE_BYTES
 from ..weights.component import Component
 from ..weights.source import WeightsSource
@@ -27,7 +27,8 @@ from .blocks.weight_store import FileStore, HostStore
 from .changes.written_weights import WrittenWeights, renamed
 from .common_slabs import CommonSlabs, is_paid_elsewhere
 from .devices.device_share import DeviceShare
-from .devices.ledger import Kind, Ledger
+from .devices.ledger import Ledger
+from .host_books import HostBooks, count_host_bytes
 from .tensors.parameter_slots import ParameterSlot
 
 __all__ = ["Ending", "Packing"]
@@ -76,14 +77,10 @@ class Packing:
         self.component = component
         self.plan = plan
         self.shares = list(shares)
-        self.ledger = ledger
         self.source = source
-        self.host_bytes = Counter[str]()
-        """The bytes of host memory that the weights take, by tier."""
-        self.charged = Counter[str]()
-        """What of that is in the ledger."""
+        self.books = HostBooks(owner, ledger)
         self.added_bytes: dict[WeightGroup, Counter[str]] = {}
-        """The part of that of layers which were added, by their group."""
+        """The part of the books that is of layers which were added, by their group."""
         self.was_refused = False
         """Whether the driver refused to page-lock part of what the plan wanted page-locked."""
         self.told_refusal = False
@@ -98,7 +95,7 @@ class Packing:
         """Where weights lie that come from files beyond doubt; None: all do that `origins` has."""
         self.filled: Sequence[PristineSlab] = ()
         """Slabs in which groups may lie already; empty but while they are packed."""
-        self.common = CommonSlabs(owner, self.take)
+        self.common = CommonSlabs(owner, self.books.take)
         self.pristine: list[PristineSlab] = []
         """After the end, slabs whose weights are as their files have them."""
         self.left: list[Bundle] = []
@@ -187,10 +184,9 @@ class Packing:
         if self.plan.tier == "disk":
             self.written.end_doubts()
         self.left.clear()
-        for tier, num_bytes in self.host_bytes.items():
-            self.charge(tier, num_bytes)
+        self.books.charge_all()
         for group in self.groups:
-            group.at_rest.charge_to(self.charge_host)
+            group.at_rest.charge_to(self.books.take_pageable)
             if group.at_rest.store is not None and not any(group in bundle.groups for bundle in self.kept):
                 self.written.note_packed(group)
 
@@ -221,7 +217,7 @@ class Packing:
                         own = {"host": group.slab_bytes} if lock is None else {"pinned": lock.arena.num_bytes}
                         self.added_bytes[group] = Counter(own)
                     if lock is None:
-                        self.host_bytes["host"] += group.slab_bytes
+                        self.books.note("host", group.slab_bytes)
                         continue
                     assert share.copies is not None
                     locks[id(lock)] = lock
@@ -229,7 +225,7 @@ class Packing:
                     if share.copies.wait not in others:
                         others.append(share.copies.wait)
         for number, lock in locks.items():
-            self.host_bytes["pinned"] += lock.arena.num_bytes
+            self.books.note("pinned", lock.arena.num_bytes)
             lock.copy_by(waits[number])
 
     def unpack_left(self, kept: Collection[Bundle] = (), *, reads: bool = False) -> None:
@@ -261,7 +257,7 @@ class Packing:
                     group.fill(self.source, progress)
         else:
             groups = sorted(to_pack, key=lambda group: group.name not in self.plan.pinned)
-        self.host_bytes["host"] += sum(group.slab_bytes for group in to_pack if group not in groups)
+        self.books.note("host", sum(group.slab_bytes for group in to_pack if group not in groups))
         if share.copies is not None:
             for group in groups:
                 group.at_rest.note_origins(find_origins(group, self.origins))
@@ -278,8 +274,8 @@ class Packing:
             self.prove(group, slab)
             group.pack(slab, self.source, progress, is_filled=self.proven is not None)
             if not slab.data.is_pinned():
-                self.host_bytes["host"] += group.slab_bytes
-        self.host_bytes["pinned"] += slabs.locked_bytes
+                self.books.note("host", group.slab_bytes)
+        self.books.note("pinned", slabs.locked_bytes)
         self.was_refused = self.was_refused or slabs.was_refused
 
     def pack_filled(
@@ -290,11 +286,11 @@ class Packing:
         for lock in {id(slab.lock): slab.lock for slab in whole.values()}.values():
             if lock is not None:
                 lock.copy_by([copies.wait])
-                self.host_bytes["pinned"] += lock.arena.num_bytes
+                self.books.note("pinned", lock.arena.num_bytes)
         for group, slab in whole.items():
             self.prove(group, slab)
             group.pack(slab, self.source, progress, is_filled=True)
-            self.host_bytes["host"] += group.slab_bytes if slab.lock is None else 0
+            self.books.note("host", group.slab_bytes if slab.lock is None else 0)
         return [group for group in groups if group not in whole]
 
     def prove(self, group: WeightGroup, slab: HostSlab) -> None:
@@ -324,12 +320,11 @@ class Packing:
                 taken["host"] += 0 if slab.data.is_pinned() else group.slab_bytes
             taken["pinned"] += slabs.locked_bytes
             self.written.note_packed(group)
-        group.at_rest.charge_to(self.charge_host)
+        group.at_rest.charge_to(self.books.take_pageable)
         bundle.add(group)
         self.added_bytes[group] = taken
         for tier, num_bytes in taken.items():
-            self.host_bytes[tier] += num_bytes
-            self.charge(tier, num_bytes)
+            self.books.take(tier, num_bytes)
 
     def remove_added(self, share: DeviceShare, bundle: Bundle) -> None:
         """Give plain memory to the weights of layers that were added to a block; they are no part of it any more."""
@@ -342,8 +337,7 @@ class Packing:
         bundle.add(None)
         bundle.forget_views()
         for tier, num_bytes in self.added_bytes.pop(group, Counter()).items():
-            self.host_bytes[tier] -= num_bytes
-            self.charge(tier, -num_bytes)
+            self.books.take(tier, -num_bytes)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Call weights what their module calls them by now, by the names that they had."""
@@ -360,43 +354,14 @@ class Packing:
                 self.written.compare(group)
                 group.rest_in_file(self.source, share.bounce, written=self.written.names)
             assert isinstance(group.at_rest.store, FileStore)
-            self.host_bytes["host"] += group.at_rest.store.kept_bytes
+            self.books.note("host", group.at_rest.store.kept_bytes)
         share.bounce.fill_from(self.source)
         num_bytes = bounce_buffer_bytes(self.component, list(share.blocks), first=share is self.shares[0])
         share.memory.read_through(num_bytes, locks=bool(self.plan.pinned_bytes))
 
-    def count_bytes(self) -> dict[str, int]:
-        """Return the bytes of host memory that the weight stores have now, by tier, counted in the stores.
-
-        What computes in place in the memory that it came in has no slab: it counts as one.
-        """
-        own = [group for group in self.groups if not is_paid_elsewhere(group)]
-        slabs = [group.host_slab for group in own if group.host_slab is not None]
-        kept_bytes = sum(
-            group.at_rest.store.kept_bytes for group in self.groups if isinstance(group.at_rest.store, FileStore)
-        )
-        in_place = [group for share in self.shares if share.copies is None for group in share.groups]
-        in_place_bytes = sum(group.slab_bytes for group in in_place if not group.encoded)
-        taken = count_slabs(slabs)
-        return {**taken, "host": taken["host"] + kept_bytes + in_place_bytes}
-
     def settle_books(self) -> None:
         """Enter in the ledger what the weight stores take now: groups have given up theirs."""
-        for tier, num_bytes in self.count_bytes().items():
-            self.host_bytes[tier] = num_bytes
-            self.charge(tier, num_bytes - self.charged[tier])
-
-    def charge_host(self, num_bytes: int) -> None:
-        if num_bytes:
-            self.take("host", num_bytes)
-
-    def take(self, tier: str, num_bytes: int) -> None:
-        self.host_bytes[tier] += num_bytes
-        self.charge(tier, num_bytes)
-
-    def charge(self, tier: str, num_bytes: int) -> None:
-        self.charged[tier] += num_bytes
-        self.ledger.change(tier, self.owner, Kind.WEIGHTS, num_bytes)
+        self.books.settle(count_host_bytes(self.shares))
 
     def end(self, ending: Ending) -> None:
         """Give the module its weights as the ending says, and remove the weight stores from the ledger.
@@ -425,9 +390,7 @@ class Packing:
                 except InvalidInput as problem:
                     error = error or problem
         self.common.end()
-        while self.charged:
-            tier, num_bytes = self.charged.popitem()
-            self.ledger.credit(tier, self.owner, Kind.WEIGHTS, num_bytes)
+        self.books.close()
         if error is not None:
             raise error
 
@@ -460,7 +423,7 @@ class Packing:
         Raises:
             InvalidInput: it still cannot be read.
         """
-        for group in self.groups if not self.charged else ():
+        for group in self.groups if not self.books.are_open else ():
             if any(group in bundle.groups for bundle in self.left):
                 continue
             if group.at_rest.store is not None and group.placed.is_as_placed():

@@ -73,7 +73,7 @@ Fault = tuple[object, str, object]
 
 
 def faults_of(managed: ManagedComponent) -> Iterator[Fault]:
-    if managed.packing.host_bytes["pinned"]:
+    if managed.packing.books.taken["pinned"]:
         yield pinned_memory, "locked_arenas", {}
     for share in managed.shares:
         if share.streamer is not None:
