@@ -8,6 +8,8 @@
 
 /** What was found for the user's language first, English last. @type {HostTexts[]} */
 let languages = [];
+/** What the user chose, whether there are texts of it or not. */
+let chosen = "en";
 
 /**
  * Take the texts of the host's `/i18n`, all languages in one object; a text that a language lacks is English.
@@ -17,7 +19,14 @@ let languages = [];
 export function useTexts(all, locale) {
   const found = [locale, locale.split("-")[0], "en"].map((name) => all[name]);
   languages = found.filter((texts) => texts !== undefined);
+  chosen = locale;
 }
+
+/**
+ * The locale of times: the user's language, as the browser's user writes it where that is one of theirs ("en-GB").
+ * @param {readonly string[]} preferred the browser's languages
+ */
+export const localeOf = (preferred) => preferred.find((name) => name.split("-")[0] === chosen) ?? chosen;
 
 /**
  * A text by its key, such as "panel.title", with values in the place of `{name}`. The key itself where there is none.

@@ -7,8 +7,9 @@ import { nextOrder, nodeAt, rowsOf, sorted } from "../../web/panel/components.js
 import { filtered, linesOf, makeEvents, withMore } from "../../web/panel/events.js";
 import { closeToMark, makeSlider, marksOf, movedBy, movedTo } from "../../web/panel/marks.js";
 import { makeColours, makePanel } from "../../web/panel/view.js";
-import "./english.mjs";
+import { useEnglish } from "./english.mjs";
 import { makeDocument } from "./fake_document.mjs";
+import { useTexts } from "../../web/texts.js";
 
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;
@@ -276,6 +277,17 @@ test("the filter keeps its kind while events come", async () => {
   assert.equal(kinds.value, "load");
   assert.equal(element.find({ name: "hw-events" }).children.length, 1);
   assert.equal(element.find({ role: "status" }).textContent, "1 of 2 events");
+});
+
+test("kinds of events are in the user's language, in the list, in its filter and in what is found by words", () => {
+  useTexts({ xx: { highwater: { panel: { event_kind: { evict: "Auslagern" } } } }, en: {} }, "xx");
+  const lines = linesOf([EVENT], {}, String);
+  assert.equal(filtered(lines, { words: "auslagern", kind: "evict" }).length, 1);
+  const { element, show } = makeEvents(makeDocument());
+  show(lines);
+  assert.equal(element.find({ name: "hw-kind" }).textContent, "Auslagern");
+  assert.deepEqual(element.all(({ tag }) => tag === "option").map((option) => [option.getAttribute("value"), option.textContent])[1], ["evict", "Auslagern"]);
+  useEnglish();
 });
 
 test("the panel shows hostile names as text, and advice only where there is some", () => {

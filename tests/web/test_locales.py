@@ -15,6 +15,7 @@ import pytest
 from highwater.headless.comfy_stub.comfy_api import install, object_info
 
 install()
+from highwater.memory.manager.report import EVENT_KINDS  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -86,15 +87,20 @@ def test_what_the_host_reads_has_no_sign_of_its_message_syntax(language: str):
 
 
 def test_every_text_that_the_page_asks_for_is_there_and_no_other():
-    """Keys that are put together when they are asked for are known by their beginning."""
+    """Keys that are put together when they are asked for are known by their beginning, here and in the nodes."""
     scripts = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "web").rglob("*.js")))
     asked = set(re.findall(r"""["'`]((?:[a-z_]+\.)+[a-z_0-9]+)["'`]""", scripts))
-    begun = tuple(re.findall(r"`((?:[a-z_]+\.)+)\$\{", scripts))
+    nodes = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "nodes").rglob("*.py")))
+    begun = (*re.findall(r"`((?:[a-z_]+\.)+)\$\{", scripts), *re.findall(r'f"((?:[a-z_]+\.)+)\{', nodes))
     there = {".".join(path[2:]) for path in ENGLISH if path[1] == "highwater"}
     areas = {key.split(".")[0] for key in there}
     missing = {key for key in asked if key.split(".")[0] in areas} - there
     unused = {key for key in there - asked if not key.startswith(begun)}
     assert (missing, unused) == (set(), set())
+
+
+def test_every_kind_of_event_has_a_text():
+    assert {path[-1] for path in ENGLISH if path[1:4] == ("highwater", "panel", "event_kind")} == set(EVENT_KINDS)
 
 
 def test_every_command_and_setting_has_its_texts():

@@ -1,7 +1,7 @@
 // The page's texts: in the user's language, else in English, else the key.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { commandLabel, said, settingText, text, useTexts } from "../../web/texts.js";
+import { commandLabel, localeOf, said, settingText, text, useTexts } from "../../web/texts.js";
 
 const ALL = {
   en: { commands: { A_Lend: { label: "Lend" } }, settings: { A_Units: { name: "Units" } }, highwater: { panel: { title: "Memory", free: "{amount} free on {device}" } } },
@@ -24,6 +24,14 @@ test("a language with a region, one without texts, and one that is unknown", () 
     useTexts(ALL, locale);
     assert.equal(text("panel.title"), "Memory");
   }
+});
+
+test("times are written in the user's language, as the browser's user writes it", () => {
+  useTexts(ALL, "de");
+  assert.equal(localeOf(["en-GB", "de-AT"]), "de-AT");
+  assert.equal(localeOf(["en-GB", "fr"]), "de");
+  useTexts(ALL, "zh-TW");
+  assert.equal(localeOf(["zh-CN"]), "zh-TW");
 });
 
 test("what a text does not name is left out, and what it names and nobody gave stays", () => {

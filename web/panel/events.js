@@ -7,7 +7,8 @@ import { make, makeRows } from "./elements.js";
 
 /**
  * @typedef {Highwater.Answers["events"]["events"][number]} Event
- * @typedef {{ id: string, kind: string, time: string, what: string, reason: string, when: string }} Line
+ * @typedef {{ id: string, kind: string, title: string, time: string, what: string, reason: string, when: string }} Line
+ *   the title is the kind in the user's language
  */
 
 /** So many are kept, and so many of these are shown at once. */
@@ -41,6 +42,7 @@ export function linesOf(events, { runs = [], nodes = [] }, clock) {
     return {
       id: `${event.t_s} ${at} ${event.kind} ${event.component}`,
       kind: event.kind,
+      title: kindTitle(event.kind),
       time: clock(event.t_s),
       what: [event.component, event.device, amount].filter(Boolean).join(" "),
       reason: event.reason,
@@ -48,6 +50,9 @@ export function linesOf(events, { runs = [], nodes = [] }, clock) {
     };
   }).reverse();
 }
+
+/** @param {string} kind */
+const kindTitle = (kind) => text(`panel.event_kind.${kind}`);
 
 /** @param {string} name */
 const isId = (name) => /^[0-9a-f]{8}-[0-9a-f-]{27}$/.test(name);
@@ -67,7 +72,7 @@ export function filtered(lines, { words, kind }) {
   const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
   return lines.filter((line) => {
     if (kind && line.kind !== kind) return false;
-    const told = `${line.kind} ${line.what} ${line.reason} ${line.when}`.toLowerCase();
+    const told = `${line.title} ${line.what} ${line.reason} ${line.when}`.toLowerCase();
     return wanted.every((word) => told.includes(word));
   });
 }
@@ -100,7 +105,7 @@ export function makeEvents(document) {
       const chosen = kinds.value;
       const found = ["", ...new Set(lines.map((line) => line.kind))].sort();
       if (found.join() !== [...kinds.children].map((option) => option.getAttribute("value")).join()) {
-        kinds.replaceChildren(...found.map((kind) => make(document, "option", { value: kind, text: kind || text("panel.all_kinds") })));
+        kinds.replaceChildren(...found.map((kind) => make(document, "option", { value: kind, text: kind ? kindTitle(kind) : text("panel.all_kinds") })));
         kinds.value = found.includes(chosen) ? chosen : "";
       }
       draw();
@@ -113,7 +118,7 @@ export function makeEvents(document) {
  * @param {Line} line
  */
 function makeLine(document, line) {
-  const kind = make(document, "span", { class: "hw-kind", text: line.kind });
+  const kind = make(document, "span", { class: "hw-kind", text: line.title });
   const what = make(document, "span", { class: "hw-name", text: line.what });
   const when = make(document, "div", { class: "hw-quiet" });
   const fill = (/** @type {Line} */ now) => {

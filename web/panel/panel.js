@@ -5,7 +5,7 @@ import { app } from "../../../scripts/app.js";
 import { api } from "../../../scripts/api.js";
 import "../page_texts.js"; // what is registered is in the user's language
 import { change, get, giveBack, lend, live } from "../server.js";
-import { text } from "../texts.js";
+import { localeOf, text } from "../texts.js";
 import { marksText } from "../watermark.js";
 import { nodeAt } from "./components.js";
 import { withMore } from "./events.js";
@@ -35,7 +35,7 @@ let shownAt = -1;
 let asked = 0;
 
 /** @param {number} seconds after the server's start */
-const clock = (seconds) => new Date(startMs + seconds * 1000).toLocaleTimeString();
+const clock = (seconds) => new Date(startMs + seconds * 1000).toLocaleTimeString(localeOf(navigator.languages));
 
 function draw() {
   if (!open) return;
