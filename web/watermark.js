@@ -4,7 +4,17 @@
 import { text } from "./texts.js";
 import { inMegabytes } from "./units.js";
 
-/** @typedef {{ low_bytes: number, high_bytes: number, source: "set" | "setting" | "default" }} WatermarkReport */
+/** @typedef {{ low_bytes: number, high_bytes: number, low_text: string, high_text: string, source: "set" | "setting" | "default" }} WatermarkReport */
+
+/**
+ * A mark in the unit in which it was written: "10% (1.2G)", "8 GB"; where nobody wrote it, its amount.
+ * @param {string} written
+ * @param {string} amount
+ */
+export function markText(written, amount) {
+  if (written.endsWith("%")) return `${written} (${amount})`;
+  return written.replace(/(?<=\d)(?=[A-Za-z])/, " ") || amount;
+}
 
 /**
  * Say which marks count now, and for which devices a node has others.
@@ -12,7 +22,10 @@ import { inMegabytes } from "./units.js";
  */
 export function marksText(watermarks) {
   const named = Object.entries(watermarks).filter(([, { source }]) => source === "setting");
-  const marks = named.map(([device, { low_bytes, high_bytes }]) => text("marks.of_device", { device, low: inMegabytes(low_bytes), high: inMegabytes(high_bytes) }));
+  const marks = named.map(([device, { low_bytes, high_bytes, low_text, high_text }]) => {
+    const [low, high] = [markText(low_text, inMegabytes(low_bytes)), markText(high_text, inMegabytes(high_bytes))];
+    return text("marks.of_device", { device, low, high });
+  });
   const byNodes = Object.keys(watermarks).filter((device) => watermarks[device].source === "set");
   const others = byNodes.length ? [text("marks.by_node", { devices: byNodes.join(", ") })] : [];
   return [marks.length ? text("marks.kept_free", { marks: marks.join("; ") }) : text("marks.default"), ...others].join(" ");

@@ -98,10 +98,7 @@ class LiveCapacity:
         """Return the marks of each accelerator and of the RAM, and what they come from."""
         marks = self.watermarks
         found = {name: marks.of(name) for name in marks.devices} | {HOST: self.mark_of_host()}
-        return {
-            name: WatermarkReport(low_bytes=mark.low_bytes, high_bytes=mark.high_bytes, source=marks.source_of(name))
-            for name, mark in found.items()
-        }
+        return {name: marks.report(name, mark) for name, mark in found.items()}
 
     def free_bytes(self, device: Device) -> int:
         """Return the bytes of a device that an allocation may take now: free, and not lent."""

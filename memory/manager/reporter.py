@@ -24,7 +24,7 @@ from .report import (
     component_report,
     device_report,
 )
-from .watermark import Watermark, WatermarkReport
+from .watermark import Watermark
 
 __all__ = ["Reporter"]
 
@@ -54,11 +54,7 @@ class Reporter:
             device,
             memory,
             Watermark(low_bytes=0, high_bytes=0) if device.is_cpu else self.capacity.joined_mark(name),
-            WatermarkReport(
-                low_bytes=own.low_bytes,
-                high_bytes=own.high_bytes,
-                source=marks.source_of(HOST if device.is_cpu else name),
-            ),
+            marks.report(HOST if device.is_cpu else name, own),
             self.ledger,
             self.measures.peaks[name],
             sum(self.steered.by_component(name).values()),

@@ -47,6 +47,9 @@ class WatermarkReport(TypedDict):
 
     low_bytes: int
     high_bytes: int
+    low_text: str
+    """As a user wrote it, such as ``8GB`` or ``10%``; empty where nobody did."""
+    high_text: str
     source: str
 
 
@@ -101,6 +104,10 @@ class Watermarks:
         """The marks that were set, of accelerators."""
         self.defaults: dict[str, Watermark] = {}
         """The marks that are set by default, of accelerators."""
+        self.written: dict[str, Marks] = {}
+        """As users wrote the marks that were set, of accelerators."""
+        self.written_defaults: dict[str, Marks] = {}
+        """As users wrote those that are set by default."""
         self.host_marks: Marks | None = None
         """The marks of the RAM, if they were set. A percentage follows the limit of a container, which may change."""
         self.host_defaults: Marks | None = None
@@ -130,6 +137,20 @@ class Watermarks:
             return "set"
         return "setting" if (self.host_defaults is not None if is_host else device in self.defaults) else "default"
 
+    def report(self, device: str, marks: Watermark) -> WatermarkReport:
+        """Return the report of the marks of a device, or of the RAM (``host``); they are passed in bytes."""
+        if device == HOST:
+            written = self.host_marks or self.host_defaults
+        else:
+            written = self.written.get(device) or self.written_defaults.get(device)
+        return WatermarkReport(
+            low_bytes=marks.low_bytes,
+            high_bytes=marks.high_bytes,
+            low_text=written.low.text if written else "",
+            high_text=written.high.text if written else "",
+            source=self.source_of(device),
+        )
+
     def all_set(self) -> dict[str, Watermark]:
         """Return the marks of the accelerators for which someone set some."""
         return self.defaults | self.marks
@@ -148,6 +169,7 @@ class Watermarks:
         found = self.resolve(device, marks)
         changed = [name for name, mark in found.items() if name != HOST and self.marks.get(name) != mark]
         self.marks |= {name: found[name] for name in changed}
+        self.written |= {name: marks for name in found if name != HOST}
         if HOST in found and self.host_marks != marks:
             self.host_marks = marks
             changed.append(HOST)
@@ -164,10 +186,13 @@ class Watermarks:
         """
         before, ram = self.all_set(), self.host_marks or self.host_defaults
         defaults: dict[str, Watermark] = {}
+        written: dict[str, Marks] = {}
         for device in sorted(asked, key=lambda name: name != ALL):
-            defaults |= self.resolve(device, asked[device])
+            found = self.resolve(device, asked[device])
+            defaults |= found
+            written |= dict.fromkeys(found, asked[device])
         defaults.pop(HOST, None)
-        self.defaults, self.host_defaults = defaults, asked.get(HOST)
+        self.defaults, self.written_defaults, self.host_defaults = defaults, written, asked.get(HOST)
         now = self.all_set()
         changed = [name for name in self.devices if before.get(name) != now.get(name)]
         return changed if ram == (self.host_marks or self.host_defaults) else [*changed, HOST]

@@ -9,7 +9,7 @@ unit       = "GiB" | "MiB" | "GB" | "MB" | "G" | "M", in any case; G is GiB, and
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 
 from ..errors import InvalidInput, allowed_values, quoted
@@ -24,6 +24,8 @@ ALL, HOST = "*", "host"
 
 PERCENT = re.compile(r"(\d+(?:\.\d+)?)\s*%", re.ASCII)
 AMOUNT = re.compile(r"\d[\w.]*\s*(?:%|[A-Za-z]+)?", re.ASCII)
+# A longer number is no one's choice: such a mark is shown in bytes.
+LONGEST_TEXT = 16
 OR_SHARE = "or a part of the total, such as 10%"
 
 
@@ -34,6 +36,8 @@ class Mark:
     num_bytes: int | None = None
     share: float | None = None
     """From 0 to 1."""
+    text: str = field(default="", compare=False)
+    """As a user wrote it, without blanks, such as ``8GB`` or ``10%``; empty where nobody did."""
 
     def of(self, total_bytes: int) -> int:
         """Return the bytes that it means for a device with so many."""
@@ -82,16 +86,18 @@ def read_mark(value: object, *, what: str) -> Mark:
         return Mark(num_bytes=value)
     if not isinstance(value, str):
         raise InvalidInput(f"{what} {quoted(value)}; allowed: a whole number of bytes, or text such as 512MiB or 10%")
+    text = "".join(value.split())
+    text = text if len(text) <= LONGEST_TEXT else ""
     match = PERCENT.fullmatch(value.strip())
     if match is None:
         try:
-            return Mark(num_bytes=parse_bytes(value, what=what))
+            return Mark(num_bytes=parse_bytes(value, what=what), text=text)
         except InvalidInput as error:
             raise InvalidInput(f"{error}, {OR_SHARE}") from None
     share = float(Decimal(match[1]).scaleb(-2))
     if share > 1:
         raise InvalidInput(f"{what} {value!r} is more than all; allowed: 0% to 100%")
-    return Mark(share=share)
+    return Mark(share=share, text=text)
 
 
 def parse_watermarks(text: str, *, what: str = "watermark") -> dict[str, Marks]:

@@ -116,36 +116,52 @@ for (const isKept of [true, false, true]) {
 }
 assert.equal(await page.evaluate(() => document.activeElement.getAttribute("aria-label")), "Keep (tiny_flux)", "the focus stays");
 const stops = [];
-await bar.getByRole("slider").focus();
+await bar.getByRole("slider").first().focus();
 for (let step = 0; step < 30 && !stops.includes("Filter by text"); step += 1) {
   await page.keyboard.press("Tab");
   stops.push(await page.evaluate(() => document.activeElement.getAttribute("aria-label") ?? document.activeElement.textContent));
 }
-for (const name of ["Lend… (gpu:0)", "Watermark of RAM", HOSTILE, "Release (tiny_flux)", "Keep (tiny_flux)", "Move… (tiny_flux)"]) {
+for (const name of ["Lend… (gpu:0)", "High mark of RAM", "Low mark of RAM", HOSTILE, "Release (tiny_flux)", "Keep (tiny_flux)", "Move… (tiny_flux)"]) {
   assert.ok(stops.includes(name), `${name} is not reached by Tab: ${stops.join("; ")}`);
 }
 
-// The watermark is dragged, and moved by keys; it is set when it is let go, and stays after a reload.
-const slider = bar.getByRole("slider", { name: "Watermark of gpu:0" });
-const lowMark = async () => (await gpu()).own_watermark;
-const before = await lowMark();
-await slider.scrollIntoViewIfNeeded();
-const handle = await slider.boundingBox();
-const track = await bar.locator(".hw-track").boundingBox();
-await page.mouse.move(handle.x + handle.width / 2, handle.y + handle.height / 2);
-await page.mouse.down();
-await page.mouse.move(track.x + track.width * 0.7, handle.y + handle.height / 2, { steps: 5 });
-assert.deepEqual(await lowMark(), before, "set while it is dragged");
-await page.mouse.up();
-await until("the mark", lowMark, (mark) => mark.source === "setting" && Math.abs(mark.low_bytes - 0.3 * 1844 * MIB) < 30 * MIB);
-await page.getByText(/Kept free: gpu:0: 5\d\d MiB to \d+ MiB/).first().waitFor();
-const dragged = (await lowMark()).low_bytes;
-await slider.focus();
-await page.keyboard.press("ArrowRight");
-await page.keyboard.press("ArrowRight");
-await until("the mark by keys", lowMark, (mark) => Math.abs(dragged - mark.low_bytes - 0.02 * 1844 * MIB) < MIB);
-await until("its text", () => slider.getAttribute("aria-valuetext"), (text) => /^Watermark: keeps 5\d\dM to [\d.]+[MG] free$/.test(text));
-assert.match(await page.evaluate(() => app.extensionManager.setting.get("Highwater.Watermark")), /^gpu:0=[\d.]+MiB:[\d.]+MiB$/);
+// Each mark is dragged, and moved by keys; it is set when it is let go, keeps the unit in which it was written, and stays
+// after a reload. The low one never passes the high one.
+const mark = (side) => bar.getByRole("slider", { name: `${side} mark of gpu:0` });
+const marks = async () => (await gpu()).own_watermark;
+const savedMarks = () => page.evaluate(() => app.extensionManager.setting.get("Highwater.Watermark"));
+/** Drag a mark to a part of the bar, from the left, and do something before it is let go. */
+async function drag(slider, part, before = async () => {}) {
+  await slider.scrollIntoViewIfNeeded();
+  const handle = await slider.boundingBox();
+  const track = await bar.locator(".hw-track").boundingBox();
+  await page.mouse.move(handle.x + handle.width / 2, handle.y + handle.height / 2);
+  await page.mouse.down();
+  await page.mouse.move(track.x + track.width * part, handle.y + handle.height / 2, { steps: 5 });
+  await before();
+  await page.mouse.up();
+}
+const unset = await marks();
+await drag(mark("High"), 0.6, async () => assert.deepEqual(await marks(), unset, "set while it is dragged"));
+await until("the high mark", marks, (found) => found.source === "setting" && Math.abs(found.high_bytes - 0.4 * 1844 * MIB) < 30 * MIB);
+assert.equal((await marks()).low_bytes >> 20, unset.low_bytes >> 20, "the low one stays");
+await page.getByText(/Kept free: gpu:0: 184 MiB to 7\d\d MiB/).first().waitFor();
+await drag(mark("Low"), 0.2);
+await until("the low mark stops at the high one", marks, (found) => found.low_bytes === found.high_bytes);
+await setting("Highwater.Watermark", "*=10%:20%");
+await until("marks in percent", marks, (found) => found.low_text === "10%" && found.high_text === "20%");
+await until("they are shown so", () => mark("Low").getAttribute("aria-valuetext"), (text) => text === "Eviction starts when less than 10% (184M) is free");
+await drag(mark("High"), 0.67);
+await until("a percentage stays one", marks, (found) => /^3[23](\.\d)?%$/.test(found.high_text) && found.low_text === "10%");
+await mark("Low").focus();
+await page.keyboard.press("ArrowLeft");
+await until("one more percent by a key", marks, (found) => found.low_text === "11%");
+await page.keyboard.press("ArrowLeft");
+await until("and another one", marks, (found) => found.low_text === "12%");
+await until("its value", () => mark("Low").getAttribute("aria-valuenow"), (value) => value === "88");
+assert.match(await savedMarks(), /^gpu:0=12%:3[23](\.\d)?%,gpu:1=10%:20%$/);
+await page.getByText(/Kept free: gpu:0: 12% \(221 MiB\) to 3[23](\.\d)?% \(\d+ MiB\); gpu:1: 10% \(184 MiB\) to 20%/).first().waitFor();
+await shoot("panel_marks");
 
 // While a run computes nothing is released: one toast has the server's line, and the button works again.
 const { prompt_id: id } = await (await send("/prompt", { prompt: await readJson(waiting) })).json();
@@ -213,7 +229,7 @@ await page.waitForTimeout(1000);
 await page.evaluate((graph) => app.loadGraphData(graph), first);
 if (!(await panel.count())) await openTab();
 await told("after a reload", card, /onerror[^]*Moved to/);
-await until("the mark after a reload", lowMark, (mark) => mark.source === "setting");
+await until("the marks after a reload", marks, (found) => found.source === "setting" && found.low_text === "12%");
 
 // Another language and other units are there at once.
 await setting("Highwater.Language", "de");

@@ -162,8 +162,9 @@ def test_the_report_says_what_lies_beside_the_weights_and_what_stays_free(server
     assert {row["own_watermark"]["source"] for row in (ram, gpu)} == {"default"}
     post("/highwater/watermark", {"marks": "gpu:0=1MiB:2MiB,host=1MiB:3MiB"})
     found = [row["own_watermark"] for row in rows()]
-    assert found[1] == {"low_bytes": MIB, "high_bytes": 2 * MIB, "source": "setting"}
-    assert found[0] == {"low_bytes": MIB, "high_bytes": 3 * MIB, "source": "setting"}
+    setting = {"low_text": "1MiB", "source": "setting"}
+    assert found[1] == {"low_bytes": MIB, "high_bytes": 2 * MIB, "high_text": "2MiB", **setting}
+    assert found[0] == {"low_bytes": MIB, "high_bytes": 3 * MIB, "high_text": "3MiB", **setting}
 
 
 def test_everything_leaves_a_device_or_nothing_does(server: Server, post: Callable) -> None:
@@ -304,7 +305,8 @@ def test_the_setting_says_what_stays_free_where_no_node_does(server: Server, pos
     held = manager.ledger.used("gpu:0")
     status, answer = post("/highwater/watermark", {"marks": "0:1%,host=1%:2%"})
     gpu, host = answer["watermarks"]["gpu:0"], answer["watermarks"]["host"]
-    assert status == 200 and gpu == {"low_bytes": 0, "high_bytes": 8 * MIB // 100, "source": "setting"}
+    written = {"low_text": "0", "high_text": "1%", "source": "setting"}
+    assert status == 200 and gpu == {"low_bytes": 0, "high_bytes": 8 * MIB // 100, **written}
     assert host["source"] == "setting" and 0 < 2 * host["low_bytes"] <= host["high_bytes"] + 1
     assert manager.ledger.used("gpu:0") == held
 
@@ -312,7 +314,8 @@ def test_the_setting_says_what_stays_free_where_no_node_does(server: Server, pos
     assert manager.ledger.used("gpu:0") == 0  # idle: it leaves at once
     manager.set_watermark("gpu:0", MIB, MIB)
     status, answer = post("/highwater/watermark", {"marks": "100%:100%,host=1%:2%"})
-    assert answer["watermarks"]["gpu:0"] == {"low_bytes": MIB, "high_bytes": MIB, "source": "set"}
+    unwritten = {"low_text": "", "high_text": "", "source": "set"}
+    assert answer["watermarks"]["gpu:0"] == {"low_bytes": MIB, "high_bytes": MIB, **unwritten}
     status, answer = post("/highwater/watermark", {"marks": ""})
     sources = {name: mark["source"] for name, mark in answer["watermarks"].items()}
     assert (status, sources) == (200, {"gpu:0": "set", "host": "default"})

@@ -1,11 +1,11 @@
 // Unit tests of web/panel/; run by node --test, which test_scripts.py starts.
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { barsOf } from "../../web/panel/bars.js";
+import { barsOf, makeBars } from "../../web/panel/bars.js";
 import { makeComponentTable } from "../../web/panel/component_table.js";
 import { nextOrder, nodeAt, rowsOf, sorted } from "../../web/panel/components.js";
 import { filtered, linesOf, makeEvents, withMore } from "../../web/panel/events.js";
-import { closeToMark, makeSlider, marksOf, movedBy, movedTo } from "../../web/panel/marks.js";
+import { closeToMark, makeSliders, marksOf, movedBy, movedTo } from "../../web/panel/marks.js";
 import { makeColours, makePanel } from "../../web/panel/view.js";
 import { useEnglish } from "./english.mjs";
 import { makeDocument } from "./fake_document.mjs";
@@ -14,13 +14,14 @@ import { useTexts } from "../../web/texts.js";
 const MIB = 2 ** 20;
 const GIB = 2 ** 30;
 const HOSTILE = "<img src=x onerror=alert(1)>";
-const MARK = { low_bytes: 5 * MIB, high_bytes: 8 * MIB, source: "default" };
+const UNWRITTEN = { low_text: "", high_text: "" };
+const MARK = { low_bytes: 5 * MIB, high_bytes: 8 * MIB, ...UNWRITTEN, source: "default" };
 const GPU = {
   name: "gpu:0", total_bytes: 64 * MIB, free_bytes: 14 * MIB, watermark: MARK, own_watermark: MARK, managed_bytes: 40 * MIB, other_bytes: 0, peak_bytes: 0,
   lent: null, neighbours: [], unshared: null, activation_bytes: 6 * MIB, pinned: null,
 };
 const RAM = {
-  ...GPU, name: "cpu", total_bytes: 16 * GIB, free_bytes: 10 * GIB, watermark: { low_bytes: 0, high_bytes: 0 }, own_watermark: { low_bytes: 2 * GIB, high_bytes: 3 * GIB, source: "default" },
+  ...GPU, name: "cpu", total_bytes: 16 * GIB, free_bytes: 10 * GIB, watermark: { low_bytes: 0, high_bytes: 0 }, own_watermark: { ...MARK, low_bytes: 2 * GIB, high_bytes: 3 * GIB },
   activation_bytes: null, pinned: { num_bytes: GIB, limit_bytes: 8 * GIB },
 };
 const PART = {
@@ -70,23 +71,53 @@ test("the RAM and what of it is page-locked have bars of their own", () => {
   assert.equal(barsOf({ devices: [{ ...RAM, pinned: { num_bytes: 0, limit_bytes: 0 } }] }, () => "").length, 1);
 });
 
-test("a moved mark keeps its distance and stays on the device", () => {
-  const marks = { low_bytes: 5 * MIB, high_bytes: 8 * MIB };
-  assert.deepEqual(movedTo(marks, 20 * MIB, 64 * MIB), { low_bytes: 20 * MIB, high_bytes: 23 * MIB });
-  assert.deepEqual(movedTo(marks, 90 * MIB, 64 * MIB), { low_bytes: 61 * MIB, high_bytes: 64 * MIB });
-  assert.deepEqual(movedTo(marks, -MIB, 64 * MIB), { low_bytes: 0, high_bytes: 3 * MIB });
-  assert.equal(movedBy(marks, "a", 64 * MIB), null);
-  assert.equal(movedBy(marks, "toString", 64 * MIB), null);
-  assert.ok(movedBy(marks, "ArrowRight", 64 * MIB).low_bytes < marks.low_bytes && movedBy(marks, "ArrowDown", 64 * MIB).low_bytes > marks.low_bytes);
-  assert.equal(movedBy(marks, "Home", 64 * MIB).high_bytes, 64 * MIB);
-  assert.equal(movedBy(marks, "End", 64 * MIB).low_bytes, 0);
+test("each mark is moved by itself, stays on the device, and the low one never passes the high one", () => {
+  const marks = { low_bytes: 5 * MIB, high_bytes: 8 * MIB, ...UNWRITTEN };
+  const moved = (side, wanted) => {
+    const { low_bytes, high_bytes } = movedTo(marks, side, wanted, 64 * MIB);
+    return [low_bytes / MIB, high_bytes / MIB];
+  };
+  assert.deepEqual([moved("low", 6 * MIB), moved("low", 20 * MIB), moved("low", -MIB)], [[6, 8], [8, 8], [0, 8]]);
+  assert.deepEqual([moved("high", 20 * MIB), moved("high", 2 * MIB), moved("high", 90 * MIB)], [[5, 20], [5, 5], [5, 64]]);
+  for (const key of ["a", "toString"]) assert.equal(movedBy(marks, "low", key, 64 * MIB), null);
+  assert.ok(movedBy(marks, "low", "ArrowRight", 64 * MIB).low_bytes < marks.low_bytes && movedBy(marks, "high", "ArrowDown", 64 * MIB).high_bytes > marks.high_bytes);
+  assert.equal(movedBy(marks, "high", "Home", 64 * MIB).high_bytes, 64 * MIB);
+  assert.equal(movedBy(marks, "low", "Home", 64 * MIB).low_bytes, 8 * MIB);
+  assert.equal(movedBy(marks, "high", "End", 64 * MIB).high_bytes, 5 * MIB);
 });
 
-test("new marks of one device leave those that are set for others", () => {
-  const set = { low_bytes: 3 * MIB, high_bytes: 4.5 * MIB, source: "setting" };
-  const devices = [{ ...RAM, own_watermark: set }, GPU, { ...GPU, name: "gpu:1", own_watermark: set }];
-  assert.equal(marksOf(devices, "gpu:0", { low_bytes: MIB, high_bytes: 2 * MIB }), "gpu:0=1MiB:2MiB,gpu:1=3MiB:4.5MiB,host=3MiB:4.5MiB");
-  assert.equal(marksOf(devices, "host", movedTo(set, 12.59 * MIB, GIB)), "gpu:1=3MiB:4.5MiB,host=12.59MiB:14.09MiB");
+test("a mark keeps the unit in which it was written, with as many digits as the device needs", () => {
+  const moved = (low_text, wanted, total) => movedTo({ low_bytes: 0, high_bytes: total, low_text, high_text: "100%" }, "low", wanted, total);
+  const told = (...asked) => moved(...asked).low_text;
+  assert.deepEqual([told("10%", 0.29876 * GIB, GIB), told("5.5%", 0.3 * GIB, GIB), told("5%", 0, GIB)], ["29.9%", "30%", "0%"]);
+  assert.deepEqual([told("8GB", 7.1234e9, 24 * GIB), told("8g", 7.1234 * GIB, 24 * GIB), told("1GiB", GIB / 4, 24 * GIB)], ["7.12GB", "7.12g", "0.25GiB"]);
+  assert.deepEqual([told("512MiB", 600.4 * MIB, 24 * GIB), told("3MiB", 3.456 * MIB, 64 * MIB), told("", 600.4 * MIB, 2 * GIB), told("", 5.678 * GIB, 24 * GIB)], ["600MiB", "3.46MiB", "600MiB", "5.68GiB"]);
+  assert.equal(told("0", 3 * MIB, GIB), "3MiB", "a zero has no unit to keep");
+  assert.equal(moved("10%", 0.29876 * GIB, GIB).low_bytes, Math.floor(0.299 * GIB), "what the text means to the server");
+  assert.equal(moved("8GB", 7.1234e9, 24 * GIB).low_bytes, 7.12e9);
+  const other = movedTo({ low_bytes: 184.4 * MIB, high_bytes: 276.6 * MIB, ...UNWRITTEN }, "high", 700 * MIB, 1844 * MIB);
+  assert.deepEqual(other, { low_bytes: 184 * MIB, high_bytes: 700 * MIB, low_text: "184MiB", high_text: "700MiB" }, "the other one is sent, too");
+});
+
+test("marks of different units stay in their order, however they are rounded", () => {
+  const total = 1844 * MIB;
+  const marks = { low_bytes: Math.floor(total * 0.1), high_bytes: 277 * MIB, low_text: "10%", high_text: "277MiB" };
+  for (const [side, wanted] of [["low", total], ["low", 276.99 * MIB], ["high", 0], ["high", marks.low_bytes + 1], ["high", total]]) {
+    const { low_bytes, high_bytes, low_text, high_text } = movedTo(marks, side, wanted, total);
+    assert.ok(low_bytes <= high_bytes && high_bytes <= total, `${side} at ${wanted}`);
+    assert.deepEqual([low_text.at(-1), high_text.slice(-3)], ["%", "MiB"]);
+  }
+  const together = { low_bytes: 7, high_bytes: 7, ...UNWRITTEN };
+  assert.equal(movedTo(together, "low", 7, total).low_bytes, 0, "no MiB lies between");
+  assert.deepEqual(marksOf([], "gpu:0", { low_bytes: 193356595, high_bytes: 193356595, ...UNWRITTEN }), "gpu:0=184.3992MiB:184.3993MiB");
+});
+
+test("new marks of one device leave those that are set for others as they were written", () => {
+  const set = { low_bytes: 3 * MIB, high_bytes: 4.5 * MIB, ...UNWRITTEN, source: "setting" };
+  const written = { ...set, low_text: "5%", high_text: "8GB" };
+  const devices = [{ ...RAM, own_watermark: set }, GPU, { ...GPU, name: "gpu:1", own_watermark: written }];
+  assert.equal(marksOf(devices, "gpu:0", { low_bytes: MIB, high_bytes: 2 * MIB, ...UNWRITTEN }), "gpu:0=1MiB:2MiB,gpu:1=5%:8GB,host=3MiB:4.5MiB");
+  assert.equal(marksOf(devices, "host", movedTo(set, "high", 12.59 * MIB, 64 * MIB)), "gpu:1=5%:8GB,host=3MiB:12.59MiB");
 });
 
 test("a device is close to its watermark when little more than that is free", () => {
@@ -96,37 +127,48 @@ test("a device is close to its watermark when little more than that is free", ()
   assert.equal(closeToMark([{ ...RAM, free_bytes: 2 * GIB }]).length, 1);
 });
 
-test("the handle of a mark tells its value, and is applied once when it is let go", async () => {
+const withMark = (more) => ({ ...barsOf({ devices: [GPU] }, () => "")[0], mark: { ...MARK, ...more } });
+
+test("a bar says its marks in the units in which they were written", () => {
+  const list = makeDocument().createElement("ul");
+  makeBars(list, ACTIONS)([withMark({ low_text: "7.8%", high_text: "8MiB" })]);
+  assert.ok(list.find({ text: "Watermark: keeps 7.8% (5.0M) to 8 MiB free" }));
+});
+
+test("both marks have a handle that tells its value and limits, and are applied once when they are let go", async () => {
   const asked = [];
-  const bar = { ...barsOf({ devices: [GPU] }, () => "")[0] };
-  const slider = makeSlider(makeDocument(), bar, async (marks) => (asked.push(marks), false));
-  slider.fill(bar);
-  const handle = slider.element.find({ role: "slider" });
-  assert.equal(handle.getAttribute("aria-valuetext"), "Watermark: keeps 5.0M to 8.0M free");
-  assert.equal(handle.getAttribute("aria-valuenow"), "92");
-  await handle.fire("pointerdown", { button: 0, pointerId: 1 });
-  await handle.fire("pointermove", { clientX: 200, pointerId: 1 });
-  slider.fill(bar); // a report comes meanwhile
-  assert.equal(handle.getAttribute("aria-valuetext"), "Watermark: keeps 32.0M to 35.0M free");
+  const bar = withMark({ high_text: "12.5%" });
+  const sliders = makeSliders(makeDocument(), bar, async (marks) => (asked.push(marks), false));
+  sliders.fill(bar);
+  const [high, low] = sliders.element.all(({ attributes }) => attributes.role === "slider");
+  const values = (handle) => ["now", "min", "max"].map((name) => handle.getAttribute(`aria-value${name}`)).join();
+  assert.deepEqual([low, high].map((handle) => handle.getAttribute("aria-label")), ["Low mark of gpu:0", "High mark of gpu:0"]);
+  assert.equal(low.getAttribute("aria-valuetext"), "Eviction starts when less than 5.0M is free");
+  assert.equal(high.getAttribute("aria-valuetext"), "Eviction stops when 12.5% (8.0M) is free");
+  assert.deepEqual([values(high), values(low)], ["88,0,92", "92,88,100"]);
+  await high.fire("pointerdown", { button: 0, pointerId: 1 });
+  await high.fire("pointermove", { clientX: 200, pointerId: 1 });
+  sliders.fill(bar); // a report comes meanwhile
+  assert.equal(high.getAttribute("aria-valuetext"), "Eviction stops when 50% (32.0M) is free");
+  assert.equal(low.getAttribute("aria-valuetext"), "Eviction starts when less than 5 MiB is free", "the other one stays, and is written now");
   assert.equal(asked.length, 0);
-  await handle.fire("pointerup");
-  assert.deepEqual(asked, [{ low_bytes: 32 * MIB, high_bytes: 35 * MIB }]);
-  assert.match(handle.getAttribute("aria-valuetext"), /5\.0M to 8\.0M/, "it was refused");
-  for (const key of ["ArrowLeft", "ArrowLeft", "x"]) await handle.fire("keydown", { key });
+  await high.fire("pointerup");
+  assert.deepEqual(asked, [{ low_bytes: 5 * MIB, high_bytes: 32 * MIB, low_text: "5MiB", high_text: "50%", source: "default" }]);
+  assert.match(high.getAttribute("aria-valuetext"), /12\.5%/, "it was refused");
+  for (const key of ["ArrowLeft", "ArrowLeft", "x"]) await low.fire("keydown", { key });
   assert.equal(asked.length, 1);
-  await handle.fire("keyup", { key: "ArrowLeft" });
-  assert.equal(asked.length, 2);
-  assert.ok(Math.abs(asked[1].low_bytes - 6.28 * MIB) < MIB / 10);
-  await handle.fire("keydown", { key: "Home" });
-  await handle.fire("keydown", { key: "Escape" });
-  await handle.fire("keyup", { key: "Home" });
-  await handle.fire("blur");
+  await low.fire("keyup", { key: "ArrowLeft" });
+  assert.deepEqual([asked.length, asked[1].low_text, asked[1].high_text], [2, "6.28MiB", "12.5%"]);
+  await low.fire("keydown", { key: "Home" });
+  await low.fire("keydown", { key: "Escape" });
+  await low.fire("keyup", { key: "Home" });
+  await low.fire("blur");
   assert.equal(asked.length, 2, "Escape takes it back");
-  slider.fill({ ...bar, mark: { ...MARK, source: "set" } });
-  await handle.fire("keydown", { key: "Home" });
-  await handle.fire("keyup", { key: "Home" });
+  sliders.fill(withMark({ source: "set" }));
+  await low.fire("keydown", { key: "Home" });
+  await low.fire("keyup", { key: "Home" });
   assert.equal(asked.length, 2, "a node has set it");
-  assert.equal(handle.getAttribute("aria-disabled"), "true");
+  assert.equal(high.getAttribute("aria-disabled"), "true");
 });
 
 test("a row says where a component is, when it is used, and which node shows it", () => {

@@ -22,7 +22,7 @@ await shoot("serve");
 await page.getByRole("button", { name: "Memory (Highwater)" }).click();
 await eventually("the panel has the components", () => document.querySelectorAll(".hw-panel .hw-component-row").length, (number) => number >= 4);
 await eventually("the panel has the events", () => document.querySelectorAll(".hw-panel .hw-events li").length, (number) => number > 0);
-await page.setViewportSize({ width: 1440, height: 860 });
+await page.setViewportSize({ width: 1440, height: 1080 });
 await page.mouse.move(900, 700); // away from the tab, which has a tooltip
 await page.evaluate(() => app.canvas.ds.reset());
 await page.keyboard.press("."); // all nodes in sight

@@ -4,14 +4,15 @@
 import { text } from "../texts.js";
 import { shortBytes } from "../units.js";
 import { make, makeButton, makeRows, write } from "./elements.js";
-import { makeSlider } from "./marks.js";
+import { markText } from "../watermark.js";
+import { makeSliders } from "./marks.js";
 
 /**
  * @typedef {NonNullable<Highwater.Report["devices"]>[number]} Device
  * @typedef {NonNullable<Highwater.Report["components"]>[number]} Component
  * @typedef {{ name: string, bytes: number, kind: "weights" | "staging" | "activations" | "other" | "lent" | "free", colour: string }} Segment
  *   one part of a bar, in its order; the colour is "" where the kind says it
- * @typedef {{ low_bytes: number, high_bytes: number, source: "set" | "setting" | "default" }} Mark
+ * @typedef {import("./marks.js").Marks & { source: "set" | "setting" | "default" }} Mark
  * @typedef {{ id: string, title: string, totalBytes: number, segments: Segment[], mark: Mark | null, device: string,
  *   lentBytes: number | null, notes: string[] }} Bar
  *   `device` is what the server calls it in a watermark; `lentBytes` is null where nothing can be lent
@@ -137,11 +138,15 @@ function filled(usedBytes, freeBytes, known, ...promised) {
   return [...known, segment("other", others), ...promised, segment("free", freeBytes)].filter(({ bytes }) => bytes >= LEAST_BYTES);
 }
 
+/** @param {Mark} mark */
+const keptText = ({ low_bytes, high_bytes, low_text, high_text }) =>
+  text("panel.kept_free", { low: markText(low_text, shortBytes(low_bytes)), high: markText(high_text, shortBytes(high_bytes)) });
+
 /**
  * Return what shows the bars in an element.
  * @param {HTMLElement} parent
  * @param {{ lend: (device: string) => unknown, giveBack: (device: string) => unknown,
- *   setMark: (device: string, mark: { low_bytes: number, high_bytes: number }) => Promise<boolean> }} actions
+ *   setMark: (device: string, marks: import("./marks.js").Marks) => Promise<boolean> }} actions
  * @returns {(bars: Bar[]) => void}
  */
 export function makeBars(parent, actions) {
@@ -157,7 +162,7 @@ function makeBar(document, first, actions) {
   const amount = make(document, "span", { class: "hw-amount" });
   const heading = make(document, "h4", { text: first.title });
   const track = make(document, "div", { class: "hw-track", role: "img" });
-  const slider = first.mark ? makeSlider(document, first, (mark) => actions.setMark(first.device, mark)) : null;
+  const slider = first.mark ? makeSliders(document, first, (marks) => actions.setMark(first.device, marks)) : null;
   const legend = make(document, "ul", { class: "hw-legend" });
   const kept = make(document, "p", { class: "hw-quiet" });
   const notes = make(document, "p", { class: "hw-quiet" });
@@ -167,7 +172,7 @@ function makeBar(document, first, actions) {
   const buttons = first.lentBytes === null ? null : make(document, "div", { class: "hw-buttons" }, lend, back);
   const element = make(document, "li", { class: "hw-bar" },
     make(document, "div", { class: "hw-row" }, heading, amount),
-    make(document, "div", { class: "hw-scale" }, track, slider?.element ?? null),
+    make(document, "div", { class: slider ? "hw-scale hw-marked" : "hw-scale" }, track, slider?.element ?? null),
     kept, legend, notes, buttons,
   );
   const fill = (/** @type {Bar} */ bar) => {
@@ -187,8 +192,7 @@ function makeBar(document, first, actions) {
       const name = make(document, "span", { class: "hw-name", text: part.name });
       return make(document, "li", {}, swatch, name, make(document, "span", { class: "hw-amount", text: shortBytes(part.bytes) }));
     }));
-    if (bar.mark) write(kept, text("panel.kept_free", { low: shortBytes(bar.mark.low_bytes), high: shortBytes(bar.mark.high_bytes) }));
-    else write(kept, "");
+    write(kept, bar.mark ? keptText(bar.mark) : "");
     slider?.fill(bar);
     write(notes, bar.notes.join(" "));
     back.hidden = !bar.lentBytes;

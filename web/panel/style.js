@@ -30,14 +30,20 @@ export const STYLE = `
 .hw-other { background: #8a8f98; }
 .hw-free { background: var(--comfy-input-bg); box-shadow: inset 0 0 0 1px var(--border-color); }
 .hw-marks { position: absolute; inset: 0; pointer-events: none; }
-.hw-high { position: absolute; top: 0; bottom: 0; border-left: 1px dashed var(--input-text); }
-.hw-mark {
-  position: absolute; top: -4px; bottom: -4px; width: 20px; margin-left: -10px; cursor: ew-resize; pointer-events: auto; touch-action: none;
+.hw-marked { margin: 16px 0 18px; }
+.hw-mark { position: absolute; width: 24px; height: 26px; margin-left: -12px; cursor: ew-resize; pointer-events: auto; touch-action: none; }
+.hw-mark.hw-low { top: 10px; }
+.hw-mark.hw-high { bottom: 10px; }
+.hw-mark::before { content: ""; position: absolute; left: 11px; height: 20px; border-left: 2px solid var(--input-text); filter: drop-shadow(0 0 1px var(--comfy-menu-bg)); }
+.hw-mark::after {
+  content: ""; position: absolute; left: 6px; width: 12px; height: 12px; box-sizing: border-box; border: 2px solid var(--input-text);
+  border-radius: 50%; background: var(--input-text);
 }
-.hw-mark::before {
-  content: ""; position: absolute; left: 8px; top: 0; bottom: 0; width: 4px; border-radius: 2px; background: var(--input-text);
-  box-shadow: 0 0 0 1px var(--comfy-menu-bg);
-}
+.hw-low::before { bottom: 16px; }
+.hw-low::after { bottom: 4px; }
+.hw-high::before { top: 16px; border-left-style: dashed; }
+.hw-high::after { top: 4px; background: var(--comfy-menu-bg); }
+.hw-mark:hover::after { transform: scale(1.2); }
 .hw-mark[aria-disabled="true"] { cursor: not-allowed; opacity: 0.6; }
 .hw-legend { display: flex; flex-wrap: wrap; gap: 2px 12px; font-size: 12px !important; margin: 4px 0 !important; }
 .hw-legend li { display: flex; align-items: center; gap: 5px; max-width: 100%; }

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from highwater.memory import manage
+from highwater.memory import MemoryManager, manage
 from highwater.memory.errors import InvalidInput
 from highwater.memory.manager.watermark import Watermark, Watermarks, default_host_watermark, in_bytes
 from highwater.memory.options.marks import Mark, Marks, parse_watermarks, read_mark
@@ -67,8 +67,6 @@ def test_marks_that_do_not_fit_one_of_the_devices_set_nothing(machine) -> None:
 
 
 def test_what_a_node_sets_counts_before_what_is_set_by_default(sim) -> None:
-    from highwater.memory import MemoryManager
-
     with sim.cluster([sim.SimDeviceSpec(total_bytes=4 * MIB), sim.SimDeviceSpec(total_bytes=8 * MIB)]):
         manager = MemoryManager()
         found = manager.capacity.watermarks
@@ -85,6 +83,31 @@ def test_what_a_node_sets_counts_before_what_is_set_by_default(sim) -> None:
         assert told == [("gpu:0", MIB), ("gpu:1", MIB), ("gpu:1", 0), ("gpu:0", 2 * MIB)]
         manager.commands.set_default_watermarks({})
         assert found.of("gpu:0") != unset and not found.is_set("gpu:0") and found.is_set("gpu:1")
+
+
+def test_marks_are_reported_as_they_were_written(sim) -> None:
+    def told(manager: MemoryManager) -> dict[str, tuple[str, str, str]]:
+        reports = {device.name: device.own_watermark for device in manager.device_reports()}
+        return {name: (found["low_text"], found["high_text"], found["source"]) for name, found in reports.items()}
+
+    with sim.cluster([sim.SimDeviceSpec(total_bytes=4 * MIB), sim.SimDeviceSpec(total_bytes=8 * MIB)]):
+        manager = MemoryManager()
+        assert set(told(manager).values()) == {("", "", "default")}
+        asked = parse_watermarks("10 % : 1.5 MB,gpu:1=25%:50%,host=1g:5%")
+        answer = manager.commands.set_default_watermarks(asked)
+        assert told(manager) == {
+            "gpu:0": ("10%", "1.5MB", "setting"),
+            "gpu:1": ("25%", "50%", "setting"),
+            "cpu": ("1g", "5%", "setting"),
+        }
+        assert answer["gpu:0"]["high_text"] == "1.5MB" and answer["host"]["low_text"] == "1g"
+        manager.set_watermark("gpu:1", "2MiB", "50%")  # as much as before, in other words
+        manager.set_watermark("gpu:0", 0, MIB)
+        assert told(manager)["gpu:0"] == ("", "", "set") and told(manager)["gpu:1"] == ("2MiB", "50%", "set")
+        manager.set_watermark("gpu:1", "25%", "4MiB")
+        assert told(manager)["gpu:1"] == ("25%", "4MiB", "set")
+        manager.set_watermark("gpu:1", "0.00000000000000000001%", "4MiB")
+        assert told(manager)["gpu:1"] == ("", "4MiB", "set"), "nobody wants to read that"
 
 
 def test_the_rams_percentage_follows_the_limit_of_a_container() -> None:

@@ -49,6 +49,8 @@ declare namespace Highwater {
         own_watermark: {
           low_bytes: number;
           high_bytes: number;
+          low_text: string;
+          high_text: string;
           source: "set" | "setting" | "default";
         };
         managed_bytes: number;
@@ -258,6 +260,8 @@ declare namespace Highwater {
       watermarks: Record<string, {
         low_bytes: number;
         high_bytes: number;
+        low_text: string;
+        high_text: string;
         source: "set" | "setting" | "default";
       }>;
     };
