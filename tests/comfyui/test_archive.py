@@ -44,6 +44,7 @@ def test_it_has_all_nodes_routes_and_help(archive_host: HostProcess, cpu_host: H
     assert scripts and all(archive_host.get(name) for name in scripts)
     for name in found:
         assert archive_host.get(f"/extensions/highwater/docs/{name}.md")
+        assert archive_host.get(f"/extensions/highwater/docs/{name}.png").startswith(b"\x89PNG")
 
 
 def test_its_nodes_compute_what_core_does(archive_host: HostProcess, ours: Callable, cpu_host: HostProcess) -> None:

@@ -9,7 +9,7 @@ export const PATIENCE_MS = 300_000;
 const QUIET = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"];
 
 /** Open a browser at no address yet. `errors` grows with what the page complains about, `foreign` with whom it asked. */
-export async function openPage(base, executablePath, screenshots) {
+export async function openPage(base, executablePath, screenshots, deviceScaleFactor = 1) {
   const started = Date.now();
   const browser = await chromium.launch({
     executablePath,
@@ -17,7 +17,7 @@ export async function openPage(base, executablePath, screenshots) {
     headless: true,
     args: ["--no-sandbox", "--disable-gpu", "--disable-quic", ...QUIET],
   });
-  const page = await browser.newPage({ viewport: { width: 1600, height: 900 } });
+  const page = await browser.newPage({ viewport: { width: 1600, height: 900 }, deviceScaleFactor });
   page.setDefaultTimeout(PATIENCE_MS);
   const errors = [];
   page.on("pageerror", (error) => errors.push(String(error)));

@@ -11,11 +11,13 @@ import pytest
 
 from highwater.headless.comfy_stub.comfy_api import install, object_info
 from highwater.headless.server.page_files import FIRST_TEMPLATE, TEMPLATES, WEB
+from highwater.tests.web.help_graphs import HELP_GRAPHS
 
 install()
 from highwater.nodes.comfy_models.tiny_models import tiny_models  # noqa: E402
 from highwater.nodes.extension import MODEL_NODES, NODE_CLASSES  # noqa: E402
 
+LARGEST_PICTURE = 50_000  # bytes, of a help page
 INFO = object_info([*NODE_CLASSES, *MODEL_NODES])
 # What ComfyUI 0.33 says of its own nodes that our graphs use, shortened; the real host is asked in tests/comfyui.
 CORE_INFO = json.loads((Path(__file__).parents[1] / "core_nodes.json").read_text())
@@ -96,13 +98,40 @@ def test_a_template_has_a_picture(path: Path):
     assert path.with_suffix(".jpg").is_file()
 
 
+def help_page(node_id: str) -> str:
+    return (WEB / "docs" / f"{node_id}.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("node_id", INFO)
-def test_every_node_has_a_help_page_that_explains_its_inputs(node_id: str):
-    page = (WEB / "docs" / f"{node_id}.md").read_text()
+def test_every_node_has_a_help_page_that_explains_its_inputs_and_outputs(node_id: str):
+    page = help_page(node_id)
     assert page.startswith(f"# {INFO[node_id]['display_name']}\n")
+    about_inputs, _, about_outputs = page.partition("\n**Output")
     sockets = INFO[node_id]["input"]
-    explained = {name for name in {*sockets["required"], *sockets.get("optional", {})} if f"**{name}**" in page}
-    assert explained == {*sockets["required"], *sockets.get("optional", {})}
+    inputs = [*sockets["required"], *sockets.get("optional", {})]
+    assert [name for name in inputs if f"**{name}**" not in about_inputs] == []
+    assert [name for name in INFO[node_id]["output_name"] if f"**{name}**" not in about_outputs] == []
+
+
+@pytest.mark.parametrize("node_id", INFO)
+def test_every_help_page_has_a_picture_and_an_example(node_id: str):
+    """The picture comes with the page, each time that it is opened: it is small."""
+    page = help_page(node_id)
+    ((told, name),) = re.findall(r"^!\[(.+)\]\((.+)\)$", page, re.MULTILINE)
+    picture = WEB / "docs" / name
+    assert name == f"{node_id}.png" and told
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size <= LARGEST_PICTURE
+    _, _, rest = page.partition("\n**Example**\n\n")
+    example, _, _ = rest.partition("\n**Inputs**\n")
+    assert len(example.split()) > 30 and "picture" in example
+    assert [value for value in chosen_in_picture(node_id) if f"`{value}`" not in example] == []
+
+
+def chosen_in_picture(node_id: str) -> list[str]:
+    """Return what the node in the picture is given that is no default, of what loaders ask for."""
+    (shown,) = (node["inputs"] for node in HELP_GRAPHS[node_id].graph.values() if node["class_type"] == node_id)
+    chosen = [shown.get(name, "auto") for name in ("profile", "precision", "placement", "engine")]
+    return [value for value in chosen if value not in ("auto", "as stored", "default")]
 
 
 WITH_PROFILE = [
@@ -116,7 +145,7 @@ WITH_PROFILE = [
 def test_every_profile_that_a_page_shows_is_one(node_id: str):
     from highwater.memory.options.profile import parse_profile
 
-    page = (WEB / "docs" / f"{node_id}.md").read_text()
+    page = help_page(node_id)
     (row,) = (line for line in page.splitlines() if line.startswith("- **profile**"))
     _, _, examples = page.partition("**Profiles by example**")
     shown = re.findall(r"`([^`]+)`", row) + re.findall(r"^- `([^`]+)`", examples, re.MULTILINE)
@@ -128,7 +157,7 @@ def test_every_profile_that_a_page_shows_is_one(node_id: str):
 def test_every_precision_that_a_page_shows_can_be_chosen():
     for node_id in WITH_PROFILE:
         sockets = {**INFO[node_id]["input"]["required"], **INFO[node_id]["input"].get("optional", {})}
-        page = (WEB / "docs" / f"{node_id}.md").read_text()
+        page = help_page(node_id)
         (row,) = (line for line in page.splitlines() if line.startswith("- **precision**"))
         options = sockets["precision"][1]["options"]
         assert options[0] == sockets["precision"][1]["default"] == "as stored"
@@ -167,5 +196,5 @@ def test_the_scripts_folder_holds_scripts_and_help_only():
         "texts.js",
         "units.js",
         "watermark.js",
-        *(f"docs/{node_id}.md" for node_id in INFO),
+        *(f"docs/{node_id}.{kind}" for node_id in INFO for kind in ("md", "png")),
     }
