@@ -20,7 +20,7 @@ const selectOnly = (type) => {
 /** What the panel shows: title, pictures, and what is wider than its place. */
 const shown = () => {
   const help = document.querySelector(".node-help-content");
-  const title = help?.querySelector(".markdown-content h1")?.innerText;
+  const title = help?.querySelector("h1")?.innerText;
   if (!title) return { title: "" };
   const images = [...help.querySelectorAll("img")];
   const right = help.getBoundingClientRect().right + 1;

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from highwater.headless.server.page_files import WEB
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.page_script import PageScript
 
 
-@pytest.mark.parametrize("frontend", ["required"], indirect=True)
 def test_help_pages_are_whole_in_the_panel(
     host_files: HostFiles, frontend_arguments: list[str], in_page: PageScript, tmp_path: Path
 ) -> None:
