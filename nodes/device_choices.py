@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import permutations
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,8 +16,10 @@ from ..memory.options.placement import AUTO, AUTO_PLACEMENT
 
 if TYPE_CHECKING:
     from ..memory.options.budget import BudgetItem
+    from ..memory.options.marks import Marks
     from ..memory.options.placement import Placement
     from ..memory.options.profile import OffloadProfile
+    from ..memory.transfer.devices import Device
 
 __all__ = [
     "ALL",
@@ -25,6 +27,8 @@ __all__ = [
     "Choices",
     "accelerator_names",
     "device_names",
+    "fit_marks",
+    "fit_placement",
     "fit_profile",
     "missing_devices",
     "placement_choices",
@@ -139,6 +143,20 @@ def resolve_placement(placement: str) -> tuple[Placement, list[str]]:
     return parsed, []
 
 
+def fit_placement(placement: Placement, text: str) -> tuple[Placement, list[str]]:
+    """Return a placement as this machine can follow it, and what the node that read it from a text has to say about it.
+
+    What names a device that is not here is left out: the plan chooses for these components.
+    """
+    here = device_names()
+    missing = missing_devices(text, here)
+    if not missing:
+        return placement, []
+    words, has = " or ".join(missing), ", ".join(here)
+    note = f"placement {text}: this machine has no {words}, so what names it is left out; it has {has}"
+    return placement.without(missing), [note]
+
+
 class Placements(Choices):
     check = staticmethod(resolve_placement)
 
@@ -185,3 +203,43 @@ def watermark_choices() -> Choices:
     """Return ``*``, accelerators and ``host``; none of those before torch is loaded, which listing must not cost."""
     gpus = [name for name in device_names() if name != "cpu"] if "torch" in sys.modules else []
     return WatermarkDevices([ALL, *gpus, HOST])
+
+
+def fit_marks(
+    asked: Mapping[str, Marks], devices: Mapping[str, Device], *, instead: str
+) -> tuple[dict[str, Marks], list[str]]:
+    """Return the marks that this machine can keep, by device, and what to say of the others.
+
+    Those of a device that is not here are left out, and of one, or a RAM, that is too small for them or on which the
+    low one is above the high one: there, marks for every device (``*``) count if they fit. Asks the driver for the
+    devices' sizes.
+
+    Args:
+        asked: by device, ``*`` or ``host``.
+        instead: how a note ends on a device that is here, and whose marks are left out.
+    """
+    from ..memory.transfer.devices import HostMemory
+    from ..memory.units import format_bytes
+
+    totals = {name: device.total_bytes for name, device in devices.items() if not device.is_cpu}
+    fitting: dict[str, Marks] = {}
+    notes: list[str] = []
+    for name, marks in sorted(asked.items(), key=lambda item: item[0] == ALL):
+        low, high = marks.low, marks.high
+        if name not in (ALL, HOST, *totals):
+            has = ", ".join([*totals, HOST])
+            notes.append(f"watermark {name}: this machine has no {name}, so that is left out; it has {has}")
+            continue
+        fit = []
+        for target in [target for target in totals if target not in fitting] if name == ALL else [name]:
+            total_bytes = HostMemory.now().total_bytes if target == HOST else totals[target]()
+            if high.of(total_bytes) > total_bytes:
+                notes.append(f"watermark {high}: {target} has {format_bytes(total_bytes)} only{instead}")
+            elif low.of(total_bytes) > high.of(total_bytes):
+                low_says, high_says = low.says(total_bytes), high.says(total_bytes)
+                crossed = f"low {low_says} above high {high_says}"
+                notes.append(f"watermark {low}:{high}: {target} would have {crossed}{instead}")
+            else:
+                fit.append(target)
+        fitting |= {ALL: marks} if name == ALL and fit == [*totals] else dict.fromkeys(fit, marks)
+    return fitting, notes

@@ -66,9 +66,16 @@ def release(manager: MemoryManager, body: Body) -> dict[str, Any]:
 def move(manager: MemoryManager, body: Body) -> dict[str, Any]:
     """Give a ``component`` another ``placement``; its node keeps its own.
 
-    Raises as `UserCommands.move_between_runs`.
+    Raises as `UserCommands.move_between_runs`, and `NotThere` for a device.
     """
-    component = find_component(manager, body["component"])
+    from ..memory.options.placement import no_device, parse_placement
+    from .device_choices import missing_devices
+
+    component, here = find_component(manager, body["component"]), list(manager.devices)
+    missing = missing_devices(body["placement"], here)
+    if missing:
+        parse_placement(body["placement"], devices=[*here, *missing], components=[component.name])
+        raise NotThere(no_device(missing[0], here))
     plan = manager.commands.move_between_runs(component, body["placement"])
     text = f"{component.id} is placed at {plan.placement} from its next use on; the node that loads it is not changed"
     return {"component": component.id, "placement": str(plan.placement), "text": text}
@@ -98,11 +105,17 @@ def set_limits(manager: MemoryManager, body: Body) -> dict[str, Any]:
 def set_watermarks(manager: MemoryManager, body: Body) -> dict[str, Any]:
     """Set ``marks`` for devices without a Watermark node, such as ``gpu:0=5%:10%,host=4GiB:6GiB``; empty: none.
 
-    Returns the marks of all devices and of the RAM as they are now. Raises as `UserCommands.set_default_watermarks`.
+    Marks that this machine cannot keep are left out, as those of a device that it lacks: the text may be from another
+    machine. Returns what to say of these, and the marks of all devices and of the RAM as they are now.
+
+    Raises:
+        InvalidInput: the text is none on any machine; nothing is set then.
     """
     from ..memory.options.marks import parse_watermarks
+    from .device_choices import fit_marks
 
-    return {"watermarks": manager.commands.set_default_watermarks(parse_watermarks(body["marks"]))}
+    fitting, notes = fit_marks(parse_watermarks(body["marks"]), manager.devices, instead=", so that is left out")
+    return {"watermarks": manager.commands.set_default_watermarks(fitting), "notes": notes}
 
 
 def find_component(manager: MemoryManager, id: str) -> Member | SteeredComponent:

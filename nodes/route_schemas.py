@@ -60,7 +60,11 @@ REQUESTS: dict[str, Schema] = {
     "/highwater/tiny-pipelines": record({}),
     "/highwater/needs/forget": record({}),
 }
-"""What the body of each POST may say. Needed fields are required; no other field is allowed."""
+"""What the body of each POST may say. Needed fields are required; no other field is allowed.
+
+A component or a device that this process lacks is answered with 404, also one that a placement names; only marks for a
+device that is not here are left out, with a note. What is no component, device or amount anywhere is answered with 400.
+"""
 
 NUMBER: Schema = {"type": "number"}
 BYTES: Schema = {"type": "integer", "minimum": 0}
@@ -162,7 +166,7 @@ def answer_schemas() -> dict[str, Schema]:
         "/highwater/limits": record(
             {"keep_loaded": {"type": ["integer", "null"]}, "idle_s": {"type": ["number", "null"]}}
         ),
-        "/highwater/watermark": record({"watermarks": mapped(mark)}),
+        "/highwater/watermark": record({"watermarks": mapped(mark), "notes": listed(NAME)}),
         "/highwater/default-profile": record({"profile": NAME, "title": NAME}),
         "/highwater/tiny-pipelines": record({"pipelines": mapped(NAME)}),
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from .device_choices import ALL, resolve_watermark_device, watermark_choices
+from .device_choices import ALL, fit_marks, resolve_watermark_device, watermark_choices
 from .schema import make_schema
 
 if TYPE_CHECKING:
@@ -39,25 +39,17 @@ class DeviceWatermark:
     def apply(self) -> list[str]:
         """Set it on the shared manager; idle models leave at once if less than the low mark is free.
 
-        Devices that are smaller than the high mark keep the marks that they have; returns what to say of them.
-
-        Raises:
-            InvalidInput: the device is not here; low is above high on it.
+        A device, or a RAM, that is too small for it keeps the marks that it has; returns what to say of them.
         """
         from ..memory import default_manager
-        from ..memory.units import format_bytes
 
         manager = default_manager()
-        low, high = self.marks.low, self.marks.high
-        gpus = [device for device in manager.devices.values() if not device.is_cpu]
-        named = [device for device in gpus if self.device in (ALL, device.name)]
-        small = {device.name: total for device in named if (high.num_bytes or 0) > (total := device.total_bytes())}
-        for device in [each.name for each in named if each.name not in small] if small else [self.device]:
-            manager.set_watermark(device, low.setting, high.setting)
-        return [
-            f"watermark {high}: {name} has {format_bytes(total)} only and keeps the marks that it has"
-            for name, total in small.items()
-        ]
+        fitting, notes = fit_marks(
+            {self.device: self.marks}, manager.devices, instead=" and keeps the marks that it has"
+        )
+        for device, marks in fitting.items():
+            manager.set_watermark(device, marks.low.setting, marks.high.setting)
+        return notes
 
 
 class HighwaterWatermark(io.ComfyNode):

@@ -73,9 +73,10 @@ def read_profile(text: object, components: tuple[str, ...] = ()) -> OffloadProfi
 
 
 def read_placement(text: str, components: tuple[str, ...] = ()) -> Placement:
-    """Return the placement that a widget names on this machine. Raises as `read_profile`."""
+    """Return the placement that a widget names; it may name devices of another machine. Raises as `read_profile`."""
     require(text, str, what="placement", allowed="text")
-    return parse_placement_once(text, tuple(device_names()), components)
+    here = device_names()
+    return parse_placement_once(text, (*here, *missing_devices(text, here)), components)
 
 
 def read_precision(text: str) -> Precision | None:

@@ -9,6 +9,8 @@ import { inMegabytes } from "./units.js";
 import { marksText } from "./watermark.js";
 
 const NOTICE_MS = 20_000;
+// Where this browser keeps what was said last of a watermark that this machine cannot keep.
+const TOLD = "Highwater.Watermark.told";
 const ASK_MS = 200;
 const ASK_IN_NODE_MS = 1_000;
 
@@ -85,8 +87,10 @@ async function post(path, body) {
  */
 export async function change(summary, path, body, tell) {
   try {
-    const detail = tell(await post(path, body));
-    notify(detail === null ? null : { severity: "success", summary, detail });
+    const answer = await post(path, body);
+    const detail = tell(answer);
+    const isWhole = !("notes" in answer && answer.notes.length);
+    notify(detail === null ? null : { severity: isWhole ? "success" : "warn", summary, detail });
     return true;
   } catch (error) {
     notify({ severity: "error", summary, detail: reasonOf(error) });
@@ -144,12 +148,17 @@ export async function giveBack(device) {
 }
 
 /**
- * Keep as much memory free as the setting says. What the page passes on as it opens is told only where it is refused.
+ * Keep as much memory free as the setting says. What the page passes on as it opens is told only where it is refused, or
+ * where this machine cannot keep a part of it: once, not at each opening.
  * @param {string} marks
  * @param {boolean} isChanged
  */
 export async function keepFree(marks, isChanged) {
-  await change(text("marks.title"), "watermark", { marks }, (answer) => (isChanged ? marksText(answer.watermarks) : null));
+  await change(text("marks.title"), "watermark", { marks }, ({ watermarks, notes }) => {
+    const isNew = notes.length > 0 && localStorage.getItem(TOLD) !== notes.join();
+    localStorage.setItem(TOLD, notes.join());
+    return isChanged || isNew ? marksText(watermarks, notes) : null;
+  });
 }
 
 /**

@@ -17,10 +17,11 @@ export function markText(written, amount) {
 }
 
 /**
- * Say which marks count now, and for which devices a node has others.
+ * Say what this machine cannot keep, which marks count now, and for which devices a node has others.
  * @param {Record<string, WatermarkReport>} watermarks by device; the RAM is "host"
+ * @param {string[]} [notes] the server's
  */
-export function marksText(watermarks) {
+export function marksText(watermarks, notes = []) {
   const named = Object.entries(watermarks).filter(([, { source }]) => source === "setting");
   const marks = named.map(([device, { low_bytes, high_bytes, low_text, high_text }]) => {
     const [low, high] = [markText(low_text, inMegabytes(low_bytes)), markText(high_text, inMegabytes(high_bytes))];
@@ -28,5 +29,5 @@ export function marksText(watermarks) {
   });
   const byNodes = Object.keys(watermarks).filter((device) => watermarks[device].source === "set");
   const others = byNodes.length ? [text("marks.by_node", { devices: byNodes.join(", ") })] : [];
-  return [marks.length ? text("marks.kept_free", { marks: marks.join("; ") }) : text("marks.default"), ...others].join(" ");
+  return [...notes.map((note) => `${note}.`), marks.length ? text("marks.kept_free", { marks: marks.join("; ") }) : text("marks.default"), ...others].join(" ");
 }

@@ -88,6 +88,12 @@ class Placement:
                 return by_component[key]
         return PlacementItem(component="*")
 
+    def without(self, devices: Collection[str]) -> Placement:
+        """Return it without the items that name one of these devices; the plan chooses for their components."""
+        left_out = {*devices}
+        kept = [item for item in self.items if not left_out & {item.tier, *(split.device for split in item.devices)}]
+        return Placement(items=tuple(kept) or (PlacementItem(component="*"),))
+
 
 AUTO_PLACEMENT = Placement(items=(PlacementItem(component="*"),))
 """Nothing is placed: the plan chooses the device."""

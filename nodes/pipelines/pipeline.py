@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ...memory.options.placement import AUTO
 from ..default_profile import chosen_profile, profile_fingerprint
-from ..device_choices import fit_profile
+from ..device_choices import fit_placement, fit_profile
 from ..schema import make_schema
 from ..watermark import DeviceWatermark, WatermarkType
 from ..widget_values import precision_input, profile_input, read_placement, read_profile, seed_input
@@ -108,19 +108,21 @@ class HighwaterLoadPipeline(io.ComfyNode):
         folder = ready_pipeline(pipeline)
         components = tuple(check_pipeline(folder))
         fitting_profile, notes = fit_profile(*chosen_profile(profile, components))
-        chosen_placement = read_placement(placement, components)
+        fitting_placement, more_notes = fit_placement(read_placement(placement, components), placement)
         pipe, sources = load_with_sources(folder)
         with showing_loadings():
             managed = manage(
                 pipe,
                 profile=fitting_profile,
-                placement=chosen_placement,
+                placement=fitting_placement,
                 precision=precision,
                 files=sources,
                 name=pipeline,
                 node_id=cls.hidden.unique_id,
             )
-        return io.NodeOutput(LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark), ui={"text": notes})
+        return io.NodeOutput(
+            LoadedPipeline(pipe=pipe, managed=managed, watermark=watermark), ui={"text": [*notes, *more_notes]}
+        )
 
 
 class HighwaterSamplePipeline(io.ComfyNode):

@@ -255,8 +255,7 @@ def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) ->
         ("watermark", {"marks": "1GiB"}, "1GiB"),
         ("watermark", {"marks": 1}, "marks 1"),
         ("watermark", {"marks": "2%:1%"}, "2%"),
-        ("watermark", {"marks": "gpu:9=1%:2%"}, "gpu:9"),
-        ("watermark", {"marks": "9GiB:9GiB"}, "9.00GiB"),
+        ("watermark", {"marks": "moon=1%:2%"}, "column 1: device 'moon' is unknown"),
         ("watermark", {"device": "gpu:0", "marks": "0:0"}, "'device'"),
         ("default-profile", {}, "profile is missing"),
         ("default-profile", {"profile": 4}, "profile 4; allowed: a profile such as 4"),
@@ -264,7 +263,7 @@ def test_two_requests_at_once_set_both_limits(server: Server, post: Callable) ->
         ("default-profile", {"profile": "4;prefetch=2"}, "';' is unexpected"),
         ("free", {"device": "gpu:0"}, "'device' is unknown"),
         ("move", {"component": "part/model"}, "placement is missing"),
-        ("move", {"component": "part/model", "placement": "gpu:9"}, "'gpu:9'"),
+        ("move", {"component": "part/model", "placement": "gpu:9@"}, "column 6: "),
         ("keep", [], "the request []; allowed: an object"),
         ("keep", "part/model", "allowed: an object"),
         ("free", 1e308, "an object"),
@@ -283,6 +282,8 @@ def test_bad_input_is_one_line_that_names_it(server: Server, post: Callable, pat
     [
         ("keep", {"component": "nothing"}, "'nothing'"),
         ("move", {"component": "nothing", "placement": "cpu"}, "'nothing'"),
+        ("move", {"component": "part/model", "placement": "gpu:9"}, "'gpu:9'"),
+        ("move", {"component": "part/model", "placement": "gpu:0&cuda:3@30%"}, "'gpu:3'"),
         ("release", {"component": ""}, "''"),
         ("release", {"component": "part/model", "device": "gpu:9"}, "'gpu:9'"),
         ("release", {"device": "gpu:9"}, "'gpu:9'"),
@@ -334,11 +335,36 @@ def test_a_setting_moves_nothing_while_a_prompt_runs(server: Server, post: Calla
 
 def test_a_refused_setting_changes_nothing_and_says_why(server: Server, post: Callable) -> None:
     assert post("/highwater/watermark", {"marks": "1MiB:2MiB"})[0] == 200
-    status, answer = post("/highwater/watermark", {"marks": "gpu:0=1MiB:9MiB"})
-    assert (status, answer) == (400, {"error": "watermark high=9.00MiB exceeds gpu:0; allowed: up to 8.00MiB"})
     status, answer = post("/highwater/watermark", {"marks": "gpu:0=1MiB;2MiB"})
     assert status == 400 and "column 11: ':' and the high mark must follow" in answer["error"]
     assert server.manager.capacity.watermarks.of("gpu:0").low_bytes == MIB
+
+
+@pytest.mark.parametrize(
+    ("marks", "low_bytes", "told"),
+    [
+        ("gpu:0=2MiB:3MiB", 2 * MIB, []),
+        (
+            "gpu:0=2MiB:3MiB,gpu:1=1GiB:2GiB",
+            2 * MIB,
+            ["watermark gpu:1: this machine has no gpu:1, so that is left out; it has gpu:0, host"],
+        ),
+        ("gpu:0=1MiB:9MiB,2MiB:3MiB", 2 * MIB, ["watermark 9.00MiB: gpu:0 has 8.00MiB only, so that is left out"]),
+        (
+            "gpu:0=50%:3MiB,2MiB:3MiB",
+            2 * MIB,
+            ["watermark 50%:3.00MiB: gpu:0 would have low 50% (4.00MiB) above high 3.00MiB, so that is left out"],
+        ),
+        ("1GiB:2GiB", 8 * MIB // 10, ["watermark 2.00GiB: gpu:0 has 8.00MiB only, so that is left out"]),
+    ],
+)
+def test_a_setting_of_another_machine_counts_as_far_as_it_fits(
+    server: Server, post: Callable, marks: str, low_bytes: int, told: list[str]
+) -> None:
+    assert post("/highwater/watermark", {"marks": "1MiB:2MiB"})[0] == 200
+    status, answer = post("/highwater/watermark", {"marks": marks})
+    assert (status, answer["notes"]) == (200, told)
+    assert answer["watermarks"]["gpu:0"]["low_bytes"] == low_bytes
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "lend") -> tuple[int, str, str]:

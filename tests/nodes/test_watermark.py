@@ -42,6 +42,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     found = [FakeDevice("cpu", 64), FakeDevice("gpu:0", 8), FakeDevice("gpu:1", 24)]
     monkeypatch.setattr(devices, "list_devices", lambda: found)
+    monkeypatch.setattr(default_manager(), "devices", {device.name: device for device in found})
 
 
 @pytest.fixture
@@ -94,19 +95,50 @@ def test_percentages_are_passed_on_as_such(two_gpus: None, marks: list[Any]) -> 
     assert marks == [("gpu:1", "2.5%", GIB)]
 
 
-def test_a_device_that_is_too_small_keeps_its_marks_and_the_node_says_so(
-    two_gpus: None, marks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {"cpu": FakeDevice("cpu", 64), "gpu:0": FakeDevice("gpu:0", 8), "gpu:1": FakeDevice("gpu:1", 24)}
-    monkeypatch.setattr(default_manager(), "devices", found)
+def test_a_device_that_is_too_small_keeps_its_marks_and_the_node_says_so(two_gpus: None, marks: list[Any]) -> None:
     said = "watermark 10.0GiB: gpu:0 has 8.00GiB only and keeps the marks that it has"
     assert HighwaterWatermark.execute("*", "1GiB", "10GiB").ui_dict()["text"] == [said]
     assert marks == [("gpu:1", GIB, 10 * GIB)]
     assert HighwaterWatermark.execute("gpu:0", "1GiB", "10GiB").ui_dict()["text"] == [said]
     assert len(HighwaterWatermark.execute("*", "1GiB", "90GiB").ui_dict()["text"]) == 2
     assert len(marks) == 1
-    assert HighwaterWatermark.execute("*", "1GiB", "5%").ui_dict()["text"] == []
-    assert marks[1:] == [("*", GIB, "5%")]
+    assert HighwaterWatermark.execute("*", "1GiB", "20%").ui_dict()["text"] == []
+    assert marks[1:] == [("*", GIB, "20%")]
+
+
+def test_a_ram_that_is_too_small_keeps_its_marks_and_the_node_says_so(two_gpus: None, marks: list[Any]) -> None:
+    (said,) = HighwaterWatermark.execute("host", "1GiB", "9999999GiB").ui_dict()["text"]
+    assert said.startswith("watermark 9999999") and said.endswith("GiB only and keeps the marks that it has")
+    assert ": host has " in said and marks == []
+
+
+def test_marks_that_cross_on_a_larger_device_leave_it_as_it_is(two_gpus: None, marks: list[Any]) -> None:
+    """A percentage and a size are compared on the device only."""
+    told = HighwaterWatermark.execute("*", "10%", "1GiB").ui_dict()["text"]
+    assert told == [
+        "watermark 10%:1.00GiB: gpu:1 would have low 10% (2.40GiB) above high 1.00GiB and keeps the marks that it has"
+    ]
+    assert marks == [("gpu:0", "10%", GIB)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fitting", "told"),
+    [
+        ("1GiB:2GiB", {"*"}, []),
+        ("", set(), []),
+        ("gpu:0=1GiB:2GiB,gpu:2=1GiB:2GiB", {"gpu:0"}, ["no gpu:2, so that is left out; it has gpu:0, gpu:1, host"]),
+        ("10GiB:20GiB,gpu:0=1GiB:2GiB", {"gpu:0", "gpu:1"}, []),
+        ("1GiB:2GiB,gpu:0=8GiB:9GiB", {"*"}, ["watermark 9.00GiB: gpu:0 has 8.00GiB only, left out"]),
+        ("10GiB:20GiB,gpu:1=1GiB:25GiB", {"gpu:1"}, ["25.0GiB: gpu:1 has", "20.0GiB: gpu:0 has"]),
+        ("host=1GiB:9999999GiB,1%:2%", {"*"}, [": host has "]),
+    ],
+)
+def test_of_a_setting_what_fits_counts(two_gpus: None, text: str, fitting: set[str], told: list[str]) -> None:
+    from highwater.memory.options.marks import parse_watermarks
+
+    found, notes = device_choices.fit_marks(parse_watermarks(text), default_manager().devices, instead=", left out")
+    assert set(found) == fitting
+    assert len(notes) == len(told) and all(part in note for part, note in zip(told, notes, strict=True))
 
 
 @pytest.mark.parametrize("device", ["moon", "cpu", "", "gpu:", "gpu:x", "gpu:0&gpu:1", "default", 3, None])

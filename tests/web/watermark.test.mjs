@@ -15,3 +15,8 @@ test("the notice names the marks of the setting, and the devices of nodes", () =
   );
   assert.equal(marksText({ "gpu:0": mark(512, 1024, "setting", ["5%", "1GiB"]) }), "Kept free: gpu:0: 5% (512 MiB) to 1 GiB.");
 });
+
+test("the notice says first what this machine cannot keep", () => {
+  const watermarks = { "gpu:0": { low_bytes: MIB, high_bytes: 2 * MIB, low_text: "", high_text: "", source: "setting" } };
+  assert.equal(marksText(watermarks, ["no gpu:1", "too small"]), "no gpu:1. too small. Kept free: gpu:0: 1 MiB to 2 MiB.");
+});

@@ -101,7 +101,7 @@ async function move(component, placement) {
 async function setMark(device, wanted) {
   const marks = marksOf(report.devices ?? [], device, wanted);
   const isSaved = app.extensionManager.setting.get(SETTING) === marks;
-  const isSet = await change(text("panel.mark_of", { device }), "watermark", { marks }, (answer) => (isSaved ? marksText(answer.watermarks) : null));
+  const isSet = await change(text("panel.mark_of", { device }), "watermark", { marks }, (answer) => (isSaved ? marksText(answer.watermarks, answer.notes) : null));
   if (isSet && !isSaved) await app.extensionManager.setting.set(SETTING, marks);
   return isSet;
 }

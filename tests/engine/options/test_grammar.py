@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from highwater.memory.errors import InvalidInput
 from highwater.memory.options.budget import BudgetItem, exact_size
-from highwater.memory.options.placement import KINDS, TIERS, PlacementItem, SplitRatio, parse_placement
+from highwater.memory.options.placement import AUTO_PLACEMENT, KINDS, TIERS, PlacementItem, SplitRatio, parse_placement
 from highwater.memory.options.precision import parse_precision
 from highwater.memory.options.profile import parse_profile
 from highwater.memory.units import GIB, MIB, format_bytes, parse_bytes, slab_offsets
@@ -130,6 +130,14 @@ def test_any_text_is_parsed_or_refused_in_one_line(text: str) -> None:
             parse(text, devices=DEVICES)
         except InvalidInput as error:
             assert "\n" not in str(error)
+
+
+def test_a_placement_without_a_device_keeps_what_does_not_name_it() -> None:
+    devices = ["cpu", "gpu:0", "gpu:7"]
+    placement = parse_placement("cpu,text=gpu:7,vae=gpu:0&gpu:7,diffusion=gpu:0:gpu:7,vision=gpu:0", devices=devices)
+    assert str(placement.without(["gpu:7"])) == "cpu,vision=gpu:0"
+    assert placement.without([]) == placement
+    assert placement.without(devices) == AUTO_PLACEMENT
 
 
 def test_blanks_may_stand_before_the_percent_sign() -> None:

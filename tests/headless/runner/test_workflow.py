@@ -90,7 +90,7 @@ def graph_with(path: str, value: Any) -> Any:
         ("1.inputs.pipeline", "tiny-ds", "pipeline 'tiny-ds' was not found; did you mean 'tiny-sd'?"),
         ("1.inputs.pipeline", {"a": 1}, "input 'pipeline' is {\"a\": 1}; allowed: tiny-flux, tiny-sd, tiny-wan"),
         ("1.inputs.profile", "6", "column 1: '6' is not a profile and has no unit; allowed: 1 to 5"),
-        ("1.inputs.placement", "gpu:7", "placement 'gpu:7', column 1: this machine has no device 'gpu:7'"),
+        ("1.inputs.placement", "gpu:7=cpu", "placement 'gpu:7=cpu', column 6: '=' is unexpected"),
         ("2.inputs.prompt", "a \ud800 fox", "input 'prompt' contains an invalid character (\\ud800) at position 2; "),
         ("2.inputs.pipeline", ["\udfff", 0], "links to node '\\udfff', which does not exist; allowed: 1, 2, 3"),
         ("3.inputs.filename_prefix", "/tmp/evil", "(Keep it): filename_prefix '/tmp/evil' leads out of the output fol"),

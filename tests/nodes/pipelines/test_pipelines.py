@@ -113,6 +113,26 @@ def test_the_precision_may_be_what_the_profile_says(
     assert precisions["unet"] == said
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [
+        "cpu,unet=gpu:77",
+        "cpu,unet=cpu:gpu:77",
+        "cpu,unet=gpu:77&gpu:78@30%",
+    ],
+)
+def test_a_device_of_another_machine_is_left_out_and_the_node_says_so(runner: WorkflowRunner, placement: str) -> None:
+    graph = {"load": make_graph("tiny-sd", placement=placement, profile="auto,gpu:76=1GiB")["load"]}
+    graph["report"] = {"class_type": "HighwaterMemoryReport", "inputs": {"after": ["load", 0]}}
+    told = runner.run(parse_workflow(graph), name="test").outputs["load"]["text"]
+    names = "gpu:77 or gpu:78" if "gpu:78" in placement else "gpu:77"
+    assert len(told) == 2 and "this machine has no gpu:76, so that is left out" in told[0]
+    begin = f"placement {placement}: this machine has no {names}, so what names it is left out; it has cpu"
+    assert told[1].startswith(begin)
+    plans = {part["name"]: part["plan"]["placement"] for part in default_manager().report()["components"]}
+    assert {plans[name].partition(":")[0] for name in ("unet", "vae")} == {"unet=cpu", "vae=cpu"}
+
+
 def test_changing_the_prompt_runs_all_but_the_loader(runner: WorkflowRunner) -> None:
     runner.run(parse_workflow(make_graph("tiny-sd")), name="test")
     result = runner.run(parse_workflow(make_graph("tiny-sd", sampled={"prompt": "a whale"})), name="test")

@@ -264,6 +264,7 @@ declare namespace Highwater {
         high_text: string;
         source: "set" | "setting" | "default";
       }>;
+      notes: string[];
     };
     "default-profile": {
       profile: string;
