@@ -50,7 +50,7 @@ export function rowsOf({ components = [], loaders = [] }, { root, colourOf, cloc
       size: part.total_bytes === null ? "" : shortBytes(part.total_bytes),
       where: whereIs(part),
       precision: part.precision,
-      last_use: part.last_use_s === null ? text("panel.never") : part.leased ? text("panel.now") : clock(part.last_use_s),
+      last_use: part.last_use_s === null ? text(part.engine === "core" ? "panel.unknown" : "panel.never") : part.leased ? text("panel.now") : clock(part.last_use_s),
       next_use: nextUse(part),
       nodes: found,
       elsewhere: isElsewhere ? text("panel.elsewhere") : found.length === 0 ? text("panel.no_node") : "",
