@@ -3,12 +3,14 @@
 [Note: loaders] ComfyUI loads a model when another node needs it, keeps results of nodes between prompts, and names no
 node of what its own loaders read. So the components of a node are, the first that there are of: those that carry its
 id and its workflow; those of the node that computed the same result; those that no node of the workflow claims and
-that are called like the file that it names.
+that are called like the file that it names. ComfyUI leaves no file's name with some models (of *Load ControlNet Model*,
+*Load CLIP Vision*): where there is one such model of a kind, and one loader that gives that kind and has none, they
+belong together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ class Giver:
     """What its result follows from."""
     names: tuple[str, ...]
     """The model files that it names, without their endings."""
+    kinds: frozenset[str] = frozenset()
+    """The kinds of components that others take from it, if it is a loader of the host's or of another pack."""
 
 
 class Loaders:
@@ -50,8 +54,10 @@ class Loaders:
             del self.givers[place]
         for node_id in prompt.nodes:
             names = tuple(prompt.file_names(node_id))
-            if names or prompt.class_of(node_id).startswith(OUR_PREFIX):
-                remember(self.givers, (node_id, workflow), Giver(prompt.digests.get(node_id, ""), names))
+            is_ours = prompt.class_of(node_id).startswith(OUR_PREFIX)
+            if names or is_ours:
+                kinds = frozenset() if is_ours else frozenset(prompt.kinds_made(node_id))
+                remember(self.givers, (node_id, workflow), Giver(prompt.digests.get(node_id, ""), names, kinds))
 
     def note_computed(self, digest: str, node_id: str, workflow_id: str | None) -> None:
         """Note that a node computes what follows from a digest."""
@@ -60,12 +66,14 @@ class Loaders:
     def rows(self, components: Iterable[KnownComponent]) -> list[dict[str, Any]]:
         """Return the loaders that have components now, with the ids of these; JSON-able."""
         known, givers = Known(components), dict(self.givers)
-        rows = []
-        for place, giver in givers.items():
-            ids = self.components_of(place, giver, known, givers)
-            if ids:
-                rows.append({"node_id": place[0], "workflow_id": place[1], "components": ids})
-        return rows
+        owned = {place: self.components_of(place, giver, known, givers) for place, giver in givers.items()}
+        for place, id in unnamed_of(givers, owned, known).items():
+            owned[place].append(id)
+        return [
+            {"node_id": node_id, "workflow_id": workflow_id, "components": ids}
+            for (node_id, workflow_id), ids in owned.items()
+            if ids
+        ]
 
     def components_of(self, place: Place, giver: Giver, known: Known, givers: dict[Place, Giver]) -> list[str]:
         source = self.computed_at.get(giver.digest, place)
@@ -82,3 +90,24 @@ def is_claimed(component: KnownComponent, place: Place, givers: dict[Place, Give
         return False
     owner = givers.get((component.node_id, component.workflow_id))
     return component.workflow_id != place[1] or owner is None or bool(owner.names)
+
+
+def unnamed_of(givers: Mapping[Place, Giver], owned: Mapping[Place, Sequence[str]], known: Known) -> dict[Place, str]:
+    """Return the components without their file's name that belong to loaders without a component of that kind.
+
+    Equal loaders, as in two workflows, have one model. Where there are several, nothing tells which is whose.
+    """
+    by_kind: dict[str, list[str]] = {}
+    for component in known.by_id.values():
+        if not component.names_file and component.node_id is None:
+            by_kind.setdefault(component.kind, []).append(component.id)
+    found = {}
+    for kind, ids in by_kind.items():
+        lacking = {
+            place: giver.digest or place
+            for place, giver in givers.items()
+            if kind in giver.kinds and not any(known.by_id[id].kind == kind for id in owned[place])
+        }
+        if len(ids) == 1 and len(set(lacking.values())) == 1:
+            found |= dict.fromkeys(lacking, ids[0])
+    return found

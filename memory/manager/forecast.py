@@ -23,6 +23,8 @@ class KnownComponent:
     kind: str
     node_id: str | None
     workflow_id: str | None
+    names_file: bool = True
+    """Whether it is called like the file that it was loaded from; else like its class."""
 
 
 class Forecast:

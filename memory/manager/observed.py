@@ -24,6 +24,8 @@ class ObservedModel(ABC):
 
     name: str
     kind: str
+    names_file: bool = True
+    """Whether ``name`` is that of its file; else of its class."""
 
     @abstractmethod
     def device_bytes(self) -> Mapping[str, int]:
@@ -69,7 +71,14 @@ class Observed:
     def known_components(self) -> list[KnownComponent]:
         """Return what hosts find them by."""
         return [
-            KnownComponent(id=name, name=model.name, kind=model.kind, node_id=None, workflow_id=None)
+            KnownComponent(
+                id=name,
+                name=model.name,
+                kind=model.kind,
+                node_id=None,
+                workflow_id=None,
+                names_file=model.names_file,
+            )
             for name, model in self.named()
         ]
 

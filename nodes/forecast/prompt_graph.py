@@ -47,6 +47,8 @@ class PromptGraph:
         self.roots = [output for output in outputs if output in self.nodes] or ends
         self.order = tuple(self.in_order())
         """The nodes that its roots need, each after those that it needs."""
+        self.given = self.find_given()
+        """By node, the kinds of components that others take from it, as far as the names of their inputs tell."""
         self.kinds = self.find_kinds()
         self.walked: Walk | None = None
 
@@ -95,17 +97,28 @@ class PromptGraph:
         name: str = self.nodes[node_id]["class_type"]
         return name
 
-    def find_kinds(self) -> dict[str, tuple[str, ...]]:
-        """Return by node the kinds of components that the names of its inputs tell, but for what it only passes on."""
-        asked: dict[str, dict[str, None]] = {node_id: {} for node_id in self.nodes}
-        passed: dict[str, set[str]] = {node_id: set() for node_id in self.nodes}
+    def kinds_made(self, node_id: str) -> set[str]:
+        """Return the kinds of components that others take from a node and that it takes from none itself."""
+        taken = {KINDS_OF_INPUTS.get(name) for name, _ in self.links_by_name(node_id)}
+        return self.given[node_id] - taken
+
+    def find_given(self) -> dict[str, set[str]]:
+        given: dict[str, set[str]] = {node_id: set() for node_id in self.nodes}
         for node_id in self.nodes:
             for name, value in self.links_by_name(node_id):
                 if name in KINDS_OF_INPUTS:
+                    given[value[0]].add(KINDS_OF_INPUTS[name])
+        return given
+
+    def find_kinds(self) -> dict[str, tuple[str, ...]]:
+        """Return by node the kinds of components that the names of its inputs tell, but for what it only passes on."""
+        asked: dict[str, dict[str, None]] = {node_id: {} for node_id in self.nodes}
+        for node_id in self.nodes:
+            for name, _ in self.links_by_name(node_id):
+                if name in KINDS_OF_INPUTS:
                     asked[node_id][KINDS_OF_INPUTS[name]] = None
-                    passed[value[0]].add(KINDS_OF_INPUTS[name])
         return {
-            node_id: tuple(kind for kind in asked[node_id] if kind not in passed[node_id]) for node_id in self.nodes
+            node_id: tuple(kind for kind in asked[node_id] if kind not in self.given[node_id]) for node_id in self.nodes
         }
 
     def links_by_name(self, node_id: str) -> Iterator[tuple[str, list[Any]]]:

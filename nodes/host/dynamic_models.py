@@ -11,6 +11,7 @@ from typing import Any
 import comfy.model_base
 import comfy.model_management
 import torch
+from comfy.clip_vision import IMAGE_ENCODERS
 from comfy.model_patcher import ModelPatcher
 
 from ...memory.hosted_component import SteeredComponent, device_name, steer_host
@@ -340,5 +341,9 @@ def kind_of(patcher: ModelPatcher) -> str:
         return "text"
     if isinstance(patcher.model, comfy.model_base.BaseModel):
         return "diffusion"
+    if isinstance(patcher.model, tuple(IMAGE_ENCODERS.values())):
+        return "vision"
+    if "controlnet" in type(patcher.model).__name__.lower():  # core's classes have nothing else in common
+        return "control"
     source = getattr(patcher, "cached_patcher_init", None)
     return "vae" if source is not None and "vae" in getattr(source[0], "__name__", "") else "other"

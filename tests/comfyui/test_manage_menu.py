@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from highwater.tests.comfyui.graphs import Graph, Link, Loaders, sample_flux
+from highwater.tests.comfyui.graphs import CASES, Graph, Link, Loaders, sample_flux
 from highwater.tests.comfyui.host_process import HostFiles, HostProcess
 from highwater.tests.comfyui.page_script import PageScript
 
@@ -61,6 +61,28 @@ def test_models_of_other_loaders_are_reported_with_size_and_place(gpu_host: Host
         assert 0 < sum(part["tiers"].values()) <= part["total_bytes"] * 1.01
     assert any("gpu:0" in part["tiers"] for part in parts)
     gpu_host.forget()
+
+
+def test_loaders_that_leave_no_files_name_with_their_model_show_it(host_files: HostFiles, models: Path) -> None:
+    """One ControlNet, one CLIP vision model and one loader of each: what they hold can only be theirs."""
+    graph = Graph()
+    core = Loaders(kind="core")
+    CASES["controlnet"](graph, core)
+    image = graph.add("EmptyImage", width=64, height=64, batch_size=1, color=0x336699)
+    encoded = graph.add("CLIPVisionEncode", clip_vision=core.clip_vision(graph), image=image, crop="center")
+    graph.keep(encoded, "vision")
+    graph.add("HighwaterMemoryReport", after=encoded)
+    # A host of its own: its loaders must not know earlier runs.
+    with HostProcess(host_files, models=models, total_bytes=[DEVICE_BYTES]) as host:
+        result = host.run(graph.nodes)
+        assert result.outcome == "success", result.brief_error
+        parts = {part["id"]: part for part in host.part("components")}
+        rows = {graph.nodes[row["node_id"]]["class_type"]: row["components"] for row in host.part("loaders")}
+    for loader, kind in (("ControlNetLoader", "control"), ("CLIPVisionLoader", "vision")):
+        (part,) = (parts[id] for id in rows[loader])
+        assert part["kind"] == kind and part["engine"] == "core" and part["tiers"].get("gpu:0")
+        assert part["last_use_s"] is None
+    assert sorted(rows["CheckpointLoaderSimple"]) == ["shallow_sd/clip", "shallow_sd/model"]
 
 
 def test_models_of_other_loaders_are_kept_and_released_on_request(gpu_host: HostProcess) -> None:

@@ -12,6 +12,20 @@ CORE = {"class_type": "UNETLoader", "inputs": {"unet_name": "sub/flux.safetensor
 OURS = {"class_type": "HighwaterLoadDiffusionModel", "inputs": {"unet_name": "flux.safetensors", "profile": "4"}}
 
 
+CONTROL = {"class_type": "ControlNetLoader", "inputs": {"control_net_name": "canny.safetensors"}}
+
+
+def unnamed(id: str, kind: str = "control") -> KnownComponent:
+    """One whose loader leaves no file's name with it: it is called like its class."""
+    return KnownComponent(id=id, name=id, kind=kind, node_id=None, workflow_id=None, names_file=False)
+
+
+def applied(*loaders: str) -> dict[str, Any]:
+    """Return nodes that take a ControlNet from loaders."""
+    node = {"class_type": "ControlNetApply"}
+    return {f"apply {id}": {**node, "inputs": {"control_net": [id, 0]}} for id in loaders}
+
+
 def part(id: str, node_id: str | None = None, workflow_id: str | None = None) -> KnownComponent:
     return KnownComponent(id=id, name=id.partition("#")[0], kind="diffusion", node_id=node_id, workflow_id=workflow_id)
 
@@ -49,3 +63,30 @@ def test_a_loader_that_is_gone_is_forgotten() -> None:
     loaders.read(PromptGraph({"2": OURS}, workflow_id="w"))
     rows = loaders.rows([part("flux", "1", "w"), part("flux", "1", "v")])
     assert [(row["node_id"], row["workflow_id"]) for row in rows] == [("1", "v")]
+
+
+def test_one_model_without_its_files_name_belongs_to_the_one_loader_of_its_kind() -> None:
+    vision = {"class_type": "CLIPVisionLoader", "inputs": {"clip_name": "clip_vision.safetensors"}}
+    encode = {"class_type": "CLIPVisionEncode", "inputs": {"clip_vision": ["2", 0]}}
+    graph = {"1": CONTROL, "2": vision, "3": CORE, "4": encode, **applied("1")}
+    parts = [unnamed("ControlNet"), unnamed("Vision", "vision"), part("flux")]
+    assert shown(graph, *parts) == {"1": ["ControlNet"], "2": ["Vision"], "3": ["flux"]}
+    assert shown(graph, unnamed("Other", "vae"), unnamed("Any", "other")) == {}
+    assert shown(graph, part("ControlNet")) == {}, "what is called like its file has another loader"
+
+
+def test_of_several_models_or_loaders_of_a_kind_nothing_tells_which_is_whose() -> None:
+    other = {**CONTROL, "inputs": {"control_net_name": "depth.safetensors"}}
+    assert shown({"1": CONTROL, **applied("1")}, unnamed("ControlNet"), unnamed("ControlNet#2")) == {}
+    assert shown({"1": CONTROL, "2": other, **applied("1", "2")}, unnamed("ControlNet")) == {}
+    equal = {"1": CONTROL, "2": {**CONTROL}, **applied("1", "2")}
+    assert shown(equal, unnamed("ControlNet")) == {"1": ["ControlNet"], "2": ["ControlNet"]}
+
+
+def test_what_passes_a_model_on_or_manages_it_is_not_its_loader() -> None:
+    lora = {"class_type": "LoraLoaderModelOnly", "inputs": {"lora_name": "a.safetensors", "model": ["1", 0]}}
+    graph = {"1": CORE, "2": lora, "3": {"class_type": "KSampler", "inputs": {"model": ["2", 0]}}}
+    assert shown(graph, part("flux"), unnamed("Flux", "diffusion")) == {"1": ["flux"]}
+    ours = {"class_type": "HighwaterLoadControlNet", "inputs": CONTROL["inputs"]}
+    assert shown({"1": ours, **applied("1")}, unnamed("ControlNet")) == {}
+    assert shown({"1": CONTROL}, unnamed("ControlNet")) == {}, "nothing says what it gives"
