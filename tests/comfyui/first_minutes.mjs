@@ -5,7 +5,7 @@ import { inPage, onCanvas, openPage } from "../web/open_page.mjs";
 
 const [base, executablePath, screenshots, first, ...others] = process.argv.slice(2);
 const TITLE_HEIGHT = 30;
-const { browser, page, errors, shoot, eventually } = await openPage(base, executablePath, screenshots);
+const { browser, page, errors, shoot, eventually, widgets } = await openPage(base, executablePath, screenshots);
 const set = (id, value) => fetch(`${base}/api/settings/${id}`, { method: "POST", body: JSON.stringify(value) });
 
 /** What each node covers, in the graph's own measure, and whether a note has more text than its box shows. */
@@ -36,6 +36,11 @@ async function nothingCovers(name) {
     }
   assert.deepEqual(boxes.flatMap((box) => box.cut), [], `${name}: a note is cut off`);
 }
+/** What a click on an example in the page's list of examples does. */
+const openAgain = async (example) => {
+  const graph = await (await fetch(`/api/workflow_templates/highwater/${example}.json`)).json();
+  await app.loadGraphData(graph, true, true, example, { openSource: "template" });
+};
 const numRuns = async () => Object.values(await (await fetch("/api/history")).json()).map((run) => run.status.status_str);
 
 await set("Comfy.TutorialCompleted", true);
@@ -57,6 +62,8 @@ for (const isVue of [false, true]) {
       await shoot(`${example}_missing_${isVue ? "nodes2" : "canvas"}`);
     }
   }
+  // Opened again it is another workflow, for which the host need not compute what it knows already: nodes would add nothing.
+  if (isVue) await widgets("KSampler", { seed: 2 });
   const before = (await page.evaluate(numRuns)).length;
   await page.getByRole("button", { name: /^Run/ }).first().click();
   await eventually("the first image", numRuns, (runs) => runs.length > before);
@@ -70,6 +77,27 @@ for (const isVue of [false, true]) {
   await page.waitForTimeout(500);
   await nothingCovers(`after the run, ${isVue ? "Nodes 2.0" : "the canvas"}`);
   await shoot(`first_image_${isVue ? "nodes2" : "canvas"}`);
+
+  // The same example in a second tab did not run: it shows nothing of the first, which has its badges when one goes back.
+  const tab = () => app.rootGraph.id;
+  const ran = await page.evaluate(tab);
+  await page.evaluate(() => app.extensionManager.command.execute("Comfy.NewBlankWorkflow"));
+  await eventually("a blank tab", () => app.rootGraph.nodes.length, (number) => number === 0);
+  await page.evaluate(openAgain, first);
+  await eventually("the example again", () => app.rootGraph.nodes.length, Boolean);
+  await page.waitForTimeout(1500);
+  assert.notEqual(await page.evaluate(tab), ran);
+  const texts = await page.evaluate(badges);
+  assert.ok("KSampler" in texts && Object.values(texts).every((text) => text === ""), `a second tab shows ${JSON.stringify(texts)}`);
+  const second = await page.evaluate(tab);
+  for (const [name, wanted, isRight] of [["first", ran, isTold], ["second", second, (texts) => Object.values(texts).join("") === ""]]) {
+    for (let step = 0; step < 30 && (await page.evaluate(tab)) !== wanted; step += 1) {
+      await page.evaluate(() => app.extensionManager.command.execute("Workspace.NextOpenedWorkflow"));
+      await page.waitForTimeout(500);
+    }
+    assert.equal(await page.evaluate(tab), wanted, `the ${name} tab`);
+    await eventually(`badges of the ${name} tab`, badges, isRight);
+  }
 }
 
 // What a user looks for leads to the node that does it; for two words other nodes have them in their own names.

@@ -36,7 +36,7 @@ def test_the_first_example_runs_in_a_host_without_models(
         "text_encoders/highwater-tiny-clip-l.safetensors",
         "vae/highwater-tiny-vae.safetensors",
     ]
-    assert [path.name for path in images] == ["first-image_00001_.png"]  # the second page gives the same seed
+    assert [path.name for path in images] == ["first-image_00001_.png", "first-image_00002_.png"]
 
 
 def test_tiny_models_on_a_host_without_a_gpu(host_files: HostFiles, tmp_path: Path) -> None:

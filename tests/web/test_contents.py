@@ -38,6 +38,12 @@ def test_the_first_template_is_there():
 
 
 @pytest.mark.parametrize("path", GRAPHS, ids=lambda path: path.stem)
+def test_a_template_has_no_id(path: Path):
+    """The page gives each opening one of its own; two of the same id would show each other's badges."""
+    assert "id" not in json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("path", GRAPHS, ids=lambda path: path.stem)
 def test_a_template_fits_the_nodes(path: Path, graph_problems):
     assert graph_problems(json.loads(path.read_text()), INFO | CORE_INFO) == []
 
